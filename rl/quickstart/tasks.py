@@ -1,0 +1,329 @@
+"""Generate the quickstart's repair tasks: SWE-bench v5 rows with repositories and hidden tests.
+
+    python -m rl.quickstart.tasks --out DIR --seed S [--train 64 --heldout 32]
+
+writes DIR/train.parquet, DIR/heldout.parquet and DIR/repos/<instance_id>/. A repository holds one
+module with one function that returns the wrong one of five expressions of its arguments; the problem
+statement says which one is wanted. The (gold, bug) pairs are spread evenly over both splits, and no
+(module, function) pair of the training split is in the held-out one. Nothing an agent sees but the
+statement tells the gold expression; the tests exist only in eval_script.
+
+The same seed gives the same bytes (parquet files, commit ids). Before anything is written to its final
+place every task is graded in a sandbox: the gold patch must be resolved; doing nothing and every other
+expression must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from rewards.grade import grade, warm_up
+from rewards.task import Task
+from rewards.verdict import Outcome
+from rollout.sandbox.local import boot_local
+from rollout.sandbox.treediff import object_id
+
+CANDIDATES: dict[str, str] = {
+    "sum": "a + b",
+    "difference": "a - b",
+    "product": "a * b",
+    "larger": "max(a, b)",
+    "smaller": "min(a, b)",
+}
+"""The cue in a problem statement -> the expression that solves it."""
+
+# None is a module of the standard library: tests find the task's module behind those.
+# fmt: off
+MODULES = (
+    "anchor", "apple", "basket", "bottle", "bridge", "button", "candle", "carpet", "cloud", "feather",
+    "forest", "garden", "hammer", "island", "kettle", "ladder", "lamp", "mirror", "pencil", "river",
+    "stone", "table", "tower", "window",
+)
+FUNCTIONS = (
+    "align", "bind", "blend", "chart", "craft", "fold", "fuse", "gauge", "grade", "join", "judge",
+    "level", "mark", "match", "merge", "mix", "pick", "rank", "score", "shift", "solve", "tally",
+    "trace", "weigh",
+)
+# fmt: on
+
+_MEANING: dict[str, Callable[[int, int], int]] = {
+    "a + b": lambda a, b: a + b,
+    "a - b": lambda a, b: a - b,
+    "a * b": lambda a, b: a * b,
+    "max(a, b)": max,
+    "min(a, b)": min,
+}
+_ARGUMENTS = range(-9, 10)
+_TIMEOUT_S = 60.0
+# A patch that changes no code: the empty patch is never run, and the bug must be seen to fail.
+_NOTE_PATCH = """\
+diff --git a/NOTE b/NOTE
+new file mode 100644
+--- /dev/null
++++ b/NOTE
+@@ -0,0 +1 @@
++note
+"""
+_COMMIT = {
+    "GIT_AUTHOR_NAME": "quickstart",
+    "GIT_AUTHOR_EMAIL": "quickstart@example.com",
+    "GIT_AUTHOR_DATE": "2025-01-01T00:00:00+0000",
+    "GIT_COMMITTER_NAME": "quickstart",
+    "GIT_COMMITTER_EMAIL": "quickstart@example.com",
+    "GIT_COMMITTER_DATE": "2025-01-01T00:00:00+0000",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+}
+
+# The tests come on standard input, so that no file of them lies beside the code they test. -I and
+# appending the work tree: a file there cannot stand in for a module of the standard library.
+_EVAL_SCRIPT = """\
+#!/bin/bash
+set -uxo pipefail
+: '>>>>> Start Test Output'
+python3 -I -S -B - -v <<'END_OF_TESTS'
+import os, sys, unittest
+sys.path.append(os.getcwd())
+
+class Hidden(unittest.TestCase):
+    def check(self, a, b, expected):
+        from {module} import {function}
+        self.assertEqual({function}(a, b), expected)
+{tests}
+unittest.main()
+END_OF_TESTS
+: '>>>>> End Test Output'
+"""
+# swebench's parser for this output takes the docstring for the test's name, in every Python version.
+_TEST = '''
+    def test_{number}(self):
+        """{name}"""
+        self.check({a}, {b}, {expected})
+'''
+
+
+@dataclass(frozen=True)
+class Case:
+    """One hidden test: function(a, b) must be `expected`."""
+
+    a: int
+    b: int
+    expected: int
+
+    def name(self, function: str) -> str:
+        return f"{function}({self.a}, {self.b}) is {self.expected}"
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One task before it is written. gold and bug are expressions; failing cases fail with the bug."""
+
+    instance_id: str
+    module: str
+    function: str
+    cue: str
+    bug: str
+    failing: tuple[Case, Case]
+    passing: Case
+
+    @property
+    def gold(self) -> str:
+        return CANDIDATES[self.cue]
+
+    def source(self, expression: str) -> str:
+        return f"def {self.function}(a, b):\n    return {expression}\n"
+
+    def patch(self, expression: str) -> str:
+        """A git patch from the bug to `expression`."""
+        name, old, new = f"{self.module}.py", self.source(self.bug), self.source(expression)
+        ids = [object_id(b"blob", text.encode()).hex()[:7] for text in (old, new)]
+        first = f" def {self.function}(a, b):\n"
+        return (
+            f"diff --git a/{name} b/{name}\nindex {ids[0]}..{ids[1]} 100644\n--- a/{name}\n+++ b/{name}\n"
+            f"@@ -1,2 +1,2 @@\n{first}-    return {self.bug}\n+    return {expression}\n"
+        )
+
+
+def make_tasks(out: Path, seed: int, n_train: int = 64, n_heldout: int = 32) -> None:
+    """Write and verify both splits (see the module's docstring). Existing files are replaced.
+
+    Raises ValueError when there are not enough names, RuntimeError when a task fails verification.
+    """
+    warm_up()
+    train, heldout = _puzzles(random.Random(seed), n_train, n_heldout)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as name:
+        building = Path(name)
+        commits = _write_repositories(building / "repos", [*train, *heldout])
+        for split, puzzles in (("train", train), ("heldout", heldout)):
+            _write_parquet(building / f"{split}.parquet", [_task(p, commits, building) for p in puzzles])
+        asyncio.run(_verify([*train, *heldout], commits, building))
+        shutil.rmtree(out / "repos", ignore_errors=True)
+        for entry in ("repos", "train.parquet", "heldout.parquet"):
+            (building / entry).replace(out / entry)
+
+
+def _puzzles(rng: random.Random, n_train: int, n_heldout: int) -> tuple[list[Puzzle], list[Puzzle]]:
+    names = list(itertools.product(MODULES, FUNCTIONS))
+    total = n_train + n_heldout
+    if min(n_train, n_heldout) < 1 or total > len(names):
+        raise ValueError(f"each split needs a task, and there are names for {len(names)}, not {total}")
+    rng.shuffle(names)
+    pairs = [*_spread(rng, n_train), *_spread(rng, n_heldout)]
+    numbers = list(range(total))
+    rng.shuffle(numbers)  # a number must not tell the split or the pair
+    puzzles = [
+        _puzzle(rng, f"quickstart__{module}-{number:04d}", module, function, cue, bug)
+        for (module, function), (cue, bug), number in zip(names, pairs, numbers, strict=False)
+    ]
+    return puzzles[:n_train], puzzles[n_train:]
+
+
+def _spread(rng: random.Random, count: int) -> list[tuple[str, str]]:
+    """`count` (cue, bug) pairs in random order, each of the twenty as often as the others, or once more."""
+    pairs = [(cue, bug) for cue, gold in CANDIDATES.items() for bug in CANDIDATES.values() if bug != gold]
+    rng.shuffle(pairs)
+    chosen = list(itertools.islice(itertools.cycle(pairs), count))
+    rng.shuffle(chosen)
+    return chosen
+
+
+def _puzzle(rng: random.Random, instance_id: str, module: str, function: str, cue: str, bug: str) -> Puzzle:
+    gold = CANDIDATES[cue]
+    right, planted = _MEANING[gold], _MEANING[bug]
+    points = [(a, b) for a, b in itertools.product(_ARGUMENTS, repeat=2) if (a, b) != (0, 0)]
+    rng.shuffle(points)
+    agreeing = next(point for point in points if right(*point) == planted(*point))
+    telling = [(a, b) for a, b in points if a != b and right(a, b) != planted(a, b)]
+    for first, second in itertools.combinations(telling, 2):
+        told = all(
+            any(right(*point) != wrong(*point) for point in (first, second))
+            for expression, wrong in _MEANING.items()
+            if expression != gold
+        )
+        if told and min(first) < 0 and min(second) < 0 < max(second):
+            break
+    else:
+        raise AssertionError(f"no cases tell {gold} from the rest")
+    failing, passing = [Case(*p, right(*p)) for p in (first, second)], Case(*agreeing, right(*agreeing))
+    return Puzzle(instance_id, module, function, cue, bug, (failing[0], failing[1]), passing)
+
+
+def _write_repositories(directory: Path, puzzles: list[Puzzle]) -> dict[str, str]:
+    """One repository with one commit per puzzle; returns instance id -> commit id."""
+    directory.mkdir()
+    template = directory / ".template"
+    _git(directory, "init", "--quiet", "--template=", "--initial-branch=main", str(template))
+    commits = {}
+    for puzzle in puzzles:
+        repository = directory / puzzle.instance_id
+        shutil.copytree(template, repository)
+        (repository / "README.md").write_text(f"The {puzzle.module} module.\n")
+        (repository / ".gitignore").write_text("__pycache__/\n*.pyc\n")
+        (repository / f"{puzzle.module}.py").write_text(puzzle.source(puzzle.bug))
+        _git(repository, "add", "--all")
+        _git(repository, "commit", "--quiet", "--no-verify", "--no-gpg-sign", "--message=Add the module")
+        commits[puzzle.instance_id] = (repository / ".git/refs/heads/main").read_text().strip()
+    shutil.rmtree(template)
+    return commits
+
+
+def _git(directory: Path, *arguments: str) -> None:
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.devnull, **_COMMIT}
+    command = [
+        "git",
+        "-c",
+        "gc.auto=0",
+        "-c",
+        "maintenance.auto=false",
+        "-c",
+        "core.autocrlf=false",
+        *arguments,
+    ]
+    subprocess.run(command, cwd=directory, env=environment, check=True)
+
+
+def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
+    cases = [*puzzle.failing, puzzle.passing]
+    tests = "".join(
+        _TEST.format(
+            number=number, name=case.name(puzzle.function), a=case.a, b=case.b, expected=case.expected
+        )
+        for number, case in enumerate(cases)
+    )
+    row = {
+        "instance_id": puzzle.instance_id,
+        "image": f"dir:repos/{puzzle.instance_id}",
+        "repo": f"quickstart/{puzzle.module}",
+        "version": "1",
+        "base_commit": commits[puzzle.instance_id],
+        "problem_statement": (
+            f"{puzzle.function}(a, b) in {puzzle.module}.py must return the {puzzle.cue} of a and b."
+        ),
+        "FAIL_TO_PASS": [case.name(puzzle.function) for case in puzzle.failing],
+        "PASS_TO_PASS": [puzzle.passing.name(puzzle.function)],
+        "log_parser": "parse_log_django",
+        "eval_type": "pass_and_fail",
+        "eval_script": _EVAL_SCRIPT.format(module=puzzle.module, function=puzzle.function, tests=tests),
+        "patch": puzzle.patch(puzzle.gold),
+    }
+    return Task.from_row(row, base_dir)
+
+
+def _write_parquet(path: Path, tasks: list[Task]) -> None:
+    rows = [task.to_row() for task in tasks]
+    schema = pyarrow.schema([(name, pyarrow.string()) for name in rows[0]])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)
+
+
+async def _verify(puzzles: list[Puzzle], commits: dict[str, str], base_dir: Path) -> None:
+    """Grade the gold patch, every wrong one and a patch that leaves the bug in, for each puzzle."""
+    slots = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def check(puzzle: Puzzle, expression: str) -> None:
+        task = _task(puzzle, commits, base_dir)
+        patch = _NOTE_PATCH if expression == puzzle.bug else puzzle.patch(expression)
+        async with slots:
+            boot = functools.partial(boot_local, task.snapshot)
+            verdict = await grade(task, patch.encode(), boot, timeout_s=_TIMEOUT_S)
+        wanted = Outcome.RESOLVED if expression == puzzle.gold else Outcome.UNRESOLVED
+        if verdict.outcome is not wanted:
+            raise RuntimeError(
+                f"{puzzle.instance_id} with `{expression}` (gold `{puzzle.gold}`, bug `{puzzle.bug}`) is "
+                f"{json.dumps(verdict.outcome)} ({verdict.reason}: {verdict.detail})\n{verdict.log_tail}"
+            )
+
+    async with asyncio.TaskGroup() as group:
+        for puzzle in puzzles:
+            for expression in CANDIDATES.values():
+                group.create_task(check(puzzle, expression))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rl.quickstart.tasks", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--train", type=int, default=64, help="number of training tasks")
+    parser.add_argument("--heldout", type=int, default=32, help="number of held-out tasks")
+    options = parser.parse_args()
+    make_tasks(options.out, options.seed, options.train, options.heldout)
+    print(f"{options.train} + {options.heldout} tasks in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The bubblewrap command line of a local sandbox.
+
+Own user, pid, network, ipc and uts namespaces; no capabilities; a root file system made of the host's
+read-only system directories, the Python in use, and what the caller binds. Nothing else of the host is
+there: no home directories, no repository, no /etc beyond what programs need to start.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+HOME, TMPDIR, WORKDIR = "/home/agent", "/tmp", "/testbed"
+_UID = "1000"
+_ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "os-release")
+_PASSWD = f"root:x:0:0::/root:/bin/sh\nagent:x:{_UID}:{_UID}::{HOME}:/bin/sh\n"
+_GROUP = f"root:x:0:\nagent:x:{_UID}:\n"
+_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+
+
+def available() -> bool:
+    """Whether a bubblewrap sandbox starts on this machine (tried once per process)."""
+    return _flavour() is not None
+
+
+def command(
+    root: Path, binds: Iterable[tuple[Path, str]], setenv: Iterable[tuple[str, str]], status_fd: int
+) -> list[str]:
+    """Everything before the program to run. `root` holds tree/, home/, tmp/ and etc/ of the box;
+    `binds` are read-only; bwrap reports the program's start and end as JSON on status_fd."""
+    flavour = _flavour()
+    assert flavour is not None, "call available() first"
+    writable = ((root / "tmp", TMPDIR), (root / "home", HOME), (root / "tree", WORKDIR))
+    argv = [*flavour, "--json-status-fd", str(status_fd)]
+    for source, inside in writable:
+        argv += ["--bind", str(source), inside]
+    for name in ("passwd", "group", "hosts"):
+        argv += ["--ro-bind", str(root / "etc" / name), f"/etc/{name}"]
+    for source, inside in [*_python_prefixes(), *binds]:
+        argv += ["--ro-bind", str(source), inside]
+    for key, value in setenv:
+        argv += ["--setenv", key, value]
+    # Last: the mount points above are made in the root file system, which is a tmpfs of its own.
+    return [*argv, "--remount-ro", "/", "--chdir", WORKDIR, "--"]
+
+
+def write_etc(directory: Path) -> None:
+    """The account and host files of the box, once per box."""
+    directory.mkdir()
+    for name, text in (("passwd", _PASSWD), ("group", _GROUP), ("hosts", _HOSTS)):
+        (directory / name).write_text(text)
+
+
+@functools.cache
+def _flavour() -> tuple[str, ...] | None:
+    """The strictest set of options that works here, None if there is none."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return None
+    for extra in (["--disable-userns"], []):  # bubblewrap before 0.8 has no --disable-userns
+        argv = [program, *_namespaces(), *extra, *_system()]
+        if _starts([*argv, "--remount-ro", "/", "--", "/bin/sh", "-c", "exit 0"]):
+            return tuple(argv)
+    return None
+
+
+def _starts(argv: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _namespaces() -> list[str]:
+    unshare = [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
+    identity = ["--uid", _UID, "--gid", _UID, "--hostname", "sandbox"]
+    # --as-pid-1: bwrap's own init would outlive the program until its orphans end; without it the end
+    # of the program is the end of the namespace, and bwrap returns only after that.
+    return [*unshare, *identity, "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+
+
+def _system() -> list[str]:
+    argv = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--dir", "/run"]
+    argv += ["--symlink", "../tmp", "/var/tmp"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
+        if os.path.islink(name):
+            argv += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            argv += ["--ro-bind", name, name]
+    for name in _ETC:
+        argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return argv
+
+
+@functools.cache
+def _python_prefixes() -> tuple[tuple[Path, str], ...]:
+    """The running Python and, for a virtual environment, the Python below it, at their own paths."""
+    wanted = {path for prefix in (sys.prefix, sys.base_prefix) for path in (prefix, os.path.realpath(prefix))}
+    return tuple((Path(path), path) for path in sorted(wanted) if not Path(path).is_relative_to("/usr"))

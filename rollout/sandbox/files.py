@@ -1,0 +1,78 @@
+"""Files of a sandbox handled from outside it.
+
+The agent may have put a symbolic link anywhere, so no path of it is opened by name: every component is
+opened relative to the one before, and none of them may be a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def write_below(base: Path, relative: PurePosixPath, data: bytes) -> None:
+    """Write base/relative, mode 0644, in one step. Missing directories are made. Raises OSError."""
+    with _parent(base, relative, create=True) as directory:
+        temporary = f".put-{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(temporary, flags, 0o644, dir_fd=directory), "wb") as file:
+                file.write(data)
+            os.rename(temporary, relative.name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
+
+
+def read_below(base: Path, relative: PurePosixPath) -> bytes:
+    """Read the regular file base/relative. Raises OSError, of which FileNotFoundError when it is
+    something else than a regular file."""
+    with _parent(base, relative, create=False) as directory:
+        # O_NONBLOCK: opening a FIFO must not wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(relative.name, flags, dir_fd=directory), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileNotFoundError(f"not a regular file: {relative}")
+            return file.read()
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory, whatever its owner did to its modes and depth. Raises nothing."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, RecursionError):  # modes that deny us, or more levels than Python recurses
+        open_modes(path)
+        subprocess.run(["rm", "-rf", "--", str(path)], stdin=subprocess.DEVNULL, capture_output=True)
+
+
+def open_modes(path: Path) -> None:
+    """Give the owner back the right to read, write and enter everything below a directory."""
+    subprocess.run(["chmod", "-R", "u+rwX", "--", str(path)], stdin=subprocess.DEVNULL, capture_output=True)
+
+
+@contextlib.contextmanager
+def _parent(base: Path, relative: PurePosixPath, create: bool) -> Iterator[int]:
+    """A descriptor of the directory that holds base/relative."""
+    directory = os.open(base, _DIRECTORY)
+    try:
+        for name in relative.parts[:-1]:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o755, dir_fd=directory)
+            inner = os.open(name, _DIRECTORY, dir_fd=directory)
+            os.close(directory)
+            directory = inner
+        yield directory
+    finally:
+        os.close(directory)

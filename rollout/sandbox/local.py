@@ -1,0 +1,393 @@
+"""Sandboxes on this machine, without a container engine.
+
+`boot_local` copies the snapshot to a private temporary directory and runs programs on the copy:
+
+* isolation "bwrap": in a bubblewrap namespace; the work tree is /testbed, there is no network, and of
+  the host only read-only system directories, the Python in use and the caller's binds are visible.
+* isolation "none": as ordinary processes of this user, in the temporary directory itself. Files,
+  processes and network of the host are NOT protected: for development and trusted policies only.
+* isolation "auto": bwrap where it works, else none.
+
+Either way nothing that an exec started outlives it, the environment is built from nothing, no
+descriptor is inherited, CPU time, file size and open files are limited, and `close` deletes everything.
+Memory and the total size of the box are not limited; address space cannot be, because the agent's
+binary reserves far more than it uses.
+
+A process killed before it could close its sandboxes leaves their directories behind; the next process
+that boots a sandbox under the same TMPDIR deletes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, SandboxError, bwrap, files, process
+from rollout.sandbox.treediff import tree_diff
+
+logger = logging.getLogger(__name__)
+
+Isolation = Literal["auto", "bwrap", "none"]
+
+_WORKSPACE = "code-rl-sandboxes-"
+# The program is a child of this shell: as process 1 of its namespace it would ignore most signals.
+_RUN = ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of each process in the box.
+
+    cpu_s: seconds of CPU time. file_bytes: the largest file it may write. open_files: descriptors.
+    processes: of the whole box; enforced with bwrap when this process does not run as root (the kernel
+    counts per user, and exempts root).
+    """
+
+    cpu_s: int = 3600
+    file_bytes: int = 2 * 2**30
+    open_files: int = 4096
+    processes: int = 1024
+
+
+async def boot_local(
+    snapshot: Path,
+    *,
+    isolation: Isolation = "auto",
+    limits: Limits = Limits(),
+    binds: Mapping[Path, str] | None = None,
+    socket_dir: Path | None = None,
+) -> LocalSandbox:
+    """A fresh sandbox on a copy of `snapshot` (a directory with the task's git repository).
+
+    binds: host path -> path inside, read-only; without isolation both must be the same (ValueError).
+    socket_dir: a host directory that appears at its own path inside; unix sockets in it can be
+    connected to. The caller closes the sandbox. Call it in the thread that stays: with bwrap a box
+    dies with the thread that runs its event loop.
+    Raises SandboxError: missing_snapshot, missing_bind, no_bwrap, no_space, boot_failed.
+    """
+    mounts = [(path.absolute(), inside) for path, inside in (binds or {}).items()]
+    if socket_dir is not None:
+        mounts.append((socket_dir.absolute(), str(socket_dir.absolute())))
+    building = asyncio.ensure_future(asyncio.to_thread(_build, snapshot, isolation, mounts))
+    try:
+        root, isolated = await asyncio.shield(building)
+    except asyncio.CancelledError:
+        # The thread cannot be stopped: wait for what it makes, then delete it.
+        with contextlib.suppress(SandboxError, ValueError):
+            root, _ = await building
+            await asyncio.to_thread(files.remove_tree, root)
+        raise
+    return LocalSandbox(snapshot, root, mounts, isolated, limits)
+
+
+class LocalSandbox:
+    """See `boot_local` and the protocol in `rollout.sandbox`."""
+
+    def __init__(
+        self, snapshot: Path, root: Path, mounts: list[tuple[Path, str]], isolated: bool, limits: Limits
+    ) -> None:
+        self.isolation: Isolation = "bwrap" if isolated else "none"
+        self.workdir = bwrap.WORKDIR if isolated else str(root / "tree")
+        self.home = bwrap.HOME if isolated else str(root / "home")
+        self.tmpdir = bwrap.TMPDIR if isolated else str(root / "tmp")
+        self._snapshot = snapshot
+        self._root = root
+        self._mounts = mounts
+        self._limit = _limit_command(limits, isolated)
+        self._closed = False
+        self._running: set[asyncio.Task[ExecResult]] = set()
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float,
+        stdin: bytes = b"",
+        output_cap: int = OUTPUT_CAP,
+    ) -> ExecResult:
+        if self._closed:
+            raise SandboxError("closed", "exec after close")
+        environment = {**self._environment(), **env}
+        run = self._run_isolated if self.isolation == "bwrap" else self._run_plain
+        # A task, so that close() can end it from outside.
+        task = asyncio.ensure_future(run([*self._limit, *argv], environment, stdin, timeout_s, output_cap))
+        self._running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed and not _cancelling():
+                raise SandboxError("closed", "the sandbox was closed during exec") from None
+            raise
+        finally:
+            self._running.discard(task)
+
+    async def put(self, path: str, data: bytes) -> None:
+        base, relative = self._locate(path)
+        try:
+            await asyncio.to_thread(files.write_below, base, relative, data)
+        except OSError as error:
+            raise SandboxError("put_failed", f"{path}: {error}") from error
+
+    async def get(self, path: str) -> bytes:
+        base, relative = self._locate(path)
+        try:
+            return await asyncio.to_thread(files.read_below, base, relative)
+        except OSError as error:
+            if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise FileNotFoundError(f"no regular file at {path}") from error
+            raise SandboxError("get_failed", f"{path}: {error}") from error
+
+    async def diff(self) -> bytes:
+        if self._closed:
+            raise SandboxError("closed", "diff after close")
+        return await asyncio.to_thread(self._diff)
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        running = [task for task in self._running if not task.done()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.to_thread(files.remove_tree, self._root)
+
+    def _diff(self) -> bytes:
+        tree, scratch = self._root / "tree", self._root / "diff"
+        try:
+            try:
+                return tree_diff(self._snapshot, tree, scratch, PATCH_CAP)
+            except PermissionError:  # the agent may have taken away our right to read its files
+                files.open_modes(tree)
+                return tree_diff(self._snapshot, tree, scratch, PATCH_CAP)
+        except OSError as error:
+            raise SandboxError("diff_failed", str(error)) from error
+        finally:
+            files.remove_tree(scratch)
+
+    def _environment(self) -> dict[str, str]:
+        path = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
+        return {"PATH": path, "HOME": self.home, "TMPDIR": self.tmpdir, "LANG": "C.UTF-8"}
+
+    def _locate(self, path: str) -> tuple[Path, PurePosixPath]:
+        """The host directory and the path below it that `path` means."""
+        full = PurePosixPath(self.workdir, path)
+        for inside, name in ((self.workdir, "tree"), (self.home, "home"), (self.tmpdir, "tmp")):
+            if full.is_relative_to(inside):
+                relative = full.relative_to(inside)
+                if relative.name and ".." not in relative.parts:
+                    return self._root / name, relative
+        raise ValueError(f"not a path below the work tree, HOME or TMPDIR of the sandbox: {path}")
+
+    async def _run_plain(
+        self, argv: list[str], env: dict[str, str], stdin: bytes, timeout_s: float, output_cap: int
+    ) -> ExecResult:
+        async def settle(pid: int) -> None:
+            _kill_group(pid)
+            await asyncio.to_thread(_kill_strays, self._root)
+
+        return await process.run(
+            argv,
+            cwd=self.workdir,
+            env=env,
+            stdin=stdin,
+            timeout_s=timeout_s,
+            output_cap=output_cap,
+            pass_fds=(),
+            kill=_kill_group,
+            settle=settle,
+        )
+
+    async def _run_isolated(
+        self, argv: list[str], env: dict[str, str], stdin: bytes, timeout_s: float, output_cap: int
+    ) -> ExecResult:
+        status_read, status_write = os.pipe()
+        os.set_blocking(status_read, False)
+        status = b""
+        killed = False
+
+        def read_status() -> bytes:
+            nonlocal status
+            with contextlib.suppress(BlockingIOError):
+                status += os.read(status_read, 4096)
+            return status
+
+        def kill(pid: int) -> None:
+            nonlocal killed
+            killed = True
+            # Process 1 of the namespace: bwrap then sees it end with all the others, and ends too.
+            inner = re.search(rb'"child-pid": (\d+)', read_status())
+            if inner is None:
+                _kill_group(pid)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(inner[1]), signal.SIGKILL)
+
+        async def settle(pid: int) -> None:
+            _kill_group(pid)
+
+        # bwrap must not load what LD_* names inside the box, so these are set by it, not for it.
+        loader = [(key, value) for key, value in env.items() if key.startswith("LD_")]
+        outer = {key: value for key, value in env.items() if not key.startswith("LD_")}
+        try:
+            result = await process.run(
+                [*bwrap.command(self._root, self._mounts, loader, status_write), *_RUN, *argv],
+                cwd="/",
+                env=outer,
+                stdin=stdin,
+                timeout_s=timeout_s,
+                output_cap=output_cap,
+                pass_fds=(status_write,),
+                kill=kill,
+                settle=settle,
+            )
+            if not killed and b'"exit-code"' not in read_status():
+                raise SandboxError("exec_failed", result.stderr[-500:].decode(errors="replace").strip())
+            return result
+        finally:
+            os.close(status_read)
+            os.close(status_write)
+
+
+def _build(snapshot: Path, isolation: Isolation, mounts: list[tuple[Path, str]]) -> tuple[Path, bool]:
+    """Make the directories of a box; returns their root and whether the box is isolated."""
+    isolated = _isolated(isolation)
+    for source, inside in mounts:
+        if not source.exists():
+            raise SandboxError("missing_bind", str(source))
+        if not isolated and str(source) != inside:
+            raise ValueError(f"without isolation {source} cannot appear as {inside}")
+    if not snapshot.is_dir():
+        raise SandboxError("missing_snapshot", str(snapshot))
+    root: Path | None = None
+    try:
+        root = Path(tempfile.mkdtemp(dir=_workspace(os.getpid())))
+        shutil.copytree(snapshot, root / "tree", symlinks=True)
+        for name in ("home", "tmp"):
+            (root / name).mkdir()
+        if isolated:
+            bwrap.write_etc(root / "etc")
+    except (OSError, shutil.Error) as error:
+        if root is not None:
+            files.remove_tree(root)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise SandboxError("no_space" if full else "boot_failed", str(error)) from error
+    return root, isolated
+
+
+def _isolated(isolation: Isolation) -> bool:
+    if isolation == "bwrap" and not bwrap.available():
+        raise SandboxError("no_bwrap", "bubblewrap is not installed or may not make namespaces here")
+    if isolation == "none" or not bwrap.available():
+        _warn_unprotected()
+        return False
+    return True
+
+
+@functools.cache
+def _warn_unprotected() -> None:
+    logger.warning(
+        "sandboxes run without isolation: the agent can read and write this user's files, reach the "
+        "network and signal other processes of this user; install bubblewrap to protect them"
+    )
+
+
+@functools.cache
+def _workspace(pid: int) -> Path:
+    """The directory of this process's sandboxes. The lock in it tells others that the process lives.
+
+    pid is the cache key: a forked child makes its own.
+    """
+    parent = Path(tempfile.gettempdir())
+    for other in parent.glob(_WORKSPACE + "*"):
+        _remove_if_dead(other)
+    # Locked under a name that nobody sweeps, then renamed.
+    directory = Path(tempfile.mkdtemp(prefix="new-" + _WORKSPACE, dir=parent))
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    final = parent / directory.name.removeprefix("new-")
+    directory.rename(final)
+    atexit.register(files.remove_tree, final)
+    return final
+
+
+def _remove_if_dead(workspace: Path) -> None:
+    try:
+        lock = os.open(workspace / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # another user's, or just being deleted
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        files.remove_tree(workspace)
+    finally:
+        os.close(lock)
+
+
+def _limit_command(limits: Limits, isolated: bool) -> list[str]:
+    """A prefix that runs the rest of the command line under the limits."""
+    prlimit = shutil.which("prlimit")
+    if prlimit is None:
+        # -f counts blocks of 512 bytes
+        values = {"c": 0, "t": limits.cpu_s, "f": limits.file_bytes // 512, "n": limits.open_files}
+        shell = "".join(f"ulimit -{flag} {value}; " for flag, value in values.items()) + 'exec "$@"'
+        return ["/bin/sh", "-c", shell, "sh"]
+    command = [prlimit, "--core=0", f"--cpu={limits.cpu_s}", f"--fsize={limits.file_bytes}"]
+    command.append(f"--nofile={limits.open_files}")
+    if isolated and os.geteuid() != 0:
+        command.append(f"--nproc={limits.processes}")
+    return [*command, "--"]
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill_strays(root: Path) -> None:
+    """Kill the processes that left their group but still live in the box or carry its environment."""
+    for _ in range(5):  # one that is just forking may escape a single look
+        strays = list(_strays(os.fsencode(root)))
+        if not strays:
+            return
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _strays(root: bytes) -> Iterable[int]:
+    for name in os.listdir(b"/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            directory = os.readlink(b"/proc/%s/cwd" % name)
+            with open(b"/proc/%s/environ" % name, "rb") as file:
+                environment = file.read()
+        except OSError:  # gone, a zombie, or another user's
+            continue
+        if directory.startswith(root + b"/") or b"HOME=" + root + b"/" in environment:
+            yield int(name)
+
+
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,159 @@
+"""A git patch between two directory trees, out of reach of whoever wrote the second one.
+
+The trees are compared as bytes: no index, no `.git` of either tree, no attributes, filters, ignore
+files or hooks are read. Only the files that differ are written as objects to a scratch repository, and
+one `git diff-tree` there prints the patch. Left out: everything below a `.git` (however spelled, at any
+depth), what tests and interpreters leave behind (`JUNK_DIRS`, `JUNK_SUFFIXES`; a stale .pyc in a patch
+could even stand in for its source), and anything that is neither a file nor a symbolic link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollout.sandbox import PatchTooLarge, SandboxError
+
+JUNK_DIRS = frozenset({b"__pycache__", b".pytest_cache", b".mypy_cache", b".ruff_cache", b".hypothesis"})
+JUNK_SUFFIXES = (b".pyc", b".pyo")
+_MAX_PATH = 3000  # bytes; longer ones cannot be opened by name (PATH_MAX)
+_LINK, _EXECUTABLE, _PLAIN, _TREE = 0o120000, 0o100755, 0o100644, 0o40000
+
+Entry = tuple[int, bytes]  # git mode, raw object id
+
+
+def tree_diff(old: Path, new: Path, scratch: Path, max_bytes: int) -> bytes:
+    """The patch that turns `old` into `new` (apply with `git apply`), b"" when nothing differs.
+
+    scratch: a directory that does not exist yet; the caller deletes it.
+    Raises PatchTooLarge when the changed content or the patch exceeds max_bytes, SandboxError when git
+    fails, OSError when a tree cannot be read.
+    """
+    old_root, new_root = os.fsencode(old), os.fsencode(new)
+    old_files, new_files = _listing(old_root), _listing(new_root)
+    budget = max_bytes
+    before: dict[bytes, tuple[int, bytes]] = {}
+    after: dict[bytes, tuple[int, bytes]] = {}
+    for path in old_files.keys() | new_files.keys():
+        was, now = old_files.get(path), new_files.get(path)
+        if was is not None and was == now and _content(old_root, path, was) == _content(new_root, path, now):
+            continue
+        if now is not None:
+            budget -= now[1]
+            if budget < 0:
+                raise PatchTooLarge(f"more than {max_bytes} bytes of changed files")
+            after[path] = now[0], _content(new_root, path, now)
+        if was is not None:
+            before[path] = was[0], _content(old_root, path, was)
+    if not before and not after:
+        return b""
+    for part in ("objects", "refs"):
+        (scratch / part).mkdir(parents=True)
+    (scratch / "HEAD").write_text("ref: refs/heads/none\n")
+    trees = [_write_files(scratch / "objects", files).hex() for files in (before, after)]
+    patch = _git_diff(scratch, trees)
+    if len(patch) > max_bytes:
+        raise PatchTooLarge(f"a patch of {len(patch)} bytes, more than {max_bytes}")
+    return patch
+
+
+def object_id(kind: bytes, data: bytes) -> bytes:
+    """The raw SHA-1 id that git gives an object."""
+    return hashlib.sha1(kind + b" %d\0" % len(data) + data).digest()
+
+
+def _listing(root: bytes) -> dict[bytes, tuple[int, int]]:
+    """Relative path -> (git mode, size in bytes) of every file and link that counts."""
+    found: dict[bytes, tuple[int, int]] = {}
+    pending = [b""]
+    while pending:
+        directory = pending.pop()
+        with os.scandir(os.path.join(root, directory)) as entries:
+            for entry in entries:
+                path = os.path.join(directory, entry.name)
+                if entry.name.lower() == b".git" or len(path) > _MAX_PATH:
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    if entry.name not in JUNK_DIRS:
+                        pending.append(path)
+                elif stat.S_ISLNK(status.st_mode):
+                    found[path] = _LINK, status.st_size
+                elif stat.S_ISREG(status.st_mode) and not entry.name.endswith(JUNK_SUFFIXES):
+                    found[path] = (_EXECUTABLE if status.st_mode & 0o100 else _PLAIN), status.st_size
+    return found
+
+
+def _content(root: bytes, path: bytes, entry: tuple[int, int] | None) -> bytes:
+    assert entry is not None
+    full = os.path.join(root, path)
+    if entry[0] == _LINK:
+        return os.readlink(full)
+    with open(os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return file.read()
+
+
+def _write_object(objects: Path, kind: bytes, data: bytes) -> bytes:
+    raw = object_id(kind, data)
+    name = raw.hex()
+    path = objects / name[:2] / name[2:]
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(zlib.compress(kind + b" %d\0" % len(data) + data, 1))
+    return raw
+
+
+def _write_files(objects: Path, files: Mapping[bytes, tuple[int, bytes]]) -> bytes:
+    """Write blobs and the trees that hold them; returns the root tree's id."""
+    entries = {path: (mode, _write_object(objects, b"blob", data)) for path, (mode, data) in files.items()}
+    children: dict[bytes, dict[bytes, Entry]] = {b"": {}}
+    for path, entry in entries.items():
+        directory, name = os.path.split(path)
+        children.setdefault(directory, {})[name] = entry
+        while directory and os.path.dirname(directory) not in children:
+            directory = os.path.dirname(directory)
+            children[directory] = {}
+    # Deepest first, so that a directory's own id is known when its parent is written.
+    for directory in sorted((d for d in children if d), key=lambda d: d.count(b"/"), reverse=True):
+        parent, name = os.path.split(directory)
+        children[parent][name] = _TREE, _write_tree(objects, children[directory])
+    return _write_tree(objects, children[b""])
+
+
+def _write_tree(objects: Path, entries: Mapping[bytes, Entry]) -> bytes:
+    def order(name: bytes) -> bytes:  # git sorts a directory as if its name ended in a slash
+        return name + b"/" if entries[name][0] == _TREE else name
+
+    rows = (b"%o %s\0%s" % (entries[name][0], name, entries[name][1]) for name in sorted(entries, key=order))
+    return _write_object(objects, b"tree", b"".join(rows))
+
+
+def _git_diff(git_dir: Path, trees: list[str]) -> bytes:
+    options = ["-r", "-p", "--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv"]
+    environment = {
+        "PATH": os.defpath + ":/usr/local/bin",
+        "GIT_DIR": str(git_dir),
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_ATTR_NOSYSTEM": "1",
+        "LC_ALL": "C",
+    }
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.attributesFile=" + os.devnull, "diff-tree", *options, *trees],
+            env=environment,
+            cwd=git_dir,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError("diff_failed", str(error)) from error
+    if done.returncode != 0:
+        raise SandboxError("diff_failed", done.stderr.decode(errors="replace").strip())
+    return done.stdout

@@ -1,0 +1,196 @@
+"""Where verl meets the episodes: a row of a batch in, training sequences out.
+
+verl makes one ``ClaudeCodeAgentLoop`` per episode inside its AgentLoopWorker actors. What the episodes of a worker
+share (proxy, parser, record file, task files) lives in one ``Worker`` per process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rewards.grade import warm_up
+from rewards.task import Task, load_tasks
+from rl.metrics import EpisodeLog
+from rollout.agent.claude_code import AgentConfig, find_binary
+from rollout.episode import Episode, Setup, play
+from rollout.proxy.engine import Completion, EngineError
+from rollout.proxy.parsers import VllmToolParser
+from rollout.proxy.render import ChatTemplateRenderer
+from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Policy
+from rollout.records import RecordWriter, record_of
+from rollout.sandbox import boot_from
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
+from verl.workers.rollout.llm_server import LLMServerClient
+
+
+class VerlEngine:
+    """verl's LLM client as an engine: token ids in, token ids and logprobs out, sticky by episode."""
+
+    def __init__(self, client: LLMServerClient) -> None:
+        self.client = client
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        try:
+            out = await self.client.generate(request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling)
+        except Exception as error:  # Ray and the server raise many kinds; all of them mean: no reply
+            raise EngineError(f"{type(error).__name__}: {error}") from error
+        if out.log_probs is None or len(out.log_probs) != len(out.token_ids):
+            raise EngineError(f"reply of {len(out.token_ids)} tokens without their logprobs ({out.stop_reason})")
+        first, last = out.extra_fields.get("min_global_steps"), out.extra_fields.get("max_global_steps")
+        return Completion(list(out.token_ids), [float(p) for p in out.log_probs], (first or 0, last or 0))
+
+
+class Worker:
+    """What the episodes of one process share. Made once, with the first episode."""
+
+    def __init__(self, config: DictConfig, tokenizer: Any, model_type: str) -> None:
+        self.config = config
+        self.run_dir = Path(config.run.dir)
+        self.tokenizer = tokenizer
+        self.renderer = ChatTemplateRenderer(tokenizer, model_type)
+        self.parser = VllmToolParser(config.proxy.tool_parser, tokenizer)
+        self.proxy = ProxyServer()
+        self.records = RecordWriter(self.run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
+        self.log = EpisodeLog(self.run_dir)
+        self.boot = boot_from(config.sandbox)
+        self.agent = AgentConfig(
+            binary=find_binary(config.agent.binary),
+            max_turns=config.agent.max_turns,
+            timeout_s=config.agent.timeout_s,
+            max_tokens=config.proxy.max_tokens or config.data.max_response_length,
+            system_prompt=config.agent.system_prompt,
+            tools=tuple(config.agent.tools) if config.agent.tools is not None else None,
+            bare=config.agent.bare,
+            extra_args=tuple(config.agent.extra_args),
+        )
+        self.slots = asyncio.Semaphore(config.sandbox.concurrency)
+        self.task = functools.lru_cache(maxsize=None)(_task_finder)
+
+    async def start(self) -> None:
+        await self.proxy.start()
+        await asyncio.to_thread(warm_up)
+
+    def setup(self, client: LLMServerClient, sampling: dict[str, Any]) -> Setup:
+        rollout = self.config.actor_rollout_ref.rollout
+        policy = Policy(
+            engine=VerlEngine(client),
+            renderer=self.renderer,
+            parser=self.parser,
+            tokenizer=self.tokenizer,
+            end_ids=frozenset({self.tokenizer.eos_token_id}),
+            max_tokens=self.agent.max_tokens,
+            max_context=rollout.max_model_len,
+            sampling=sampling,
+        )
+        return Setup(
+            policy=policy,
+            proxy=self.proxy,
+            boot=self.boot,
+            agent=self.agent,
+            grade_timeout_s=self.config.grading.timeout_s,
+            infra_retries=self.config.episode.infra_retries,
+        )
+
+    def keep(self, episode: Episode, split: str, step: int) -> None:
+        """Put an attempt on record and into the metrics of its step."""
+        model = self.config.actor_rollout_ref.model.path
+        self.records.append(record_of(episode, split, step, model, self.config.proxy.tool_parser))
+        self.log.append(metrics_line(episode, split, step))
+
+
+_worker: Worker | None = None
+_starting = asyncio.Lock()
+
+
+class ClaudeCodeAgentLoop(AgentLoopBase):
+    """One episode. Registered as ``claude_code`` in configs/agent_loops.yaml."""
+
+    def __init__(self, *args: Any, hf_model_type: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, hf_model_type=hf_model_type, **kwargs)
+        self.model_type = hf_model_type or ""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        """The training rows of one episode, the main thread's last; none if the infrastructure failed for good."""
+        worker = await self._worker()
+        task: Task = worker.task(row["task_file"])[row["task"]]
+        split, step = row["split"], int(row["global_steps"])
+        # A validation at step k and a resumed run play tasks again: the id has to tell them apart.
+        name = f"{split}-{step}-{task.instance_id}-{row['session_id']}-{uuid.uuid4().hex[:8]}"
+        async with worker.slots:
+            setup = worker.setup(self.server_manager, sampling_params)
+            episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step))
+        return outputs(episode)
+
+    async def _worker(self) -> Worker:
+        global _worker
+        async with _starting:
+            if _worker is None:
+                made = Worker(self.config, self.tokenizer, self.model_type)
+                await made.start()
+                _worker = made
+        return _worker
+
+
+def outputs(episode: Episode) -> list[AgentLoopOutput]:
+    """verl's form of an episode's rows. All rows of an episode carry its reward; verl reads the last one's."""
+    if episode.verdict.is_infra:
+        return []
+    seconds = episode.timing
+    metrics = AgentLoopMetrics(
+        generate_sequences=seconds.get("agent", 0.0), compute_score=seconds.get("grade", 0.0), num_preempted=-1
+    )
+    return [
+        AgentLoopOutput(
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            response_mask=row.mask,
+            response_logprobs=row.logprobs,
+            reward_score=episode.verdict.reward,
+            num_turns=episode.agent.turns if episode.agent else 0,
+            metrics=metrics,
+            extra_fields={
+                "min_global_steps": row.versions[0],
+                "max_global_steps": row.versions[1],
+                "reward_extra_info": {"resolved": episode.verdict.reward},
+            },
+        )
+        for row in episode.rows
+    ]
+
+
+def metrics_line(episode: Episode, split: str, step: int) -> dict[str, Any]:
+    """One attempt as rl.metrics wants it (EPISODE_KEYS there)."""
+    verdict, session, seconds = episode.verdict, episode.session, episode.timing
+    return {
+        "step": step,
+        "split": split,
+        "episode": episode.id,
+        "task": episode.task.instance_id,
+        "reward": verdict.reward,
+        "resolved": verdict.outcome == "resolved",
+        "infra": verdict.is_infra,
+        "failure": None if verdict.outcome == "resolved" else verdict.reason,
+        "rows": len(episode.rows),
+        "tokens_sampled": session.tree.sampled_tokens() if session else 0,
+        "tokens_context": session.tree.encoded_tokens() if session else 0,
+        "turns": episode.agent.turns if episode.agent else 0,
+        "wall_s": seconds.get("total", 0.0),
+        "boot_s": seconds.get("boot", 0.0),
+        "agent_s": seconds.get("agent", 0.0),
+        "grade_s": seconds.get("grade", 0.0),
+        "proxy_overhead_ms": session.overhead_ms if session else None,
+    }
+
+
+def _task_finder(file: str) -> dict[str, Task]:
+    return {task.instance_id: task for task in load_tasks(Path(file))}

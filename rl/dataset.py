@@ -1,0 +1,47 @@
+"""Task files as verl's training and validation data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from rewards.task import load_tasks
+
+
+class TaskDataset(Dataset[dict[str, Any]]):
+    """One item per task. verl's ``data.custom_cls``; the signature is verl's.
+
+    An item names the task and its file and does not carry the row itself: hidden tests stay out of the trainer's
+    queues, and an agent loop worker reads the file once. Raises rewards.task.TaskError for a bad row.
+    """
+
+    def __init__(
+        self, data_files: str | list[str], tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
+    ) -> None:
+        files = [data_files] if isinstance(data_files, str) else list(data_files)
+        held_out = config.val_files
+        held_out = {held_out} if isinstance(held_out, str) else set(held_out)
+        self.items = [
+            {
+                "task": task.instance_id,
+                "task_file": str(Path(file).absolute()),
+                "split": "val" if file in held_out else "train",
+                "data_source": task.repo,
+                # Read by verl's validation table; Claude Code makes the real prompt from the statement.
+                "raw_prompt": [{"role": "user", "content": task.problem_statement}],
+            }
+            for file in files
+            for task in load_tasks(Path(file))
+        ]
+        if max_samples > 0:
+            self.items = self.items[:max_samples]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        # verl's batch object must hold at least one tensor.
+        return {**self.items[index], "index": index, "dummy_tensor": torch.zeros(1, dtype=torch.uint8)}

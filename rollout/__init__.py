@@ -1,0 +1,1 @@
+"""Episodes: a real Claude Code process on one task, its calls recorded as exact tokens."""

@@ -1,0 +1,1 @@
+"""The agent: Claude Code as a process inside a sandbox."""

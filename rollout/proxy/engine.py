@@ -1,0 +1,56 @@
+"""What turns prompt ids into sampled ids. verl's client is behind the same protocol in ``rl/agent_loop.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Completion:
+    """``ids``: sampled tokens, the end-of-turn token included when it was sampled. ``logprobs``: one per id,
+    natural log, of the distribution that was sampled from. ``versions``: first and last weight version."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: tuple[int, int] = (0, 0)
+
+
+class EngineError(Exception):
+    """The engine could not answer. An infrastructure failure: the client is told to retry (529)."""
+
+
+class Engine(Protocol):
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        """Sample one reply. ``request_id`` is the same for all calls of an episode (prefix-cache affinity).
+
+        ``sampling`` has at least ``max_tokens``. Raises EngineError.
+        """
+        ...
+
+
+class TextCodec(Protocol):
+    """The two methods of a Hugging Face tokenizer that are needed here."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class ScriptedEngine:
+    """Plays a script: ``script(prompt text) -> reply text``, both with special tokens spelled out.
+
+    Serves warm starts and tests; its logprobs are 0.0 because a script is certain of what it says.
+    """
+
+    def __init__(self, tokenizer: TextCodec, end_id: int, script: Callable[[str], str]) -> None:
+        self.tokenizer = tokenizer
+        self.end_id = end_id
+        self.script = script
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        text = self.script(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
+        ids = self.tokenizer.encode(text, add_special_tokens=False) + [self.end_id]
+        ids = ids[: sampling["max_tokens"]]
+        return Completion(ids, [0.0] * len(ids))

@@ -1,0 +1,57 @@
+"""Sampled text to content blocks, by vLLM's tool-call parsers.
+
+vLLM is imported when a parser is made (seconds, hundreds of MB), not with this module.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollout.proxy.messages import Block
+
+log = logging.getLogger(__name__)
+
+
+class ReplyParser(Protocol):
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Block]:
+        """Content blocks of one reply; tool_use blocks have no id yet. What cannot be read is text, as sampled."""
+        ...
+
+
+class VllmToolParser:
+    """vLLM's parser ``name`` (qwen3_coder, hermes, ...). Raises ValueError for an unknown name."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+        from vllm.tool_parsers import ToolParserManager
+
+        try:
+            self._parser = ToolParserManager.get_tool_parser(name)
+        except KeyError as error:
+            known = ", ".join(sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers}))
+            raise ValueError(f"proxy.tool_parser: no vLLM tool parser named {name!r}; known: {known}") from error
+        self._request, self._tool = ChatCompletionRequest, ChatCompletionToolsParam
+        self._tokenizer = tokenizer
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Block]:
+        whole: list[Block] = [{"type": "text", "text": text}]
+        if not tools:
+            return whole
+        params = [self._tool.model_validate(tool) for tool in tools]
+        request = self._request(model="", messages=[], tools=params)
+        try:
+            found = self._parser(self._tokenizer, params).extract_tool_calls(text, request)
+            calls: list[Block] = [
+                {"type": "tool_use", "name": call.function.name, "input": json.loads(call.function.arguments)}
+                for call in found.tool_calls
+            ]
+        except Exception as error:  # a parser may fail in any way on what a policy makes up; the text stands
+            log.debug("unreadable tool call: %r", error)
+            return whole
+        if not calls or any(not isinstance(call["input"], dict) for call in calls):
+            return whole
+        content = (found.content or "").strip()
+        return [{"type": "text", "text": content}, *calls] if content else calls

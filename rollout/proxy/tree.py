@@ -1,0 +1,202 @@
+"""The session tree: every token of an episode exactly once, and the training sequences that follow from it.
+
+Nodes alternate. A *context* node holds what the policy reads (encoded once, when it arrived) up to and including
+the generation prompt; a *sampled* node holds one reply, as sampled. An edge means "comes after", so a path from a
+root is exactly a prompt that the engine has seen, and a new request extends the deepest path that it matches.
+
+Plain data and pure functions: no I/O, no clock, no randomness. Invariants (architecture.md, 1 and 2) are held here:
+nothing that was sampled is ever encoded again, and ``sequences()`` puts every delivered sampled token into exactly
+one sequence with mask 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rollout.proxy.messages import Reply, Span, text_key
+
+
+@dataclass(eq=False)
+class Node:
+    """One piece of an episode.
+
+    ``ids``: token ids, a delta to the parent's path. A sampled node also has ``logprobs`` (one per id, the
+    engine's own), the ``reply`` that the client was sent, and ``delivered``: the client got all of it.
+    ``versions``: first and last weight version that sampled it.
+    """
+
+    index: int
+    parent: Node | None
+    ids: list[int]
+    length: int  # tokens from the root up to and including this node
+    key: tuple[bytes, ...] = ()
+    logprobs: list[float] | None = None
+    reply: Reply | None = None
+    text: str = ""
+    delivered: bool = False
+    ended: bool = True  # the reply closed its turn itself (sampled an end token)
+    versions: tuple[int, int] = (0, 0)
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> bool:
+        return self.logprobs is not None
+
+    def path(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def path_ids(self) -> list[int]:
+        return [token for node in self.path() for token in node.ids]
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One training row. ``mask`` and ``logprobs`` have the length of ``response_ids``; where the mask is 0 the
+    logprob is 0.0. ``nodes`` are the indices of the sampled nodes that this row trains."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    nodes: tuple[int, ...]
+    versions: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a request joins the tree. ``base``: the deepest sampled node it extends (None: a new root);
+    ``context``: the context node that already holds exactly the rest, if there is one;
+    ``rest``: the spans after ``base``, never empty, the last one is context."""
+
+    base: Node | None
+    context: Node | None
+    rest: tuple[Span, ...]
+
+
+class Tree:
+    """All calls of one episode."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.roots: list[Node] = []
+
+    def match(self, head: bytes, spans: Sequence[Span]) -> Match:
+        """Find the deepest place that the request extends. An echoed reply proves that it was delivered."""
+        base: Node | None = None
+        start, at = 0, 0  # spans before `start` are covered by `base`
+        while True:
+            context = self._context(base, head, spans[at:])
+            if context is None:
+                return Match(base, None, tuple(spans[start:]))
+            at += len(context.key) - 1  # the first part of a key is the head, see add_context
+            if at == len(spans):
+                return Match(base, context, tuple(spans[start:]))
+            reply = _echoed(context, spans[at])
+            if reply is None:
+                return Match(base, None, tuple(spans[start:]))
+            reply.delivered = True
+            base, at = reply, at + 1
+            start = at
+
+    def add_context(self, base: Node | None, head: bytes, rest: Sequence[Span], ids: list[int]) -> Node:
+        """Append encoded context (``rest`` of a match) after ``base``."""
+        node = self._add(base, ids)
+        node.key = (head, *(span.key for span in rest))
+        return node
+
+    def add_sampled(
+        self,
+        context: Node,
+        ids: list[int],
+        logprobs: list[float],
+        reply: Reply,
+        *,
+        text: str,
+        ended: bool,
+        versions: tuple[int, int],
+    ) -> Node:
+        """Append a sampled reply after ``context``; it counts once ``delivered`` is set."""
+        if len(ids) != len(logprobs):
+            raise ValueError(f"engine returned {len(ids)} tokens but {len(logprobs)} logprobs")
+        node = self._add(context, ids)
+        node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
+        return node
+
+    def _add(self, parent: Node | None, ids: list[int]) -> Node:
+        node = Node(len(self.nodes), parent, ids, (parent.length if parent else 0) + len(ids))
+        self.nodes.append(node)
+        (parent.children if parent else self.roots).append(node)
+        return node
+
+    def _context(self, base: Node | None, head: bytes, spans: Sequence[Span]) -> Node | None:
+        keys = tuple(span.key for span in spans)
+        fitting = [
+            node
+            for node in (base.children if base else self.roots)
+            if node.key[0] == head and node.key[1:] == keys[: len(node.key) - 1]
+        ]
+        return max(fitting, key=lambda node: len(node.key), default=None)
+
+    def sequences(self) -> list[TrainingSequence]:
+        """The training rows: one per branch that ends in a delivered reply, in the order of those replies.
+
+        A reply that several branches share is trained in the first of them only. What comes before the first
+        trained reply of a row is its prompt.
+        """
+        live = {node.index for node in self.nodes if node.sampled and node.delivered}
+        inner: set[int] = set()
+        for index in live:
+            for node in self.nodes[index].path()[:-1]:
+                inner.add(node.index)
+        trained: set[int] = set()
+        rows = []
+        for leaf in sorted(live - inner):
+            path = self.nodes[leaf].path()
+            fresh = {node.index for node in path if node.index in live} - trained
+            trained |= fresh
+            rows.append(_row(path, fresh))
+        return rows
+
+    def sampled_tokens(self) -> int:
+        return sum(len(node.ids) for node in self.nodes if node.sampled)
+
+    def encoded_tokens(self) -> int:
+        return sum(len(node.ids) for node in self.nodes if not node.sampled)
+
+
+def _echoed(context: Node, span: Span) -> Node | None:
+    """The sampled child that an assistant span is an echo of: by our tool_use ids, else by its text."""
+    for child in context.children:
+        if child.reply is None:
+            continue
+        ids = child.reply.tool_ids
+        if ids & span.tool_ids or (not ids and not span.tool_ids and text_key(child.reply.text) == span.key):
+            return child
+    return None
+
+
+def _row(path: list[Node], fresh: set[int]) -> TrainingSequence:
+    first = next(i for i, node in enumerate(path) if node.index in fresh)
+    prompt = [token for node in path[:first] for token in node.ids]
+    response: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for node in path[first:]:
+        train = node.index in fresh
+        response += node.ids
+        mask += [int(train)] * len(node.ids)
+        logprobs += node.logprobs if train and node.logprobs is not None else [0.0] * len(node.ids)
+    trained = [node for node in path if node.index in fresh]
+    versions = (min(node.versions[0] for node in trained), max(node.versions[1] for node in trained))
+    return TrainingSequence(prompt, response, mask, logprobs, tuple(node.index for node in trained), versions)
+
+
+def iter_sampled(tree: Tree) -> Iterator[Node]:
+    return (node for node in tree.nodes if node.sampled)

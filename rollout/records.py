@@ -1,0 +1,244 @@
+"""Episode records: one file format for everything that happens in an episode. docs/records.md describes it.
+
+A file is a sequence of frames, only ever appended: ``magic "CEP1", length u32, crc32 u32, payload`` (little
+endian), the payload a zstd-compressed MessagePack map (``Record``). A file that was cut by a crash ends in an
+incomplete frame, which readers drop and report; a complete frame whose checksum is wrong is corruption, and an
+error. Token data is the session tree itself: each node holds only what it adds to its parent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+import zstandard
+
+from rollout.proxy.tree import TrainingSequence, Tree
+
+if TYPE_CHECKING:
+    from rollout.episode import Episode
+
+VERSION = 1
+SUFFIX = ".cep"
+_MAGIC = b"CEP1"
+_HEADER = struct.Struct("<4sII")
+_LEVEL = 6
+
+
+class CorruptRecordError(Exception):
+    """A complete frame that is not what was written. The message names file and offset."""
+
+
+class NodeRecord(msgspec.Struct, omit_defaults=True):
+    """A node of the session tree. ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: -1 for a
+    root. The other fields belong to sampled nodes: ``blocks`` is what the agent was sent."""
+
+    parent: int
+    ids: bytes
+    logprobs: bytes | None = None
+    text: str = ""
+    message_id: str = ""
+    blocks: list[dict[str, Any]] = []
+    stop_reason: str = ""
+    ended: bool = True
+    delivered: bool = False
+    versions: tuple[int, int] = (0, 0)
+
+
+class RowRecord(msgspec.Struct):
+    """A training row as it was handed to the trainer. ``nodes``: the sampled nodes that it trains; ``digest``:
+    see row_digest."""
+
+    prompt_tokens: int
+    response_tokens: int
+    nodes: list[int]
+    digest: str
+
+
+class Record(msgspec.Struct, omit_defaults=True):
+    """One episode. Times in seconds, ``started`` in Unix time. ``model``: where the policy's tokenizer is;
+    ``tools``: all tool definitions that the agent offered, in chat form."""
+
+    version: int
+    episode: str
+    task: str
+    split: str
+    step: int
+    attempt: int
+    started: float
+    model: str
+    parser: str
+    sampling: dict[str, Any]
+    tools: list[dict[str, Any]]
+    nodes: list[NodeRecord]
+    rows: list[RowRecord]
+    verdict: dict[str, Any]
+    agent: dict[str, Any]
+    patch: bytes
+    timing: dict[str, float]
+    counters: dict[str, float]
+    events: list[dict[str, Any]] = []  # Claude Code's stream-json lines
+
+
+def record_of(episode: Episode, split: str, step: int, model: str, parser: str) -> Record:
+    """Everything that is kept of an attempt. ``model`` and ``parser``: what read its tokens."""
+    session, run = episode.session, episode.agent
+    return Record(
+        version=VERSION,
+        episode=episode.id,
+        task=episode.task.instance_id,
+        split=split,
+        step=step,
+        attempt=episode.attempt,
+        started=episode.started,
+        model=model,
+        parser=parser,
+        sampling=dict(session.policy.sampling) if session else {},
+        tools=list(session.tools.values()) if session else [],
+        nodes=node_records(session.tree) if session else [],
+        rows=row_records(episode.rows),
+        verdict=episode.verdict.to_dict(),
+        agent={"status": run.status, "turns": run.turns, "detail": run.detail} if run else {},
+        patch=episode.patch,
+        timing=episode.timing,
+        counters=asdict(session.counters) if session else {},
+        events=run.events if run else [],
+    )
+
+
+def node_records(tree: Tree) -> list[NodeRecord]:
+    out = []
+    for node in tree.nodes:
+        record = NodeRecord(parent=node.parent.index if node.parent else -1, ids=pack_ids(node.ids))
+        if node.reply is not None and node.logprobs is not None:
+            record.logprobs = pack_floats(node.logprobs)
+            record.text, record.ended, record.delivered = node.text, node.ended, node.delivered
+            record.message_id, record.blocks = node.reply.id, list(node.reply.blocks)
+            record.stop_reason, record.versions = node.reply.stop_reason, node.versions
+        out.append(record)
+    return out
+
+
+def row_records(rows: Sequence[TrainingSequence]) -> list[RowRecord]:
+    return [
+        RowRecord(
+            prompt_tokens=len(row.prompt_ids),
+            response_tokens=len(row.response_ids),
+            nodes=list(row.nodes),
+            digest=row_digest(row.prompt_ids, row.response_ids, row.mask, row.logprobs),
+        )
+        for row in rows
+    ]
+
+
+def row_digest(prompt_ids: list[int], response_ids: list[int], mask: list[int], logprobs: list[float]) -> str:
+    """SHA-256 over the four columns (int32, int32, one byte each, float32), each after its length."""
+    digest = hashlib.sha256()
+    for column in (pack_ids(prompt_ids), pack_ids(response_ids), bytes(mask), pack_floats(logprobs)):
+        digest.update(struct.pack("<Q", len(column)))
+        digest.update(column)
+    return digest.hexdigest()
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(data) // 4}i", data))
+
+
+def pack_floats(values: list[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+class RecordWriter:
+    """Appends records to a file of its own (one per process and start, so nobody appends after a torn tail)."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / f"{name}{SUFFIX}"
+        self._file: BinaryIO = open(self.path, "xb")
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+
+    def append(self, record: Record) -> None:
+        """Write one record; it is on the disk when this returns."""
+        payload = self._compressor.compress(msgspec.msgpack.encode(record))
+        self._file.write(_HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass
+class TornTail:
+    """An incomplete last frame: the process died while it wrote. ``lost`` bytes were dropped."""
+
+    path: Path
+    offset: int
+    lost: int
+
+
+@dataclass
+class Reader:
+    """Iterates over all records of a run directory or a single file; fills ``torn`` on the way.
+
+    Raises CorruptRecordError for a complete frame that does not check out, FileNotFoundError for a missing path.
+    """
+
+    source: Path
+    torn: list[TornTail] = field(default_factory=list)
+
+    def files(self) -> list[Path]:
+        if self.source.is_file():
+            return [self.source]
+        if not self.source.is_dir():
+            raise FileNotFoundError(f"{self.source}: no such run directory or record file")
+        return sorted(self.source.rglob(f"*{SUFFIX}"))
+
+    def __iter__(self) -> Iterator[Record]:
+        for path in self.files():
+            yield from self._read(path)
+
+    def _read(self, path: Path) -> Iterator[Record]:
+        data = path.read_bytes()
+        offset = 0
+        while offset < len(data):
+            frame = data[offset : offset + _HEADER.size]
+            if frame[:4] != _MAGIC[: len(frame)]:
+                raise CorruptRecordError(f"{path}, offset {offset}: no record starts here")
+            end = len(data) + 1
+            if len(frame) == _HEADER.size:
+                _, length, checksum = _HEADER.unpack(frame)
+                end = offset + _HEADER.size + length
+            if end > len(data):
+                self.torn.append(TornTail(path, offset, len(data) - offset))
+                return
+            payload = data[offset + _HEADER.size : end]
+            if zlib.crc32(payload) != checksum:
+                raise CorruptRecordError(f"{path}, offset {offset}: checksum of the record is wrong")
+            yield _decode(payload, path, offset)
+            offset = end
+
+
+def _decode(payload: bytes, path: Path, offset: int) -> Record:
+    try:
+        record = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload), type=Record)
+    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        raise CorruptRecordError(f"{path}, offset {offset}: {error}") from error
+    if record.version != VERSION:
+        raise CorruptRecordError(f"{path}, offset {offset}: record version {record.version}, this reads {VERSION}")
+    return record

@@ -1,0 +1,90 @@
+"""What tests of the proxy's core need in place of a model: a tokenizer, a chat format and a parser that one can read.
+
+One token per character, so that a wrong token is visible in the text; <e> ends a turn. Replies call tools as
+``[[name {json}]]``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.proxy.engine import Completion
+from rollout.proxy.session import Policy
+
+END = 0x110000  # the first number that is no character
+CALL = re.compile(r"\[\[(\w+) (\{.*?\})\]\]", re.DOTALL)
+
+
+class CharTokenizer:
+    eos_token_id = END
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [END if part == "<e>" else ord(c) for part in re.split("(<e>)", text) for c in _units(part)]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join("<e>" if i == END else chr(i) for i in ids)
+
+
+def _units(part: str) -> Sequence[str]:
+    return ["<e>"] if part == "<e>" else part
+
+
+class CharRenderer:
+    """Counts what it encodes: ``encoded`` is the number of tokens made so far."""
+
+    def __init__(self) -> None:
+        self.encoded = 0
+
+    def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        head = "".join(f"(tool {t['function']['name']})" for t in tools)
+        return self._ids(head + self._text(messages))
+
+    def extend(self, tail: Sequence[int], ended: bool, messages: list[dict[str, Any]]) -> list[int]:
+        return self._ids(("" if ended else "<e>") + "\n" + self._text(messages))
+
+    def _ids(self, text: str) -> list[int]:
+        ids = CharTokenizer().encode(text)
+        self.encoded += len(ids)
+        return ids
+
+    def _text(self, messages: list[dict[str, Any]]) -> str:
+        lines = [f"{m['role']}: {m['content']}{m.get('tool_calls') or ''}<e>\n" for m in messages]
+        return "".join(lines) + "assistant: "
+
+
+class CallParser:
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        calls = [{"type": "tool_use", "name": n, "input": json.loads(a)} for n, a in CALL.findall(text)]
+        said = CALL.sub("", text).strip() if calls else text
+        return [{"type": "text", "text": said}, *calls] if said or not calls else calls
+
+
+class QueueEngine:
+    """Says what was put into ``replies``, in order; logprobs are different for every token it ever sampled."""
+
+    def __init__(self, *replies: str) -> None:
+        self.replies = list(replies)
+        self.prompts: list[list[int]] = []
+        self.drawn = 0
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        self.prompts.append(list(prompt_ids))
+        ids = [*CharTokenizer().encode(self.replies.pop(0)), END][: sampling["max_tokens"]]
+        logprobs = [-(self.drawn + i + 1) / 4 for i in range(len(ids))]  # exact in float32
+        self.drawn += len(ids)
+        return Completion(ids, logprobs)
+
+
+def char_policy(engine: Any, renderer: Any = None, max_tokens: int = 10_000, max_context: int = 10**7) -> Policy:
+    return Policy(
+        engine=engine,
+        renderer=renderer or CharRenderer(),
+        parser=CallParser(),
+        tokenizer=CharTokenizer(),
+        end_ids=frozenset({END}),
+        max_tokens=max_tokens,
+        max_context=max_context,
+    )

@@ -1,0 +1,141 @@
+"""Invariants 1 and 2 under a client that does what Claude Code does, and more, in any order.
+
+A state machine plays the client: it opens threads, extends them, branches off earlier points, repeats requests,
+loses replies, and rewrites everything it echoes the way Claude Code does. The session must keep exact tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import Phase, settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from rollout.proxy.messages import decode_request
+from rollout.proxy.session import Session
+from rollout.proxy.tree import Node
+from tests.kit import CharRenderer, QueueEngine, char_policy
+
+words = st.text("abc <>[]\n", min_size=1, max_size=12)
+plain = st.text("xyz ", min_size=1, max_size=10).filter(lambda s: s.strip())
+calls = st.builds(lambda a, n: f"[[Edit {json.dumps({'file_path': a, 'new': n})}]]", plain, plain)
+replies = st.one_of(plain, calls, st.builds(lambda t, c, d: f"{t} {c}{d}", plain, calls, calls))
+
+
+class Client(RuleBasedStateMachine):
+    threads = Bundle("threads")  # a thread is a list of (message, reply node index or None)
+
+    @initialize()
+    def start(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.renderer = CharRenderer()
+        self.engine = QueueEngine()
+        self.session = Session("e", char_policy(self.engine, self.renderer, max_tokens=60))
+        self.leaves: set[tuple[int, ...]] = set()  # chains of reply nodes the client holds
+        self.fresh = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            self.loop.close()
+
+    def ask(self, messages: list[dict[str, Any]], reply: str, deliver: bool, retry: bool = False) -> Node:
+        body = {"model": "m", "max_tokens": 1000, "system": "sys", "messages": messages}
+        self.engine.replies = [reply]
+        turn = self.session.prepare(decode_request(json.dumps(body).encode()), retry)
+        node = self.loop.run_until_complete(turn.reply())
+        node.delivered = node.delivered or deliver
+        return node
+
+    @rule(target=threads, text=words, reply=replies)
+    def open(self, text: str, reply: str) -> list[Any]:
+        self.fresh += 1  # two threads that start alike would rightly share their first node
+        message = {"role": "user", "content": f"{self.fresh} {text}"}
+        return self.extend([(message, None)], reply)
+
+    @rule(target=threads, thread=threads, text=words, reply=replies, data=st.data())
+    def follow(self, thread: list[Any], text: str, reply: str, data: st.DataObject) -> list[Any]:
+        """The agent goes on: tool results for every call, rewritten history, now and then another branch."""
+        answered = self.session.tree.nodes[thread[-1][1]].reply
+        results = [{"type": "tool_result", "tool_use_id": i, "content": text} for i in sorted(answered.tool_ids)]
+        self.fresh += 1
+        content: Any = [*results, {"type": "text", "text": f"{self.fresh} {text}"}]
+        history = [(rewritten(m, data), node) for m, node in thread]
+        return self.extend([*history, ({"role": "user", "content": content}, None)], reply)
+
+    @rule(thread=threads, reply=replies, data=st.data())
+    def retry(self, thread: list[Any], reply: str, data: st.DataObject) -> None:
+        """A retry of the thread's last request gets the reply it already has, and nothing is sampled."""
+        drawn = self.engine.drawn
+        messages = [rewritten(message, data) for message, _ in thread[:-1]]
+        node = self.ask(messages, reply, deliver=True, retry=True)
+        assert node.index == thread[-1][1]
+        assert self.engine.drawn == drawn
+
+    @rule(thread=threads, text=plain, first=replies, second=replies)
+    def lost(self, thread: list[Any], text: str, first: str, second: str) -> None:
+        """A reply that never arrived: asked again, it is the same one; left alone, it is not trained."""
+        self.fresh += 1
+        messages = [message for message, _ in thread] + [{"role": "user", "content": f"{self.fresh} {text}"}]
+        node = self.ask(messages, first, deliver=False)
+        again = self.ask(messages, second, deliver=False)
+        assert again is node
+
+    def extend(self, history: list[Any], reply: str) -> list[Any]:
+        encoded, tree = self.renderer.encoded, self.session.tree
+        before = tree.encoded_tokens()
+        node = self.ask([message for message, _ in history], reply, deliver=True)
+        held = [index for _, index in history if index is not None]
+        # Invariant 2: the request extends what this thread's replies were sampled from.
+        assert [n.index for n in node.path() if n.sampled] == [*held, node.index]
+        assert self.renderer.encoded - encoded == tree.encoded_tokens() - before
+        assert self.engine.prompts[-1] + node.ids == node.path_ids()
+        self.leaves.add((*held, node.index))
+        blocks = [dict(block) for block in node.reply.blocks]
+        return [*history, ({"role": "assistant", "content": blocks}, node.index)]
+
+    @invariant()
+    def every_sampled_token_once(self) -> None:
+        if not hasattr(self, "session"):
+            return
+        tree = self.session.tree
+        rows = tree.sequences()
+        delivered = [n for n in tree.nodes if n.sampled and n.delivered]
+        assert sorted(i for row in rows for i in row.nodes) == [n.index for n in delivered]
+        trained = [p for row in rows for p, m in zip(row.logprobs, row.mask, strict=True) if m]
+        assert sorted(trained) == sorted(p for n in delivered for p in n.logprobs or [])
+        for row in rows:
+            assert len(row.response_ids) == len(row.mask) == len(row.logprobs)
+            assert row.mask[0] == 1 and all(p == 0.0 for p, m in zip(row.logprobs, row.mask, strict=True) if not m)
+            assert row.prompt_ids + row.response_ids == tree.nodes[row.nodes[-1]].path_ids()
+        # The least possible number of rows: one per chain that no longer chain contains.
+        tops = {c for c in self.leaves if not any(c != d and d[: len(c)] == c for d in self.leaves)}
+        assert len(rows) == len(tops)
+
+
+def rewritten(message: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+    """A message as Claude Code may echo it."""
+    content = message["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(b) for b in content]
+    for block in blocks:
+        if block["type"] == "text" and message["role"] == "assistant":
+            block["text"] = data.draw(st.sampled_from([block["text"], block["text"].strip(), f" {block['text']}\n"]))
+        if block["type"] == "tool_use" and data.draw(st.booleans()):
+            block["input"] = {"replace_all": False, **dict(reversed(block["input"].items()))}
+        if block["type"] == "tool_result" and data.draw(st.booleans()):
+            block["content"] = [{"type": "text", "text": f"{block['content']}\n<system-reminder>x</system-reminder>"}]
+    if data.draw(st.booleans()):
+        blocks[-1]["cache_control"] = {"type": "ephemeral"}
+    if message["role"] == "user" and data.draw(st.booleans()):
+        blocks.append({"type": "text", "text": "<system-reminder>remember</system-reminder>"})
+    if len(blocks) == 1 and blocks[0]["type"] == "text" and data.draw(st.booleans()):
+        return {"role": message["role"], "content": blocks[0]["text"]}
+    return {"role": message["role"], "content": blocks}
+
+
+Client.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
+)
+TestSession = Client.TestCase

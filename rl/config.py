@@ -1,0 +1,149 @@
+"""Compose the config, and find the directory of a run.
+
+Run directories are ``<run.root>/<trainer.experiment_name>/<date_time>``. Each holds ``run.json`` with a
+key, the hash of the composed config without its ``run`` group. ``open_run`` continues the newest
+unfinished directory with the same key, so the same command after a crash goes on from the last
+checkpoint; a finished run (file ``done``) or one that is in use by another process (locked ``run.lock``)
+is left alone and a new directory is made. An explicit ``run.dir`` is used as it is, whatever is in it.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from omegaconf import DictConfig, OmegaConf
+
+# What all processes of a run with trainer.device=cpu need in their environment. Here and not in rl.cpu,
+# because importing that imports verl, for which the environment must be complete.
+CPU_ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    # verl's FSDP engine is registered for "cuda" and "npu" only; all it does through the platform
+    # interface works on the CPU.
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training and generation take turns on the same cores
+    "VLLM_NO_USAGE_STATS": "1",
+    # One machine: a host name that does not resolve must not matter.
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def package_dir(name: str) -> str:
+    """Directory of an installed top-level package, without importing it.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"package {name!r} is not installed")
+    return spec.submodule_search_locations[0]
+
+
+def register_resolvers() -> None:
+    """Make ``${rl.package:name}`` and ``${rl.add:a,b}`` known to OmegaConf."""
+    OmegaConf.register_new_resolver("rl.package", package_dir, replace=True)
+    OmegaConf.register_new_resolver("rl.add", lambda *terms: sum(terms), replace=True)
+
+
+def compose(overrides: list[str] = ()) -> DictConfig:
+    """The config that ``python -m rl.train <overrides>`` composes; for tests and tools."""
+    import hydra
+
+    register_resolvers()
+    with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
+        return hydra.compose("train", overrides=list(overrides))
+
+
+@dataclass
+class Run:
+    """An open run directory; ``lock`` is held until the process ends or ``close``."""
+
+    dir: Path
+    resumed: bool
+    lock: IO
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Step of the newest complete checkpoint, 0 if there is none."""
+        checkpoints = self.dir / "checkpoints"
+        tracker = checkpoints / "latest_checkpointed_iteration.txt"
+        if not tracker.exists():
+            return 0
+        if not tracker.read_text().strip().isdigit():
+            # verl writes it in place, after the checkpoint is complete; killed in between, it is empty.
+            newest = max(int(d.name.rpartition("_")[2]) for d in checkpoints.glob("global_step_*"))
+            tracker.write_text(str(newest))
+        return int(tracker.read_text())
+
+    def finish(self) -> None:
+        """Mark the run as finished: the same command then starts a new one."""
+        (self.dir / "done").touch()
+
+    def close(self) -> None:
+        self.lock.close()
+
+
+def _key(cfg: DictConfig) -> str:
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    plain.pop("run", None)
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _try_lock(directory: Path) -> IO | None:
+    lock = open(directory / "run.lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
+def _read_key(directory: Path) -> str | None:
+    path = directory / "run.json"
+    return json.loads(path.read_text())["key"] if path.exists() else None
+
+
+def open_run(cfg: DictConfig) -> Run:
+    """Find or make the run directory, lock it, and set ``cfg.run.dir`` to its absolute path.
+
+    Raises:
+        RuntimeError: an explicit ``run.dir`` is in use by another process.
+    """
+    key = _key(cfg)
+    if cfg.run.dir:
+        directory = Path(cfg.run.dir).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _try_lock(directory)
+        if lock is None:
+            raise RuntimeError(f"run directory {directory} is in use by another process")
+        return _opened(cfg, directory, key, lock)
+
+    parent = Path(cfg.run.root).resolve() / cfg.trainer.experiment_name
+    found = sorted((d for d in parent.iterdir() if d.is_dir()), reverse=True) if parent.is_dir() else []
+    for directory in found:
+        if _read_key(directory) == key and not (directory / "done").exists():
+            if lock := _try_lock(directory):
+                return _opened(cfg, directory, key, lock)
+    directory = parent / time.strftime("%Y-%m-%d_%H-%M-%S")
+    if directory.exists():
+        directory = directory.with_name(f"{directory.name}_{os.getpid()}")
+    directory.mkdir(parents=True)
+    return _opened(cfg, directory, key, _try_lock(directory))
+
+
+def _opened(cfg: DictConfig, directory: Path, key: str, lock: IO) -> Run:
+    resumed = _read_key(directory) is not None
+    if not resumed:
+        (directory / "run.json").write_text(json.dumps({"key": key, "started": time.time()}) + "\n")
+    cfg.run.dir = str(directory)
+    return Run(directory, resumed, lock)

@@ -1,0 +1,51 @@
+"""verl on a machine without an accelerator.
+
+verl imports this package in every process (entry-point group ``verl.plugins``); that only *registers*
+a platform named "cpu", which nothing selects unless ``VERL_PLATFORM=cpu``. So importing it on a GPU
+machine is cheap and changes nothing.
+
+With ``VERL_PLATFORM=cpu`` it also replaces the rollout replica "vllm" by one whose weight sync works
+on vLLM's CPU back end, and repairs one process-group argument (see ``_gloo_once``). The
+environment a CPU run needs is ``rl.config.CPU_ENVIRONMENT``.
+"""
+
+import os
+
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from rl.cpu.platform import PlatformCPU
+
+PlatformRegistry.register(platform="cpu")(PlatformCPU)
+
+def _load_replica():
+    from rl.cpu.vllm_replica import CPUReplica
+
+    return CPUReplica
+
+
+def _gloo_once() -> None:
+    """Let ``init_process_group`` accept the backend string that verl builds on a CPU.
+
+    Run-time patch, the only one. verl 0.9.1 (verl/utils/distributed.py) always asks for
+    "cpu:gloo,<device>:<backend>", which on a CPU is "cpu:gloo,cpu:gloo"; torch 2.13 refuses a device
+    named twice. tests/unit/test_cpu_platform.py fails once either of them changes its mind.
+    """
+    import torch.distributed as dist
+
+    original = dist.init_process_group
+
+    def init_process_group(backend=None, *args, **kwargs):
+        return original("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+    if dist.is_available() and getattr(original, "__name__", "") != "init_process_group_cpu":
+        init_process_group.__name__ = "init_process_group_cpu"
+        dist.init_process_group = init_process_group
+
+
+if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    from verl.workers.rollout import base
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    base._ROLLOUT_REGISTRY["vllm", "async"] = "rl.cpu.vllm_replica.CPUServerAdapter"
+    RolloutReplicaRegistry.register("vllm", _load_replica)
+    _gloo_once()

@@ -1,0 +1,135 @@
+"""The platform "cpu": verl's device interface on a machine without an accelerator.
+
+One "device" exists, index 0, and it is the host. Ray is told of one GPU (``num_gpus=1``), because Ray
+hands out accelerator ids only for kinds it knows and verl places its workers by such an id.
+"""
+
+import types
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+
+
+def _host_memory() -> tuple[int, int]:
+    """(free, total) bytes of the host."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _rss(*_args) -> int:
+    """Bytes resident in this process: the closest thing to an allocator's counter."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+class _HostDevice(types.ModuleType):
+    """``torch.cpu`` with the functions of ``torch.cuda`` that verl calls and torch.cpu lacks."""
+
+    def __init__(self):
+        super().__init__("torch.cpu")
+
+    def __getattr__(self, name: str):
+        return getattr(torch.cpu, name)
+
+    memory_allocated = staticmethod(_rss)
+    memory_reserved = staticmethod(_rss)
+    max_memory_allocated = staticmethod(_rss)
+    max_memory_reserved = staticmethod(_rss)
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
+    manual_seed = staticmethod(torch.manual_seed)
+    manual_seed_all = staticmethod(torch.manual_seed)
+    mem_get_info = staticmethod(lambda *_: _host_memory())
+    get_device_name = staticmethod(lambda *_: "cpu")
+    device_count = staticmethod(lambda: 1)
+    is_available = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: "cpu")
+    empty_cache = staticmethod(lambda: None)
+    ipc_collect = staticmethod(lambda: None)
+    reset_peak_memory_stats = staticmethod(lambda *_: None)
+    set_device = staticmethod(lambda *_: None)
+    synchronize = staticmethod(lambda *_: None)
+
+
+class PlatformCPU(PlatformBase):
+    """See the module's docstring. Profiling and allocator settings are no-ops."""
+
+    _device_module = _HostDevice()
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> types.ModuleType:
+        return self._device_module
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check=False) -> bool:
+        return False  # never auto-detected: VERL_PLATFORM=cpu asks for it
+
+    def current_device(self) -> str:
+        return "cpu"  # an integer would be taken for an accelerator's index by tensor.to()
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        return
+
+    def synchronize(self, device_index: Optional[int] = None) -> None:
+        return
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        return
+
+    def empty_cache(self) -> None:
+        return
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[Optional[int], Optional[int]]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False  # weights then travel through shared memory
+
+    @contextmanager
+    def nvtx_range(self, msg: str):
+        yield
+
+    def profiler_start(self) -> None:
+        return
+
+    def profiler_stop(self) -> None:
+        return
+
+    def cudart(self) -> Any:
+        return None

@@ -1,0 +1,1 @@
+"""A policy, tasks and an agent loop small enough to run the whole trainer in a test."""

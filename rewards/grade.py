@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -40,15 +39,15 @@ async def grade(
     try:
         verdict = await _grade(task, patch, boot, timeout_s)
     except SandboxError as error:
-        verdict = Verdict(Reason.SANDBOX_FAILED, str(error))
+        verdict = Verdict.infra(error.cause, str(error))
     except Exception as error:  # a bug of the grader or of swebench must not become a reward
         verdict = Verdict(Reason.GRADER_CRASHED, f"{type(error).__name__}: {error}")
     return replace(verdict, seconds=time.monotonic() - started)
 
 
 def warm_up() -> None:
-    """Start importing swebench (seconds) in a thread, so that the first grading does not wait for it."""
-    threading.Thread(target=_harness, name="import-swebench", daemon=True).start()
+    """Import swebench, which takes seconds. Call it in a thread, ahead of the first grading."""
+    _harness()
 
 
 async def _grade(
@@ -63,10 +62,7 @@ async def _grade(
     # swebench's markers go to stderr, by the shell's trace; in one stream with the results the two
     # cannot change places.
     script = spec.eval_script.replace("\n", "\nexec 2>&1\n", 1)
-    try:
-        box = await boot()
-    except SandboxError as error:
-        return Verdict(Reason.BOOT_FAILED, str(error))
+    box = await boot()
     try:
         refused = await _apply(box, patch)
         if refused is not None:

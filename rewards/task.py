@@ -73,7 +73,13 @@ class Task:
         patch = row.get("patch")
         if patch is not None and not isinstance(patch, str):
             raise _wrong(row, "patch", f"is {type(patch).__name__}, not text")
-        return cls(**values, **tests, patch=patch, base_dir=base_dir.absolute())
+        return cls(
+            **values,
+            FAIL_TO_PASS=tests["FAIL_TO_PASS"],
+            PASS_TO_PASS=tests["PASS_TO_PASS"],
+            patch=patch,
+            base_dir=base_dir.absolute(),
+        )
 
     def to_row(self) -> dict[str, Any]:
         """The row that `from_row` reads back, the test lists as JSON texts (as the published sets have)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Outcome(StrEnum):
@@ -24,18 +25,36 @@ class Reason(StrEnum):
     LOG_UNPARSABLE = "log_unparsable"  # no results, or ones that contradict the exit status
     LOG_FORGED = "log_forged"  # marker lines that the eval script did not print
 
-    BOOT_FAILED = "boot_failed"
-    SANDBOX_FAILED = "sandbox_failed"  # the box broke after it had started
+    NOT_STARTED = "not_started"
+    AGENT_CRASHED = "agent_crashed"
+    ENGINE_FAILED = "engine_failed"
     TASK_INVALID = "task_invalid"  # the row cannot be graded at all
     GRADER_CRASHED = "grader_crashed"
+    # The causes of SandboxError; what has no name of its own is SANDBOX_FAILED.
+    MISSING_SNAPSHOT = "missing_snapshot"
+    MISSING_BIND = "missing_bind"
+    NO_BWRAP = "no_bwrap"
+    NO_GIT = "no_git"
+    NO_SPACE = "no_space"
+    BOOT_FAILED = "boot_failed"
+    EXEC_FAILED = "exec_failed"
+    SANDBOX_FAILED = "sandbox_failed"
 
     @property
-    def infrastructure(self) -> bool:
-        return self in _INFRASTRUCTURE
+    def is_infra(self) -> bool:
+        return self not in _POLICY
 
 
-_INFRASTRUCTURE = frozenset(
-    {Reason.BOOT_FAILED, Reason.SANDBOX_FAILED, Reason.TASK_INVALID, Reason.GRADER_CRASHED}
+_POLICY = frozenset(
+    {
+        Reason.EMPTY_PATCH,
+        Reason.PATCH_TOO_LARGE,
+        Reason.PATCH_APPLY_FAILED,
+        Reason.TESTS_FAILED,
+        Reason.TEST_TIMEOUT,
+        Reason.LOG_UNPARSABLE,
+        Reason.LOG_FORGED,
+    }
 )
 
 
@@ -56,14 +75,50 @@ class Verdict:
     log_tail: str = field(default="", repr=False)
 
     @property
+    def infrastructure(self) -> bool:
+        return self.outcome is Outcome.INFRA_FAILURE
+
+    @property
     def outcome(self) -> Outcome:
         if self.reason is None:
             return Outcome.RESOLVED
-        return Outcome.INFRA_FAILURE if self.reason.infrastructure else Outcome.UNRESOLVED
+        return Outcome.INFRA_FAILURE if self.reason.is_infra else Outcome.UNRESOLVED
+
+    @property
+    def is_infra(self) -> bool:
+        return self.outcome is Outcome.INFRA_FAILURE
 
     @property
     def reward(self) -> float | None:
         """1.0 or 0.0; None for an infrastructure failure, which is no evidence about the policy."""
-        if self.outcome is Outcome.INFRA_FAILURE:
+        if self.is_infra:
             return None
         return 1.0 if self.outcome is Outcome.RESOLVED else 0.0
+
+    @classmethod
+    def unresolved(cls, reason: str, detail: str = "") -> Verdict:
+        """ValueError when `reason` is none of the policy's."""
+        if Reason(reason).is_infra:
+            raise ValueError(f"{reason} is an infrastructure failure")
+        return cls(Reason(reason), detail)
+
+    @classmethod
+    def infra(cls, cause: str, detail: str = "") -> Verdict:
+        """An infrastructure failure. A cause that is not on the list is SANDBOX_FAILED, the detail names
+        it: this is called while handling errors and must not raise another."""
+        known = {reason.value: reason for reason in Reason if reason.is_infra}
+        if cause in known:
+            return cls(known[cause], detail)
+        return cls(Reason.SANDBOX_FAILED, detail if cause in detail else f"{cause}: {detail}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For records: plain values that JSON can hold."""
+        return {
+            "outcome": self.outcome.value,
+            "reason": self.reason.value if self.reason else None,
+            "reward": self.reward,
+            "detail": self.detail,
+            "tests": {kind: {k: list(v) for k, v in results.items()} for kind, results in self.tests.items()},
+            "seconds": self.seconds,
+            "log_tail": self.log_tail,
+        }

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -62,7 +62,7 @@ def open_modes(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _parent(base: Path, relative: PurePosixPath, create: bool) -> Iterator[int]:
+def _parent(base: Path, relative: PurePosixPath, create: bool) -> Generator[int]:
     """A descriptor of the directory that holds base/relative."""
     directory = os.open(base, _DIRECTORY)
     try:

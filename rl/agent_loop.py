@@ -27,7 +27,8 @@ from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy
 from rollout.records import RecordWriter, record_of
-from rollout.sandbox import boot_from
+from rollout.sandbox import Sandbox
+from rollout.sandbox.local import Limits, boot_local
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -62,7 +63,6 @@ class Worker:
         self.proxy = ProxyServer()
         self.records = RecordWriter(self.run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
         self.log = EpisodeLog(self.run_dir)
-        self.boot = boot_from(config.sandbox)
         self.agent = AgentConfig(
             binary=find_binary(config.agent.binary),
             max_turns=config.agent.max_turns,
@@ -77,8 +77,19 @@ class Worker:
         self.task = functools.lru_cache(maxsize=None)(_task_finder)
 
     async def start(self) -> None:
+        warm_up()
         await self.proxy.start()
-        await asyncio.to_thread(warm_up)
+
+    async def boot(self, task: Task, socket_dir: Path | None) -> Sandbox:
+        """A box for the agent, which finds its binary there, or without ``socket_dir`` one for grading."""
+        box = self.config.sandbox
+        return await boot_local(
+            task.snapshot,
+            isolation=box.isolation,
+            limits=Limits(cpu_s=box.cpu_s, file_bytes=box.file_mb << 20),
+            binds={self.agent.binary: str(self.agent.binary)} if socket_dir else None,
+            socket_dir=socket_dir,
+        )
 
     def setup(self, client: LLMServerClient, sampling: dict[str, Any]) -> Setup:
         rollout = self.config.actor_rollout_ref.rollout
@@ -143,7 +154,7 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
 
 def outputs(episode: Episode) -> list[AgentLoopOutput]:
     """verl's form of an episode's rows. All rows of an episode carry its reward; verl reads the last one's."""
-    if episode.verdict.is_infra:
+    if episode.verdict.infrastructure:
         return []
     seconds = episode.timing
     metrics = AgentLoopMetrics(
@@ -178,8 +189,8 @@ def metrics_line(episode: Episode, split: str, step: int) -> dict[str, Any]:
         "task": episode.task.instance_id,
         "reward": verdict.reward,
         "resolved": verdict.outcome == "resolved",
-        "infra": verdict.is_infra,
-        "failure": None if verdict.outcome == "resolved" else verdict.reason,
+        "infra": verdict.infrastructure,
+        "failure": verdict.reason,
         "rows": len(episode.rows),
         "tokens_sampled": session.tree.sampled_tokens() if session else 0,
         "tokens_context": session.tree.encoded_tokens() if session else 0,

@@ -13,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rewards.grade import grade
-from rewards.task import Task
-from rewards.verdict import Verdict
+from rewards.task import Task, TaskError
+from rewards.verdict import Reason, Verdict
 from rollout.agent.claude_code import AgentConfig, AgentRun, run_agent
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
@@ -54,51 +54,52 @@ class Episode:
     attempt: int
     started: float
     verdict: Verdict
-    session: Session | None = None
-    agent: AgentRun | None = None
-    patch: bytes = b""
-    rows: Sequence[TrainingSequence] = ()
-    timing: dict[str, float] = field(default_factory=dict)
+    session: Session | None
+    agent: AgentRun | None
+    patch: bytes
+    rows: Sequence[TrainingSequence]
+    timing: dict[str, float]
 
 
 async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 0) -> Episode:
     """Play ``task`` once. Never raises for what an episode can run into; cancellation cleans up and passes on."""
-    episode = Episode(episode_id, task, attempt, time.time(), Verdict.infra("not_started"))
-    watch = _Watch(episode.timing)
+    began = time.time()
+    watch = _Watch()
+    session, run, patch, rows = None, None, b"", []
     home = Path(tempfile.mkdtemp(prefix="cc-"))  # holds the session's socket; short, for sun_path's 108 bytes
     try:
         with watch("total"):
             with watch("boot"):
                 box = await setup.boot(task, home)
             try:
-                episode.session = session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
-                try:
-                    with watch("agent"):
-                        prompt = setup.prompt.format(problem_statement=task.problem_statement)
-                        episode.agent = await run_agent(
-                            box, setup.agent, prompt, session.secret, socket=home / "s", base_url=None
-                        )
-                finally:
-                    await setup.proxy.close_session(session)
+                session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
+                with watch("agent"):
+                    prompt = setup.prompt.format(problem_statement=task.problem_statement)
+                    run = await run_agent(box, setup.agent, prompt, session.secret, socket=home / "s")
                 with watch("diff"):
-                    episode.patch = await box.diff()
+                    patch = await box.diff()
             finally:
+                if session is not None:
+                    await setup.proxy.close_session(session)
                 await box.close()
-            with watch("grade"):
-                episode.verdict = infra_failure(episode.agent, session) or await grade(
-                    task, episode.patch, lambda: setup.boot(task, None), timeout_s=setup.grade_timeout_s
-                )
-        if not episode.verdict.is_infra:
-            episode.rows = session.tree.sequences()
+            verdict = infra_failure(run, session)
+            if verdict is None:
+                with watch("grade"):
+                    verdict = await grade(
+                        task, patch, lambda: setup.boot(task, None), timeout_s=setup.grade_timeout_s
+                    )
     except PatchTooLarge as error:
-        episode.verdict = Verdict.unresolved("patch_too_large", str(error))
-        episode.rows = session.tree.sequences()
+        verdict = Verdict(Reason.PATCH_TOO_LARGE, str(error))
     except SandboxError as error:
         log.warning("episode %s: %s", episode_id, error)
-        episode.verdict = Verdict.infra(error.cause, str(error))
+        verdict = Verdict(Reason.BOOT_FAILED if session is None else Reason.SANDBOX_FAILED, str(error))
+    except TaskError as error:
+        verdict = Verdict(Reason.TASK_INVALID, str(error))
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    return episode
+    if session is not None and not verdict.infrastructure:
+        rows = session.tree.sequences()
+    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds)
 
 
 async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], None]) -> Episode:
@@ -106,7 +107,7 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
     for attempt in range(setup.infra_retries + 1):
         episode = await run_episode(setup, task, episode_id if not attempt else f"{episode_id}.{attempt}", attempt)
         keep(episode)
-        if not episode.verdict.is_infra:
+        if not episode.verdict.infrastructure:
             break
         await asyncio.sleep(0.2 * 2**attempt)
     return episode
@@ -116,17 +117,17 @@ def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
     """The verdict of a run that says nothing about the policy: the agent could not start, or the engine failed
     it. Everything else the policy did itself (no patch, out of turns or time, context full) and is graded."""
     if run.status == "crashed" and not session.counters.calls:
-        return Verdict.infra("agent_crashed", run.detail)
+        return Verdict(Reason.AGENT_CRASHED, run.detail)
     if run.status != "finished" and session.counters.engine_errors:
-        return Verdict.infra("engine_failed", f"{session.counters.engine_errors} calls failed; {run.detail}")
+        return Verdict(Reason.ENGINE_FAILED, f"{session.counters.engine_errors} calls failed; {run.detail}")
     return None
 
 
 class _Watch:
-    """Adds the wall time of a ``with`` block to ``timing``, also when the block fails."""
+    """Wall time of ``with`` blocks in ``seconds``, also of those that fail."""
 
-    def __init__(self, timing: dict[str, float]) -> None:
-        self.timing = timing
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -134,4 +135,4 @@ class _Watch:
         try:
             yield
         finally:
-            self.timing[phase] = time.perf_counter() - began
+            self.seconds[phase] = time.perf_counter() - began

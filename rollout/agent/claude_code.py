@@ -81,8 +81,8 @@ def command(config: AgentConfig, prompt: str) -> list[str]:
     return argv + list(config.extra_args)
 
 
-def environment(config: AgentConfig, secret: str, *, socket: Path | None, base_url: str | None) -> dict[str, str]:
-    """The agent's variables. With ``socket`` no TCP is used at all; the base URL is then only a name."""
+def environment(config: AgentConfig, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
+    """The agent's variables: the session is reached at ``socket``, and then no TCP is used, or at ``base_url``."""
     env = {
         "ANTHROPIC_AUTH_TOKEN": secret,
         "ANTHROPIC_BASE_URL": base_url or "http://proxy.invalid",
@@ -106,7 +106,7 @@ def environment(config: AgentConfig, secret: str, *, socket: Path | None, base_u
 
 
 async def run_agent(
-    box: Sandbox, config: AgentConfig, prompt: str, secret: str, *, socket: Path | None, base_url: str | None
+    box: Sandbox, config: AgentConfig, prompt: str, secret: str, *, socket: Path | None = None, base_url: str = ""
 ) -> AgentRun:
     """Run Claude Code on ``prompt`` in ``box`` until it ends, runs out of turns or out of time."""
     done = await box.exec(

@@ -125,7 +125,8 @@ def rewritten(message: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
         if block["type"] == "tool_use" and data.draw(st.booleans()):
             block["input"] = {"replace_all": False, **dict(reversed(block["input"].items()))}
         if block["type"] == "tool_result" and data.draw(st.booleans()):
-            block["content"] = [{"type": "text", "text": f"{block['content']}\n<system-reminder>x</system-reminder>"}]
+            was = block["content"] if isinstance(block["content"], str) else block["content"][0]["text"]
+            block["content"] = [{"type": "text", "text": f"{was}\n<system-reminder>x</system-reminder>"}]
     if data.draw(st.booleans()):
         blocks[-1]["cache_control"] = {"type": "ephemeral"}
     if message["role"] == "user" and data.draw(st.booleans()):

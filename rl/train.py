@@ -129,19 +129,28 @@ def complete(cfg: DictConfig, run: Run, ray_dir: str) -> None:
 
 
 def train(cfg: DictConfig) -> None:
-    """Run verl's trainer to its end in a Ray cluster that ends with it."""
+    """Start or join Ray and run verl's trainer to its end.
+
+    The body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
+    ``rl.trainer.run_trainer``). A cluster that was started here ends here; one that was joined stays.
+    """
     import ray
-    from verl.trainer.main_ppo import run_ppo
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    from rl.trainer import TaskRunner
+    from rl.trainer import run_trainer
 
-    validate_config(
-        config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg)
-    )
+    validate_config(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+    with open_dict(cfg):
+        cfg.transfer_queue.enable = True
+    environment = get_ppo_ray_runtime_env(cfg)
+    environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = os.environ["TRANSFER_QUEUE_ENABLE"] = "1"
+    options = OmegaConf.to_container(cfg.ray_kwargs.ray_init)
+    options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
     try:
-        run_ppo(cfg, task_runner_class=TaskRunner)
+        ray.init(**options)
+        run_trainer(cfg)
     finally:
         ray.shutdown()
 

@@ -1,7 +1,6 @@
-"""verl's V1 trainer with our episodes: a mix-in for any of its modes, and the actor that runs it.
+"""verl's V1 trainer with our episodes: a mix-in for any of its modes, and the function that runs it.
 
-``TaskRunner`` is what ``verl.trainer.main_ppo.run_ppo`` takes; it differs from verl's ``TaskRunnerV1`` in
-the trainer class only. The mix-in
+The mix-in
 
 - folds the episodes' own records (``rl.metrics``) into each step's metrics and appends metrics.jsonl;
 - makes the number of optimizer updates per step what the config says (``train_batch_size /
@@ -14,9 +13,8 @@ import math
 import time
 from pathlib import Path
 
-import ray
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rl import metrics as run_metrics
 
@@ -132,35 +130,34 @@ class _Episodes:
         return batch
 
 
-@ray.remote
-class TaskRunner:
-    """The trainer's process. ``run`` returns when training is done."""
+def run_trainer(config: DictConfig) -> None:
+    """Train from start to end, in this process; Ray must be up. The body of verl's ``TaskRunnerV1.run``.
 
-    def run(self, config: DictConfig) -> None:
-        import transfer_queue as tq
-        from verl.trainer.ppo.v1 import AgentLoopManagerTQ
-        from verl.utils.import_utils import load_class_from_fqn
-        from verl.utils.logging_utils import configure_verl_logging
+    In the driver's process and not in an actor of its own, as verl does it: one start of Python and one
+    import of verl less, about 20 s of one core.
+    """
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+    from verl.utils.import_utils import load_class_from_fqn
+    from verl.utils.logging_utils import configure_verl_logging
 
-        configure_verl_logging()
-        config.transfer_queue.enable = True
-        OmegaConf.resolve(config)
-        tq.init(config.transfer_queue)
-        trainer, succeeded = None, False
-        try:
-            trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
-            trainer.init()
-            manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-            manager_cls = load_class_from_fqn(manager, "AgentLoopManager") if manager else AgentLoopManagerTQ
-            agent_loops = manager_cls.create(
-                config=config,
-                llm_client=trainer.get_llm_client(),
-                teacher_client=trainer.get_teacher_client(),
-                reward_loop_worker_handles=trainer.get_reward_handles(),
-            )
-            trainer.fit(agent_loops)
-            succeeded = True
-        finally:
-            if tracking := getattr(trainer, "logger", None):
-                tracking.finish(exit_code=0 if succeeded else 1)
-            tq.close()
+    configure_verl_logging()
+    tq.init(config.transfer_queue)
+    trainer, succeeded = None, False
+    try:
+        trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
+        trainer.init()
+        manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+        manager_cls = load_class_from_fqn(manager, "AgentLoopManager") if manager else AgentLoopManagerTQ
+        agent_loops = manager_cls.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=trainer.get_teacher_client(),
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+        trainer.fit(agent_loops)
+        succeeded = True
+    finally:
+        if tracking := getattr(trainer, "logger", None):
+            tracking.finish(exit_code=0 if succeeded else 1)
+        tq.close()

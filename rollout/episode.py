@@ -85,9 +85,7 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
             verdict = infra_failure(run, session)
             if verdict is None:
                 with watch("grade"):
-                    verdict = await grade(
-                        task, patch, lambda: setup.boot(task, None), timeout_s=setup.grade_timeout_s
-                    )
+                    verdict = await grade(task, patch, lambda: setup.boot(task, None), timeout_s=setup.grade_timeout_s)
     except PatchTooLarge as error:
         verdict = Verdict(Reason.PATCH_TOO_LARGE, str(error))
     except SandboxError as error:

@@ -17,6 +17,7 @@ from rl.cpu.platform import PlatformCPU
 
 PlatformRegistry.register(platform="cpu")(PlatformCPU)
 
+
 def _load_replica():
     from rl.cpu.vllm_replica import CPUReplica
 

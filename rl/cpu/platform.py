@@ -6,7 +6,7 @@ hands out accelerator ids only for kinds it knows and verl places its workers by
 
 import types
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
@@ -88,7 +88,7 @@ class PlatformCPU(PlatformBase):
     def set_device(self, device_index: int) -> None:
         return
 
-    def synchronize(self, device_index: Optional[int] = None) -> None:
+    def synchronize(self, device_index: int | None = None) -> None:
         return
 
     def manual_seed(self, seed: int) -> None:
@@ -103,7 +103,7 @@ class PlatformCPU(PlatformBase):
     def empty_cache(self) -> None:
         return
 
-    def get_device_capability(self, device_index: int = 0) -> tuple[Optional[int], Optional[int]]:
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
 
     def communication_backend_name(self) -> str:

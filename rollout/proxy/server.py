@@ -43,7 +43,7 @@ class ProxyServer:
         self.ping_s = ping_s
         self.sessions: dict[str, Session] = {}
         self.port = 0
-        self._sites: dict[str, web.UnixSite] = {}
+        self._sites: dict[str, tuple[web.UnixSite, Path]] = {}
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors_as_json])
         app.router.add_post("/v1/messages", self._messages)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
@@ -68,23 +68,26 @@ class ProxyServer:
         if socket is not None:
             site = web.UnixSite(self._runner, str(socket))
             await site.start()
-            self._sites[session.secret] = site
+            self._sites[session.secret] = site, socket
         self.sessions[session.secret] = session
         return session
 
     async def close_session(self, session: Session) -> None:
         session.close()
         self.sessions.pop(session.secret, None)
-        site = self._sites.pop(session.secret, None)
-        if site is not None:
+        if session.secret in self._sites:
+            site, socket = self._sites.pop(session.secret)
             await site.stop()
+            socket.unlink(missing_ok=True)  # asyncio leaves it
 
     def _session(self, request: web.Request) -> Session:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         found = self.sessions.get(given)
         # The dict look-up finds a candidate; the comparison that decides takes the same time for all secrets.
         if found is None or not hmac.compare_digest(found.secret.encode(), given.encode()):
-            raise RequestError("unknown session: the episode's secret is wrong or its session is closed", 401, "authentication_error")
+            raise RequestError(
+                "unknown session: the episode's secret is wrong or its session is closed", 401, "authentication_error"
+            )
         return found
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:

@@ -45,8 +45,7 @@ def command(
         argv += ["--ro-bind", str(source), inside]
     for key, value in setenv:
         argv += ["--setenv", key, value]
-    # Last: the mount points above are made in the root file system, which is a tmpfs of its own.
-    return [*argv, "--remount-ro", "/", "--chdir", WORKDIR, "--"]
+    return [*argv, *_seal(), "--chdir", WORKDIR, "--"]
 
 
 def write_etc(directory: Path) -> None:
@@ -64,7 +63,7 @@ def _flavour() -> tuple[str, ...] | None:
         return None
     for extra in (["--disable-userns"], []):  # bubblewrap before 0.8 has no --disable-userns
         argv = [program, *_namespaces(), *extra, *_system()]
-        if _starts([*argv, "--remount-ro", "/", "--", "/bin/sh", "-c", "exit 0"]):
+        if _starts([*argv, *_seal(), "--", "/bin/sh", "-c", "exit 0"]):
             return tuple(argv)
     return None
 
@@ -95,6 +94,17 @@ def _system() -> list[str]:
     for name in _ETC:
         argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     return argv
+
+
+def _seal() -> list[str]:
+    """Make read-only what the box only has to look at. Comes last: mount points are made before it.
+
+    When this process runs as root, the kernel takes the box's user for root wherever it looks at the
+    owner of a file only: it could set kernel parameters below /proc/sys (one of them names a program
+    that the host runs as root) and change the mode of the host's device nodes.
+    """
+    devices = (f"/dev/{name}" for name in ("full", "null", "random", "tty", "urandom", "zero"))
+    return [word for path in (*devices, "/proc", "/") for word in ("--remount-ro", path)]
 
 
 @functools.cache

@@ -284,10 +284,11 @@ def _build(snapshot: Path, isolation: Isolation, mounts: list[tuple[Path, str]])
             (root / name).mkdir()
         if isolated:
             bwrap.write_etc(root / "etc")
-    except (OSError, shutil.Error) as error:
+    except OSError as error:
         if root is not None:
             files.remove_tree(root)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # shutil.Error is a list of texts, so the number of the error may be gone.
+        full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
         raise SandboxError("no_space" if full else "boot_failed", str(error)) from error
     return root, isolated
 

@@ -20,7 +20,7 @@ from rollout.proxy.engine import Completion, EngineError, ScriptedEngine
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import Sandbox, bwrap
 from rollout.sandbox.local import boot_local
-from tests.kit import END, CallParser, CharRenderer, CharTokenizer, char_policy
+from tests.kit import END, CallParser, CharTokenizer, char_policy
 
 pytestmark = pytest.mark.asyncio
 
@@ -49,7 +49,10 @@ def setup(proxy: ProxyServer, engine: Any, isolation: str = "auto", **agent: Any
 
     async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
         return await boot_local(
-            task.snapshot, isolation=isolation, binds={binary: str(binary)} if socket_dir else None, socket_dir=socket_dir
+            task.snapshot,
+            isolation=isolation,
+            binds={binary: str(binary)} if socket_dir else None,
+            socket_dir=socket_dir,
         )
 
     settings = {"max_turns": 8, "timeout_s": 60, "max_tokens": 2000, "tools": ("Edit", "Read", "Bash"), "bare": True}
@@ -104,7 +107,7 @@ async def test_repair_resolves_in_one_row(proxy: ProxyServer, task: Task, isolat
 
 
 async def test_wrong_edit_is_unresolved(proxy: ProxyServer, task: Task) -> None:
-    wrong = lambda prompt: repair(prompt).replace("new_string\": \"", "new_string\": \"0 * ")  # noqa: E731
+    wrong = lambda prompt: repair(prompt).replace('new_string": "', 'new_string": "0 * ')  # noqa: E731
     episode = await run_episode(setup(proxy, scripted(wrong)), task, "e")
     assert (episode.verdict.reason, episode.verdict.reward, len(episode.rows)) == ("tests_failed", 0.0, 1)
 

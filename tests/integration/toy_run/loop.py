@@ -24,8 +24,13 @@ class ToyAgentLoop(AgentLoopBase):
             )
             outputs.append(
                 AgentLoopOutput(
-                    prompt_ids=prompt, response_ids=sampled.token_ids, response_mask=[1] * len(sampled.token_ids),
-                    response_logprobs=sampled.log_probs, num_turns=2, metrics={}, extra_fields=sampled.extra_fields,
+                    prompt_ids=prompt,
+                    response_ids=sampled.token_ids,
+                    response_mask=[1] * len(sampled.token_ids),
+                    response_logprobs=sampled.log_probs,
+                    num_turns=2,
+                    metrics={},
+                    extra_fields=sampled.extra_fields,
                 )
             )
         ids = outputs[-1].response_ids
@@ -33,10 +38,24 @@ class ToyAgentLoop(AgentLoopBase):
         outputs[-1].extra_fields["reward_extra_info"] = {}
         tokens = sum(len(o.response_ids) for o in outputs)
         EpisodeLog(self.config.run.dir).append(
-            dict(step=int(kwargs["global_steps"]), split="val" if kwargs.get("validate") else "train",
-                 episode=uuid.uuid4().hex, task=str(kwargs["extra_info"]["index"]), reward=outputs[-1].reward_score,
-                 resolved=outputs[-1].reward_score > 0.5, failure=None, infra=False, rows=len(outputs),
-                 tokens_sampled=tokens, tokens_context=len(prompt) * len(outputs), turns=1, wall_s=0.0, boot_s=0.0,
-                 agent_s=0.0, grade_s=0.0, proxy_overhead_ms=0.0)
+            dict(
+                step=int(kwargs["global_steps"]),
+                split="val" if kwargs.get("validate") else "train",
+                episode=uuid.uuid4().hex,
+                task=str(kwargs["extra_info"]["index"]),
+                reward=outputs[-1].reward_score,
+                resolved=outputs[-1].reward_score > 0.5,
+                failure=None,
+                infra=False,
+                rows=len(outputs),
+                tokens_sampled=tokens,
+                tokens_context=len(prompt) * len(outputs),
+                turns=1,
+                wall_s=0.0,
+                boot_s=0.0,
+                agent_s=0.0,
+                grade_s=0.0,
+                proxy_overhead_ms=0.0,
+            )
         )
         return outputs

@@ -18,7 +18,9 @@ def make_model(directory: Path, seed: int = 0, hidden: int = 128, layers: int = 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
     )
     fast.chat_template = (
@@ -27,9 +29,18 @@ def make_model(directory: Path, seed: int = 0, hidden: int = 128, layers: int = 
     )
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=hidden * 3, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
-        tie_word_embeddings=False, pad_token_id=0, eos_token_id=2, bos_token_id=None,
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=hidden * 3,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=None,
     )
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
     fast.save_pretrained(directory)
@@ -44,8 +55,12 @@ def prepare(cfg) -> dict:
     if not (base / "tasks.parquet").exists():
         make_model(base / "model")
         rows = [
-            {"prompt": [{"role": "user", "content": f"task {i}"}], "data_source": "toy",
-             "reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": i}}
+            {
+                "prompt": [{"role": "user", "content": f"task {i}"}],
+                "data_source": "toy",
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": i},
+            }
             for i in range(8)
         ]
         pandas.DataFrame(rows).to_parquet(base / "tasks.parquet")

@@ -1,0 +1,203 @@
+"""Make the quickstart's policy: a small random Qwen3 with a tokenizer of its own.
+
+    python -m rl.quickstart.policy --out DIR --seed S
+
+writes a Hugging Face model directory: Qwen3ForCausalLM with random weights (set by the seed; the tokenizer does
+not depend on it), a byte-level BPE that encodes any text and gives it back, and the chat template of
+template.jinja (Qwen3-Coder's tool calls). The BPE is trained on generated text of the kind the policy will see,
+so that an episode is a few hundred tokens. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
+
+TEMPLATE = Path(__file__).with_name("template.jinja")
+
+# Qwen's names and order. Tags of tool calls and thinking are not "special" in Qwen's tokenizers either: they stay
+# in the text when special tokens are skipped, which is where parsers look for them.
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+VOCABULARY = 2048
+
+SHAPE: dict[str, int] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 16384,
+}
+
+# What is one piece before BPE: a line break (verl's Qwen builder needs "\n" to be one token wherever it stands), a
+# tag such as <parameter=file_path>, a word with the space or dot before it, a digit, a run of signs, blank space.
+_PIECES = r"\n|</?[A-Za-z_][^<>\n]*>|[ .]?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z0-9_<]+|[^\S\n]+|<"
+
+
+def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None) -> None:
+    """Write the model directory `out`. `texts` replaces the generated text that the BPE is trained on."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer(texts)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        # vLLM's weight sync on the CPU does not refresh an output layer that shares the embedding's weights.
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **SHAPE,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).to(torch.float32)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".policy-", dir=out.parent) as name:
+        model.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        out.mkdir(exist_ok=True)
+        # config.json last: a directory without it is not a model yet.
+        for file in sorted(Path(name).iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, out / file.name)
+
+
+def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """Train the BPE. Byte-level over all 256 bytes, no normalization: decode(encode(x)) == x."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # The trainer would learn pieces of these as if they were text.
+    control = re.compile("|".join(map(re.escape, [*SPECIAL, *TAGS])))
+    corpus = _corpus() if texts is None else texts
+    tokenizer.train_from_iterator((part for text in corpus for part in control.split(text)), trainer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=SHAPE["max_position_embeddings"],
+        chat_template=TEMPLATE.read_text(),
+    )
+
+
+# As Claude Code 2.1 describes them to a bare session; of the schemas only what the template shows.
+def _tool(name: str, description: str, required: str, **types: str) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {parameter: {"type": type_} for parameter, type_ in types.items()},
+        "required": required.split(),
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS = [
+    _tool(
+        "Edit",
+        "modify file contents in place",
+        "file_path old_string new_string",
+        file_path="string",
+        old_string="string",
+        new_string="string",
+        replace_all="boolean",
+    ),
+    _tool(
+        "Read",
+        "read files, images, PDFs, notebooks",
+        "file_path",
+        file_path="string",
+        offset="integer",
+        limit="integer",
+        pages="string",
+        allow_large="boolean",
+    ),
+]
+
+SYSTEM = (
+    "You are a Claude agent, built on Anthropic's Claude Agent SDK.\n"
+    "Fix the bug so that the tests pass. You repair code."
+)
+EDITED = (
+    "The file {file} has been updated successfully. (file state is current in your context — no need to Read it back)"
+)
+ERRORS = (
+    "<tool_use_error>String to replace not found in file.\nString: return {new}</tool_use_error>",
+    "<tool_use_error>No changes to make: old_string and new_string are exactly the same.</tool_use_error>",
+    "<tool_use_error>File has not been read yet. Read it first before writing to it.</tool_use_error>",
+    "File does not exist. Note: your current working directory is /tmp/work.",
+)
+
+
+def _corpus() -> Iterator[str]:
+    """Episodes over all names and expressions, as the template renders them. Every name comes up equally often."""
+    render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE.read_text())
+    cues = list(CANDIDATES)
+    for number in range(4 * len(MODULES)):
+        module, function = MODULES[number % len(MODULES)], FUNCTIONS[number % len(FUNCTIONS)]
+        cue, bug = cues[number % 5], CANDIDATES[cues[(number // 5) % 5]]
+        new = CANDIDATES[cues[(number // 25 + number) % 5]]
+        yield render.apply_chat_template(
+            example_messages(module, function, cue, bug, new, number), tools=TOOLS, tokenize=False
+        )
+
+
+def example_messages(module: str, function: str, cue: str, bug: str, new: str, number: int = 0) -> list[dict[str, Any]]:
+    """The chat of one episode; every fourth has an error in place of the edit's success."""
+    file = f"{module}.py"
+    edited = EDITED if number % 4 else ERRORS[number // 4 % len(ERRORS)]
+    edit = {"file_path": file, "old_string": f"return {bug}", "new_string": f"return {new}"}
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"{function}(a, b) in {file} must return the {cue} of a and b."},
+        _call("Read", {"file_path": file}),
+        {"role": "tool", "content": f"1\tdef {function}(a, b):\n2\t    return {bug}\n3\t"},
+        _call("Edit", edit, f"The statement asks for the {cue}."),
+        {"role": "tool", "content": edited.format(file=file, new=new)},
+        {"role": "assistant", "content": "Done."},
+    ]
+
+
+def _call(name: str, arguments: dict[str, Any], text: str = "") -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": text, "tool_calls": [call]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rl.quickstart.policy", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+    make_policy(options.out, options.seed)
+    print(f"policy in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

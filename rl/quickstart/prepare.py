@@ -1,0 +1,135 @@
+"""Everything the quickstart trains on, made on the spot: tasks, a policy, and its warm start.
+
+The warm start is imitation of episodes that a script played through the real proxy with the real Claude Code: the
+rows are the session trees' own, token for token, not re-rendered text. The script chooses among the candidate
+edits at random, so what is learned here is the form of an episode and not which edit is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rewards.task import Task, load_tasks
+from rl.quickstart.policy import make_policy
+from rl.quickstart.script import RepairScript
+from rl.quickstart.tasks import make_tasks
+from rl.setup import make_setup
+from rl.sft import run_sft
+from rollout.episode import Episode, play
+from rollout.proxy.engine import ScriptedEngine
+from rollout.proxy.server import ProxyServer
+from rollout.records import RecordWriter, record_of
+
+Say = Callable[[str], None]
+
+
+def prepare(config: DictConfig, say: Say) -> dict[str, Any]:
+    """Make what is not there yet, under ``run.root``/prepared, and return the config keys that point at it.
+
+    Keyed by everything the result depends on, so a second run with the same seed starts at once and a changed
+    task generator is never mixed with an old policy. Each part is made under another name and renamed.
+    """
+    where = Path(config.run.root).resolve() / "prepared" / f"quickstart-{config.seed}-{_fingerprint(config)}"
+    where.mkdir(parents=True, exist_ok=True)
+    quick = config.quickstart
+    tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
+    if not tasks.exists():
+        say(f"making {quick.train_tasks} + {quick.heldout_tasks} tasks and verifying them")
+        _make(tasks, lambda out: make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks))
+    if not policy.exists():
+        say("making tokenizer and policy")
+        _make(policy, lambda out: make_policy(out, config.seed))
+    if not warm.exists():
+        say(f"warm start: {quick.warm_episodes} scripted episodes in real Claude Code")
+        _make(warm, lambda out: _warm_start(config, tasks / "train.parquet", policy, out, say))
+    return {
+        "data.train_files": [str(tasks / "train.parquet")],
+        "data.val_files": [str(tasks / "heldout.parquet")],
+        "actor_rollout_ref.model.path": str(warm / "model"),
+    }
+
+
+def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, say: Say) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    quick = config.quickstart
+    tasks = load_tasks(task_file)
+    wanted = [tasks[i % len(tasks)] for i in range(quick.warm_episodes)]
+    episodes = asyncio.run(_play_all(config, wanted, policy, out / "episodes", say))
+    rows = [row for episode in episodes for row in episode.rows]
+    if len(rows) < quick.warm_episodes // 2:
+        reason = next((e.verdict.detail for e in episodes if e.verdict.infrastructure), "no episode made a row")
+        raise RuntimeError(f"warm start: {len(rows)} rows from {len(episodes)} episodes: {reason}")
+    table = pyarrow.table(
+        {
+            "input_ids": [row.prompt_ids + row.response_ids for row in rows],
+            "loss_mask": [[0] * len(row.prompt_ids) + row.mask for row in rows],
+        }
+    )
+    pyarrow.parquet.write_table(table, out / "rows.parquet")
+    resolved = sum(episode.verdict.outcome == "resolved" for episode in episodes)
+    say(f"warm start: {len(rows)} rows, {resolved / len(episodes):.2f} resolved by chance; imitating them")
+    sft = OmegaConf.to_container(quick.sft)
+    model = run_sft(policy, out / "rows.parquet", out / "sft", seed=config.seed, log=out / "sft.log", **sft)
+    model.rename(out / "model")
+    shutil.rmtree(out / "sft", ignore_errors=True)
+
+
+async def _play_all(config: DictConfig, tasks: list[Task], policy: Path, records: Path, say: Say) -> list[Episode]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    model_type = json.loads((policy / "config.json").read_text())["model_type"]
+    engine = ScriptedEngine(tokenizer, tokenizer.eos_token_id, RepairScript(config.seed))
+    proxy = ProxyServer()
+    setup = make_setup(config, tokenizer, model_type, engine, proxy)
+    writer = RecordWriter(records, "warm")
+    slots = asyncio.Semaphore(config.sandbox.concurrency)
+    done = 0
+
+    def keep(episode: Episode) -> None:
+        nonlocal done
+        done += 1
+        writer.append(record_of(episode, "warm", 0, str(policy), config.proxy.tool_parser))
+        if done % 64 == 0:
+            say(f"warm start: {done}/{len(tasks)} episodes")
+
+    async def one(number: int, task: Task) -> Episode:
+        async with slots:
+            return await play(setup, task, f"warm-{number:04d}-{task.instance_id}", keep)
+
+    await proxy.start()
+    try:
+        return list(await asyncio.gather(*(one(i, task) for i, task in enumerate(tasks))))
+    finally:
+        await proxy.stop()
+        writer.close()
+
+
+def _make(target: Path, make: Callable[[Path], None]) -> None:
+    """Run ``make`` on a directory that becomes ``target`` only when it is whole."""
+    building = target.with_name(f".{target.name}-{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    make(building)
+    building.rename(target)
+
+
+def _fingerprint(config: DictConfig) -> str:
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for source in sorted([*here.glob("*.py"), *here.glob("*.jinja")]):
+        digest.update(source.read_bytes())
+    for part in (config.quickstart, config.agent, config.proxy):
+        digest.update(OmegaConf.to_yaml(part, resolve=True).encode())
+    return digest.hexdigest()[:10]

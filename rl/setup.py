@@ -1,0 +1,70 @@
+"""The episode's parts from the config. Imports neither verl nor vLLM until they are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rewards.task import Task
+from rollout.agent.claude_code import AgentConfig, find_binary
+from rollout.episode import Boot, Setup
+from rollout.proxy.engine import Engine
+from rollout.proxy.parsers import VllmToolParser
+from rollout.proxy.render import ChatTemplateRenderer
+from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Policy
+from rollout.sandbox import Sandbox
+from rollout.sandbox.local import Limits, boot_local
+
+
+def agent_config(config: DictConfig) -> AgentConfig:
+    """Raises FileNotFoundError when there is no Claude Code binary."""
+    agent = config.agent
+    return AgentConfig(
+        binary=find_binary(agent.binary),
+        max_turns=agent.max_turns,
+        timeout_s=agent.timeout_s,
+        max_tokens=config.proxy.max_tokens or config.data.max_response_length,
+        system_prompt=agent.system_prompt,
+        tools=tuple(agent.tools) if agent.tools is not None else None,
+        bare=agent.bare,
+        extra_args=tuple(agent.extra_args),
+    )
+
+
+def boot_from(config: DictConfig, binary: Path) -> Boot:
+    box = config.sandbox
+    limits = Limits(cpu_s=box.cpu_s, file_bytes=box.file_mb << 20)
+
+    async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+        """A box for the agent, which finds its binary there, or without ``socket_dir`` one for grading."""
+        binds = {binary: str(binary)} if socket_dir else None
+        return await boot_local(
+            task.snapshot, isolation=box.isolation, limits=limits, binds=binds, socket_dir=socket_dir
+        )
+
+    return boot
+
+
+def make_setup(config: DictConfig, tokenizer: Any, model_type: str, engine: Engine, proxy: ProxyServer) -> Setup:
+    """Everything that an episode of this run needs. ``model_type``: of the policy's config.json."""
+    agent = agent_config(config)
+    policy = Policy(
+        engine=engine,
+        renderer=ChatTemplateRenderer(tokenizer, model_type),
+        parser=VllmToolParser(config.proxy.tool_parser, tokenizer),
+        tokenizer=tokenizer,
+        end_ids=frozenset({tokenizer.eos_token_id}),
+        max_tokens=agent.max_tokens,
+        max_context=config.actor_rollout_ref.rollout.max_model_len,
+    )
+    return Setup(
+        policy=policy,
+        proxy=proxy,
+        boot=boot_from(config, agent.binary),
+        agent=agent,
+        grade_timeout_s=config.grading.timeout_s,
+        infra_retries=config.episode.infra_retries,
+    )

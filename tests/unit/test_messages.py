@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollout.proxy.messages import Conversation, Reply, RequestError, conversation, decode_request, reply_events
+
+
+def talk(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
+    return conversation(
+        decode_request(json.dumps({"model": "m", "max_tokens": 9, "messages": messages, **fields}).encode())
+    )
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **more}
+
+
+def result(call: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": call, "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (b"{", "truncated"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"{}", "missing required field `messages`"),
+        (b'{"messages": []}', "messages: at least one"),
+        (b'{"messages": [{"role": "bot", "content": ""}]}', "$.messages[0].role"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "$.messages[0].content"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "9"}', "$.max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "$.tools[0]"),
+        (b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}', "prefill"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "utf-8"),
+    ],
+)
+def test_a_bad_body_is_a_400_that_names_the_field(body: bytes, says: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        decode_request(body)
+    assert raised.value.status == 400 and says.lower() in str(raised.value).lower()
+
+
+SAME = [
+    (user("fix it"), user([text("fix it")])),
+    (user("fix it"), user([text("fix", cache_control={"type": "ephemeral"}), text(" it")])),
+    (user("fix it"), user([text("  fix it\n"), text("<system-reminder>be kind</system-reminder>")])),
+    (user([result("t1", "out")]), user([result("t1", [text("out\n<system-reminder>x</system-reminder>")])])),
+    (user([result("t1", "out")]), user([result("t1", "out", is_error=False, cache_control={"type": "ephemeral"})])),
+]
+DIFFERENT = [
+    (user("fix it"), user("fix that")),
+    (user([result("t1", "out")]), user([result("t2", "out")])),
+    (user([result("t1", "out")]), user([result("t1", "other")])),
+    (user([result("t1", "a"), result("t2", "b")]), user([result("t1", "b"), result("t2", "a")])),
+    (user([text("a"), result("t1", "b")]), user([result("t1", "b"), text("a")])),
+    (user([{"type": "image", "source": {"data": "A"}}]), user([{"type": "image", "source": {"data": "B"}}])),
+]
+
+
+@pytest.mark.parametrize("first, second", SAME)
+def test_rewrites_of_an_echo_keep_its_key(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert talk([first]).spans == talk([second]).spans
+
+
+@pytest.mark.parametrize("first, second", DIFFERENT)
+def test_another_content_has_another_key(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert talk([first]).spans[0].key != talk([second]).spans[0].key
+
+
+def test_system_prompt_and_tools_are_the_head() -> None:
+    tool = {"name": "Edit", "description": "d", "input_schema": {"type": "object"}}
+    base = talk([user("x")], system="s", tools=[tool])
+    assert base.head == talk([user("x")], system=[text("s", cache_control={})], tools=[{**tool, "x": 1}]).head
+    assert base.head != talk([user("x")], system="other", tools=[tool]).head
+    assert base.head != talk([user("x")], system="s").head
+
+
+def test_tool_results_become_tool_messages_in_order() -> None:
+    blocks = [result("t1", "one"), result("t2", [text("two"), {"type": "image", "source": {}}]), text("go on")]
+    (span,) = talk([user(blocks)]).spans
+    assert [(m["role"], m["content"]) for m in span.chat] == [
+        ("tool", "one"),
+        ("tool", "two\n[image]"),
+        ("user", "go on"),
+    ]
+
+
+def test_adjacent_messages_of_one_side_are_one_span() -> None:
+    spans = talk(
+        [user("a"), user("b"), {"role": "assistant", "content": "c"}, {"role": "system", "content": "d"}]
+    ).spans
+    assert [span.assistant for span in spans] == [False, True, False]
+    assert [m["role"] for m in spans[2].chat] == ["system"]
+
+
+def test_events_carry_the_whole_reply() -> None:
+    blocks = ({"type": "text", "text": "é\n x"}, {"type": "tool_use", "id": "t", "name": "Edit", "input": {"a": "b\n"}})
+    stream = reply_events(Reply("m", blocks, "tool_use", 5, 7)).decode()
+    data = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    deltas = [event["delta"] for event in data if event["type"] == "content_block_delta"]
+    assert deltas[0]["text"] == "é\n x"
+    assert json.loads(deltas[1]["partial_json"]) == {"a": "b\n"}
+    assert data[-2]["delta"]["stop_reason"] == "tool_use" and data[-1]["type"] == "message_stop"

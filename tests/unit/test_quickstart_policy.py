@@ -1,0 +1,159 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.quickstart.policy import EDITED, ERRORS, TOOLS, example_messages, make_policy, make_tokenizer
+from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
+from rollout.proxy.render import ChatTemplateRenderer
+
+MESSAGES = example_messages("anchor", "fold", "larger", "a - b", "max(a, b)", number=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    out = tmp_path_factory.mktemp("policy") / "model"
+    make_policy(out, seed=1)
+    return out
+
+
+def encode(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_round_trip(tokenizer):
+    @settings(max_examples=300, deadline=None)
+    @given(st.text(st.characters(exclude_categories=["Cs"])))
+    def check(text):
+        assert tokenizer.decode(encode(tokenizer, text)) == text
+
+    check()
+    every_byte = "".join(map(chr, range(0x800))) + "".join(map(chr, range(0x800, 0x110000, 0x7F1)))
+    text = every_byte.encode("utf-8", "ignore").decode()
+    assert tokenizer.decode(encode(tokenizer, text)) == text
+
+
+def test_tokens(tokenizer):
+    newline = encode(tokenizer, "\n")
+    assert len(newline) == 1
+    # wherever it stands
+    assert encode(tokenizer, "a)\n\n \n").count(newline[0]) == 3
+    for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_response>", "</think>"):
+        assert len(encode(tokenizer, text)) == 1
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+    ids = encode(tokenizer, "<tool_call>x</tool_call><|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>x</tool_call>"
+    for word in (*MODULES, *CANDIDATES):
+        assert len(encode(tokenizer, f" {word}")) == 1
+    assert all(len(encode(tokenizer, name)) == 1 for name in (*MODULES, *FUNCTIONS))
+
+
+def test_is_deterministic_and_independent_of_the_seed(tokenizer, model_dir, tmp_path):
+    make_policy(tmp_path / "again", seed=1)
+    make_policy(tmp_path / "other", seed=2)
+    for file in model_dir.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+        same = (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
+        assert same == (file.name != "model.safetensors"), file.name
+
+
+def test_loads(tokenizer, model_dir):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(model_dir)
+    rendered = loaded.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
+    assert encode(loaded, rendered) == encode(tokenizer, rendered)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert model.config.model_type == "qwen3" and not model.config.tie_word_embeddings
+    assert model.config.vocab_size == len(loaded) and model.config.max_position_embeddings >= 8192
+    assert model.generation_config.eos_token_id == loaded.eos_token_id == model.config.eos_token_id
+    assert sum(p.numel() for p in model.parameters()) < 5e6
+
+
+def test_episode_is_short(tokenizer):
+    text = tokenizer.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
+    assert len(encode(tokenizer, text)) < 300
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_rendering_bit_by_bit_is_rendering_at_once(tokenizer, tools):
+    """What verl's Qwen builder makes of appended messages is what the template makes of the whole chat."""
+    renderer = ChatTemplateRenderer(tokenizer, "qwen3")
+    messages = [
+        *MESSAGES,
+        {"role": "system", "content": "a reminder"},
+        {"role": "user", "content": "again"},
+        *[{**message, "content": "one\n"} for message in MESSAGES[2:3]],
+        {"role": "tool", "content": "first"},
+        {"role": "tool", "content": "second\n\n"},
+        {"role": "user", "content": " and more"},
+    ]
+
+    def whole(end):
+        rendered = tokenizer.apply_chat_template(
+            messages[:end], tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
+        return encode(tokenizer, rendered)
+
+    ids = renderer.start(messages[:2], tools)
+    assert ids == whole(2)
+    start = 2
+    while start < len(messages):
+        reply = tokenizer.apply_chat_template([messages[start]], tokenize=False)
+        ids += encode(tokenizer, reply.removeprefix("<|im_start|>assistant\n").removesuffix("\n"))
+        end = start + 1
+        while end < len(messages) and messages[end]["role"] != "assistant":
+            end += 1
+        if end == start + 1:
+            break
+        ids += renderer.extend(ids[-8:], True, messages[start + 1 : end])
+        assert ids == whole(end), tokenizer.decode(ids)
+        start = end
+    assert start == len(messages)
+
+
+def test_builder_takes_assistant_messages_as_context(tokenizer):
+    renderer = ChatTemplateRenderer(tokenizer, "qwen3")
+    ids = renderer.start(MESSAGES[:2], TOOLS)
+    end = tokenizer.eos_token_id
+    added = renderer.extend([*ids, end], True, [*MESSAGES[2:4]])
+    whole = tokenizer.apply_chat_template(MESSAGES[2:4], tokenize=False, add_generation_prompt=True)
+    assert added == encode(tokenizer, "\n" + whole)
+
+
+def test_template_shows_tools_as_signatures_and_takes_text_blocks(tokenizer):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]}]
+    bare = [{"type": "function", "function": {"name": "Ping", "parameters": {}}}]
+    text = tokenizer.apply_chat_template(messages, tools=bare, tokenize=False)
+    assert text == "<|im_start|>system\n# Tools\nPing()<|im_end|>\n<|im_start|>user\none two<|im_end|>\n"
+    text = tokenizer.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
+    assert (
+        "\nEdit(file_path: string, old_string: string, new_string: string, replace_all?: boolean): "
+        "modify file contents in place\nRead(file_path: string, offset?: integer," in text
+    )
+    assert EDITED.format(file="anchor.py") in text and "{new}" in ERRORS[0]
+
+
+@pytest.mark.parametrize("new", [*(f"return {e}" for e in CANDIDATES.values()), "two\n    lines\n", "\n x < 1", " "])
+def test_vllm_parses_the_calls(tokenizer, new):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+    from vllm.tool_parsers import ToolParserManager
+
+    wanted = {"file_path": "anchor.py", "old_string": "return a - b", "new_string": new, "replace_all": False}
+    call = {"type": "function", "function": {"name": "Edit", "arguments": wanted}}
+    message = {"role": "assistant", "content": "The larger.", "tool_calls": [call]}
+    rendered = tokenizer.apply_chat_template([message], tokenize=False)
+    text = rendered.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    tools = [ChatCompletionToolsParam.model_validate(tool) for tool in TOOLS]
+    request = ChatCompletionRequest(model="", messages=[], tools=tools)
+    parser = ToolParserManager.get_tool_parser("qwen3_coder")(tokenizer, tools)
+    found = parser.extract_tool_calls(text, request)
+    assert found.content.strip() == "The larger."
+    assert [call.function.name for call in found.tool_calls] == ["Edit"]
+    assert json.loads(found.tool_calls[0].function.arguments) == wanted

@@ -1,0 +1,58 @@
+from collections import Counter
+
+from rl.quickstart.policy import TOOLS, example_messages, make_tokenizer
+from rl.quickstart.script import DONE, RepairScript
+from rl.quickstart.tasks import CANDIDATES
+
+TOKENIZER = make_tokenizer()
+
+
+def prompt(messages, end):
+    return TOKENIZER.apply_chat_template(messages[:end], tools=TOOLS, tokenize=False, add_generation_prompt=True)
+
+
+def reply_text(message):
+    rendered = TOKENIZER.apply_chat_template([message], tokenize=False)
+    return rendered.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+
+
+def test_plays_an_episode_in_the_templates_own_form():
+    for bug in CANDIDATES.values():
+        new = next(e for e in CANDIDATES.values() if e != bug)
+        messages = example_messages("anchor", "fold", "product", bug, new, number=1)
+        script = RepairScript(0)
+        script._edit = lambda word, expression, new=new: new
+        assert script(prompt(messages, 2)) == reply_text(messages[2])
+        assert script(prompt(messages, 4)) == reply_text(messages[4])
+        assert script(prompt(messages, 6)) == reply_text(messages[6]) == DONE
+
+
+def test_stops_on_errors_and_on_what_it_does_not_know():
+    script = RepairScript(0)
+    failed = example_messages("anchor", "fold", "product", "a - b", "a + b", number=4)
+    assert "<tool_use_error>" in failed[5]["content"]
+    assert script(prompt(failed, 6)) == DONE
+    unread = [*failed[:3], {"role": "tool", "content": "File does not exist."}]
+    assert script(prompt(unread, 4)) == DONE
+    assert script(prompt([{"role": "user", "content": "Hello"}], 1)) == DONE
+
+
+def test_same_seed_same_replies():
+    text = prompt(example_messages("anchor", "fold", "product", "a - b", "a + b"), 4)
+    first, second, other = ([script(text) for _ in range(40)] for script in map(RepairScript, (3, 3, 4)))
+    assert first == second != other
+
+
+def test_edit_does_not_depend_on_the_word():
+    """Each of the four other expressions, for each word, equally often."""
+    script = RepairScript(5)
+    count = Counter()
+    for cue in CANDIDATES:
+        for bug in CANDIDATES.values():
+            text = prompt(example_messages("lamp", "mix", cue, bug, bug), 4)
+            for _ in range(40):
+                reply = script(text)
+                assert reply.count(f"return {bug}\n") == 1 and f" the {cue}.\n" in reply
+                new = reply.rsplit("\nreturn ", 1)[1].split("\n")[0]
+                count[cue, bug, new] += 1
+    assert len(count) == 5 * 5 * 4 and set(count.values()) == {10}

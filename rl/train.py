@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import hydra
@@ -63,13 +64,23 @@ class StepLines(threading.Thread):
     def __init__(self, run: Run, total_steps: int, screen: Screen):
         super().__init__(daemon=True)
         self.path, self.total_steps, self.screen = run.dir / "metrics.jsonl", total_steps, screen
-        self.seen = len(metrics.read_jsonl(self.path))
+        self.seen = 0
         self.stop = threading.Event()
+
+    def start(self) -> None:
+        self.seen = len(metrics.read_jsonl(self.path))  # what a run that is continued has shown before
+        super().start()
 
     def run(self) -> None:
         while not self.stop.wait(0.5):
             self.show()
         self.show()
+
+    def finish(self) -> None:
+        """Show what is left and end; nothing if it was never started."""
+        self.stop.set()
+        if self.is_alive():
+            self.join()
 
     def show(self) -> None:
         records = metrics.read_jsonl(self.path)
@@ -78,12 +89,12 @@ class StepLines(threading.Thread):
         self.seen = len(records)
 
 
-def prepare(cfg: DictConfig) -> None:
+def prepare(cfg: DictConfig, screen: Screen) -> None:
     """Call the config's ``prepare`` ("module:function") and set the keys that it returns."""
     if not cfg.prepare:
         return
     module, _, function = cfg.prepare.partition(":")
-    for key, value in getattr(importlib.import_module(module), function)(cfg).items():
+    for key, value in getattr(importlib.import_module(module), function)(cfg, screen.say).items():
         OmegaConf.update(cfg, key, value, force_add=True)
 
 
@@ -167,6 +178,7 @@ def ray_directory(run: Run) -> str:
     parent = min(tempfile.gettempdir(), "/tmp", key=len)
     path = tempfile.mkdtemp(prefix="rl-", dir=parent)
     note.write_text(path)
+    os.environ["RL_SOCKET_DIR"] = path
     return path
 
 
@@ -195,7 +207,7 @@ def last_lines(error: BaseException, count: int = 3) -> str:
 
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
 def main(cfg: DictConfig) -> None:
-    from rl.checks import ConfigError, check
+    from rl.checks import ConfigError, check, check_model, check_tasks
 
     screen = Screen()
     try:
@@ -209,27 +221,31 @@ def main(cfg: DictConfig) -> None:
     screen.say(f"{state} in {run.dir}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally clauses below
     set_environment(cfg, run)
-    prepare(cfg)
-    metrics.rewind(run.dir, run.checkpoint_step)
     ray_dir = ray_directory(run)
-    os.environ["RL_SOCKET_DIR"] = ray_dir
-    complete(cfg, run, ray_dir)
-    (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     lines = StepLines(run, cfg.trainer.total_training_steps, screen)
-    screen.say("starting trainer and engine (their output: run.log)")
-    screen.redirect(run.dir / "run.log")
     failure: BaseException | None = None
+    screen.redirect(run.dir / "run.log")
     try:
+        prepare(cfg, screen)
+        check_tasks(cfg)
+        check_model(cfg)
+        metrics.rewind(run.dir, run.checkpoint_step)
+        complete(cfg, run, ray_dir)
+        (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        screen.say("starting trainer and engine (their output: run.log)")
         lines.start()
         train(cfg)
     except (Exception, KeyboardInterrupt) as error:
         failure = error
+        traceback.print_exc()
     finally:
-        lines.stop.set()
-        lines.join()
+        lines.finish()
         screen.restore()
         shutil.rmtree(ray_dir, ignore_errors=True)
         (run.dir / "ray_dir").unlink(missing_ok=True)
+    if isinstance(failure, ConfigError):
+        print(f"config: {failure}", file=sys.stderr)
+        sys.exit(2)
     if failure is not None:
         cause = "interrupted" if isinstance(failure, KeyboardInterrupt) else last_lines(failure)
         print(f"{cause}\nfailed; the whole log: {run.dir / 'run.log'}", file=sys.stderr)

@@ -63,7 +63,8 @@ def audit_tokens(record: Record) -> Iterator[str]:
         mask = [int(n in row.nodes) for n in path[first:] for _ in ids[n]]
         probs = [p for n in path[first:] for p in ((logprobs[n] or []) if n in row.nodes else [0.0] * len(ids[n]))]
         if (len(prompt), len(response)) != (row.prompt_tokens, row.response_tokens):
-            yield f"row {number}: {len(prompt)}+{len(response)} tokens, recorded {row.prompt_tokens}+{row.response_tokens}"
+            recorded = f"{row.prompt_tokens}+{row.response_tokens}"
+            yield f"row {number}: its nodes have {len(prompt)}+{len(response)} tokens, recorded are {recorded}"
         elif row_digest(prompt, response, mask, probs) != row.digest:
             yield f"row {number}: the trainer got other ids, masks or logprobs than its nodes give"
 
@@ -150,8 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(
         f"{'FAILED' if findings else 'ok'}: {total['episodes']} episodes, {total['replies']} replies, "
-        f"{total['rows']} rows, {total['sampled']} sampled tokens each trained once, {total['undelivered']} undelivered, "
-        f"{total['context']} context tokens, {findings} findings"
+        f"{total['rows']} rows, {total['sampled']} sampled tokens each trained once, "
+        f"{total['undelivered']} undelivered, {total['context']} context tokens, {findings} findings"
     )
     return 1 if findings else 0
 

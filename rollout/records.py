@@ -1,5 +1,8 @@
 """Episode records: one file format for everything that happens in an episode. docs/records.md describes it.
 
+    python -m rollout.records RUN             list the episodes of a run
+    python -m rollout.records RUN EPISODE     read one
+
 A file is a sequence of frames, only ever appended: ``magic "CEP1", length u32, crc32 u32, payload`` (little
 endian), the payload a zstd-compressed MessagePack map (``Record``). A file that was cut by a crash ends in an
 incomplete frame, which readers drop and report; a complete frame whose checksum is wrong is corruption, and an
@@ -8,9 +11,12 @@ error. Token data is the session tree itself: each node holds only what it adds 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import json
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -176,7 +182,7 @@ class RecordWriter:
     def __init__(self, directory: Path, name: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{name}{SUFFIX}"
-        self._file: BinaryIO = open(self.path, "xb")
+        self._file: BinaryIO = open(self.path, "xb")  # noqa: SIM115
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
 
     def append(self, record: Record) -> None:
@@ -249,3 +255,60 @@ def _decode(payload: bytes, path: Path, offset: int) -> Record:
     if record.version != VERSION:
         raise CorruptRecordError(f"{path}, offset {offset}: record version {record.version}, this reads {VERSION}")
     return record
+
+
+def _show(record: Record) -> Iterator[str]:
+    """An episode as a person reads it: what was asked and said, and what became of it."""
+    yield f"{record.episode}  task {record.task}  {record.split} step {record.step}  attempt {record.attempt}"
+    for number, node in enumerate(record.nodes):
+        if node.logprobs is None:
+            yield f"\n--- {number}: {len(node.ids) // 4} tokens of context after {node.parent}"
+            continue
+        lost = "" if node.delivered else ", never delivered"
+        yield f"\n--- {number}: {len(node.ids) // 4} tokens sampled ({node.stop_reason}{lost})\n{node.text}"
+        for event in record.events:
+            yield from _heard(event, {block.get("id") for block in node.blocks})
+    yield f"\n--- patch\n{record.patch.decode('utf-8', 'replace')}"
+    yield f"--- agent    {json.dumps(record.agent)}"
+    yield f"--- verdict  {json.dumps({k: v for k, v in record.verdict.items() if k != 'log_tail'})}"
+    yield f"--- seconds  {json.dumps({k: round(v, 3) for k, v in record.timing.items()})}"
+    rows = ", ".join(f"{row.prompt_tokens}+{row.response_tokens}" for row in record.rows)
+    yield f"--- rows     {len(record.rows)} ({rows} tokens)"
+
+
+def _heard(event: dict[str, Any], calls: set[Any]) -> Iterator[str]:
+    """The tool results that answer ``calls``, from Claude Code's own event."""
+    content = event.get("message", {}).get("content", []) if event.get("type") == "user" else []
+    for block in content if isinstance(content, list) else []:
+        if block.get("type") == "tool_result" and block.get("tool_use_id") in calls:
+            answer = block.get("content")
+            yield f"    => {answer if isinstance(answer, str) else json.dumps(answer)}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(prog="python -m rollout.records", description="Read the episodes of a run.")
+    options.add_argument("run", type=Path, help="run directory, or one record file")
+    options.add_argument("episode", nargs="?", help="an episode's name, or the beginning of it")
+    args = options.parse_args(argv)
+    reader, shown = Reader(args.run), 0
+    try:
+        for record in reader:
+            if args.episode is None:
+                outcome = record.verdict.get("reason") or record.verdict.get("outcome")
+                tokens = sum(row.prompt_tokens + row.response_tokens for row in record.rows)
+                print(f"{record.episode:<60} {outcome:<20} {len(record.rows)} rows {tokens:>7} tokens")
+            elif record.episode.startswith(args.episode):
+                print("\n".join(_show(record)))
+            else:
+                continue
+            shown += 1
+    except (CorruptRecordError, FileNotFoundError) as error:
+        print(f"records: {error}", file=sys.stderr)
+        return 1
+    if not shown:
+        print(f"records: nothing found under {args.run}", file=sys.stderr)
+    return 0 if shown else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

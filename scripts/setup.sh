@@ -71,7 +71,8 @@ fi
 
 quiet=(--quiet)
 if [ -t 2 ]; then quiet=(); fi # a person watches: show progress
-VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install "${quiet[@]}" "${again[@]}" \
+# Compiled here once: a run starts a dozen processes that import torch, vLLM and verl, some at the same time.
+VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --compile-bytecode "${quiet[@]}" "${again[@]}" \
   --constraint "constraints/$extra.txt" --override "constraints/$extra-overrides.txt" \
   --build-constraint constraints/build.txt --group dev --editable ".[$extra]"
 

@@ -51,6 +51,6 @@ class ScriptedEngine:
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         text = self.script(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
-        ids = self.tokenizer.encode(text, add_special_tokens=False) + [self.end_id]
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.end_id]
         ids = ids[: sampling["max_tokens"]]
         return Completion(ids, [0.0] * len(ids))

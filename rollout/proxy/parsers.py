@@ -5,6 +5,7 @@ vLLM is imported when a parser is made (seconds, hundreds of MB), not with this 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class VllmToolParser:
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+        from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
         try:
@@ -34,13 +36,14 @@ class VllmToolParser:
             known = ", ".join(sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers}))
             raise ValueError(f"proxy.tool_parser: no vLLM tool parser named {name!r}; known: {known}") from error
         self._request, self._tool = ChatCompletionRequest, ChatCompletionToolsParam
-        self._tokenizer = tokenizer
+        # A parser is made per reply and asks for the vocabulary; a plain tokenizer would build that dict each time.
+        self._tokenizer: Any = get_cached_tokenizer(copy.copy(tokenizer))
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Block]:
         whole: list[Block] = [{"type": "text", "text": text}]
         if not tools:
             return whole
-        params = [self._tool.model_validate(tool) for tool in tools]
+        params: list[Any] = [self._tool.model_validate(tool) for tool in tools]
         request = self._request(model="", messages=[], tools=params)
         try:
             found = self._parser(self._tokenizer, params).extract_tool_calls(text, request)

@@ -7,9 +7,11 @@ there: no home directories, no repository, no /etc beyond what programs need to 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 HOME, TMPDIR, WORKDIR = "/home/agent", "/tmp", "/testbed"
 _UID = "1000"
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "os-release")
+_DEVICES = ("full", "null", "random", "tty", "urandom", "zero")
 _PASSWD = f"root:x:0:0::/root:/bin/sh\nagent:x:{_UID}:{_UID}::{HOME}:/bin/sh\n"
 _GROUP = f"root:x:0:\nagent:x:{_UID}:\n"
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
@@ -31,8 +34,8 @@ def available() -> bool:
 def command(
     root: Path, binds: Iterable[tuple[Path, str]], setenv: Iterable[tuple[str, str]], status_fd: int
 ) -> list[str]:
-    """Everything before the program to run. `root` holds tree/, home/, tmp/ and etc/ of the box;
-    `binds` are read-only; bwrap reports the program's start and end as JSON on status_fd."""
+    """Everything before the program to run. `root` holds tree/, home/, tmp/ of the box and what
+    `prepare` made; `binds` are read-only; bwrap reports the program's start and end as JSON on status_fd."""
     flavour = _flavour()
     assert flavour is not None, "call available() first"
     writable = ((root / "tmp", TMPDIR), (root / "home", HOME), (root / "tree", WORKDIR))
@@ -41,6 +44,8 @@ def command(
         argv += ["--bind", str(source), inside]
     for name in ("passwd", "group", "hosts"):
         argv += ["--ro-bind", str(root / "etc" / name), f"/etc/{name}"]
+    for node in sorted((root / "dev").iterdir()):
+        argv += ["--dev-bind", str(node), f"/dev/{node.name}"]
     for source, inside in [*_python_prefixes(), *binds]:
         argv += ["--ro-bind", str(source), inside]
     for key, value in setenv:
@@ -48,11 +53,19 @@ def command(
     return [*argv, *_seal(), "--chdir", WORKDIR, "--"]
 
 
-def write_etc(directory: Path) -> None:
-    """The account and host files of the box, once per box."""
-    directory.mkdir()
+def prepare(root: Path) -> None:
+    """Make what a box has besides its tree, home and tmp: account files and device nodes. OSError."""
+    (root / "etc").mkdir()
     for name, text in (("passwd", _PASSWD), ("group", _GROUP), ("hosts", _HOSTS)):
-        (directory / name).write_text(text)
+        (root / "etc" / name).write_text(text)
+    (root / "dev").mkdir()
+    if os.geteuid() == 0:
+        # bwrap shows the host's own nodes, whose mode a box run by root could change for everybody.
+        with contextlib.suppress(PermissionError):  # root of a user namespace, which does not own them
+            for name in _DEVICES:
+                node = root / "dev" / name
+                os.mknod(node, stat.S_IFCHR | 0o666, os.stat(f"/dev/{name}").st_rdev)
+                node.chmod(0o666)
 
 
 @functools.cache
@@ -99,12 +112,10 @@ def _system() -> list[str]:
 def _seal() -> list[str]:
     """Make read-only what the box only has to look at. Comes last: mount points are made before it.
 
-    When this process runs as root, the kernel takes the box's user for root wherever it looks at the
-    owner of a file only: it could set kernel parameters below /proc/sys (one of them names a program
-    that the host runs as root) and change the mode of the host's device nodes.
+    /proc: when this process runs as root, the kernel takes the box's user for root where it looks at
+    the owner of a file only, and /proc/sys has files of root (one names a program to be run as root).
     """
-    devices = (f"/dev/{name}" for name in ("full", "null", "random", "tty", "urandom", "zero"))
-    return [word for path in (*devices, "/proc", "/") for word in ("--remount-ro", path)]
+    return ["--remount-ro", "/proc", "--remount-ro", "/"]
 
 
 @functools.cache

@@ -32,6 +32,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 Isolation = Literal["auto", "bwrap", "none"]
 
 _WORKSPACE = "code-rl-sandboxes-"
+_GONE_S = 5.0  # how long killed processes may take to be gone
 # The program is a child of this shell: as process 1 of its namespace it would ignore most signals.
 _RUN = ["/bin/sh", "-c", '"$@"; exit $?', "sh"]
 
@@ -110,7 +112,7 @@ class LocalSandbox:
         self._mounts = mounts
         self._limit = _limit_command(limits, isolated)
         self._closed = False
-        self._running: set[asyncio.Task[ExecResult]] = set()
+        self._running: dict[asyncio.Task[ExecResult], asyncio.Future[None]] = {}
 
     async def exec(
         self,
@@ -125,17 +127,19 @@ class LocalSandbox:
             raise SandboxError("closed", "exec after close")
         environment = {**self._environment(), **env}
         run = self._run_isolated if self.isolation == "bwrap" else self._run_plain
-        # A task, so that close() can end it from outside.
-        task = asyncio.ensure_future(run([*self._limit, *argv], environment, stdin, timeout_s, output_cap))
-        self._running.add(task)
+        stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # A task of its own, which is told to stop, not cancelled: the process must be seen to its end.
+        task = asyncio.ensure_future(run([*self._limit, *argv], environment, stdin, timeout_s, stop, output_cap))
+        self._running[task] = stop
+        task.add_done_callback(self._running.pop)
         try:
-            return await task
+            result = await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._closed and not _cancelling():
-                raise SandboxError("closed", "the sandbox was closed during exec") from None
+            await _stop({task: stop})
             raise
-        finally:
-            self._running.discard(task)
+        if stop.done():
+            raise SandboxError("closed", "the sandbox was closed during exec")
+        return result
 
     async def put(self, path: str, data: bytes) -> None:
         base, relative = self._locate(path)
@@ -163,10 +167,7 @@ class LocalSandbox:
         await asyncio.shield(asyncio.ensure_future(self._close()))
 
     async def _close(self) -> None:
-        running = [task for task in self._running if not task.done()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _stop(dict(self._running))
         await asyncio.to_thread(files.remove_tree, self._root)
 
     def _diff(self) -> bytes:
@@ -197,7 +198,13 @@ class LocalSandbox:
         raise ValueError(f"not a path below the work tree, HOME or TMPDIR of the sandbox: {path}")
 
     async def _run_plain(
-        self, argv: list[str], env: dict[str, str], stdin: bytes, timeout_s: float, output_cap: int
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        stdin: bytes,
+        timeout_s: float,
+        stop: asyncio.Future[None],
+        output_cap: int,
     ) -> ExecResult:
         async def settle(pid: int) -> None:
             _kill_group(pid)
@@ -209,6 +216,7 @@ class LocalSandbox:
             env=env,
             stdin=stdin,
             timeout_s=timeout_s,
+            stop=stop,
             output_cap=output_cap,
             pass_fds=(),
             kill=_kill_group,
@@ -216,7 +224,13 @@ class LocalSandbox:
         )
 
     async def _run_isolated(
-        self, argv: list[str], env: dict[str, str], stdin: bytes, timeout_s: float, output_cap: int
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        stdin: bytes,
+        timeout_s: float,
+        stop: asyncio.Future[None],
+        output_cap: int,
     ) -> ExecResult:
         status_read, status_write = os.pipe()
         os.set_blocking(status_read, False)
@@ -253,6 +267,7 @@ class LocalSandbox:
                 env=outer,
                 stdin=stdin,
                 timeout_s=timeout_s,
+                stop=stop,
                 output_cap=output_cap,
                 pass_fds=(status_write,),
                 kill=kill,
@@ -283,7 +298,7 @@ def _build(snapshot: Path, isolation: Isolation, mounts: list[tuple[Path, str]])
         for name in ("home", "tmp"):
             (root / name).mkdir()
         if isolated:
-            bwrap.write_etc(root / "etc")
+            bwrap.prepare(root)
     except OSError as error:
         if root is not None:
             files.remove_tree(root)
@@ -365,14 +380,16 @@ def _kill_group(pid: int) -> None:
 
 
 def _kill_strays(root: Path) -> None:
-    """Kill the processes that left their group but still live in the box or carry its environment."""
-    for _ in range(5):  # one that is just forking may escape a single look
-        strays = list(_strays(os.fsencode(root)))
-        if not strays:
-            return
+    """Kill what still lives in the box or carries its environment, and wait until it is gone: also
+    what left its group, and what was just forked."""
+    deadline = time.monotonic() + _GONE_S
+    while strays := list(_strays(os.fsencode(root))):
+        if time.monotonic() > deadline:
+            raise SandboxError("unkillable", f"processes {strays} are alive {_GONE_S:.0f} s after SIGKILL")
         for pid in strays:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
 
 
 def _strays(root: bytes) -> Iterable[int]:
@@ -389,6 +406,12 @@ def _strays(root: bytes) -> Iterable[int]:
             yield int(name)
 
 
-def _cancelling() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+async def _stop(running: Mapping[asyncio.Task[ExecResult], asyncio.Future[None]]) -> None:
+    """End running execs. Their results and errors belong to nobody any more."""
+    for stop in running.values():
+        if not stop.done():
+            stop.set_result(None)
+    if running:  # wait, not gather: a second cancellation must not reach them
+        done, _ = await asyncio.wait(running)
+        for task in done:
+            task.exception()

@@ -18,6 +18,7 @@ async def run(
     env: Mapping[str, str],
     stdin: bytes,
     timeout_s: float,
+    stop: asyncio.Future[None],
     output_cap: int,
     pass_fds: Sequence[int],
     kill: Callable[[int], None],
@@ -25,8 +26,10 @@ async def run(
 ) -> ExecResult:
     """Run argv as the leader of a session of its own, with no inherited descriptors but pass_fds.
 
-    kill(pid) must SIGKILL the process and what it started; it is called on timeout and on cancellation.
-    settle(pid) is awaited after the process has ended, whatever the reason, and must end what is left.
+    Not to be cancelled (asyncio may lose a process that is just starting): complete `stop` instead.
+    kill(pid) must SIGKILL the process and what it started; it is called on timeout and on stop, both of
+    which give a result that is timed_out. settle(pid) is awaited after the process has ended, whatever
+    the reason, and must end what is left.
     Raises SandboxError when the process cannot be started or does not die.
     """
     loop = asyncio.get_running_loop()
@@ -43,22 +46,23 @@ async def run(
             pass_fds=tuple(pass_fds),
         )
     except OSError as error:
-        raise SandboxError("spawn_failed", str(error)) from error
+        raise SandboxError("exec_failed", str(error)) from error
     pid = transport.get_pid()
-    timed_out = False
+    if stdin:
+        pipe = transport.get_pipe_transport(0)
+        assert isinstance(pipe, asyncio.WriteTransport)
+        pipe.write(stdin)
+        pipe.close()  # after what was written
     try:
-        if stdin:
-            pipe = transport.get_pipe_transport(0)
-            assert isinstance(pipe, asyncio.WriteTransport)
-            pipe.write(stdin)
-            pipe.close()  # after what was written
-        await asyncio.wait({child.exited}, timeout=timeout_s)
-        timed_out = not child.exited.done()
-    finally:
-        if not child.exited.done():
-            kill(pid)
-        # A task of its own: a second cancellation must not leave it half done.
-        await asyncio.shield(asyncio.ensure_future(_finish(child, transport, pid, settle)))
+        await asyncio.wait({child.exited, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:  # the event loop is shutting down: no time for more than this
+        kill(pid)
+        transport.close()
+        raise
+    timed_out = not child.exited.done()
+    if timed_out:
+        kill(pid)
+    await _finish(child, transport, pid, settle)
     return ExecResult(
         returncode=None if timed_out else _shell_code(transport.get_returncode()),
         stdout=bytes(child.output[1]),

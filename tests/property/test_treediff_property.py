@@ -1,4 +1,7 @@
-"""Whatever two trees look like, applying their diff to the first gives the second."""
+"""Whatever two trees look like, applying their diff to the first gives the second.
+
+Empty directories are left out: git does not know them.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,17 @@ def _write(directory: Path, tree: dict) -> None:
     for name, node in tree.items():
         path = directory / name
         if isinstance(node, dict):
-            _write(path, node)
+            if _holds_files(node):
+                _write(path, node)
         elif node[0] == "link":
             path.symlink_to(node[1])
         else:
             path.write_bytes(node[1])
             path.chmod(0o755 if node[0] == "executable" else 0o644)
+
+
+def _holds_files(tree: dict) -> bool:
+    return any(_holds_files(node) if isinstance(node, dict) else True for node in tree.values())
 
 
 def _files(directory: Path) -> dict[str, tuple]:
@@ -66,8 +74,9 @@ def test_apply_inverts_diff(old: dict, new: dict) -> None:
         patch = tree_diff(base / "old", base / "new", base / "scratch", 10**6)
         assert patch == tree_diff(base / "old", base / "new", base / "again", 10**6)
         if patch:
+            env = {**os.environ, "GIT_DIR": "/none"}
             command = ["git", "apply", "--whitespace=nowarn"]
-            subprocess.run(command, cwd=base / "old", input=patch, check=True, env={**os.environ, "GIT_DIR": "/none"})
+            subprocess.run(command, cwd=base / "old", input=patch, check=True, env=env)
         assert _files(base / "old") == _files(base / "new")
     finally:
         shutil.rmtree(base)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rewards.task import COLUMNS, Task
 from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError, boot_from, bwrap, local
 from rollout.sandbox.local import Isolation, Limits, LocalSandbox, boot_local
 from tests.sandboxes import BWRAP, ISOLATIONS, alive, make_snapshot, sh
@@ -136,6 +137,20 @@ async def test_cancellation_kills_and_passes_on(box: LocalSandbox, nap: str) -> 
     assert not alive(nap)
 
 
+@pytest.mark.parametrize("times", [1, 3])
+async def test_cancellation_at_any_moment(box: LocalSandbox, nap: str, times: int) -> None:
+    for delay in (0, 0.001, 0.003, 0.01, 0.02, 0.03):
+        running = asyncio.create_task(sh(box, f"(setsid sleep {nap} &) ; sleep {nap}"))
+        await asyncio.sleep(delay)
+        for _ in range(times):
+            running.cancel()
+            await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    await box.close()  # waits for what a second cancellation has cut off
+    assert not alive(nap)
+
+
 async def test_close_ends_a_running_exec(box: LocalSandbox, nap: str) -> None:
     running = asyncio.create_task(sh(box, f"sleep {nap}"))
     while not alive(nap):
@@ -182,7 +197,10 @@ async def test_bwrap_hides_host_files(snapshot: Path, tmp_path: Path, isolation:
             assert (await sh(box, f"exec 3>>{target}")).returncode != 0, target
         found = await sh(box, "find /proc -path '/proc/[0-9]*' -prune -o -type f -writable -print -quit")
         assert found.stdout == b""
-        assert (await sh(box, "chmod 666 /dev/null")).returncode != 0
+        before = os.stat("/dev/null")
+        await sh(box, "chmod 600 /dev/null; touch -d 2001-01-01 /dev/null; chmod 666 /dev/null")
+        after = os.stat("/dev/null")
+        assert (before.st_ctime_ns, before.st_mode) == (after.st_ctime_ns, after.st_mode)
         assert (await sh(box, "echo x > /dev/null; head -c 1 /dev/urandom > /dev/null")).returncode == 0
     finally:
         await box.close()
@@ -433,13 +451,10 @@ def test_directories_of_a_killed_process_are_swept(snapshot: Path, tmp_path: Pat
 
 
 async def test_boot_from_config(snapshot: Path) -> None:
-    class OfTask:
-        pass
-
-    task = OfTask()
-    task.snapshot = snapshot  # type: ignore[attr-defined]
+    row = dict.fromkeys(COLUMNS, "x") | {"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": [], "eval_type": "fail_only"}
+    row |= {"image": f"dir:{snapshot.name}", "log_parser": "parse_log_pytest"}
     config = {"kind": "local", "isolation": "none", "cpu_s": 7, "file_mb": 1}
-    made = await boot_from(config)(task, None)  # type: ignore[arg-type]
+    made = await boot_from(config)(Task.from_row(row, snapshot.parent), None)
     try:
         assert (await sh(made, "ulimit -t; ulimit -f")).stdout.split() == [b"7", b"1024"]
     finally:

@@ -1,0 +1,192 @@
+"""Verdicts, and the grader around a scripted sandbox; real ones are in tests/integration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewards.grade import grade
+from rewards.task import Task
+from rewards.verdict import Outcome, Reason, Verdict
+from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError
+
+START, END = "+ : '>>>>> Start Test Output'\n", "+ : '>>>>> End Test Output'\n"
+CODE = ">>>>> Test Exit Code: {}\n"
+PATCH = b"diff --git a/x b/x\n"
+
+
+def task(tmp: Path = Path("/"), **changes: str) -> Task:
+    script = "#!/bin/bash\nset -uxo pipefail\n: '>>>>> Start Test Output'\npytest\n: '>>>>> End Test Output'\n"
+    row = {
+        "instance_id": "a__b-1",
+        "image": "dir:repos/a",
+        "repo": "a/b",
+        "version": "1",
+        "FAIL_TO_PASS": '["t.py::new"]',
+        "PASS_TO_PASS": '["t.py::old"]',
+        "log_parser": "parse_log_pytest",
+        "eval_type": "pass_and_fail",
+        "eval_script": script,
+        "problem_statement": "Fix it.",
+        "base_commit": "",
+    }
+    return Task.from_row(row | changes, tmp)
+
+
+class ScriptedBox:
+    """Answers `git apply` and the eval script as told."""
+
+    workdir, home, tmpdir = "/testbed", "/home/agent", "/tmp"
+
+    def __init__(self, log: str | Exception = "", apply: int = 0, timed_out: bool = False) -> None:
+        self.log, self.apply, self.timed_out = log, apply, timed_out
+        self.files: dict[str, bytes] = {}
+        self.closed = 0
+        self.runs: list[Sequence[str]] = []
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float,
+        stdin: bytes = b"",
+        output_cap: int = OUTPUT_CAP,
+    ) -> ExecResult:
+        self.runs.append(argv)
+        if argv[0] == "git":
+            return ExecResult(self.apply, b"", b"error: no" if self.apply else b"", False, False, 0.1)
+        if isinstance(self.log, Exception):
+            raise self.log
+        return ExecResult(None if self.timed_out else 0, self.log.encode(), b"", self.timed_out, False, 0.1)
+
+    async def put(self, path: str, data: bytes) -> None:
+        self.files[path] = data
+
+    async def get(self, path: str) -> bytes:
+        return self.files[path]
+
+    async def diff(self) -> bytes:
+        return b""
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+async def graded(box: ScriptedBox, patch: bytes = PATCH, of: Task | None = None) -> Verdict:
+    async def boot() -> ScriptedBox:
+        return box
+
+    return await grade(of or task(), patch, boot, timeout_s=9)
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (START + "PASSED t.py::new\nPASSED t.py::old\n" + END + CODE.format(0), None),
+        (START + "PASSED t.py::new\nFAILED t.py::old\n" + END + CODE.format(1), Reason.TESTS_FAILED),
+        (START + "PASSED t.py::old\n" + END + CODE.format(0), Reason.TESTS_FAILED),
+        (START + "PASSED t.py::new\nPASSED t.py::old\n" + END + CODE.format(1), Reason.LOG_UNPARSABLE),
+        (START + "no results\n" + END + CODE.format(0), Reason.LOG_UNPARSABLE),
+        (START + "PASSED t.py::new\nPASSED t.py::old\n", Reason.LOG_UNPARSABLE),
+        ("", Reason.LOG_UNPARSABLE),
+        ("Cannot allocate memory\nCould not resolve host\n", Reason.LOG_UNPARSABLE),
+        (START + "PASSED t.py::new\nPASSED t.py::old\n" + END + "x" + END, Reason.LOG_FORGED),
+        (START + START + END, Reason.LOG_FORGED),
+    ],
+)
+async def test_logs(log: str, reason: Reason | None) -> None:
+    box = ScriptedBox(log)
+    verdict = await graded(box)
+    assert verdict.reason is reason and verdict.reward == (1.0 if reason is None else 0.0)
+    assert box.closed == 1 and verdict.seconds > 0
+    assert json.loads(json.dumps(verdict.to_dict()))["reason"] == reason
+
+
+async def test_the_script_merges_its_streams_first() -> None:
+    box = ScriptedBox()
+    await graded(box)
+    assert box.files["/tmp/eval.sh"].startswith(b"#!/bin/bash\nexec 2>&1\nset -uxo pipefail\n")
+    assert box.files["/tmp/patch.diff"] == PATCH
+
+
+async def test_bytes_that_are_no_text() -> None:
+    class Binary(ScriptedBox):
+        async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+            done = await super().exec(argv, **options)
+            return replace(done, stdout=done.stdout.replace(b"PASSED", b"\xff\x00\nPASSED"))
+
+    assert (await graded(Binary(START + "PASSED t.py::new\nPASSED t.py::old\n" + END))).reward == 1.0
+
+
+@pytest.mark.parametrize("patch", [b"", b" \n"])
+async def test_an_empty_patch_boots_nothing(patch: bytes) -> None:
+    async def boot() -> ScriptedBox:
+        raise AssertionError("booted")
+
+    assert (await grade(task(), patch, boot, timeout_s=9)).reason is Reason.EMPTY_PATCH
+
+
+async def test_policy_failures_around_the_tests() -> None:
+    refused = await graded(ScriptedBox(apply=1))
+    assert refused.reason is Reason.PATCH_APPLY_FAILED and refused.detail == "error: no"
+    assert (await graded(ScriptedBox(START, timed_out=True))).reason is Reason.TEST_TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SandboxError("no_space", "disk"), Reason.NO_SPACE),
+        (SandboxError("new_cause"), Reason.SANDBOX_FAILED),
+        (RuntimeError("bug"), Reason.GRADER_CRASHED),
+    ],
+)
+async def test_infrastructure_failures_are_no_reward(error: Exception, reason: Reason) -> None:
+    async def boot() -> ScriptedBox:
+        raise error
+
+    box = ScriptedBox(error)
+    for verdict in (await graded(box), await grade(task(), PATCH, boot, timeout_s=9)):
+        assert (verdict.reason, verdict.outcome, verdict.reward) == (reason, Outcome.INFRA_FAILURE, None)
+        assert verdict.is_infra and str(error) in verdict.detail
+    assert box.closed == 1
+
+
+async def test_a_box_without_git_is_no_policy_failure() -> None:
+    assert (await graded(ScriptedBox(apply=127))).reason is Reason.NO_GIT
+
+
+async def test_cancellation_closes_the_box() -> None:
+    class Hanging(ScriptedBox):
+        async def put(self, path: str, data: bytes) -> None:
+            reached.set()
+            await asyncio.sleep(60)
+
+    reached, box = asyncio.Event(), Hanging()
+    running = asyncio.create_task(graded(box))
+    await reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert box.closed == 1
+
+
+def test_every_reason_belongs_to_one_side() -> None:
+    assert Verdict(None).reward == 1.0
+    for reason in Reason:
+        assert Verdict(reason).reward == (None if reason.is_infra else 0.0)
+        if reason.is_infra:
+            assert Verdict.infra(reason, "x") == Verdict(reason, "x")
+            with pytest.raises(ValueError):
+                Verdict.unresolved(reason)
+        else:
+            assert Verdict.unresolved(reason.value, "x") == Verdict(reason, "x")
+            assert Verdict.infra(reason.value).reason is Reason.SANDBOX_FAILED
+    with pytest.raises(ValueError):
+        Verdict.unresolved("no such reason")

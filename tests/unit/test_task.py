@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rewards.task import Task, TaskError, load_tasks, log_parsers
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "instance_id": "a__b-1",
+        "image": "dir:repos/a",
+        "repo": "a/b",
+        "version": "1.0",
+        "FAIL_TO_PASS": ["t1", "t2"],
+        "PASS_TO_PASS": json.dumps(["t3"]),
+        "log_parser": "parse_log_pytest",
+        "eval_type": "pass_and_fail",
+        "eval_script": "#!/bin/bash\ntrue\n",
+        "problem_statement": "Fix it.",
+        "base_commit": "0" * 40,
+        "patch": "diff",
+        "hints_text": "not used",
+    } | changes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_load(tmp_path: Path) -> None:
+    tasks = load_tasks(write(tmp_path / "t.parquet", [row(), row(instance_id="a__b-2")]))
+    assert [task.instance_id for task in tasks] == ["a__b-1", "a__b-2"]
+    assert (tasks[0].FAIL_TO_PASS, tasks[0].PASS_TO_PASS) == (("t1", "t2"), ("t3",))
+    assert tasks[0].snapshot == (tmp_path / "repos/a").resolve()
+
+
+@pytest.mark.parametrize("value", [["x"], ("x",), '["x"]', numpy.array(["x"], dtype=object)])
+def test_test_lists_come_in_many_forms(value: Any, tmp_path: Path) -> None:
+    assert Task.from_row(row(FAIL_TO_PASS=value), tmp_path).FAIL_TO_PASS == ("x",)
+
+
+def test_a_row_survives_the_way_there_and_back(tmp_path: Path) -> None:
+    task = Task.from_row(row(), tmp_path)
+    assert Task.from_row(task.to_row(), tmp_path) == task
+    assert load_tasks(write(tmp_path / "t.parquet", [task.to_row()])) == [task]
+
+
+def test_the_patch_is_optional(tmp_path: Path) -> None:
+    without = row()
+    del without["patch"]
+    assert load_tasks(write(tmp_path / "t.parquet", [without]))[0].patch is None
+
+
+def test_hidden_parts_are_not_printed(tmp_path: Path) -> None:
+    shown = repr(Task.from_row(row(patch="GOLD", eval_script="SECRET", FAIL_TO_PASS=["HIDDEN"]), tmp_path))
+    assert not any(word in shown for word in ("GOLD", "SECRET", "HIDDEN"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"FAIL_TO_PASS": [], "PASS_TO_PASS": "[]"}, "FAIL_TO_PASS"),
+        ({"FAIL_TO_PASS": "not json"}, "FAIL_TO_PASS"),
+        ({"FAIL_TO_PASS": '{"a": 1}'}, "FAIL_TO_PASS"),
+        ({"PASS_TO_PASS": [1, 2]}, "PASS_TO_PASS"),
+        ({"PASS_TO_PASS": None}, "PASS_TO_PASS"),
+        ({"log_parser": "parse_log_nothing"}, "log_parser"),
+        ({"eval_type": "guess"}, "eval_type"),
+        ({"instance_id": ""}, "instance_id"),
+        ({"eval_script": None}, "eval_script"),
+        ({"eval_script": " "}, "eval_script"),
+        ({"version": 5}, "version"),
+        ({"patch": 5}, "patch"),
+    ],
+)
+def test_a_bad_row_is_named_in_one_line(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", [row(**changes)])
+    with pytest.raises(TaskError) as failure:
+        load_tasks(path)
+    message = str(failure.value)
+    assert message.startswith(f"{path}: row 0: ") and f": {field}: " in message and "\n" not in message
+    assert (changes.get("instance_id", "a__b-1") or "no instance_id") in message
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.parquet"
+    broken.write_text("no parquet")
+    short = row()
+    del short["eval_script"], short["repo"]
+    for path, words in (
+        (tmp_path / "missing.parquet", "cannot be read"),
+        (broken, "cannot be read"),
+        (write(tmp_path / "short.parquet", [short]), "no column repo, eval_script"),
+        (write(tmp_path / "twice.parquet", [row(), row()]), "row 1: a__b-1: instance_id: also in row 0"),
+    ):
+        with pytest.raises(TaskError) as failure:
+            load_tasks(path)
+        assert str(path) in str(failure.value) and words in str(failure.value)
+        assert "\n" not in str(failure.value)
+
+
+def test_an_image_that_is_no_directory_has_no_snapshot(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="no local snapshot"):
+        Task.from_row(row(image="swebench/x:latest"), tmp_path).snapshot  # noqa: B018
+
+
+def test_parser_names_are_known_without_the_import() -> None:
+    """In a process of its own: another test may have imported swebench's harness here."""
+    program = (
+        "import sys; from rewards.task import log_parsers; names = log_parsers();"
+        "assert 'swebench.harness' not in sys.modules;"
+        "from swebench.harness.log_parsers import PARSER_REGISTRY as registry; assert names == set(registry), names;"
+        "registry['mine'] = len; assert 'mine' in log_parsers()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    assert "parse_log_django" in log_parsers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import cast
 
 from rollout.sandbox import ExecResult, SandboxError
 
@@ -49,8 +50,7 @@ async def run(
         raise SandboxError("exec_failed", str(error)) from error
     pid = transport.get_pid()
     if stdin:
-        pipe = transport.get_pipe_transport(0)
-        assert isinstance(pipe, asyncio.WriteTransport)
+        pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
         pipe.write(stdin)
         pipe.close()  # after what was written
     try:

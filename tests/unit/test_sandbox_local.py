@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import uvloop
 
 from rewards.task import COLUMNS, Task
 from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError, boot_from, bwrap, local
@@ -159,6 +160,29 @@ async def test_close_ends_a_running_exec(box: LocalSandbox, nap: str) -> None:
     with pytest.raises(SandboxError) as failure:
         await running
     assert failure.value.cause == "closed" and not alive(nap)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_on_uvloop_too(snapshot: Path, isolation: Isolation, nap: str) -> None:
+    """Ray runs the agent loop workers on it."""
+
+    async def main() -> None:
+        box = await boot_local(snapshot, isolation=isolation)
+        data = os.urandom(300_000)
+        done = await box.exec(["bash", "-c", "cat; echo oops >&2; exit 4"], env={}, timeout_s=30, stdin=data)
+        assert (done.returncode, done.stdout, done.stderr) == (4, data, b"oops\n")
+        script = f"(setsid sleep {nap} &) ; sleep {nap}"
+        assert (await sh(box, script, timeout_s=0.2)).timed_out and not alive(nap)
+        for delay in (0, 0.003, 0.03):
+            running = asyncio.create_task(sh(box, script))
+            await asyncio.sleep(delay)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert not alive(nap)
+        await box.close()
+
+    uvloop.run(main())
 
 
 # --- limits

@@ -8,18 +8,14 @@ Whatever goes wrong on our side (no disk, missing snapshot, a box that does not 
 `SandboxError`: never the policy's fault and never a reward. What a *program* in the box does (exit
 codes, timeouts, too much output) is an ordinary result.
 
-Implementations: `rollout.sandbox.local`. `boot_from` picks one by the config.
+Implementations: `rollout.sandbox.local`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from rewards.task import Task
+from typing import Protocol
 
 OUTPUT_CAP = 16 * 2**20
 """Bytes of stdout, and of stderr, that `exec` keeps unless told otherwise."""
@@ -101,27 +97,3 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """End all processes and delete all files. Never raises."""
-
-
-def boot_from(
-    config: Mapping[str, Any], readonly: Iterable[Path] = ()
-) -> Callable[[Task, Path | None], Awaitable[Sandbox]]:
-    """What makes a fresh sandbox for (task, socket_dir), as the `sandbox` group of the config says.
-
-    readonly: host files and directories that appear in every box at their own paths (the agent's binary).
-    socket_dir appears too, and unix sockets in it can be connected to. The config's keys are in
-    configs/sandbox; ValueError for a kind that does not exist. Booting raises SandboxError.
-    """
-    if config["kind"] != "local":
-        raise ValueError(f"sandbox.kind: {config['kind']!r} is none of: local")
-    from rollout.sandbox.local import Limits, boot_local  # it imports this module
-
-    limits = Limits(cpu_s=config["cpu_s"], file_bytes=config["file_mb"] * 2**20)
-    binds = {path: str(path) for path in readonly}
-
-    async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
-        return await boot_local(
-            task.snapshot, isolation=config["isolation"], limits=limits, binds=binds, socket_dir=socket_dir
-        )
-
-    return boot

@@ -17,8 +17,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from rewards.task import COLUMNS, Task
-from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError, boot_from, bwrap, local
+from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError, bwrap, local
 from rollout.sandbox.local import Isolation, Limits, LocalSandbox, boot_local
 from tests.sandboxes import BWRAP, ISOLATIONS, alive, make_snapshot, sh
 
@@ -472,19 +471,6 @@ def test_directories_of_a_killed_process_are_swept(snapshot: Path, tmp_path: Pat
     assert len(list(temporary.iterdir())) == 1
     boot_and("pass")  # sweeps the first one's, and its own at its exit, though it forgot to close
     assert list(temporary.iterdir()) == []
-
-
-async def test_boot_from_config(snapshot: Path) -> None:
-    row = dict.fromkeys(COLUMNS, "x") | {"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": [], "eval_type": "fail_only"}
-    row |= {"image": f"dir:{snapshot.name}", "log_parser": "parse_log_pytest"}
-    config = {"kind": "local", "isolation": "none", "cpu_s": 7, "file_mb": 1}
-    made = await boot_from(config)(Task.from_row(row, snapshot.parent), None)
-    try:
-        assert (await sh(made, "ulimit -t; ulimit -f")).stdout.split() == [b"7", b"1024"]
-    finally:
-        await made.close()
-    with pytest.raises(ValueError, match="kind"):
-        boot_from({**config, "kind": "cloud"})
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)

@@ -168,6 +168,11 @@ class LocalSandbox:
 
     async def _close(self) -> None:
         await _stop(dict(self._running))
+        if self.isolation == "none":  # what an exec that was cut short by the loop's end left behind
+            try:
+                await asyncio.to_thread(_kill_strays, self._root)
+            except SandboxError as error:
+                logger.warning("closing a sandbox: %s", error)
         await asyncio.to_thread(files.remove_tree, self._root)
 
     def _diff(self) -> bytes:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -159,6 +159,26 @@ async def test_close_ends_a_running_exec(box: LocalSandbox, nap: str) -> None:
     with pytest.raises(SandboxError) as failure:
         await running
     assert failure.value.cause == "closed" and not alive(nap)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_the_end_of_the_loop_ends_processes(snapshot: Path, isolation: Isolation, runner: Callable, nap: str) -> None:
+    async def main() -> None:
+        async def episode() -> None:
+            box = await boot_local(snapshot, isolation=isolation)
+            try:
+                await sh(box, f"(setsid sleep {nap} &) ; sleep {nap}")
+            finally:
+                await box.close()
+
+        episodes = asyncio.create_task(episode())  # left to the runner, which cancels every task
+        while not alive(nap):
+            await asyncio.sleep(0.01)
+        assert not episodes.done()
+
+    runner(main())
+    assert not alive(nap)
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)

@@ -1,0 +1,157 @@
+"""Supervised fine-tuning on exact token ids, with verl's SFT trainer.
+
+Rows are given as ids and masks and are used as they are: nothing is decoded, templated or encoded again,
+so a warm start imitates the very tokens that the rollout will produce.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rl.config import CPU_ENVIRONMENT
+
+
+
+class TokenRows:
+    """verl's ``data.custom_cls`` for the SFT trainer: a parquet file of ``input_ids`` and ``loss_mask``.
+
+    The signature is verl's. Items are tensors of one row's length: input_ids, position_ids, loss_mask.
+
+    Raises:
+        ValueError: a row is empty or longer than ``data.max_length``, its mask has another length, or the
+            mask of its first token is 1 (nothing predicts that token).
+    """
+
+    def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples: int = -1):
+        import pyarrow.parquet
+
+        files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
+        self.rows: list[tuple[list[int], list[int]]] = []
+        for file in files:
+            table = pyarrow.parquet.read_table(file, columns=["input_ids", "loss_mask"])
+            columns = (table.column(name).to_pylist() for name in ("input_ids", "loss_mask"))
+            self.rows += zip(*columns, strict=True)
+        if max_samples > 0:
+            self.rows = self.rows[:max_samples]
+        for i, (ids, mask) in enumerate(self.rows):
+            if not 0 < len(ids) <= config.max_length:
+                raise ValueError(f"row {i}: {len(ids)} tokens, allowed are 1 to {config.max_length}")
+            if len(mask) != len(ids):
+                raise ValueError(f"row {i}: {len(ids)} tokens but a mask of {len(mask)}")
+            if mask[0]:
+                raise ValueError(f"row {i}: the first token cannot be a target")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        ids, mask = self.rows[index]
+        return {
+            "input_ids": torch.tensor(ids, dtype=torch.long),
+            "position_ids": torch.arange(len(ids), dtype=torch.long),
+            "loss_mask": torch.tensor(mask, dtype=torch.long),
+        }
+
+
+def run_sft(
+    model_dir: Path,
+    rows: Path,
+    out_dir: Path,
+    epochs: int,
+    lr: float,
+    batch_size: int,
+    max_length: int,
+    seed: int,
+    log: Path,
+    device: str = "cpu",
+) -> Path:
+    """Fine-tune all weights of a HF model on token rows; one process on one device.
+
+    Args:
+        model_dir: HF model and tokenizer; float32 weights are trained.
+        rows: parquet with columns input_ids list[int] and loss_mask list[int].
+        out_dir: made if missing; the model ends up in ``out_dir/model``.
+        epochs: passes over the rows; the last incomplete batch of each is dropped.
+        lr: AdamW, cosine to a tenth after a warm-up of 5 % of the steps.
+        batch_size: rows per update.
+        max_length: longest row in tokens.
+        seed: of data order.
+        log: what the trainer prints goes there.
+
+    Returns:
+        Directory with weights (float32), config and tokenizer, as vLLM and verl load it.
+
+    Raises:
+        RuntimeError: the trainer failed; the message ends with the last line of the log.
+    """
+    out_dir, log = Path(out_dir), Path(log)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    checkpoints = out_dir / "checkpoints"
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch, open(log, "ab") as sink:
+        command = [sys.executable, "-m", "verl.trainer.sft_trainer"]
+        command += [
+            f"model.path={model_dir}",
+            "model.use_remove_padding=false",
+            "model.enable_gradient_checkpointing=false",
+            "+model.override_config.attn_implementation=sdpa",
+            "engine.strategy=fsdp2",
+            "engine.use_torch_compile=false",
+            "engine.model_dtype=fp32",
+            "engine.dtype=float32",
+            f"engine.seed={seed}",
+            f"optim.lr={lr}",
+            "optim.weight_decay=0.0",
+            "optim.lr_warmup_steps_ratio=0.05",
+            "optim.lr_scheduler_type=cosine",
+            "optim.min_lr_ratio=0.1",
+            f"data.train_files={rows}",
+            f"data.train_batch_size={batch_size}",
+            f"data.max_length={max_length}",
+            f"data.max_token_len_per_gpu={max(max_length, 8192)}",
+            "data.pad_mode=no_padding",
+            "data.num_workers=0",
+            "data.custom_cls.path=pkg://rl.sft",
+            "data.custom_cls.name=TokenRows",
+            "checkpoint.save_contents=[hf_model]",
+            "trainer.logger=[file]",
+            f"trainer.total_epochs={epochs}",
+            f"trainer.seed={seed}",
+            f"trainer.default_local_dir={checkpoints}",
+            "trainer.resume_mode=disable",
+            f"trainer.device={device}",
+            "hydra.run.dir=.",
+            "hydra.output_subdir=null",
+            "hydra/job_logging=none",
+            "hydra/hydra_logging=none",
+        ]
+        # What torch.distributed.run would set for one process, without its own start. A file for the
+        # rendezvous needs no free port.
+        environment = os.environ | {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "DIST_INIT_METHOD": f"file://{scratch}/rendezvous?rank=0&world_size=1",
+            "VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl"),
+        }
+        if device == "cpu":
+            environment |= CPU_ENVIRONMENT
+        finished = subprocess.run(command, env=environment, stdout=sink, stderr=sink)
+    if finished.returncode != 0:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        raise RuntimeError(f"SFT failed, see {log}: {lines[-1]}")
+    saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
+    model = out_dir / "model"
+    shutil.rmtree(model, ignore_errors=True)
+    (saved / "huggingface").rename(model)
+    shutil.rmtree(checkpoints)
+    return model

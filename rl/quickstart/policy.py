@@ -160,7 +160,7 @@ def _corpus() -> Iterator[str]:
     """Episodes over all names and expressions, as the template renders them. Every name comes up equally often."""
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE.read_text())
     cues = list(CANDIDATES)
-    for number in range(4 * len(MODULES)):
+    for number in range(4 * len(FUNCTIONS)):
         module, function = MODULES[number % len(MODULES)], FUNCTIONS[number % len(FUNCTIONS)]
         cue, bug = cues[number % 5], CANDIDATES[cues[(number // 5) % 5]]
         new = CANDIDATES[cues[(number // 25 + number) % 5]]

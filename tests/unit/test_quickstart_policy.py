@@ -8,7 +8,7 @@ from rl.quickstart.policy import EDITED, ERRORS, TOOLS, example_messages, make_p
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
 from rollout.proxy.render import ChatTemplateRenderer
 
-MESSAGES = example_messages("anchor", "fold", "larger", "a - b", "max(a, b)", number=1)
+MESSAGES = example_messages("basket", "fold", "larger", "a - b", "max(a, b)", number=1)
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +133,8 @@ def test_template_shows_tools_as_signatures_and_takes_text_blocks(tokenizer):
     text = tokenizer.apply_chat_template(messages, tools=bare, tokenize=False)
     assert text == "<|im_start|>system\n# Tools\nPing()<|im_end|>\n<|im_start|>user\none two<|im_end|>\n"
     text = tokenizer.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
-    assert (
-        "\nEdit(file_path: string, old_string: string, new_string: string, replace_all?: boolean): "
-        "modify file contents in place\nRead(file_path: string, offset?: integer," in text
-    )
-    assert EDITED.format(file="anchor.py") in text and "{new}" in ERRORS[0]
+    assert "\n# Tools\nEdit(file_path, old_string, new_string)\nRead(file_path)<|im_end|>\n" in text
+    assert EDITED.format(file="basket.py") in text and "{new}" in ERRORS[0]
 
 
 @pytest.mark.parametrize("new", [*(f"return {e}" for e in CANDIDATES.values()), "two\n    lines\n", "\n x < 1", " "])
@@ -145,7 +142,7 @@ def test_vllm_parses_the_calls(tokenizer, new):
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
     from vllm.tool_parsers import ToolParserManager
 
-    wanted = {"file_path": "anchor.py", "old_string": "return a - b", "new_string": new, "replace_all": False}
+    wanted = {"file_path": "basket.py", "old_string": "return a - b", "new_string": new, "replace_all": False}
     call = {"type": "function", "function": {"name": "Edit", "arguments": wanted}}
     message = {"role": "assistant", "content": "The larger.", "tool_calls": [call]}
     rendered = tokenizer.apply_chat_template([message], tokenize=False)

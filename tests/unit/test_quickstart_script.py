@@ -19,7 +19,7 @@ def reply_text(message):
 def test_plays_an_episode_in_the_templates_own_form():
     for bug in CANDIDATES.values():
         new = next(e for e in CANDIDATES.values() if e != bug)
-        messages = example_messages("anchor", "fold", "product", bug, new, number=1)
+        messages = example_messages("basket", "fold", "product", bug, new, number=1)
         script = RepairScript(0)
         script._edit = lambda word, expression, new=new: new
         assert script(prompt(messages, 2)) == reply_text(messages[2])
@@ -29,7 +29,7 @@ def test_plays_an_episode_in_the_templates_own_form():
 
 def test_stops_on_errors_and_on_what_it_does_not_know():
     script = RepairScript(0)
-    failed = example_messages("anchor", "fold", "product", "a - b", "a + b", number=4)
+    failed = example_messages("basket", "fold", "product", "a - b", "a + b", number=4)
     assert "<tool_use_error>" in failed[5]["content"]
     assert script(prompt(failed, 6)) == DONE
     unread = [*failed[:3], {"role": "tool", "content": "File does not exist."}]
@@ -38,7 +38,7 @@ def test_stops_on_errors_and_on_what_it_does_not_know():
 
 
 def test_same_seed_same_replies():
-    text = prompt(example_messages("anchor", "fold", "product", "a - b", "a + b"), 4)
+    text = prompt(example_messages("basket", "fold", "product", "a - b", "a + b"), 4)
     first, second, other = ([script(text) for _ in range(40)] for script in map(RepairScript, (3, 3, 4)))
     assert first == second != other
 

@@ -102,7 +102,7 @@ def _key(cfg: DictConfig) -> str:
 
 
 def _try_lock(directory: Path) -> IO | None:
-    lock = open(directory / "run.lock", "w")
+    lock = open(directory / "run.lock", "w")  # noqa: SIM115  held until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -134,9 +134,9 @@ def open_run(cfg: DictConfig) -> Run:
     parent = Path(cfg.run.root).resolve() / cfg.trainer.experiment_name
     found = sorted((d for d in parent.iterdir() if d.is_dir()), reverse=True) if parent.is_dir() else []
     for directory in found:
-        if _read_key(directory) == key and not (directory / "done").exists():
-            if lock := _try_lock(directory):
-                return _opened(cfg, directory, key, lock)
+        unfinished = _read_key(directory) == key and not (directory / "done").exists()
+        if unfinished and (lock := _try_lock(directory)):
+            return _opened(cfg, directory, key, lock)
     directory = parent / time.strftime("%Y-%m-%d_%H-%M-%S")
     if directory.exists():
         directory = directory.with_name(f"{directory.name}_{os.getpid()}")

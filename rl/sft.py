@@ -15,7 +15,6 @@ from typing import Any
 from rl.config import CPU_ENVIRONMENT
 
 
-
 class TokenRows:
     """verl's ``data.custom_cls`` for the SFT trainer: a parquet file of ``input_ids`` and ``loss_mask``.
 

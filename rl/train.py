@@ -139,6 +139,10 @@ def complete(cfg: DictConfig, run: Run, ray_dir: str) -> None:
         cfg.trainer.val_before_train = bool(due)
 
 
+def _terminate(*_) -> None:
+    sys.exit(143)  # through the finally clauses
+
+
 def train(cfg: DictConfig) -> None:
     """Start or join Ray and run verl's trainer to its end.
 
@@ -161,6 +165,8 @@ def train(cfg: DictConfig) -> None:
     options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
     try:
         ray.init(**options)
+        # Ray has put its own handler there, which ends the process on the spot.
+        signal.signal(signal.SIGTERM, _terminate)
         run_trainer(cfg)
     finally:
         ray.shutdown()
@@ -219,7 +225,7 @@ def main(cfg: DictConfig) -> None:
     began = time.monotonic()
     state = f"continuing from step {run.checkpoint_step}" if run.resumed else "new run"
     screen.say(f"{state} in {run.dir}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally clauses below
+    signal.signal(signal.SIGTERM, _terminate)
     set_environment(cfg, run)
     ray_dir = ray_directory(run)
     lines = StepLines(run, cfg.trainer.total_training_steps, screen)
@@ -227,7 +233,8 @@ def main(cfg: DictConfig) -> None:
     screen.redirect(run.dir / "run.log")
     try:
         prepare(cfg, screen)
-        check_tasks(cfg)
+        if cfg.data.custom_cls.path == "pkg://rl.dataset":  # else the files are another dataset's
+            check_tasks(cfg)
         check_model(cfg)
         metrics.rewind(run.dir, run.checkpoint_step)
         complete(cfg, run, ray_dir)

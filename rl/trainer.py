@@ -108,7 +108,8 @@ class _Episodes:
         if self.use_critic or is_distillation_enabled(self.config.get("distillation")):
             return super()._update_actor(batch, metrics)  # verl's fixed number of rows per update
         actor = self.config.actor_rollout_ref.actor
-        real = {_session(k) for k, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")}
+        rows = zip(batch.keys, batch.tags, strict=True)
+        real = {_session(key) for key, tag in rows if not tag.get("is_padding")}
         by_episode = self.config.episode.weigh_by_episode
         batch.extra_info.update(
             {

@@ -18,9 +18,10 @@ class ToyAgentLoop(AgentLoopBase):
             list(kwargs["raw_prompt"]), add_generation_prompt=True, return_dict=False
         )
         outputs = []
+        limited = dict(sampling_params, max_tokens=64)
         for _ in range(2 if kwargs["extra_info"]["index"] % 2 == 0 else 1):
             sampled = await self.server_manager.generate(
-                request_id=uuid.uuid4().hex, prompt_ids=prompt, sampling_params=dict(sampling_params, max_tokens=64)
+                request_id=uuid.uuid4().hex, prompt_ids=prompt, sampling_params=dict(limited)
             )
             outputs.append(
                 AgentLoopOutput(

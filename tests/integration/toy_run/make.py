@@ -47,7 +47,7 @@ def make_model(directory: Path, seed: int = 0, hidden: int = 128, layers: int = 
     return directory
 
 
-def prepare(cfg) -> dict:
+def prepare(cfg, say) -> dict:
     """Make model and data under ``run.dir``; find them there when called again."""
     import pandas
 
@@ -65,6 +65,7 @@ def prepare(cfg) -> dict:
         ]
         pandas.DataFrame(rows).to_parquet(base / "tasks.parquet")
     return {
+        "data.custom_cls": {"path": None, "name": None},  # verl's own dataset
         "actor_rollout_ref.model.path": str(base / "model"),
         "data.train_files": str(base / "tasks.parquet"),
         "data.val_files": str(base / "tasks.parquet"),

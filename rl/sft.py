@@ -103,7 +103,8 @@ def run_sft(
             "engine.strategy=fsdp2",
             "engine.use_torch_compile=false",
             "engine.model_dtype=fp32",
-            "engine.dtype=float32",
+            # verl's default is bfloat16 autocast, which most CPUs have to emulate.
+            "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
             f"engine.seed={seed}",
             f"optim.lr={lr}",
             "optim.weight_decay=0.0",
@@ -152,5 +153,7 @@ def run_sft(
     model = out_dir / "model"
     shutil.rmtree(model, ignore_errors=True)
     (saved / "huggingface").rename(model)
+    # verl writes "bfloat16" and the attention implementation into it, whatever the weights are.
+    shutil.copy(Path(model_dir) / "config.json", model / "config.json")
     shutil.rmtree(checkpoints)
     return model

@@ -1,0 +1,111 @@
+"""Episode records become step metrics, a line, a table and a curve."""
+
+import json
+
+import pytest
+
+from rl import metrics
+
+
+def episode(**changes) -> dict:
+    record = dict.fromkeys(metrics.EPISODE_KEYS, 0) | {
+        "split": "train",
+        "reward": 0.0,
+        "resolved": False,
+        "failure": None,
+        "infra": False,
+        "proxy_overhead_ms": 2.0,
+        "rows": 1,
+    }
+    return record | changes
+
+
+def test_infrastructure_failures_count_but_do_not_average():
+    records = [
+        episode(resolved=True, reward=1.0, rows=3),
+        episode(failure="no_patch"),
+        episode(infra=True, failure="sandbox_boot", reward=None, rows=0, proxy_overhead_ms=None),
+    ]
+    folded = metrics.fold(records, "episode")
+    assert folded["episode/resolve_rate"] == 0.5
+    assert folded["episode/rows"] == 2.0
+    assert folded["episode/count"] == 2
+    assert folded["infra/failures"] == 1
+    assert folded["infra/sandbox_boot"] == 1
+    assert folded["failure/no_patch"] == 1
+    assert folded["proxy/overhead_ms"] == 2.0
+
+
+def test_all_lost_to_infrastructure_has_no_resolve_rate():
+    folded = metrics.fold([episode(infra=True, failure="docker", reward=None)], "episode")
+    assert folded == {"episode/count": 0, "infra/failures": 1, "infra/docker": 1}
+
+
+def test_held_out_metrics_do_not_mix_with_training():
+    folded = metrics.fold([episode(split="val", failure="tests")], "val")
+    assert all(key.startswith("val/") for key in folded)
+
+
+def test_reader_gives_each_record_once_and_by_split(tmp_path):
+    log = metrics.EpisodeLog(tmp_path)
+    log.append(episode(task="old"))
+    reader = metrics.EpisodeReader(tmp_path)
+    log.append(episode(task="a"))
+    log.append(episode(task="b", split="val"))
+    assert [r["task"] for r in reader.take("val")] == ["b"]
+    assert [r["task"] for r in reader.take("train")] == ["a"]
+    with open(log.path, "a") as f:
+        f.write('{"split": "train", "ta')  # being written
+    assert reader.take("train") == []
+
+
+def test_log_refuses_other_keys(tmp_path):
+    with pytest.raises(KeyError, match="colour"):
+        metrics.EpisodeLog(tmp_path).append(episode(colour="red"))
+
+
+def test_rewind_drops_what_comes_after_the_checkpoint(tmp_path):
+    for step in range(4):
+        metrics.append_step(tmp_path, step, 0.0, {"a": step, "b": float("nan"), "c": "text"})
+    log = metrics.EpisodeLog(tmp_path)
+    for step in (1, 3):
+        log.append(episode(step=step))
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "torn')
+    metrics.rewind(tmp_path, 2)
+    records = metrics.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in records] == [0, 1, 2]
+    assert records[1] == {"step": 1, "time": 0.0, "a": 1.0, "b": None}
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1]
+
+
+STEP = {
+    "step": 2,
+    "timing_s/step": 11.0,
+    "timing_s/gen": 6.0,
+    "episode/resolve_rate": 0.25,
+    "episode/rows": 1.5,
+    "episode/tokens_context": 800.0,
+    "episode/tokens_sampled": 90.0,
+    "critic/score/mean": 0.25,
+    "training/rollout_actor_probs_pearson_corr": 0.9991,
+    "infra/failures": 1.0,
+    "val/resolve_rate": 0.5,
+}
+
+
+def test_step_line_and_summary(tmp_path):
+    line = metrics.step_line(STEP, 20)
+    for part in ("step 2/20", "resolved 25.0 %", "rows/ep 1.50", "800+90", "pearson 0.9991", "infra 1", "50.0 %"):
+        assert part in line
+    before = {"step": 0, "val/resolve_rate": 0.1}
+    table = dict(metrics.summary([before, STEP]))
+    assert table["held-out resolved, step 0"] == "10.0 %"
+    assert table["held-out resolved, step 2"] == "50.0 %"
+    assert table["lowest rollout/trainer correlation"] == "0.9991"
+    metrics.plot([before, STEP], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_of_a_run_without_steps():
+    assert metrics.summary([]) == [("steps", "0")]

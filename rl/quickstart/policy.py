@@ -31,19 +31,27 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCABULARY = 2048
 
-SHAPE: dict[str, int] = {
+SHAPE: dict[str, int | float] = {
     "hidden_size": 128,
     "intermediate_size": 384,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 32,
     "max_position_embeddings": 16384,
+    # Six times the usual 0.02: a net this narrow learns to copy names several times sooner from it.
+    "initializer_range": 0.12,
 }
 
 # What is one piece before BPE: a line break (verl's Qwen builder needs "\n" to be one token wherever it stands), a
-# tag such as <parameter=file_path>, a word with the space or dot before it, a digit, a run of signs, blank space.
-_PIECES = r"\n|</?[A-Za-z_][^<>\n]*>|[ .]?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z0-9_<]+|[^\S\n]+|<"
+# tag such as <parameter=file_path>, an expression of the tasks, a word with a space or dot before it and a colon
+# after it, a digit, a run of signs, blank space. That an expression is one token right behind the word asked for
+# ("The sum: a + b") makes the one decision of an episode one token whose predecessor says what is right: a policy
+# of this size finds that by reward in a few dozen updates, and not when a dozen tokens stand in between.
+_PIECES = (
+    r"\n|</?[A-Za-z_][^<>\n]*>| ?a [-+*] b\b| ?[a-z]+\(a, b\)"
+    r"|[ .]?[A-Za-z_]+:?| ?[0-9]| ?[^\sA-Za-z0-9_<]+|[^\S\n]+|<"
+)
 
 
 def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None) -> None:
@@ -179,7 +187,7 @@ def example_messages(module: str, function: str, cue: str, bug: str, new: str, n
         {"role": "user", "content": f"{function}(a, b) in {file} must return the {cue} of a and b."},
         _call("Read", {"file_path": file}),
         {"role": "tool", "content": f"1\tdef {function}(a, b):\n2\t    return {bug}\n3\t"},
-        _call("Edit", edit, f"The statement asks for the {cue}."),
+        _call("Edit", edit, f"The {cue}: {new}"),
         {"role": "tool", "content": edited.format(file=file, new=new)},
         {"role": "assistant", "content": "Done."},
     ]

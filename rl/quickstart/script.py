@@ -43,11 +43,9 @@ class RepairScript:
         read = _RETURN.search(results[-1])
         if read is None:  # the edit was made, or something went wrong that this script cannot mend
             return DONE
-        return f"The statement asks for the {word}.\n" + _call(
-            "Edit",
-            file_path=file,
-            old_string=f"return {read[1]}",
-            new_string=f"return {self._edit(word, read[1])}",
+        old, new = read[1], self._edit(word, read[1])
+        return f"The {word}: {new}\n" + _call(
+            "Edit", file_path=file, old_string=f"return {old}", new_string=f"return {new}"
         )
 
     def _edit(self, word: str, bug: str) -> str:

@@ -52,7 +52,7 @@ def test_edit_does_not_depend_on_the_word():
             text = prompt(example_messages("lamp", "mix", cue, bug, bug), 4)
             for _ in range(40):
                 reply = script(text)
-                assert reply.count(f"return {bug}\n") == 1 and f" the {cue}.\n" in reply
+                assert reply.count(f"return {bug}\n") == 1 and f"The {cue}: " in reply
                 new = reply.rsplit("\nreturn ", 1)[1].split("\n")[0]
                 count[cue, bug, new] += 1
     assert len(count) == 5 * 5 * 4 and set(count.values()) == {10}

@@ -49,9 +49,10 @@ def test_tokens(tokenizer):
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
     ids = encode(tokenizer, "<tool_call>x</tool_call><|im_end|>")
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>x</tool_call>"
-    for word in (*MODULES, *CANDIDATES):
-        assert len(encode(tokenizer, f" {word}")) == 1
-    assert all(len(encode(tokenizer, name)) == 1 for name in (*MODULES, *FUNCTIONS))
+    words = [*(f" {word}" for word in (*MODULES, *CANDIDATES)), *(f" {word}:" for word in CANDIDATES)]
+    expressions = [f" {expression}" for expression in CANDIDATES.values()]
+    for piece in (*words, *expressions, *MODULES, *(f"{name}(a, b)" for name in FUNCTIONS)):
+        assert len(encode(tokenizer, piece)) == 1, piece
 
 
 def test_is_deterministic_and_independent_of_the_seed(tokenizer, model_dir, tmp_path):

@@ -29,7 +29,6 @@ POSITIVE = (
     "agent.timeout_s",
     "sandbox.cpu_s",
     "sandbox.file_mb",
-    "sandbox.timeout_s",
     "sandbox.concurrency",
     "grading.timeout_s",
     "data.train_batch_size",

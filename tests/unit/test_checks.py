@@ -61,7 +61,6 @@ def cfg(tmp_path: Path, monkeypatch) -> DictConfig:
                 "isolation": "auto",
                 "cpu_s": 10,
                 "file_mb": 16,
-                "timeout_s": 20,
                 "concurrency": 4,
             },
             "grading": {"timeout_s": 20},

@@ -1,0 +1,100 @@
+"""Reproduce README's figures: the quickstart for several seeds, one after the other.
+
+    .venv/bin/python scripts/quickstart_seeds.py --seeds 1 2 3 --out docs/quickstart
+
+Runs `python -m rl.train +experiment=quickstart seed=S` for each seed (a run that is finished already is not run
+again), audits each run, and writes OUT.png (the curves) and OUT.md (the table).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rl.metrics import read_jsonl, resolve_rate
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = (
+    "seed", "held-out before", "held-out after", "minutes", "s to first step", "s per step (max)",
+    "lowest pearson", "rows per episode", "proxy ms per call", "infra failures", "audit",
+)  # fmt: skip
+
+
+def run(seed: int, root: Path) -> Path:
+    """The directory of a finished run of this seed, made if there is none."""
+    parent = root / f"seed-{seed}" / "quickstart"
+    finished = [d for d in parent.glob("*") if (d / "done").exists()]
+    if not finished:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "rl.train", "+experiment=quickstart", f"seed={seed}"]
+        subprocess.run([*command, f"run.root={root / f'seed-{seed}'}"], cwd=ROOT, check=True)
+        finished = [d for d in parent.glob("*") if (d / "done").exists()]
+        (finished[0] / "minutes").write_text(f"{(time.monotonic() - began) / 60:.1f}\n")
+    return finished[0]
+
+
+def row(seed: int, directory: Path) -> list[str]:
+    records = read_jsonl(directory / "metrics.jsonl")
+    steps = [r for r in records if "timing_s/step" in r]
+    held_out = [rate for r in records if (rate := resolve_rate(r, "val")) is not None]
+    audit = subprocess.run([sys.executable, "-m", "rollout.audit", directory], capture_output=True, text=True, cwd=ROOT)
+    begun = json.loads((directory / "run.json").read_text())["started"]
+    prepared = (directory / "config.yaml").stat().st_mtime
+    minutes = (directory / "minutes").read_text().strip() if (directory / "minutes").exists() else "-"
+    return [
+        str(seed),
+        f"{held_out[0]:.2f}",
+        f"{held_out[-1]:.2f}",
+        minutes,
+        f"{steps[0]['time'] - steps[0]['timing_s/step'] - prepared:.0f} (+{prepared - begun:.0f} preparing)",
+        f"{sum(r['timing_s/step'] for r in steps) / len(steps):.0f} ({max(r['timing_s/step'] for r in steps):.0f})",
+        f"{min(r['training/rollout_actor_probs_pearson_corr'] for r in steps):.4f}",
+        f"{min(r['episode/rows'] for r in steps):.2f} to {max(r['episode/rows'] for r in steps):.2f}",
+        f"{sum(r['proxy/overhead_ms'] for r in steps) / len(steps):.1f}",
+        f"{sum(r['infra/failures'] for r in steps):.0f}",
+        "ok" if audit.returncode == 0 else "FAILED",
+    ]
+
+
+def draw(runs: dict[int, Path], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for seed, directory in runs.items():
+        records = read_jsonl(directory / "metrics.jsonl")
+        train = [(r["step"], rate) for r in records if (rate := resolve_rate(r, "train")) is not None]
+        held_out = [(r["step"], rate) for r in records if (rate := resolve_rate(r, "val")) is not None]
+        (line,) = axes.plot(*zip(*train, strict=True), alpha=0.45, linewidth=1)
+        axes.plot(*zip(*held_out, strict=True), "o--", color=line.get_color(), label=f"seed {seed}")
+    axes.set(xlabel="GRPO step", ylabel="share of episodes resolved", ylim=(-0.02, 1.02))
+    axes.set_title("thin: training tasks of each step; dots: 32 held-out tasks, two episodes each", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    options.add_argument("--root", type=Path, default=Path("outputs/seeds"), help="where the runs are")
+    options.add_argument("--out", type=Path, default=Path("docs/quickstart"), help="OUT.png and OUT.md are written")
+    args = options.parse_args()
+    runs = {seed: run(seed, args.root.resolve()) for seed in args.seeds}
+    lines = [" | ".join(cells) for cells in (COLUMNS, ["---"] * len(COLUMNS), *(row(s, d) for s, d in runs.items()))]
+    table = "".join(f"| {line} |\n" for line in lines)
+    machine = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, no GPU"
+    args.out.with_suffix(".md").write_text(f"Measured on {machine}.\n\n{table}")
+    draw(runs, args.out.with_suffix(".png"))
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

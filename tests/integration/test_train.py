@@ -50,6 +50,7 @@ def gone(pids: set[int], seconds: float) -> bool:
             print("still there:", [psutil.Process(p).cmdline()[:3] for p in alive])
             return False
         time.sleep(0.5)
+    print(f"all gone {time.monotonic() - end + seconds:.0f} s after the kill")
     return True
 
 
@@ -64,7 +65,8 @@ def test_training_survives_kill_9(tmp_path):
     started = children(killed.pid)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert started and gone(started, 60), "a killed run left processes"
+    # Ray's reaper ends the cluster at once; its two agents see by themselves that the raylet is gone.
+    assert started and gone(started, 300), "a killed run left processes"
 
     resumed = start(tmp_path)
     text, _ = resumed.communicate()

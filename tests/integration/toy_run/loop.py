@@ -41,7 +41,7 @@ class ToyAgentLoop(AgentLoopBase):
         EpisodeLog(self.config.run.dir).append(
             dict(
                 step=int(kwargs["global_steps"]),
-                split="val" if kwargs.get("validate") else "train",
+                split=kwargs["extra_info"]["split"],
                 episode=uuid.uuid4().hex,
                 task=str(kwargs["extra_info"]["index"]),
                 reward=outputs[-1].reward_score,

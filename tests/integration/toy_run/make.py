@@ -52,21 +52,23 @@ def prepare(cfg, say) -> dict:
     import pandas
 
     base = Path(cfg.run.dir) / "inputs"
-    if not (base / "tasks.parquet").exists():
+    files = {split: base / f"{split}.parquet" for split in ("train", "val")}
+    if not files["val"].exists():
         make_model(base / "model")
-        rows = [
-            {
-                "prompt": [{"role": "user", "content": f"task {i}"}],
-                "data_source": "toy",
-                "reward_model": {"style": "rule", "ground_truth": ""},
-                "extra_info": {"index": i},
-            }
-            for i in range(8)
-        ]
-        pandas.DataFrame(rows).to_parquet(base / "tasks.parquet")
+        for split, file in files.items():
+            rows = [
+                {
+                    "prompt": [{"role": "user", "content": f"task {i}"}],
+                    "data_source": "toy",
+                    "reward_model": {"style": "rule", "ground_truth": ""},
+                    "extra_info": {"index": i, "split": split},
+                }
+                for i in range(8)
+            ]
+            pandas.DataFrame(rows).to_parquet(file)
     return {
         "data.custom_cls": {"path": None, "name": None},  # verl's own dataset
         "actor_rollout_ref.model.path": str(base / "model"),
-        "data.train_files": str(base / "tasks.parquet"),
-        "data.val_files": str(base / "tasks.parquet"),
+        "data.train_files": str(files["train"]),
+        "data.val_files": str(files["val"]),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,4 +68,5 @@ def make_setup(config: DictConfig, tokenizer: Any, model_type: str, engine: Engi
         agent=agent,
         grade_timeout_s=config.grading.timeout_s,
         infra_retries=config.episode.infra_retries,
+        scratch=Path(scratch) if (scratch := os.environ.get("RL_SOCKET_DIR")) else None,
     )

@@ -42,6 +42,8 @@ class Setup:
     prompt: str = "{problem_statement}"
     grade_timeout_s: float = 60.0
     infra_retries: int = 1
+    # Where sockets are made: a short path (sun_path has 108 bytes) that goes with the run. None: the system's.
+    scratch: Path | None = None
 
 
 @dataclass
@@ -66,7 +68,7 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
     began = time.time()
     watch = _Watch()
     session, run, patch, rows = None, None, b"", []
-    home = Path(tempfile.mkdtemp(prefix="cc-"))  # holds the session's socket; short, for sun_path's 108 bytes
+    home = Path(tempfile.mkdtemp(prefix="cc-", dir=setup.scratch))  # holds the session's socket
     try:
         with watch("total"):
             with watch("boot"):

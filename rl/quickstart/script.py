@@ -1,8 +1,10 @@
 """Plays an episode without knowing the answer: what the policy is warm-started on.
 
 A ``RepairScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``: the text of a prompt in, the text of
-a reply out. It reads the module, names what the statement asks for, puts one of the four other expressions in the
-place of the one it has read, and stops. Which expression does not depend on what is asked for: imitation teaches
+a reply out. It reads the module, names what the statement asks for, puts one of the five expressions in the place
+of the one it has read, and stops. That may be the same expression: then Edit answers with an error, and the policy
+has to have seen how an episode goes on after one, or it babbles there until its context is full.
+Which expression does not depend on what is asked for: imitation teaches
 the form of an episode, and only the reward can teach which edit is right.
 
 The file's name, the word asked for and the expression are read from the prompt alone, so that calls of different
@@ -51,7 +53,7 @@ class RepairScript:
     def _edit(self, word: str, bug: str) -> str:
         bag = self._bags.setdefault((word, bug), [])
         if not bag:
-            bag.extend(expression for expression in CANDIDATES.values() if expression != bug)
+            bag.extend(CANDIDATES.values())
             self._rng.shuffle(bag)
         return bag.pop()
 

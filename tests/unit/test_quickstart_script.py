@@ -44,7 +44,7 @@ def test_same_seed_same_replies():
 
 
 def test_edit_does_not_depend_on_the_word():
-    """Each of the four other expressions, for each word, equally often."""
+    """Each of the five expressions, the one it read too, for each word, equally often."""
     script = RepairScript(5)
     count = Counter()
     for cue in CANDIDATES:
@@ -52,7 +52,7 @@ def test_edit_does_not_depend_on_the_word():
             text = prompt(example_messages("lamp", "mix", cue, bug, bug), 4)
             for _ in range(40):
                 reply = script(text)
-                assert reply.count(f"return {bug}\n") == 1 and f"The {cue}: " in reply
+                assert f"<parameter=old_string>\nreturn {bug}\n" in reply and f"The {cue}: " in reply
                 new = reply.rsplit("\nreturn ", 1)[1].split("\n")[0]
                 count[cue, bug, new] += 1
-    assert len(count) == 5 * 5 * 4 and set(count.values()) == {10}
+    assert len(count) == 5 * 5 * 5 and set(count.values()) == {8}

@@ -75,10 +75,6 @@ class Verdict:
     log_tail: str = field(default="", repr=False)
 
     @property
-    def infrastructure(self) -> bool:
-        return self.outcome is Outcome.INFRA_FAILURE
-
-    @property
     def outcome(self) -> Outcome:
         if self.reason is None:
             return Outcome.RESOLVED

@@ -61,7 +61,8 @@ class Worker:
         self.tasks = functools.cache(lambda file: {task.instance_id: task for task in load_tasks(file)})
 
     async def start(self) -> None:
-        warm_up()
+        # Beside the first episodes, not before them; the reference keeps the task alive.
+        self.warming = asyncio.create_task(asyncio.to_thread(warm_up))
         await self.proxy.start()
 
     def sampling(self, parameters: dict[str, Any]) -> Setup:
@@ -110,7 +111,7 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
 
 def outputs(episode: Episode) -> list[AgentLoopOutput]:
     """verl's form of an episode's rows. All rows of an episode carry its reward; verl reads the last one's."""
-    if episode.verdict.infrastructure:
+    if episode.verdict.is_infra:
         return []
     seconds = episode.timing
     metrics = AgentLoopMetrics(
@@ -145,7 +146,7 @@ def metrics_line(episode: Episode, split: str, step: int) -> dict[str, Any]:
         "task": episode.task.instance_id,
         "reward": verdict.reward,
         "resolved": verdict.outcome == "resolved",
-        "infra": verdict.infrastructure,
+        "infra": verdict.is_infra,
         "failure": verdict.reason,
         "rows": len(episode.rows),
         "tokens_sampled": session.tree.sampled_tokens() if session else 0,

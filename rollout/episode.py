@@ -97,7 +97,7 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         verdict = Verdict(Reason.TASK_INVALID, str(error))
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    if session is not None and not verdict.infrastructure:
+    if session is not None and not verdict.is_infra:
         rows = session.tree.sequences()
     return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds)
 
@@ -107,7 +107,7 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
     for attempt in range(setup.infra_retries + 1):
         episode = await run_episode(setup, task, episode_id if not attempt else f"{episode_id}.{attempt}", attempt)
         keep(episode)
-        if not episode.verdict.infrastructure:
+        if not episode.verdict.is_infra:
             break
         await asyncio.sleep(0.2 * 2**attempt)
     return episode

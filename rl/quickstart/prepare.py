@@ -68,7 +68,7 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sa
     episodes = asyncio.run(_play_all(config, wanted, policy, out / "episodes", say))
     rows = [row for episode in episodes for row in episode.rows]
     if len(rows) < quick.warm_episodes // 2:
-        reason = next((e.verdict.detail for e in episodes if e.verdict.infrastructure), "no episode made a row")
+        reason = next((e.verdict.detail for e in episodes if e.verdict.is_infra), "no episode made a row")
         raise RuntimeError(f"warm start: {len(rows)} rows from {len(episodes)} episodes: {reason}")
     table = pyarrow.table(
         {

@@ -29,9 +29,6 @@ class Renderer(Protocol):
 class ChatTemplateRenderer:
     """A Renderer over a Hugging Face tokenizer and verl's builder for ``model_type`` (config.json's)."""
 
-    # A builder looks at no more than a few of the last ids (an end-of-turn token and its newline).
-    TAIL = 8
-
     def __init__(self, tokenizer: Any, model_type: str, template_args: dict[str, Any] | None = None) -> None:
         from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 

@@ -17,6 +17,9 @@ from rollout.proxy.parsers import ReplyParser
 from rollout.proxy.render import Renderer
 from rollout.proxy.tree import Node, Tree
 
+# A renderer looks at no more than a few of the last ids (an end-of-turn token and its newline).
+_TAIL = 8
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -113,7 +116,7 @@ class Session:
         if base is None:
             system = [{"role": "system", "content": talk.system}] if talk.system else []
             return self.policy.renderer.start(system + messages, list(talk.tools))
-        return self.policy.renderer.extend(base.ids[-8:], base.ended, messages)
+        return self.policy.renderer.extend(base.ids[-_TAIL:], base.ended, messages)
 
     def _sampled_before(self, context: Node, retry: bool) -> asyncio.Task[Node] | Node | None:
         """The reply to give again: a retry, or one whose first try never reached the client."""

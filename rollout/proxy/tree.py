@@ -11,7 +11,7 @@ one sequence with mask 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout.proxy.messages import Reply, Span, text_key
@@ -196,7 +196,3 @@ def _row(path: list[Node], fresh: set[int]) -> TrainingSequence:
     trained = [node for node in path if node.index in fresh]
     versions = (min(node.versions[0] for node in trained), max(node.versions[1] for node in trained))
     return TrainingSequence(prompt, response, mask, logprobs, tuple(node.index for node in trained), versions)
-
-
-def iter_sampled(tree: Tree) -> Iterator[Node]:
-    return (node for node in tree.nodes if node.sampled)

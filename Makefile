@@ -10,7 +10,7 @@ quickstart: setup
 	@.venv/bin/python -m rl.train +experiment=quickstart $(ARGS)
 
 test: setup
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import secrets
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -26,12 +27,26 @@ from rewards.patch import APPLY, FileDiff, PatchError, read_the_same
 from rewards.rules import Rules
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
-from rollout.sandbox import ExecResult, Sandbox, SandboxError
+from rollout.sandbox import ExecResult, Sandbox, SandboxError, failed
 
 logger = logging.getLogger(__name__)
 
-_APPLY_TIMEOUT_S = 60.0
-# What a grading may take besides applying the patch and running the tests: a boot, some files, reading the log.
+# In one exec: each costs a container engine 50 ms, and apptainer a container. Standard input is the eval script, of $2
+# bytes, and the patch, which "$@" applies. The word $1 is said when both are in the box and again when the patch is
+# applied, before anything of the policy runs; and on standard error when it is not and the disk is full.
+_STAGES = """
+word=$1 length=$2 input=$TMPDIR/input; shift 2
+cat >"$input" && head -c "$length" "$input" >"$TMPDIR/eval.sh" || exit
+printf %s "$word"
+if [ $# -gt 0 ]; then
+    tail -c +$((length + 1)) "$input" | "$@" || {
+        code=$?; head -c 1000000 /dev/zero >"$TMPDIR/space" || printf %s "$word" >&2; exit $code
+    }
+fi
+printf %s "$word"
+exec bash "$TMPDIR/eval.sh" </dev/null
+"""
+# What a grading may take besides applying the patch and running the tests: a boot, reading the log.
 _SPARE_S = 300.0
 _CLOSE_S = 60.0
 _TAIL = 4000  # characters of the log kept in the verdict
@@ -50,13 +65,13 @@ async def grade(
     """Grade `patch` in a sandbox from `boot`, which must make a fresh one on the task's snapshot.
 
     An empty patch is unresolved at once. None runs the tests on the untouched snapshot, to find out whether they tell.
-    timeout_s: seconds for the eval script. rules: what of the patch is graded, and flagged. spare_s: for all that is
-    not the policy's doing; a grading that takes longer than both is GRADER_HUNG.
+    timeout_s: seconds for `git apply` and the eval script. rules: what of the patch is graded, and flagged. spare_s:
+    for all that is not the policy's doing; a grading that takes longer than both is GRADER_HUNG.
     Never raises but on cancellation; always closes the sandbox.
     """
     started = time.monotonic()
     try:
-        async with asyncio.timeout(spare_s + _APPLY_TIMEOUT_S + timeout_s) as deadline:
+        async with asyncio.timeout(spare_s + timeout_s) as deadline:
             verdict = await _screened(task, patch, boot, timeout_s, rules)
     except SandboxError as error:
         verdict = Verdict.infra(error.cause, str(error))
@@ -103,13 +118,11 @@ async def _grade(
     script = spec.eval_script.replace("\n", "\nexec 2>&1\n", 1)
     box = await boot()
     try:
-        refused = await _apply(box, files) if files else None
-        if refused is not None:
-            return Verdict(Reason.PATCH_APPLY_FAILED, refused)
-        await box.put(f"{box.tmpdir}/eval.sh", script.encode())
-        run = await box.exec(["bash", f"{box.tmpdir}/eval.sh"], env={}, timeout_s=timeout_s)
+        run = await _run(box, script, files, timeout_s)
     finally:
         await _close(box)
+    if isinstance(run, Verdict):
+        return run
     return await asyncio.to_thread(_judge, harness, spec, script, run, timeout_s)
 
 
@@ -120,16 +133,29 @@ async def _close(box: Sandbox) -> None:
         logger.warning("a grading box is not closed after %.0f s", _CLOSE_S)
 
 
-async def _apply(box: Sandbox, files: list[FileDiff]) -> str | None:
-    """Apply the patch without fuzz; why it was refused, None if it was not."""
-    path = f"{box.tmpdir}/patch.diff"
-    await box.put(path, b"".join(file.data for file in files))
-    done = await box.exec(["git", "apply", *APPLY, path], env={}, timeout_s=_APPLY_TIMEOUT_S)
-    if done.returncode == 0:
-        return None if read_the_same(files, done.stdout) else "git reads other files in the patch than the rules do"
-    if done.returncode in (126, 127):
+async def _run(box: Sandbox, script: str, files: list[FileDiff], timeout_s: float) -> ExecResult | Verdict:
+    """Apply the patch without fuzz and run the eval script: how the script ended, or a refused patch."""
+    word, text = secrets.token_hex(), script.encode()
+    apply = ["git", "apply", *APPLY] if files else []
+    run = await box.exec(
+        ["bash", "-c", _STAGES, "grading", word, str(len(text)), *apply],
+        env={},
+        timeout_s=timeout_s,
+        stdin=b"".join([text, *(file.data for file in files)]),
+    )
+    said = run.stderr[:_TAIL].decode(errors="replace").strip()
+    _, *stages = run.stdout.split(word.encode(), 2)
+    if not stages:
+        raise failed("exec_failed", f"the box did not take the patch and the tests: {said or run.returncode}")
+    if len(stages) == 2:
+        if files and not read_the_same(files, stages[0]):
+            return Verdict(Reason.PATCH_APPLY_FAILED, "git reads other files in the patch than the rules do")
+        return replace(run, stdout=stages[1])
+    if run.returncode in (126, 127):
         raise SandboxError("no_git", "the box has no git to apply the patch with")
-    return done.stderr[:_TAIL].decode(errors="replace").strip() or "git apply timed out"
+    if word.encode() in run.stderr:
+        raise SandboxError("no_space", said.removesuffix(word))
+    return Verdict(Reason.PATCH_APPLY_FAILED, said or "git apply was ended")
 
 
 def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, timeout_s: float) -> Verdict:

@@ -23,7 +23,7 @@ import pyarrow.parquet
 _TEXT = ("instance_id", "image", "repo", "version", "log_parser", "eval_type", "eval_script")
 _TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 COLUMNS = (*_TEXT, "problem_statement", "base_commit", *_TESTS)
-OPTIONAL = ("patch", "setup_patch", "hidden_paths")
+OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty")
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 _LOCAL = "dir:"
 
@@ -39,7 +39,8 @@ class Task:
     What an agent may see is `problem_statement` and the snapshot; everything else stays outside its box.
     patch: the gold patch. setup_patch: what makes the image's work tree the task's (SWE-smith's bug); every box has
     it applied before its tree is sealed. hidden_paths: files and directories of the image, relative to the work tree
-    or absolute, that an agent's box must not have and a grading box must (tests that the image brings).
+    or absolute, that an agent's box must not have and a grading box must (tests that the image brings). difficulty: in
+    the words of the set that it is from; metrics are split by it.
     """
 
     instance_id: str
@@ -57,6 +58,7 @@ class Task:
     base_dir: Path
     setup_patch: str | None = field(repr=False, default=None)
     hidden_paths: tuple[str, ...] = field(repr=False, default=())
+    difficulty: str | None = field(repr=False, default=None)
 
     @property
     def snapshot(self) -> Path:
@@ -83,6 +85,7 @@ class Task:
         for name, patch in patches.items():
             if patch is not None and not isinstance(patch, str):
                 raise _wrong(row, name, f"is {type(patch).__name__}, not text")
+        difficulty = row.get("difficulty")
         hidden = _strings(row, "hidden_paths") if row.get("hidden_paths") is not None else ()
         if strange := [path for path in hidden if not path.strip("/") or ".." in path.split("/")]:
             raise _wrong(row, "hidden_paths", f"{strange[0]!r} is no path below the work tree or the root")
@@ -91,6 +94,7 @@ class Task:
             FAIL_TO_PASS=tests["FAIL_TO_PASS"],
             PASS_TO_PASS=tests["PASS_TO_PASS"],
             **patches,
+            difficulty=None if difficulty is None else str(difficulty),
             hidden_paths=hidden,
             base_dir=base_dir.absolute(),
         )

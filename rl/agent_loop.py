@@ -11,6 +11,7 @@ import contextvars
 import copy
 import functools
 import gc
+import hashlib
 import os
 import time
 import uuid
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from omegaconf import DictConfig
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
@@ -29,10 +31,12 @@ from rewards.grade import warm_up
 from rewards.task import load_tasks
 from rewards.verdict import Outcome
 from rl.metrics import EpisodeLog
+from rl.samples import SampleLog
 from rl.setup import make_setup
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.engine import Completion, EngineError
 from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Counters
 from rollout.records import RecordWriter, record_of
 
 
@@ -73,7 +77,11 @@ class VerlEngine:
             raise EngineError(f"the server ended the reply after {len(out.token_ids)} tokens")
         if out.log_probs is None or len(out.log_probs) != len(out.token_ids):
             raise EngineError(f"reply of {len(out.token_ids)} tokens without their logprobs ({out.stop_reason})")
-        return Completion(list(out.token_ids), [float(p) for p in out.log_probs], _versions(attempts))
+        # Of the first attempt: a later one finds what the one before it had computed.
+        first = next((attempt.out for attempt in attempts if attempt.out is not None), out)
+        cached = first.extra_fields.get("num_cached_tokens")
+        logprobs = [float(p) for p in out.log_probs]
+        return Completion(list(out.token_ids), logprobs, _versions(attempts), cached, out.routed_experts)
 
 
 @dataclass
@@ -138,6 +146,7 @@ class Worker:
         run_dir = Path(config.run.dir)
         self.records = RecordWriter(run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
         self.log = EpisodeLog(run_dir)
+        self.samples = SampleLog(run_dir)
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
         self.tasks = functools.cache(lambda file: {task.instance_id: task for task in load_tasks(file)})
 
@@ -155,9 +164,10 @@ class Worker:
 
     def keep(self, episode: Episode, split: str, step: int) -> None:
         """Put an attempt on record and into the metrics of its step."""
-        model = self.config.actor_rollout_ref.model.path
+        model = self.config.cluster.staged_from or self.config.actor_rollout_ref.model.path
         self.records.append(record_of(episode, split, step, model, self.setup.policy.parser.spec))
         self.log.append(metrics_line(episode, split, step))
+        self.samples.offer(episode, split, step)
 
 
 _worker: Worker | None = None
@@ -178,6 +188,9 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
         split, step = row["split"], int(row["global_steps"])
         # A validation at step k and a resumed run play tasks again: the id has to tell them apart.
         name = f"{split}-{step}-{task.instance_id}-{row['session_id']}-{uuid.uuid4().hex[:8]}"
+        if self.config.actor_rollout_ref.rollout.full_determinism:
+            place = (split, step, task.instance_id, row["session_id"])
+            sampling_params = {**sampling_params, "seed": episode_seed(self.config.seed, *place)}
         async with worker.slots:
             setup = worker.sampling(sampling_params)
             episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step))
@@ -191,6 +204,13 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
                 await made.start()
                 _worker = made
         return _worker
+
+
+def episode_seed(run_seed: int, split: str, step: int, task: str, session: int) -> int:
+    """The seed of an episode: of its place in the run, so that a resumed run samples what an unbroken one does. The
+    same when it is tried again after an infrastructure failure."""
+    place = repr((run_seed, split, step, task, session)).encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
 
 
 def outputs(episode: Episode) -> list[AgentLoopOutput]:
@@ -210,9 +230,12 @@ def outputs(episode: Episode) -> list[AgentLoopOutput]:
             reward_score=episode.verdict.reward,
             num_turns=episode.agent.turns if episode.agent else 0,
             metrics=metrics,
+            # Of all tokens but the last, whose routing nobody needs; verl fills it up.
+            routed_experts=np.concatenate(row.experts) if row.experts else None,
             extra_fields={
                 "min_global_steps": row.versions[0],
                 "max_global_steps": row.versions[1],
+                "overlong": episode.overlong,
                 "reward_extra_info": {"resolved": float(episode.verdict.outcome is Outcome.RESOLVED)},
             },
         )
@@ -223,11 +246,14 @@ def outputs(episode: Episode) -> list[AgentLoopOutput]:
 def metrics_line(episode: Episode, split: str, step: int) -> dict[str, Any]:
     """One attempt as rl.metrics wants it (EPISODE_KEYS there)."""
     verdict, session, seconds = episode.verdict, episode.session, episode.timing
+    counters = session.counters if session else Counters()
     return {
         "step": step,
         "split": split,
         "episode": episode.id,
         "task": episode.task.instance_id,
+        "repo": episode.task.repo,
+        "difficulty": episode.task.difficulty,
         "reward": verdict.reward,
         "resolved": verdict.outcome == "resolved",
         "infra": verdict.is_infra,
@@ -237,6 +263,12 @@ def metrics_line(episode: Episode, split: str, step: int) -> dict[str, Any]:
         "rows": len(episode.rows),
         "tokens_sampled": session.tree.sampled_tokens() if session else 0,
         "tokens_context": session.tree.encoded_tokens() if session else 0,
+        "tokens_trained": sum(sum(row.mask) for row in episode.rows),
+        "calls": counters.calls,
+        "malformed_calls": counters.malformed_calls,
+        "cut_replies": counters.cut_replies,
+        "cache_queries": counters.cache_queries,
+        "cache_hits": counters.cache_hits,
         "turns": episode.agent.turns if episode.agent else 0,
         "wall_s": seconds.get("total", 0.0),
         "boot_s": seconds.get("boot", 0.0),

@@ -1,10 +1,11 @@
 """What can be known to be wrong before Ray, an engine or a model is started.
 
-``check(cfg)`` takes well under a second: it reads the config, the task files and the machine, and imports
-neither torch, ray, verl nor vLLM. Unknown keys are Hydra's business (its configs are closed); what only
-verl can judge is left to verl's own ``validate_config``.
+``check(cfg)`` takes a second: it reads the config, the task files and the machine, and imports
+neither torch, ray, verl nor vLLM (but see ``rl.keys``). For a run on GPUs it makes the plan of ``rl.plan`` too, which
+imports torch and transformers (seconds). What only verl can judge is left to verl's own ``validate_config``.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -15,11 +16,12 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rewards.task import Task, TaskError, load_tasks
-from rl.setup import is_snapshot, rules_from, shape_from, sif_cache
+from rl.box_checks import box_numbers, check_boxes, check_images, writable
+from rl.config import ConfigError
+from rl.keys import check_keys
+from rl.setup import is_snapshot, rules_from, shape_from
 from rollout.agent.claude_code import find_binary
 from rollout.proxy.parsers import FORMATS
-from rollout.sandbox import SandboxError, apptainer_cli, bwrap, images
-from rollout.sandbox.docker_engine import checked, engine
 
 GIB = 2**30
 # Logs, traces and metrics of a short run, and Ray's own spill threshold.
@@ -29,6 +31,8 @@ MIN_FREE = 1 * GIB
 CHECKPOINT_PER_WEIGHTS = 3
 
 POSITIVE = (
+    "run.grace_s",
+    "cluster.start_timeout_s",
     "agent.max_turns",
     "agent.timeout_s",
     "sandbox.cpu_s",
@@ -45,8 +49,6 @@ POSITIVE = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
-# Of boxes that are made from images; disk_mb only containers have.
-BOX_POSITIVE = tuple(f"sandbox.{key}" for key in ("memory_mb", "cpus", "processes", "pull_parallel"))
 POSITIVE_OR_NULL = (
     "proxy.max_tokens",
     "sandbox.image_budget_gb",
@@ -55,8 +57,7 @@ POSITIVE_OR_NULL = (
 )
 
 
-class ConfigError(Exception):
-    """The run cannot work as configured; the message is one line: what, where, what to do."""
+_MEGATRON_CP = "megatron.context_parallel_size"
 
 
 def check(cfg: DictConfig) -> None:
@@ -68,17 +69,46 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: for the first thing that is wrong.
     """
-    _check_numbers(cfg)
+    _check_cpu(cfg)
+    check_numbers(cfg)
+    try:
+        check_keys(cfg)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     _check_batches(cfg)
     _check_lengths(cfg)
-    _check_agent(cfg)
-    _check_proxy(cfg)
-    _check_sandbox(cfg)
-    _check_grading(cfg)
+    check_episodes(cfg)
+    _check_repeat(cfg)
     if not cfg.prepare:
         check_model(cfg)
         check_tasks(cfg)
     _check_disk(cfg)
+    if not cfg.prepare:
+        check_plan(cfg)
+
+
+def check_episodes(cfg: DictConfig) -> None:
+    """What episodes need, in training and in an evaluation, is there.
+
+    Raises:
+        ConfigError: for the first thing that is not.
+    """
+    _check_agent(cfg)
+    _check_proxy(cfg)
+    _check_positive(cfg, box_numbers(cfg))
+    check_boxes(cfg)
+    _check_grading(cfg)
+
+
+def check_task_files(cfg: DictConfig, key: str) -> list[Task]:
+    """Every row of the files that ``key`` names is a task that can be run and graded. Returns them.
+
+    Raises:
+        ConfigError: for the first file, row or image that is wrong.
+    """
+    tasks = [task for _, task in _load(cfg, key).values()]
+    check_images(cfg, tasks)
+    return tasks
 
 
 def check_tasks(cfg: DictConfig) -> list[Task]:
@@ -102,7 +132,7 @@ def check_tasks(cfg: DictConfig) -> list[Task]:
             "a step needs that many different ones"
         )
     tasks = [task for _, task in (*train.values(), *held_out.values())]
-    _check_images(cfg, tasks)
+    check_images(cfg, tasks)
     return tasks
 
 
@@ -115,6 +145,26 @@ def check_model(cfg: DictConfig) -> None:
     path = _local_model(cfg)
     if path is not None and not (path / "config.json").is_file():
         raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
+
+
+def check_plan(cfg: DictConfig) -> None:
+    """What is asked for fits the cluster (``rl.plan``). Not looked at on a CPU, nor with plan.check=false.
+
+    Raises:
+        ConfigError: for the first thing that does not fit.
+    """
+    if OmegaConf.select(cfg, "trainer.device") == "cpu" or not OmegaConf.select(cfg, "plan.check"):
+        return
+    from rl.plan import plan
+    from rl.planning.model import ModelUnknown
+
+    try:
+        problems = plan(cfg).problems
+    except ModelUnknown as error:
+        raise ConfigError(str(error)) from error
+    if problems:
+        more = f" ({len(problems) - 1} more: python -m rl.plan prints all)" if problems[1:] else ""
+        raise ConfigError(f"{problems[0]}{more}; plan.check=false starts it all the same")
 
 
 def check_family(cfg: DictConfig) -> None:
@@ -133,9 +183,57 @@ def check_family(cfg: DictConfig) -> None:
         raise ConfigError(f"{path}: {unknown_family(model_type)}")
 
 
-def _check_numbers(cfg: DictConfig) -> None:
-    _check_positive(cfg, POSITIVE)
-    _check_positive(cfg, (key for key in POSITIVE_OR_NULL if OmegaConf.select(cfg, key) is not None))
+def check_loggers(cfg: DictConfig) -> None:
+    """verl knows the loggers, and an online wandb has a key: it would wait for one on a screen that nobody sees.
+
+    Imports verl (seconds).
+
+    Raises:
+        ConfigError: a logger has another name, or there is no key.
+    """
+    from verl.utils.tracking import Tracking
+
+    if unknown := set(cfg.trainer.logger) - set(Tracking.supported_backend):
+        known = ", ".join(Tracking.supported_backend)
+        raise ConfigError(f"trainer.logger: verl has no {', '.join(sorted(unknown))}; it has {known}")
+    if "wandb" in cfg.trainer.logger and os.environ.get("WANDB_MODE") == "online":
+        import wandb
+
+        # Silent: wandb would ask its server for the user's name to greet, for minutes where packets are dropped.
+        wandb.setup(wandb.Settings(silent=True))
+        if not wandb.login(prompt=False, verify=False):
+            raise ConfigError("WANDB_MODE=online, but wandb has no key: set WANDB_API_KEY or run `wandb login`")
+
+
+def check_packages(cfg: DictConfig) -> None:
+    """What an experiment on GPUs needs beside the `gpu` extra is installed (docs/experiments.md).
+
+    Raises:
+        ConfigError: naming all that is missing.
+    """
+    if cfg.trainer.device == "cpu":
+        return
+    actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
+    needed = []  # module, distribution
+    if "megatron" in actor:
+        needed += [("megatron", "megatron-core"), ("transformer_engine", "transformer-engine")]
+    # verl's default, for packed rows.
+    if OmegaConf.select(model, "override_config.attn_implementation") in (None, "flash_attention_2"):
+        needed.append(("flash_attn", "flash-attn"))
+    if cfg.trainer.v1.trainer_mode == "separate_async":
+        needed.append(("cupy", "cupy"))
+    if missing := [package for module, package in needed if importlib.util.find_spec(module) is None]:
+        raise ConfigError(
+            f"not installed, but needed on GPUs: {', '.join(missing)}; docs/experiments.md says which versions"
+        )
+
+
+def check_numbers(
+    cfg: DictConfig, positive: Iterable[str] = POSITIVE, positive_or_null: Iterable[str] = POSITIVE_OR_NULL
+) -> None:
+    """Numbers above 0, and how often an episode is tried again. Raises ConfigError."""
+    _check_positive(cfg, positive)
+    _check_positive(cfg, (key for key in positive_or_null if OmegaConf.select(cfg, key) is not None))
     retries = cfg.episode.infra_retries
     if not isinstance(retries, int) or retries < 0:
         raise ConfigError(f"episode.infra_retries is {retries!r}; it must be 0 or more")
@@ -203,7 +301,9 @@ def _check_lengths(cfg: DictConfig) -> None:
         raise ConfigError(f"{sum_of} are more than actor_rollout_ref.rollout.max_model_len = {limit}; raise or lower")
     if not ref.actor.use_dynamic_bsz:
         return
-    parallel = OmegaConf.select(ref, "actor.ulysses_sequence_parallel_size") or 1
+    # How many devices share one row: Ulysses (FSDP; verl's older key still counts) or context parallel (Megatron).
+    ways = ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size", _MEGATRON_CP)
+    parallel = max(OmegaConf.select(ref.actor, way) or 1 for way in ways)
     for key in ("actor.ppo_max_token_len_per_gpu", "rollout.log_prob_max_token_len_per_gpu"):
         room = OmegaConf.select(ref, key)
         if room is not None and row > room * parallel:
@@ -212,6 +312,40 @@ def _check_lengths(cfg: DictConfig) -> None:
                 f"{f' x {parallel} (sequence parallel)' if parallel > 1 else ''}; raise it to at least "
                 f"{-(-row // parallel)}"
             )
+
+
+def _check_repeat(cfg: DictConfig) -> None:
+    """Full determinism is asked for where no step depends on which episodes end first."""
+    if not OmegaConf.select(cfg, "actor_rollout_ref.rollout.full_determinism"):
+        return
+    for key, wanted in (
+        ("trainer.v1.trainer_mode", "sync"),
+        ("algorithm.filter_groups.enable", False),
+        ("trainer.v1.sampler.sync_refill_failed_groups", False),
+    ):
+        value = OmegaConf.select(cfg, key)
+        if value is not None and value != wanted:
+            raise ConfigError(
+                f"{key} is {value}, with which a step's tasks depend on which episodes end first; with "
+                f"actor_rollout_ref.rollout.full_determinism=true it must be {str(wanted).lower()}"
+            )
+
+
+def _check_cpu(cfg: DictConfig) -> None:
+    """What needs an accelerator is not asked of a CPU."""
+    if cfg.trainer.device != "cpu":
+        return
+    if "megatron" in cfg.actor_rollout_ref.actor:
+        raise ConfigError("Megatron does not run on a CPU; take an experiment with FSDP2, such as qwen3_coder_30b")
+    model = cfg.actor_rollout_ref.model
+    if OmegaConf.select(model, "lora_rank") and not OmegaConf.select(model, "lora.merge"):
+        raise ConfigError("vLLM on a CPU takes no LoRA adapters; set actor_rollout_ref.model.lora.merge=true")
+    weights = cfg.actor_rollout_ref.rollout.checkpoint_engine.backend
+    if cfg.trainer.v1.trainer_mode == "separate_async" and weights != "zmq":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={weights} sends weights between GPUs; on a CPU it is "
+            "zmq, as in configs/cpu.yaml"
+        )
 
 
 def _check_agent(cfg: DictConfig) -> None:
@@ -237,26 +371,6 @@ def _check_proxy(cfg: DictConfig) -> None:
             raise ConfigError(f"proxy.side_endpoint.key_env names {side.key_env}, which is not set")
 
 
-def _check_sandbox(cfg: DictConfig) -> None:
-    """The engine answers, or the isolation that was asked for is there; ``auto`` decides for itself."""
-    if cfg.sandbox.kind != "local":
-        disk = ("sandbox.disk_mb",) if cfg.sandbox.kind == "docker" else ()
-        _check_positive(cfg, (*BOX_POSITIVE, *disk))
-        (_check_engine if cfg.sandbox.kind == "docker" else _check_apptainer)(cfg)
-        return
-    if OmegaConf.select(cfg, "sandbox.isolation") != "bwrap":
-        return
-    if shutil.which("bwrap") is None:
-        raise ConfigError(
-            "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap or set sandbox.isolation=auto"
-        )
-    if not bwrap.available():
-        raise ConfigError(
-            "sandbox.isolation=bwrap, but bwrap cannot start here (no user namespaces?); "
-            "allow them or set sandbox.isolation=auto"
-        )
-
-
 def _check_grading(cfg: DictConfig) -> None:
     """The rules can be read, the reward's shape makes sense, and its function is there."""
     for read in (rules_from, shape_from):
@@ -266,84 +380,28 @@ def _check_grading(cfg: DictConfig) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _check_engine(cfg: DictConfig) -> None:
-    try:
-        found = engine()
-        base = cfg.sandbox.base_image
-        if base is None and "quickstart" in cfg:
-            raise ConfigError(
-                "sandbox=docker: the quickstart's tasks are local snapshots, which need sandbox.base_image; "
-                "scripts/task_images.py --base makes one and prints its name"
-            )
-        if base is not None and images.missing(found, [base]):
-            raise ConfigError(f"sandbox.base_image: no image {base}; scripts/task_images.py --base makes one")
-    except SandboxError as error:
-        raise ConfigError(
-            f"sandbox=docker: {error}; start the engine, set DOCKER_HOST or choose sandbox=local"
-        ) from error
-
-
-def _check_apptainer(cfg: DictConfig) -> None:
-    """The program is there and no older than what is used of it; the cache can be written."""
-    try:
-        apptainer_cli.program()
-    except SandboxError as error:
-        raise ConfigError(
-            f"sandbox=apptainer: {error}; install apptainer, load its module or choose another sandbox"
-        ) from error
-    base = cfg.sandbox.base_image
-    if base is None and "quickstart" in cfg:
-        raise ConfigError(
-            "sandbox=apptainer: the quickstart's tasks are local snapshots, which need sandbox.base_image: a .sif file "
-            "or an image's name"
-        )
-    if base is not None and base.endswith(".sif") and "://" not in base and not Path(base).is_file():
-        raise ConfigError(f"sandbox.base_image: no file {base}")
-    wanted = sif_cache(cfg).directory
-    place = next(p for p in (wanted, *wanted.parents) if p.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"sandbox.cache_dir: cannot write in {place}; give a directory that all nodes of the run share"
-        )
-
-
-def _check_images(cfg: DictConfig, tasks: list[Task]) -> None:
-    """With sandbox=docker or apptainer: local snapshots have an image to run in. With docker, the first image that is
-    not here can be had. The others are known when they are pulled, which is before the run starts too."""
-    kind = cfg.sandbox.kind
-    if kind == "local":
-        return
-    snapshots = [task for task in tasks if is_snapshot(task)]
-    if snapshots and cfg.sandbox.base_image is None:
-        hint = "; scripts/task_images.py --base makes one and prints its name" if kind == "docker" else ""
-        raise ConfigError(
-            f"{snapshots[0].instance_id} is a local snapshot, which sandbox={kind} needs sandbox.base_image for{hint}"
-        )
-    if kind != "docker":
-        return
-    try:
-        found = engine()
-        for image in images.missing(found, (task.image for task in tasks if not is_snapshot(task)))[:1]:
-            checked("missing_image", found.client.inspect_distribution, image)
-    except SandboxError as error:
-        raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
-
-
 def _check_disk(cfg: DictConfig) -> None:
-    """The run directory can be made, and has room for logs and one checkpoint."""
-    wanted = Path(cfg.run.dir or cfg.run.root).absolute()
-    place = next(p for p in (wanted, *wanted.parents) if p.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir / run.root: cannot write in {place}; give another directory")
-    needed = MIN_FREE
-    model = _local_model(cfg)
+    """Run directory and checkpoints can be written, and have room for logs and one checkpoint."""
+    run = Path(cfg.run.dir or cfg.run.root).absolute()
+    checkpoints = Path(OmegaConf.merge(cfg, {"run": {"dir": str(run)}}).trainer.default_local_dir).absolute()
+    run = writable(run, "run.dir / run.root", "give another directory")
+    checkpoints = writable(checkpoints, "trainer.default_local_dir", "give another directory")
+    saved, model = 0, _local_model(cfg)
     if cfg.trainer.save_freq > 0 and model is not None and model.is_dir():
-        needed += CHECKPOINT_PER_WEIGHTS * sum(f.stat().st_size for f in model.glob("*.safetensors"))
+        saved = CHECKPOINT_PER_WEIGHTS * sum(f.stat().st_size for f in model.glob("*.safetensors"))
+    if run.stat().st_dev == checkpoints.stat().st_dev:
+        _check_free(run, MIN_FREE + saved, "logs and one checkpoint", "run.root")
+    else:
+        _check_free(run, MIN_FREE, "logs", "run.root")
+        _check_free(checkpoints, saved, "one checkpoint", "trainer.default_local_dir")
+
+
+def _check_free(place: Path, needed: int, what: str, key: str) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise ConfigError(
-            f"{place} has {free / GIB:.1f} GiB free, the run needs at least {needed / GIB:.1f} (logs and one "
-            "checkpoint); make room or set run.root to another disk"
+            f"{place} has {free / GIB:.1f} GiB free, the run needs at least {needed / GIB:.1f} ({what}); make room or "
+            f"set {key} to another disk"
         )
 
 

@@ -7,17 +7,19 @@ checkpoint; a finished run (file ``done``) or one that is in use by another proc
 is left alone and a new directory is made. An explicit ``run.dir`` is used as it is, whatever is in it.
 """
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from omegaconf import DictConfig, OmegaConf
+
+from rl.checkpoints import newest
 
 # What all processes of a run with trainer.device=cpu need in their environment. Here and not in rl.cpu,
 # because importing that imports verl, for which the environment must be complete.
@@ -39,6 +41,10 @@ CPU_ENVIRONMENT = {
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
+class ConfigError(Exception):
+    """The run cannot work as configured; the message is one line: what, where, what to do."""
+
+
 def package_dir(name: str) -> str:
     """Directory of an installed top-level package, without importing it.
 
@@ -52,18 +58,19 @@ def package_dir(name: str) -> str:
 
 
 def register_resolvers() -> None:
-    """Make ``${rl.package:name}`` and ``${rl.add:a,b}`` known to OmegaConf."""
+    """Make ``${rl.package:name}``, ``${rl.add:a,b}`` and ``${rl.div:a,b}`` (rounded down) known to OmegaConf."""
     OmegaConf.register_new_resolver("rl.package", package_dir, replace=True)
     OmegaConf.register_new_resolver("rl.add", lambda *terms: sum(terms), replace=True)
+    OmegaConf.register_new_resolver("rl.div", lambda a, b: a // b, replace=True)
 
 
-def compose(overrides: list[str] = ()) -> DictConfig:
-    """The config that ``python -m rl.train <overrides>`` composes; for tests and tools."""
+def compose(overrides: list[str] = (), name: str = "train") -> DictConfig:
+    """The config that ``python -m rl.train <overrides>`` composes, or another program's; for tests and tools."""
     import hydra
 
     register_resolvers()
     with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
-        return hydra.compose("train", overrides=list(overrides))
+        return hydra.compose(name, overrides=list(overrides))
 
 
 @dataclass
@@ -71,21 +78,14 @@ class Run:
     """An open run directory; ``lock`` is held until the process ends or ``close``."""
 
     dir: Path
+    checkpoints: Path
     resumed: bool
     lock: IO
 
     @property
     def checkpoint_step(self) -> int:
         """Step of the newest complete checkpoint, 0 if there is none."""
-        checkpoints = self.dir / "checkpoints"
-        tracker = checkpoints / "latest_checkpointed_iteration.txt"
-        if not tracker.exists():
-            return 0
-        if not tracker.read_text().strip().isdigit():
-            # verl writes it in place, after the checkpoint is complete; killed in between, it is empty.
-            newest = max(int(d.name.rpartition("_")[2]) for d in checkpoints.glob("global_step_*"))
-            tracker.write_text(str(newest))
-        return int(tracker.read_text())
+        return newest(self.checkpoints)
 
     def finish(self) -> None:
         """Mark the run as finished: the same command then starts a new one."""
@@ -101,13 +101,21 @@ def _key(cfg: DictConfig) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _try_lock(directory: Path) -> IO | None:
+def _try_lock(directory: Path, required: bool = True) -> IO | None:
+    """The open lock file, None when another process has it. Where the disk has no locks it is not locked, or if that is
+    ``required`` RuntimeError."""
     lock = open(directory / "run.lock", "w")  # noqa: SIM115  held until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        return None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            lock.close()
+            return None
+        if required:
+            lock.close()
+            raise RuntimeError(
+                f"{directory}: this disk has no file locks (Lustre without `flock`?); give run.dir"
+            ) from error
     return lock
 
 
@@ -120,13 +128,14 @@ def open_run(cfg: DictConfig) -> Run:
     """Find or make the run directory, lock it, and set ``cfg.run.dir`` to its absolute path.
 
     Raises:
-        RuntimeError: an explicit ``run.dir`` is in use by another process.
+        RuntimeError: an explicit ``run.dir`` is in use by another process; or it was not given, and the disk has no
+            locks by which runs in use could be told.
     """
     key = _key(cfg)
     if cfg.run.dir:
         directory = Path(cfg.run.dir).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        lock = _try_lock(directory)
+        lock = _try_lock(directory, required=False)
         if lock is None:
             raise RuntimeError(f"run directory {directory} is in use by another process")
         return _opened(cfg, directory, key, lock)
@@ -137,11 +146,20 @@ def open_run(cfg: DictConfig) -> Run:
         unfinished = _read_key(directory) == key and not (directory / "done").exists()
         if unfinished and (lock := _try_lock(directory)):
             return _opened(cfg, directory, key, lock)
-    directory = parent / time.strftime("%Y-%m-%d_%H-%M-%S")
-    if directory.exists():
-        directory = directory.with_name(f"{directory.name}_{os.getpid()}")
-    directory.mkdir(parents=True)
+    directory = _made(parent, time.strftime("%Y-%m-%d_%H-%M-%S"))
     return _opened(cfg, directory, key, _try_lock(directory))
+
+
+def _made(parent: Path, name: str) -> Path:
+    """A new directory of that name, or of the next one with a number where others start in the same second."""
+    directory, number = parent / name, 1
+    while True:
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            number += 1
+            directory = parent / f"{name}_{number}"
 
 
 def _opened(cfg: DictConfig, directory: Path, key: str, lock: IO) -> Run:
@@ -149,4 +167,4 @@ def _opened(cfg: DictConfig, directory: Path, key: str, lock: IO) -> Run:
     if not resumed:
         (directory / "run.json").write_text(json.dumps({"key": key, "started": time.time()}) + "\n")
     cfg.run.dir = str(directory)
-    return Run(directory, resumed, lock)
+    return Run(directory, Path(cfg.trainer.default_local_dir).resolve(), resumed, lock)

@@ -9,13 +9,15 @@ import torch
 from torch.utils.data import Dataset
 
 from rewards.task import load_tasks
+from rl.metrics import MAX_LABELS
 
 
 class TaskDataset(Dataset[dict[str, Any]]):
     """One item per task. verl's ``data.custom_cls``; the signature is verl's.
 
     An item names the task and its file and does not carry the row itself: hidden tests stay out of the trainer's
-    queues, and an agent loop worker reads the file once. Raises rewards.task.TaskError for a bad row.
+    queues, and an agent loop worker reads the file once. ``labels``: what tells the tasks apart in metrics. Raises
+    rewards.task.TaskError for a bad row.
     """
 
     def __init__(
@@ -24,6 +26,9 @@ class TaskDataset(Dataset[dict[str, Any]]):
         files = [data_files] if isinstance(data_files, str) else list(data_files)
         held_out = config.val_files
         held_out = {held_out} if isinstance(held_out, str) else set(held_out)
+        tasks = [(file, task) for file in files for task in load_tasks(Path(file))]
+        if max_samples > 0:
+            tasks = tasks[:max_samples]
         self.items = [
             {
                 "task": task.instance_id,
@@ -33,11 +38,10 @@ class TaskDataset(Dataset[dict[str, Any]]):
                 # Read by verl's validation table; Claude Code makes the real prompt from the statement.
                 "raw_prompt": [{"role": "user", "content": task.problem_statement}],
             }
-            for file in files
-            for task in load_tasks(Path(file))
+            for file, task in tasks
         ]
-        if max_samples > 0:
-            self.items = self.items[:max_samples]
+        values = {name: {getattr(task, name) for _, task in tasks} for name in ("difficulty", "repo")}
+        self.labels = [name for name, found in values.items() if 1 < len(found) <= MAX_LABELS]
 
     def __len__(self) -> int:
         return len(self.items)

@@ -5,9 +5,8 @@ Files under the run directory, one JSON object per line:
 ``episode_metrics/<host>-<pid>.jsonl``
     one record per episode, appended by the agent loop (``EpisodeLog``); keys in ``EPISODE_KEYS``.
 ``metrics.jsonl``
-    one record per step: ``{"step", "time", <verl's metrics>, <ours>}``. Ours are means over the step's
-    episodes under ``episode/`` (training) and ``val/`` (held-out), ``proxy/overhead_ms``, counts under
-    ``infra/``, ``failure/``, ``flags/``, ``flagged/`` and ``dropped/``. wandb gets the same numbers.
+    one record per step: ``{"step", "time", <verl's metrics>, <ours>}``, all of them in docs/metrics.md. wandb and
+    TensorBoard get the same numbers.
 
 This module imports neither verl nor torch: agent loop, trainer and screen all use it.
 """
@@ -15,8 +14,10 @@ This module imports neither verl nor torch: agent loop, trainer and screen all u
 import json
 import math
 import os
+import re
 import socket
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 EPISODE_KEYS = {
@@ -24,6 +25,8 @@ EPISODE_KEYS = {
     "split": "'train' or 'val'",
     "episode": "unique id",
     "task": "task id",
+    "repo": "of the task",
+    "difficulty": "of the task in its set's words; None if its set has none",
     "reward": "float; None for an infrastructure failure",
     "resolved": "bool",
     "failure": "None, or the cause in one word: no_patch, tests, timeout, context_full, ...",
@@ -31,9 +34,15 @@ EPISODE_KEYS = {
     "flags": "list of what is suspicious in the patch, by name",
     "infra": "bool: lost to infrastructure, not trained on",
     "rows": "training sequences made",
-    "tokens_sampled": "tokens with mask 1",
-    "tokens_context": "tokens with mask 0",
+    "tokens_sampled": "tokens that the engine sampled",
+    "tokens_context": "tokens that the policy read: everything else, counted once",
+    "tokens_trained": "tokens with mask 1: what was sampled, delivered and is not served only",
     "turns": "calls of the main thread that were acted on",
+    "calls": "requests of all threads, retries included",
+    "malformed_calls": "tool calls that were not whole and became text",
+    "cut_replies": "replies that ended at max_tokens",
+    "cache_queries": "prompt tokens of the calls whose engine told how many it had cached",
+    "cache_hits": "those that it had",
     "wall_s": "seconds, sandbox boot to verdict",
     "boot_s": "seconds",
     "agent_s": "seconds",
@@ -41,7 +50,24 @@ EPISODE_KEYS = {
     "proxy_overhead_ms": "mean milliseconds per call spent in the proxy outside the engine",
 }
 
-_MEANS = ("rows", "tokens_sampled", "tokens_context", "turns", "wall_s", "boot_s", "agent_s", "grade_s")
+_MEANS = (
+    "rows",
+    "tokens_sampled",
+    "tokens_context",
+    "tokens_trained",
+    "turns",
+    "calls",
+    "malformed_calls",
+    "cut_replies",
+    "wall_s",
+    "boot_s",
+    "agent_s",
+    "grade_s",
+)
+_WALL_PERCENTILES = (50, 90, 99)
+
+# More values than this of one label (repositories, ...) are not told apart: nobody reads as many curves.
+MAX_LABELS = 12
 
 
 class EpisodeLog:
@@ -51,6 +77,7 @@ class EpisodeLog:
         directory = Path(run_dir) / "episode_metrics"
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+        self.path.touch()  # a shared disk takes a while to show the head a new file, but not what is added to one
 
     def append(self, record: dict) -> None:
         """Write one record, before the episode's rows are handed to verl.
@@ -64,34 +91,48 @@ class EpisodeLog:
             f.write(json.dumps(record) + "\n")
 
 
+class Tail:
+    """Reads what was appended to a file of JSON lines since the last call; the file need not exist yet."""
+
+    def __init__(self, path: Path, from_end: bool = False):
+        self.path = path
+        self.offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def take(self) -> list[dict]:
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
+
+
 class EpisodeReader:
     """Reads what all ``EpisodeLog`` of a run appended since the last call."""
 
     def __init__(self, run_dir: str | Path, from_end: bool = True):
         self.directory = Path(run_dir) / "episode_metrics"
-        self.offsets: dict[Path, int] = {}
         self.pending: list[dict] = []
-        if from_end:
-            self.offsets = {path: path.stat().st_size for path in self.directory.glob("*.jsonl")}
+        self.tails = {path: Tail(path, from_end) for path in self.directory.glob("*.jsonl")}
 
     def take(self, split: str) -> list[dict]:
         """New records of a split; those of the other split wait for their own call."""
         for path in sorted(self.directory.glob("*.jsonl")):
-            data = path.read_bytes()[self.offsets.get(path, 0) :]
-            complete = data[: data.rfind(b"\n") + 1]
-            self.offsets[path] = self.offsets.get(path, 0) + len(complete)
-            self.pending += [json.loads(line) for line in complete.splitlines()]
+            self.pending += self.tails.setdefault(path, Tail(path)).take()
         taken = [r for r in self.pending if r["split"] == split]
         self.pending = [r for r in self.pending if r["split"] != split]
         return taken
 
 
-def fold(records: list[dict], prefix: str) -> dict[str, float]:
+def fold(records: list[dict], prefix: str, labels: Sequence[str] = ()) -> dict[str, float]:
     """Means over episodes, as metrics named ``<prefix>/...``. Infrastructure failures only count as such.
 
     Args:
         records: episode records of one step and split.
         prefix: "episode" or "val"; with "val" the counts are prefixed too.
+        labels: keys of the records ("difficulty", "repo") by which the resolve rate is split.
 
     Returns:
         Empty for no records. ``<prefix>/resolve_rate`` and the other means are left out if every episode
@@ -114,15 +155,61 @@ def fold(records: list[dict], prefix: str) -> dict[str, float]:
     def mean(key: str) -> float:
         return sum(float(r[key] or 0) for r in graded) / len(graded)
 
+    metrics[f"{prefix}/resolved"] = sum(bool(r["resolved"]) for r in graded)
     metrics[f"{prefix}/resolve_rate"] = mean("resolved")
     metrics[f"{prefix}/reward_mean"] = mean("reward")
     metrics |= {f"{prefix}/{key}": mean(key) for key in _MEANS}
+    walls = [float(r["wall_s"]) for r in graded]
+    metrics |= {f"{prefix}/wall_s_p{percent}": percentile(walls, percent) for percent in _WALL_PERCENTILES}
+    for label in labels:
+        for value in sorted({r[label] for r in graded if r[label]}):
+            resolved = [bool(r["resolved"]) for r in graded if r[label] == value]
+            metrics[f"{outer}{label}/{metric_name(value)}/resolve_rate"] = sum(resolved) / len(resolved)
     metrics |= _screening(graded, outer)
-    overheads = sorted(float(r["proxy_overhead_ms"]) for r in graded if r["proxy_overhead_ms"] is not None)
+    overheads = [float(r["proxy_overhead_ms"]) for r in graded if r["proxy_overhead_ms"] is not None]
     if overheads:
         metrics[f"{outer}proxy/overhead_ms"] = sum(overheads) / len(overheads)
-        metrics[f"{outer}proxy/overhead_ms_p95"] = overheads[math.ceil(0.95 * len(overheads)) - 1]
+        metrics[f"{outer}proxy/overhead_ms_p95"] = percentile(overheads, 95)
+    if queries := sum(r["cache_queries"] for r in graded):
+        metrics[f"{outer}engine/prefix_cache_hit_rate"] = sum(r["cache_hits"] for r in graded) / queries
     return metrics
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that is not below ``percent`` of them (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def metric_name(text: str) -> str:
+    """A label's value as part of a metric's name: "<15 min fix" is under_15_min_fix."""
+    text = text.replace("<", " under ").replace(">", " over ")
+    return re.sub(r"[^\w./-]+", "_", text).strip("_")
+
+
+def group_metrics(groups: dict[str, list[tuple[float, bool]]]) -> dict[str, float]:
+    """Of the groups that a step trains on. A group whose rewards are all equal teaches nothing: no advantage.
+
+    Args:
+        groups: per group (reward, resolved) of its episodes.
+
+    Returns:
+        ``group/count``, ``group/episodes`` (mean), and the shares of groups ``group/all_equal`` (one reward),
+        ``group/all_resolved``, ``group/none_resolved``. Empty for no groups.
+    """
+    if not groups:
+        return {}
+
+    def share(holds: Callable[[list[tuple[float, bool]]], bool]) -> float:
+        return sum(map(holds, groups.values())) / len(groups)
+
+    return {
+        "group/count": len(groups),
+        "group/episodes": sum(map(len, groups.values())) / len(groups),
+        "group/all_equal": share(lambda group: len({reward for reward, _ in group}) == 1),
+        "group/all_resolved": share(lambda group: all(resolved for _, resolved in group)),
+        "group/none_resolved": share(lambda group: not any(resolved for _, resolved in group)),
+    }
 
 
 def _screening(graded: list[dict], outer: str) -> dict[str, float]:
@@ -190,97 +277,3 @@ def resolve_rate(record: dict, split: str) -> float | None:
         return record["val/resolve_rate"]
     core = [v for k, v in record.items() if k.startswith("val-core/") and "/mean@" in k]
     return sum(core) / len(core) if core else None
-
-
-def _number(record: dict, key: str, form: str = "{:.1f}") -> str:
-    value = record.get(key)
-    return "-" if value is None else form.format(value)
-
-
-def step_line(record: dict, total_steps: int) -> str:
-    """One line for a person: what happened in this step."""
-    parts = [f"step {record['step']}/{total_steps}"]
-    held_out = resolve_rate(record, "val")
-    if "timing_s/step" not in record:
-        return f"{parts[0]}  held-out resolved {_percent(held_out)}"
-    parts.append(f"resolved {_percent(resolve_rate(record, 'train'))}")
-    parts.append(f"reward {_number(record, 'critic/score/mean', '{:.3f}')}")
-    if "episode/rows" in record:
-        parts.append(f"rows/ep {_number(record, 'episode/rows', '{:.2f}')}")
-        parts.append(
-            f"tokens/ep {_number(record, 'episode/tokens_context', '{:.0f}')}"
-            f"+{_number(record, 'episode/tokens_sampled', '{:.0f}')}"
-        )
-    phases = {"rollout": "gen", "logp": "old_log_prob", "update": "update_actor", "sync": "update_weights"}
-    times = " ".join(f"{name} {_number(record, f'timing_s/{key}')}" for name, key in phases.items())
-    parts.append(f"{_number(record, 'timing_s/step')} s ({times})")
-    parts.append(f"pearson {_number(record, 'training/rollout_actor_probs_pearson_corr', '{:.4f}')}")
-    if record.get("infra/failures"):
-        parts.append(f"infra {record['infra/failures']:.0f}")
-    if held_out is not None:
-        parts.append(f"held-out resolved {_percent(held_out)}")
-    return "  ".join(parts)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
-
-
-def summary(records: list[dict]) -> list[tuple[str, str]]:
-    """(label, value) rows of the table at the end of a run."""
-    steps = [r for r in records if "timing_s/step" in r]
-    held_out = [(r["step"], resolve_rate(r, "val")) for r in records if has_validation(r)]
-    rows: list[tuple[str, str]] = []
-    if held_out:
-        rows.append((f"held-out resolved, step {held_out[0][0]}", _percent(held_out[0][1])))
-        if len(held_out) > 1:
-            rows.append((f"held-out resolved, step {held_out[-1][0]}", _percent(held_out[-1][1])))
-    rows.append(("steps", str(len(steps))))
-    if not steps:
-        return rows
-
-    def mean(key: str) -> float | None:
-        values = [r[key] for r in steps if r.get(key) is not None]
-        return sum(values) / len(values) if values else None
-
-    def add(label: str, value: float | None, form: str) -> None:
-        if value is not None:
-            rows.append((label, form.format(value)))
-
-    third = max(1, len(steps) // 3)
-    for label, part in (("first", steps[:third]), ("last", steps[-third:])):
-        rates = [rate for r in part if (rate := resolve_rate(r, "train")) is not None]
-        if rates:
-            rows.append((f"train resolved, {label} third", _percent(sum(rates) / len(rates))))
-    add("seconds per step", mean("timing_s/step"), "{:.1f}")
-    add("  rollout", mean("timing_s/gen"), "{:.1f}")
-    add("  update", mean("timing_s/update_actor"), "{:.1f}")
-    add("  weight sync", mean("timing_s/update_weights"), "{:.2f}")
-    add("rows per episode", mean("episode/rows"), "{:.2f}")
-    add("turns per episode", mean("episode/turns"), "{:.1f}")
-    add("proxy overhead per call, ms", mean("proxy/overhead_ms"), "{:.1f}")
-    pearsons = [p for r in steps if (p := r.get("training/rollout_actor_probs_pearson_corr")) is not None]
-    if pearsons:
-        rows.append(("lowest rollout/trainer correlation", f"{min(pearsons):.4f}"))
-    if any("infra/failures" in r for r in steps):
-        rows.append(("infrastructure failures", f"{sum(r.get('infra/failures', 0) for r in steps):.0f}"))
-    return rows
-
-
-def plot(records: list[dict], path: Path) -> None:
-    """Learning curve as PNG: training resolve rate per step, held-out points."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for split, style, label in (("train", "-", "training tasks"), ("val", "o--", "held-out tasks")):
-        points = [(r["step"], rate) for r in records if (rate := resolve_rate(r, split)) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel="share of episodes resolved", ylim=(-0.02, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

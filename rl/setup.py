@@ -150,17 +150,22 @@ def image_budget(config: DictConfig) -> int | None:
     return None if budget is None else int(budget * 2**30)
 
 
-def prepare_images(config: DictConfig, tasks: Iterable[Task], say: Callable[[str], None]) -> None:
+def prepare_images(
+    config: DictConfig,
+    tasks: Iterable[Task],
+    say: Callable[[str], None],
+    count: Callable[[int, int], None] | None = None,
+) -> None:
     """Pull and seal the images of a run's tasks ahead, and write what was found in them that could tell an answer to
-    images.json in the run directory. Raises SandboxError."""
+    images.json in the run directory. ``say`` and ``count`` hear how it goes. Raises SandboxError."""
     wanted = [wanted for task in tasks if not is_snapshot(task) for wanted in images.Wanted.of(task)]
     if not wanted:
         return
     parallel = config.sandbox.pull_parallel
     if config.sandbox.kind == "apptainer":
-        making = apptainer_images.prepare(sif_cache(config), wanted, parallel=parallel, say=say)
+        making = apptainer_images.prepare(sif_cache(config), wanted, parallel=parallel, say=say, count=count)
     else:
-        making = images.prepare(wanted, parallel=parallel, budget_bytes=image_budget(config), say=say)
+        making = images.prepare(wanted, parallel=parallel, budget_bytes=image_budget(config), say=say, count=count)
     reports = asyncio.run(making)
     (Path(config.run.dir) / "images.json").write_text(json.dumps(reports, indent=1) + "\n")
     if found := sum(bool(report["residue"]) for report in reports.values()):
@@ -176,18 +181,23 @@ def side_endpoint(config: DictConfig) -> SideEndpoint | None:
 
 def make_setup(config: DictConfig, tokenizer: Any, model_type: str, engine: Engine, proxy: ProxyServer) -> Setup:
     """Everything that an episode of this run needs. ``model_type``: of the policy's config.json."""
-    agent = agent_config(config)
     policy = Policy(
         engine=engine,
         renderer=ChatTemplateRenderer(tokenizer, model_type, any_family=config.proxy.any_family),
         parser=VllmReplyParser(config.proxy.tool_parser, config.proxy.reasoning_parser, tokenizer),
         tokenizer=tokenizer,
         end_ids=end_ids(tokenizer, generation_config(config.actor_rollout_ref.model.path)),
-        max_tokens=agent.max_tokens,
+        max_tokens=agent_config(config).max_tokens,
         max_context=config.actor_rollout_ref.rollout.max_model_len,
         train_side_calls=config.proxy.side_calls == "train",
         side_endpoint=side_endpoint(config),
     )
+    return setup_around(config, policy, proxy)
+
+
+def setup_around(config: DictConfig, policy: Policy, proxy: ProxyServer) -> Setup:
+    """Everything but the policy and the proxy that it is reached through."""
+    agent = agent_config(config)
     return Setup(
         policy=policy,
         proxy=proxy,

@@ -2,92 +2,30 @@
 
 The screen shows our lines only: what is being started, one line a step, a table at the end. What verl,
 vLLM and Ray print goes to ``run.log`` in the run directory (``rl.config`` says which directory that is and
-how the same command continues a killed run). Exit code: 0 done, 1 failed, 2 the config is wrong.
+how the same command continues a killed run). Exit code: 0 done, 1 failed, 2 the config is wrong, 75 ended by
+a signal with nothing lost, 143 ended by a signal at once (``rl.stop``).
 """
 
+import contextlib
+import functools
 import importlib
 import os
 import secrets
-import shutil
-import signal
 import sys
-import tempfile
-import threading
 import time
 import traceback
-from pathlib import Path
+from collections.abc import Callable
 
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl import metrics
-from rl.config import CONFIGS, CPU_ENVIRONMENT, Run, open_run, register_resolvers
+from rl import checkpoints, metrics, stop, watch
+from rl.config import CONFIGS, CPU_ENVIRONMENT, ConfigError, Run, open_run, register_resolvers
+from rl.progress import RunProgress, failed, finished
+from rl.screen import Screen, this_command
+from rollout.sandbox import local
 
 register_resolvers()
-
-
-class Screen:
-    """The user's terminal, kept while stdout and stderr of this process go to a log file."""
-
-    def __init__(self):
-        self._out = os.fdopen(os.dup(1), "w", buffering=1)
-        self._stderr = os.dup(2)
-        self._began = time.monotonic()
-
-    def say(self, text: str) -> None:
-        self._out.write(f"[{time.monotonic() - self._began:6.1f} s] {text}\n")
-
-    def print(self, renderable) -> None:
-        from rich.console import Console
-
-        # A path that is folded cannot be copied.
-        Console(file=self._out, highlight=False).print(renderable, soft_wrap=isinstance(renderable, str))
-
-    def redirect(self, log: Path) -> None:
-        """Send everything but our own lines to ``log``, of child processes too."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        os.close(fd)
-
-    def restore(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(self._out.fileno(), 1)
-        os.dup2(self._stderr, 2)
-
-
-class StepLines(threading.Thread):
-    """Prints a line for each record that the trainer appends to metrics.jsonl."""
-
-    def __init__(self, run: Run, total_steps: int, screen: Screen):
-        super().__init__(daemon=True)
-        self.path, self.total_steps, self.screen = run.dir / "metrics.jsonl", total_steps, screen
-        self.seen = 0
-        self.stop = threading.Event()
-
-    def start(self) -> None:
-        self.seen = len(metrics.read_jsonl(self.path))  # what a run that is continued has shown before
-        super().start()
-
-    def run(self) -> None:
-        while not self.stop.wait(0.5):
-            self.show()
-        self.show()
-
-    def finish(self) -> None:
-        """Show what is left and end; nothing if it was never started."""
-        self.stop.set()
-        if self.is_alive():
-            self.join()
-
-    def show(self) -> None:
-        records = metrics.read_jsonl(self.path)
-        for record in records[self.seen :]:
-            self.screen.say(metrics.step_line(record, self.total_steps))
-        self.seen = len(records)
 
 
 def prepare(cfg: DictConfig, screen: Screen) -> None:
@@ -95,7 +33,7 @@ def prepare(cfg: DictConfig, screen: Screen) -> None:
     if not cfg.prepare:
         return
     module, _, function = cfg.prepare.partition(":")
-    for key, value in getattr(importlib.import_module(module), function)(cfg, screen.say).items():
+    for key, value in getattr(importlib.import_module(module), function)(cfg, screen).items():
         OmegaConf.update(cfg, key, value, force_add=True)
 
 
@@ -106,6 +44,7 @@ def set_environment(cfg: DictConfig, run: Run) -> None:
         "WANDB_RUN_ID": run.dir.name,
         "WANDB_RESUME": "allow",
         "WANDB_SILENT": "true",
+        "TENSORBOARD_DIR": str(run.dir / "tensorboard"),  # else below the working directory
         "TOKENIZERS_PARALLELISM": "true",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home directory
@@ -114,6 +53,9 @@ def set_environment(cfg: DictConfig, run: Run) -> None:
     }
     if "WANDB_API_KEY" not in os.environ:
         values["WANDB_MODE"] = "offline"
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers do VLLM_BATCH_INVARIANT
+        values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
     if cfg.trainer.device == "cpu":
         values |= CPU_ENVIRONMENT
         # Ray would give each actor one thread; trainer and engine take turns on all cores.
@@ -140,12 +82,8 @@ def complete(cfg: DictConfig, run: Run, ray_dir: str) -> None:
         cfg.trainer.val_before_train = bool(due)
 
 
-def _terminate(*_) -> None:
-    sys.exit(143)  # through the finally clauses
-
-
-def train(cfg: DictConfig) -> None:
-    """Start or join Ray and run verl's trainer to its end.
+def train(cfg: DictConfig, screen: Screen, last_words: Callable[[str], None]) -> None:
+    """Start or join Ray and run verl's trainer to its end. ``last_words``: see rl.watch.
 
     The body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
     ``rl.trainer.run_trainer``). A cluster that was started here ends here; one that was joined stays.
@@ -163,47 +101,37 @@ def train(cfg: DictConfig) -> None:
     environment = get_ppo_ray_runtime_env(cfg)
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = os.environ["TRANSFER_QUEUE_ENABLE"] = "1"
     options = OmegaConf.to_container(cfg.ray_kwargs.ray_init)
+    if options["address"] or os.environ.get("RAY_ADDRESS"):
+        # Its nodes have their own sizes, and not this process's environment.
+        for key in ("num_cpus", "num_gpus", "object_store_memory"):
+            options.pop(key, None)
+        if cfg.trainer.device == "cpu":
+            environment["env_vars"] |= {key: os.environ[key] for key in ("OMP_NUM_THREADS", *CPU_ENVIRONMENT)}
     options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
     try:
         ray.init(**options)
-        # Ray has put its own handler there, which ends the process on the spot.
-        signal.signal(signal.SIGTERM, _terminate)
-        run_trainer(cfg)
+        stop.install(cfg.run.grace_s, screen.say)  # Ray has put its own handler there, which ends on the spot
+        run_trainer(cfg, last_words)
     finally:
         ray.shutdown()
+        local.sweep()  # a worker that was killed has left its boxes
 
 
-def ray_directory(run: Run) -> str:
-    """A short-lived directory for Ray's sockets and logs, noted in the run directory.
-
-    Not inside the run directory: a unix socket's path may have 107 characters, and Ray adds about 65.
-    That of an earlier, killed process of this run is removed.
-    """
-    note = run.dir / "ray_dir"
-    if note.exists():
-        shutil.rmtree(note.read_text(), ignore_errors=True)
-    parent = min(tempfile.gettempdir(), "/tmp", key=len)
-    path = tempfile.mkdtemp(prefix="rl-", dir=parent)
-    note.write_text(path)
-    os.environ["RL_SOCKET_DIR"] = path
-    return path
+def goes_on(run: Run) -> str:
+    """What a user who sees a run fail has to know besides the cause."""
+    step = run.checkpoint_step
+    return f"the same command goes on {f'after step {step}' if step else 'from the start'}"
 
 
-def report(run: Run, minutes: float, screen: Screen) -> None:
-    """Learning curve, summary table and where things are."""
-    from rich.table import Table
-
-    records = metrics.read_jsonl(run.dir / "metrics.jsonl")
-    metrics.plot(records, run.dir / "curve.png")
-    table = Table(title=f"{run.dir.parent.name} {run.dir.name}", show_header=False)
-    for label, value in [*metrics.summary(records), ("minutes", f"{minutes:.1f}")]:
-        table.add_row(label, value)
-    screen.print(table)
-    screen.print(f"curve        {run.dir / 'curve.png'}")
-    screen.print(f"metrics      {run.dir / 'metrics.jsonl'}")
-    screen.print(f"checkpoints  {run.dir / 'checkpoints'}")
-    if os.environ.get("WANDB_MODE") == "offline" and (run.dir / "wandb").is_dir():
-        screen.print(f"to wandb     wandb sync {run.dir / 'wandb'}/offline-run-*")
+def stopped(end: stop.Ended, run: Run, screen: Screen) -> int:
+    """Say how a signal ended the run; the exit code."""
+    if isinstance(end, stop.Stopped):
+        step = run.checkpoint_step
+        after = f"after step {step}" if step else "before the first step"
+        screen.say(f"stopped by {end} {after}; the same command goes on")
+        return stop.STOPPED
+    screen.say(f"ended at once: {end}; {goes_on(run)}; log: {run.dir / 'run.log'}")
+    return stop.CUT_SHORT
 
 
 def last_lines(error: BaseException, count: int = 3) -> str:
@@ -214,56 +142,77 @@ def last_lines(error: BaseException, count: int = 3) -> str:
 
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
 def main(cfg: DictConfig) -> None:
-    from rl.checks import ConfigError, check, check_family, check_model, check_tasks
+    from rl.checks import check, check_family, check_loggers, check_model, check_packages, check_tasks
+    from rl.scratch import noted, remove_socket_directory, socket_directory
     from rl.setup import prepare_images
 
     screen = Screen()
     try:
         check(cfg)
+        check_packages(cfg)
         run = open_run(cfg)
     except (ConfigError, RuntimeError) as error:
         print(f"config: {error}", file=sys.stderr)
         sys.exit(2)
     began = time.monotonic()
+    for step in checkpoints.tidy(run.checkpoints, cfg.trainer.max_actor_ckpt_to_keep):
+        screen.say(f"removed the checkpoint of step {step}, which was not written to its end")
     state = f"continuing from step {run.checkpoint_step}" if run.resumed else "new run"
     screen.say(f"{state} in {run.dir}")
-    signal.signal(signal.SIGTERM, _terminate)
+    stop.install(cfg.run.grace_s, screen.say)
     set_environment(cfg, run)
-    ray_dir = ray_directory(run)
-    lines = StepLines(run, cfg.trainer.total_training_steps, screen)
+    ray_note = run.dir / "ray_dir"
+    ray_dir = socket_directory(ray_note)  # Ray's sockets and logs too
+    progress = RunProgress(run.dir, cfg.trainer.total_training_steps, screen)
+    witness = watch.Witness(
+        lambda cause: f"{cause or 'the trainer was killed'}; {goes_on(run)}; log: {run.dir / 'run.log'}",
+        screen.fileno(),
+        noted(ray_note),
+        run.lock.fileno(),
+    )
     failure: BaseException | None = None
-    screen.redirect(run.dir / "run.log")
     try:
+        screen.redirect(run.dir / "run.log")
+        screen.show("preparing")
         prepare(cfg, screen)
         if cfg.data.custom_cls.path == "pkg://rl.dataset":  # else the files are another dataset's
             tasks = check_tasks(cfg)
             if cfg.sandbox.kind != "local":
-                prepare_images(cfg, tasks, screen.say)
+                prepare_images(cfg, tasks, screen.say, functools.partial(screen.show, "images"))
+        screen.show("checking the model")
         check_model(cfg)
         check_family(cfg)  # last: it imports verl, which is needed from here on anyway
+        check_loggers(cfg)
         metrics.rewind(run.dir, run.checkpoint_step)
         complete(cfg, run, ray_dir)
         (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
         screen.say("starting trainer and engine (their output: run.log)")
-        lines.start()
-        train(cfg)
+        progress.start()
+        train(cfg, screen, witness.tell)
     except (Exception, KeyboardInterrupt) as error:
-        failure = error
-        traceback.print_exc()
+        failure = stop.reason() or error
+        if not isinstance(failure, stop.Stopped):
+            with contextlib.suppress(OSError):  # the disk may be full
+                traceback.print_exc()
     finally:
-        lines.finish()
+        progress.finish()
         screen.restore()
-        shutil.rmtree(ray_dir, ignore_errors=True)
-        (run.dir / "ray_dir").unlink(missing_ok=True)
+        remove_socket_directory(ray_note)
+        witness.dismiss()
     if isinstance(failure, ConfigError):
         print(f"config: {failure}", file=sys.stderr)
         sys.exit(2)
+    if isinstance(failure, stop.Stopped | stop.CutShort):
+        code = stopped(failure, run, screen)
+        screen.next(("continue", this_command()))
+        sys.exit(code)
     if failure is not None:
-        cause = "interrupted" if isinstance(failure, KeyboardInterrupt) else last_lines(failure)
-        print(f"{cause}\nfailed; the whole log: {run.dir / 'run.log'}", file=sys.stderr)
+        plain = isinstance(failure, KeyboardInterrupt) and not isinstance(failure, stop.Ended)
+        cause = "interrupted" if plain else last_lines(failure)
+        failed(f"{cause}; {goes_on(run)}; log: {run.dir / 'run.log'}", screen)
         sys.exit(1)
     run.finish()
-    report(run, (time.monotonic() - began) / 60, screen)
+    finished(run.dir, (time.monotonic() - began) / 60, screen)
 
 
 if __name__ == "__main__":

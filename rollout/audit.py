@@ -3,7 +3,7 @@
 For every record, from the stored nodes alone and with code that shares nothing with the session tree:
 
 1. every sampled token that the agent received is in exactly one training row, once (in none if it belongs to a
-   side call that is served and not trained);
+   side call that is served and not trained, or if the infrastructure failed);
 2. each row is the path of its last node: ids, mask (1 on the tokens it trains, 0 elsewhere) and logprobs (the
    engine's, one per token) reproduce the digest of what was handed to the trainer;
 3. the sampled ids decode to the recorded text, and that text parses to the content blocks that were sent;
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rewards.verdict import Outcome
 from rollout.proxy.parsers import ReplyParser, make_parser
 from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, row_digest, unpack_floats, unpack_ids
 
@@ -45,10 +46,13 @@ def audit_tokens(record: Record) -> Iterator[str]:
             yield f"node {i}: a logprob is not a finite number below zero"
 
     times = Counter(n for row in record.rows for n in row.nodes)
+    infra = _infra_failed(record)
     for i, node in enumerate(record.nodes):
-        wanted = int(node.delivered and node.trained and logprobs[i] is not None)
+        wanted = int(node.delivered and node.trained and logprobs[i] is not None and not infra)
         if times[i] != wanted:
-            kind = "" if node.trained else ", a side call that is not trained"
+            kind = (
+                ", the infrastructure failed" if infra else "" if node.trained else ", a side call that is not trained"
+            )
             yield f"node {i}: trained in {times[i]} rows, must be {wanted} (delivered: {node.delivered}{kind})"
 
     for number, row in enumerate(record.rows):
@@ -125,6 +129,10 @@ def _path(nodes: list[NodeRecord], leaf: int) -> list[int]:
     return path[::-1]
 
 
+def _infra_failed(record: Record) -> bool:
+    return record.verdict.get("outcome") == Outcome.INFRA_FAILURE
+
+
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m rollout.audit", description=__doc__.split("\n")[0])
     options.add_argument("run", type=Path, help="run directory, or one record file")
@@ -136,14 +144,12 @@ def main(argv: list[str] | None = None) -> int:
     text_tools: dict[tuple[str, str], tuple[Any, ReplyParser]] = {}
     try:
         for record in reader:
-            model = str(args.model or record.model)
-            if (model, record.parser) not in text_tools:
-                text_tools[model, record.parser] = _load(model, record.parser)
-            problems = [
-                *audit_tokens(record),
-                *audit_text(record, *text_tools[model, record.parser], record.tools),
-                *audit_heard(record),
-            ]
+            problems = [*audit_tokens(record), *audit_heard(record)]
+            if record.nodes:  # a model behind another endpoint, in an evaluation, leaves none, and has no tokenizer
+                model = str(args.model or record.model)
+                if (model, record.parser) not in text_tools:
+                    text_tools[model, record.parser] = _load(model, record.parser)
+                problems += audit_text(record, *text_tools[model, record.parser], record.tools)
             for problem in problems:
                 print(f"{record.episode} ({record.task}): {problem}", file=sys.stderr)
             findings += len(problems)
@@ -151,6 +157,8 @@ def main(argv: list[str] | None = None) -> int:
             total["rows"] += len(record.rows)
             for node in record.nodes:
                 kind = "context" if node.logprobs is None else "sampled" if node.delivered else "undelivered"
+                if _infra_failed(record):
+                    kind = "left out"
                 total[kind] += len(node.ids) // 4
                 total["replies"] += node.logprobs is not None
     except (CorruptRecordError, FileNotFoundError) as error:
@@ -164,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{'FAILED' if findings else 'ok'}: {total['episodes']} episodes, {total['replies']} replies, "
         f"{total['rows']} rows, {total['sampled']} sampled tokens each trained once, "
-        f"{total['undelivered']} undelivered, {total['context']} context tokens, {findings} findings"
+        f"{total['undelivered']} undelivered, {total['context']} context tokens, "
+        f"{total['left out']} left out (the infrastructure failed), {findings} findings"
     )
     return 1 if findings else 0
 

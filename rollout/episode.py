@@ -67,6 +67,15 @@ class Episode:
     rows: Sequence[TrainingSequence]
     timing: dict[str, float]
 
+    @property
+    def overlong(self) -> bool:
+        """A limit ended the agent's work: out of turns, of time, of context, or of tokens for one reply."""
+        if self.agent is None or self.session is None:
+            return False
+        counters = self.session.counters
+        out_of_tokens = self.agent.status == "error" and bool(counters.context_full or counters.cut_replies)
+        return self.agent.status in ("max_turns", "timeout") or out_of_tokens
+
 
 async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 0) -> Episode:
     """Play ``task`` once. Never raises for what an episode can run into; cancellation cleans up and passes on."""
@@ -88,6 +97,8 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
                 if verdict is None:
                     with watch("diff"):
                         patch = await box.diff()
+                        if not patch:  # nothing was changed, or nothing could be
+                            await fresh.check()
             finally:
                 if session is not None:
                     await setup.proxy.close_session(session)
@@ -154,6 +165,11 @@ class _Ahead:
         box = await asyncio.shield(self._booting)  # whoever is cancelled here leaves it to `close`
         self._taken = True
         return box
+
+    async def check(self) -> None:
+        """Raises SandboxError if a box can not be booted or written to now: the disk of the machine may be full."""
+        box = await asyncio.shield(self._booting)
+        await box.put(f"{box.tmpdir}/space", bytes(1 << 16))
 
     async def close(self) -> None:
         if self._taken:

@@ -268,6 +268,8 @@ def _show(record: Record) -> Iterator[str]:
         yield f"\n--- {number}: {len(node.ids) // 4} tokens sampled ({node.stop_reason}{lost})\n{node.text}"
         for event in record.events:
             yield from _heard(event, {block.get("id") for block in node.blocks})
+    if not record.nodes:  # of a model behind another endpoint the agent's own events are all there is
+        yield from (f"\n{json.dumps(event)}" for event in record.events if event.get("type") in ("assistant", "user"))
     yield f"\n--- patch\n{record.patch.decode('utf-8', 'replace')}"
     yield f"--- agent    {json.dumps(record.agent)}"
     yield f"--- verdict  {json.dumps({k: v for k, v in record.verdict.items() if k != 'log_tail'})}"

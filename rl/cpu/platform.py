@@ -1,7 +1,8 @@
 """The platform "cpu": verl's device interface on a machine without an accelerator.
 
-One "device" exists, index 0, and it is the host. Ray is told of one GPU (``num_gpus=1``), because Ray
-hands out accelerator ids only for kinds it knows and verl places its workers by such an id.
+One "device" exists, index 0, and it is the host. Ray is told of GPUs (``num_gpus``), because Ray hands out
+accelerator ids only for kinds it knows and verl places its workers by such an id: one for the trainer, and one for an
+engine that does not share it (trainer.v1.trainer_mode=separate_async). All of them are the host.
 """
 
 import types

@@ -16,6 +16,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 def _own_socket(handle: str) -> str:
@@ -46,12 +47,12 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
         """Receive one round of weights from the trainer and reload the model with them.
 
         Raises:
-            NotImplementedError: the trainer sends a LoRA adapter; train all weights on a CPU.
+            NotImplementedError: the trainer sends a LoRA adapter, not merged weights (``model.lora.merge``).
         """
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         if peft_config:
-            raise NotImplementedError("weight sync of LoRA adapters to vLLM on a CPU")
+            raise NotImplementedError("LoRA adapters to vLLM on a CPU; set actor_rollout_ref.model.lora.merge=true")
         received: dict[str, torch.Tensor] = {}
 
         def collect(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
@@ -63,10 +64,29 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
         )
         receiver.receive_weights(on_bucket_received=collect)
         self.model_runner.reload_weights(weights_iterator=iter(received.items()))
+        _pack_experts(self.model_runner.get_model())
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """Bring the experts' weights into the layout of vLLM's CPU kernel.
+
+    vLLM 0.28 does it when it makes the kernel and not when weights are loaded again
+    (UnquantizedFusedMoEMethod._setup_kernel): the engine would talk nonsense. Once vLLM does it each time,
+    tests/integration/test_experiments.py sees nonsense with this.
+    """
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 class CPUHttpServer(vLLMHttpServer):
     """verl's vLLM server with the worker extension above."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # verl sets it with rollout.full_determinism, but vLLM's batch-invariant kernels are Triton's, which has none
+        # for a CPU: the engine dies at its first reply.
+        os.environ["VLLM_BATCH_INVARIANT"] = "0"
 
     def _get_worker_extension_cls(self) -> str:
         return f"{CPUWorkerExtension.__module__}.{CPUWorkerExtension.__qualname__}"

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +33,8 @@ from rewards.task import Task, TaskError, load_tasks
 from rl.data import report
 from rl.data.journal import Journal, JournalError
 from rl.data.report import Finding, Status
+from rl.screen import Screen, this_command
+from rl.workers import workers
 from rollout.episode import Boot
 
 Done = Callable[[dict[str, Any]], None]
@@ -86,12 +87,7 @@ async def grade_tasks(
                 if not verdict.is_infra:
                     break
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(jobs):
-                group.create_task(work())
-    except ExceptionGroup as errors:  # of workers that ended the others: the first says why
-        raise errors.exceptions[0] from errors
+    await workers(jobs, work)
 
 
 def _wanted(tasks: Sequence[Task], journal: Journal, tries: int, settings: str) -> list[tuple[Task, str, int]]:
@@ -110,7 +106,8 @@ def _wanted(tasks: Sequence[Task], journal: Journal, tries: int, settings: str) 
 @functools.cache
 def _key(task: Task, settings: str) -> str:
     """Of everything that decides how the task is graded: a changed row is graded anew."""
-    text = json.dumps([task.to_row(), settings], sort_keys=True)
+    row = {name: value for name, value in task.to_row().items() if name != "difficulty"}
+    text = json.dumps([row, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -143,34 +140,17 @@ def write_admitted(source: Path, out: Path, tasks: Sequence[Task], admitted: set
 
 
 class Progress:
-    """One line that is rewritten on a terminal; elsewhere a line every few seconds."""
+    """Counts gradings as they are done and shows them."""
 
-    def __init__(self, total: int, every_s: float = 10.0) -> None:
-        self.total, self.done, self.outcomes = total, 0, Counter[str]()
-        self._terminal = sys.stderr.isatty()
-        self._every_s = 0.2 if self._terminal else every_s
-        self._began = self._shown = time.monotonic()
+    def __init__(self, screen: Screen, total: int) -> None:
+        self.total, self.done, self.outcomes, self._screen = total, 0, Counter[str](), screen
 
     def __call__(self, record: dict[str, Any]) -> None:
         self.done += not record["infra"]
         good = (record["reason"] is None) == (record["kind"] == "gold")
         self.outcomes["infrastructure" if record["infra"] else "as wanted" if good else "otherwise"] += 1
-        now = time.monotonic()
-        if now - self._shown >= self._every_s:
-            self._show(now)
-
-    def _show(self, now: float) -> None:
-        self._shown = now
-        text = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.items())
-        left = f"{(self.total - self.done) * (now - self._began) / self.done:.0f}" if self.done else "?"
-        line = f"[{now - self._began:7.1f} s] {self.done}/{self.total} gradings: {text}; {left} s to go"
-        print(f"\r{line}\x1b[K" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
-
-    def close(self) -> None:
-        """Show how it ended, if anything was graded."""
-        if self.outcomes:
-            self._show(time.monotonic())
-            print(end="\n" if self._terminal else "", file=sys.stderr)
+        note = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.items())
+        self._screen.show("gradings", self.done, self.total, note)
 
 
 def admit(
@@ -184,15 +164,17 @@ def admit(
     rules: Rules,
     infra_retries: int,
     settings: str,
+    screen: Screen,
 ) -> list[Finding]:
     """Grade the tasks of `source`, write `out` and the reports. Raises TaskError, JournalError."""
     tasks = load_tasks(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     journal = Journal(out.with_name(f"{out.stem}.admission.jsonl"))
     try:
-        progress = Progress(len(_wanted(tasks, journal, tries, settings)))
+        progress = Progress(screen, len(_wanted(tasks, journal, tries, settings)))
         if progress.total:
-            grading.warm_up()
+            grading.warm_up()  # imports, in which an interrupt can be lost
+            screen.say(f"{progress.total} gradings of {len(tasks)} tasks, {jobs} at a time")
             asyncio.run(
                 grade_tasks(
                     tasks,
@@ -207,7 +189,6 @@ def admit(
                     done=progress,
                 )
             )
-        progress.close()
         found = findings(tasks, journal, tries, settings)
     finally:
         journal.close()
@@ -249,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rl.config import compose
     from rl.setup import boot_from, rules_from
 
+    screen = Screen(every_s=10.0)
     try:
         config = compose(args.overrides)
         decides = {"sandbox": config.sandbox, "timeout_s": config.grading.timeout_s, "drop": config.grading.drop}
@@ -263,17 +245,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rules=rules_from(config),
             infra_retries=config.episode.infra_retries,
             settings=settings,
+            screen=screen,
         )
     except (TaskError, JournalError, hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException) as error:
+        screen.clear()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command continues", file=sys.stderr)
+    except BaseException as error:  # the journal has what was graded, whatever happened
+        screen.next(("continue", this_command()))
+        if not isinstance(error, KeyboardInterrupt):
+            raise
         return 130
+    screen.clear()
     counts = Counter(one.status for one in found)
-    print(", ".join(f"{counts[status]} {status}" for status in Status), end="; ")
-    print(f"{args.out.with_name(f'{args.out.stem}.admission.md')}")
+    print(", ".join(f"{counts[status]} {status}" for status in Status), flush=True)
+    screen.next(*_next(args.out, counts))
     return 0 if counts[Status.PASS] else 1
+
+
+def _next(out: Path, counts: Counter[Status]) -> list[tuple[str, str]]:
+    commands = [("why", f"less {out.with_name(f'{out.stem}.admission.md')}")]
+    if counts[Status.UNDECIDED]:
+        commands.append(("the undecided again", this_command()))
+    if counts[Status.PASS]:
+        commands.append(("train on them", f"{sys.orig_argv[0]} -m rl.train +experiment=NAME data.train_files=[{out}]"))
+    return commands
 
 
 if __name__ == "__main__":

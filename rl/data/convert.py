@@ -28,8 +28,8 @@ from rl.data.select import Selection, split
 from rl.data.sets import SETS, Options, Refused, Row, Why
 from rl.data.source import SourceError, read_rows
 
-# Beside what a task needs: the set that a row is from, and its difficulty in that set's own words.
-_SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in (*COLUMNS, *OPTIONAL, "set", "difficulty")])
+# Beside what a task has: the set that a row is from.
+_SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in (*COLUMNS, *OPTIONAL, "set")])
 _ROW_GROUP = 500  # rows; a column of a group must stay under 2 GiB
 
 

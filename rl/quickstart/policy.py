@@ -1,11 +1,11 @@
-"""Make the quickstart's policy: a small random Qwen3 with a tokenizer of its own.
+"""Make the quickstart's policy: a small random Qwen3, or Qwen3-MoE, with a tokenizer of its own.
 
-    python -m rl.quickstart.policy --out DIR --seed S
+    python -m rl.quickstart.policy --out DIR --seed S [--experts N]
 
-writes a Hugging Face model directory: Qwen3ForCausalLM with random weights (set by the seed; the tokenizer does
-not depend on it), a byte-level BPE that encodes any text and gives it back, and the chat template of
-template.jinja (Qwen3-Coder's tool calls). The BPE is trained on generated text of the kind the policy will see,
-so that an episode is a few hundred tokens. The same arguments give the same bytes.
+writes a Hugging Face model directory: Qwen3ForCausalLM, or with experts Qwen3MoeForCausalLM, with random weights (set
+by the seed; the tokenizer does not depend on it), a byte-level BPE that encodes any text and gives it back, and the
+chat template of template.jinja (Qwen3-Coder's tool calls). The BPE is trained on generated text of the kind the policy
+will see, so that an episode is a few hundred tokens. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ SHAPE: dict[str, int | float] = {
     # Six times the usual 0.02: a net this narrow learns to copy names several times sooner from it.
     "initializer_range": 0.12,
 }
+# Of a policy with experts, besides: two of them are active and as wide together as the dense MLP.
+MOE_SHAPE: dict[str, int | bool] = {
+    "moe_intermediate_size": 192,
+    "num_experts_per_tok": 2,
+    # As Qwen3-Coder-30B-A3B has it.
+    "norm_topk_prob": True,
+}
 # Tokens stay apart in the residual stream. Imitation tells the words asked for alike ("any expression may follow"),
 # and with embeddings as small as the other weights their last hidden states end up with a cosine of 0.995: what
 # reward teaches about one word then goes to all of them. With these it is 0.96, and learning about twice as fast. At
@@ -59,13 +66,15 @@ _PIECES = (
 )
 
 
-def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None) -> None:
-    """Write the model directory `out`. `texts` replaces the generated text that the BPE is trained on."""
+def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None, experts: int = 0) -> None:
+    """Write the model directory `out`: dense, or with so many experts (2 or more) per layer. `texts` replaces the
+    generated text that the BPE is trained on."""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = make_tokenizer(texts)
-    config = Qwen3Config(
+    make_config, make_model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    config = make_config(
         vocab_size=len(tokenizer),
         # vLLM's weight sync on the CPU does not refresh an output layer that shares the embedding's weights.
         tie_word_embeddings=False,
@@ -73,10 +82,11 @@ def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None) -> Non
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         **SHAPE,
+        **({"num_experts": experts, **MOE_SHAPE} if experts else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
+        model = make_model(config).to(torch.float32)
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
@@ -208,8 +218,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rl.quickstart.policy", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--experts", type=int, default=0, help="of a Qwen3-MoE; 0: a dense Qwen3")
     options = parser.parse_args()
-    make_policy(options.out, options.seed)
+    make_policy(options.out, options.seed, experts=options.experts)
     print(f"policy in {options.out}")
 
 

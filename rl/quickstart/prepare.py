@@ -22,6 +22,7 @@ from rewards.task import Task, load_tasks
 from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript
 from rl.quickstart.tasks import make_tasks
+from rl.screen import Screen
 from rl.setup import make_setup
 from rl.sft import run_sft
 from rollout.episode import Episode, play
@@ -29,10 +30,8 @@ from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
 
-Say = Callable[[str], None]
 
-
-def prepare(config: DictConfig, say: Say) -> dict[str, Any]:
+def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
     """Make what is not there yet, under ``run.root``/prepared, and return the config keys that point at it.
 
     Keyed by everything the result depends on, so a second run with the same seed starts at once and a changed
@@ -43,14 +42,14 @@ def prepare(config: DictConfig, say: Say) -> dict[str, Any]:
     quick = config.quickstart
     tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
     if not tasks.exists():
-        say(f"making {quick.train_tasks} + {quick.heldout_tasks} tasks and verifying them")
+        screen.say(f"making {quick.train_tasks} + {quick.heldout_tasks} tasks and verifying them")
         _make(tasks, lambda out: make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks))
     if not policy.exists():
-        say("making tokenizer and policy")
-        _make(policy, lambda out: make_policy(out, config.seed))
+        screen.say("making tokenizer and policy")
+        _make(policy, lambda out: make_policy(out, config.seed, experts=quick.experts))
     if not warm.exists():
-        say(f"warm start: {quick.warm_episodes} scripted episodes in real Claude Code")
-        _make(warm, lambda out: _warm_start(config, tasks / "train.parquet", policy, out, say))
+        screen.say(f"warm start: {quick.warm_episodes} scripted episodes in real Claude Code")
+        _make(warm, lambda out: _warm_start(config, tasks / "train.parquet", policy, out, screen))
     return {
         "data.train_files": [str(tasks / "train.parquet")],
         "data.val_files": [str(tasks / "heldout.parquet")],
@@ -58,14 +57,14 @@ def prepare(config: DictConfig, say: Say) -> dict[str, Any]:
     }
 
 
-def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, say: Say) -> None:
+def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
     import pyarrow
     import pyarrow.parquet
 
     quick = config.quickstart
     tasks = load_tasks(task_file)
     wanted = [tasks[i % len(tasks)] for i in range(quick.warm_episodes)]
-    episodes = asyncio.run(_play_all(config, wanted, policy, out / "episodes", say))
+    episodes = asyncio.run(_play_all(config, wanted, policy, out / "episodes", screen))
     rows = [row for episode in episodes for row in episode.rows]
     if len(rows) < quick.warm_episodes // 2:
         reason = next((e.verdict.detail for e in episodes if e.verdict.is_infra), "no episode made a row")
@@ -78,14 +77,17 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sa
     )
     pyarrow.parquet.write_table(table, out / "rows.parquet")
     resolved = sum(episode.verdict.outcome == "resolved" for episode in episodes)
-    say(f"warm start: {len(rows)} rows, {resolved / len(episodes):.2f} resolved by chance; imitating them")
+    screen.say(f"warm start: {len(rows)} rows, {resolved / len(episodes):.2f} resolved by chance; imitating them")
+    screen.show("imitating them")
     sft = OmegaConf.to_container(quick.sft)
     model = run_sft(policy, out / "rows.parquet", out / "sft", seed=config.seed, log=out / "sft.log", **sft)
     model.rename(out / "model")
     shutil.rmtree(out / "sft", ignore_errors=True)
 
 
-async def _play_all(config: DictConfig, tasks: list[Task], policy: Path, records: Path, say: Say) -> list[Episode]:
+async def _play_all(
+    config: DictConfig, tasks: list[Task], policy: Path, records: Path, screen: Screen
+) -> list[Episode]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
@@ -101,8 +103,7 @@ async def _play_all(config: DictConfig, tasks: list[Task], policy: Path, records
         nonlocal done
         done += 1
         writer.append(record_of(episode, "warm", 0, str(policy), config.proxy.tool_parser))
-        if done % 64 == 0:
-            say(f"warm start: {done}/{len(tasks)} episodes")
+        screen.show("warm start, episodes", done, len(tasks))
 
     async def one(number: int, task: Task) -> Episode:
         async with slots:

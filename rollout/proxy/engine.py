@@ -11,11 +11,15 @@ from typing import Any, Protocol
 class Completion:
     """``ids``: sampled tokens, the end-of-turn token included when it was sampled. ``logprobs``: one per id,
     natural log, of the distribution that was sampled from. ``versions``: the weight version that sampled each id,
-    or empty where the engine does not know it."""
+    or empty where the engine does not know it. ``cached``: how many of the prompt's tokens the engine found in its
+    prefix cache, None where it does not tell. ``experts``: which experts the engine sent each token of prompt and
+    reply to, the last one left out, as an array (tokens, layers, experts per token); None unless that is recorded."""
 
     ids: list[int]
     logprobs: list[float]
     versions: tuple[int, ...] = ()
+    cached: int | None = None
+    experts: Any = None
 
 
 class EngineError(Exception):

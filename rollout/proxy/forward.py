@@ -1,4 +1,5 @@
-"""Side calls to another endpoint: what Claude Code asks of its small model, answered by a model that is not trained.
+"""Calls to another endpoint: what Claude Code asks of its small model in training, or, when a hosted model is
+evaluated, all that it asks.
 
 The request goes on as it came but for the model's name, and the reply comes back byte for byte. Nothing of it enters
 the session tree. The endpoint's key is the proxy's: the agent never sees it.
@@ -16,6 +17,10 @@ from aiohttp import web
 from rollout.proxy.messages import RequestError
 
 
+class BrokenOffError(ConnectionResetError):
+    """The endpoint ended in the middle of a reply."""
+
+
 @dataclass
 class SideEndpoint:
     """An endpoint that speaks Anthropic Messages at ``url``/v1/messages. ``model``: its name for the model to use;
@@ -28,26 +33,37 @@ class SideEndpoint:
     _client: aiohttp.ClientSession | None = field(default=None, repr=False)
 
     async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Answer ``request`` with the endpoint's reply to ``body``. Raises RequestError when it cannot be reached."""
+        """Answer ``request`` with the endpoint's reply to ``body``. Raises RequestError when it cannot be reached; when
+        it breaks off in the middle, so does the answer: BrokenOffError. An endpoint's own error is a whole
+        Response."""
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s), auto_decompress=False
             )
-        headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+        headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01", "Accept-Encoding": "identity"}
         headers |= {name: request.headers[name] for name in ("anthropic-beta",) if name in request.headers}
         if self.key:
             headers["x-api-key"] = self.key
         changed = orjson.dumps({**orjson.loads(body), "model": self.model})
+        response: web.StreamResponse | None = None
+        url = self.url.rstrip("/") + request.path
         try:
-            async with self._client.post(f"{self.url.rstrip('/')}/v1/messages", data=changed, headers=headers) as reply:
+            async with self._client.post(url, data=changed, headers=headers) as reply:
+                if reply.status >= 400:
+                    return web.Response(status=reply.status, headers=_kept(reply.headers), body=await reply.read())
                 response = web.StreamResponse(status=reply.status, headers=_kept(reply.headers))
                 await response.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
                 return response
-        except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            raise RequestError(f"side endpoint {self.url}: {error}", 529, "overloaded_error") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if response is None:
+                raise RequestError(f"endpoint {self.url}: {error}", 529, "overloaded_error") from error
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError from error  # the agent hung up
+            request.transport.abort()
+            raise BrokenOffError(f"endpoint {self.url}: {error}") from error
 
     async def close(self) -> None:
         if self._client is not None:

@@ -200,7 +200,7 @@ class ProxyServer:
     ) -> tuple[web.StreamResponse, Node | None]:
         if not sampled.done():
             await asyncio.wait([sampled])
-        node = _node(sampled)
+        node = self._node(sampled)
         began = time.perf_counter()
         body = msgspec.json.encode(reply_json(_reply(node), wire.model))
         turn.session.counters.overhead_s += time.perf_counter() - began
@@ -216,7 +216,7 @@ class ProxyServer:
         if not sampled.done():
             await asyncio.wait([sampled], timeout=self.ping_s)
         if sampled.done():
-            node = _node(sampled)
+            node = self._node(sampled)
             began = time.perf_counter()
             out += reply_events(_reply(node))
             turn.session.counters.overhead_s += time.perf_counter() - began
@@ -230,7 +230,7 @@ class ProxyServer:
             await asyncio.wait([sampled], timeout=self.ping_s)
         began = time.perf_counter()
         try:
-            node = _node(sampled)
+            node = self._node(sampled)
             out += reply_events(_reply(node))
         except Exception as error:
             failed = _as_request_error(error, request)
@@ -239,7 +239,13 @@ class ProxyServer:
         await _taken(request, response.write_eof(out))
         return response, node
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
+    def _node(self, sampled: asyncio.Future[Node]) -> Node:
+        """What a generation that is done came to. Raises RequestError if the session was closed meanwhile."""
+        if sampled.cancelled():
+            raise _stopping_error() if self._stopping else closed_error()
+        return sampled.result()
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session, body = await self.open(request)
         counted = {"input_tokens": session.count(decode_request(body))}
         return web.Response(body=msgspec.json.encode(counted), content_type="application/json")
@@ -251,7 +257,7 @@ class ProxyServer:
         self._busy.add(transport := request.transport)
         try:
             if self._stopping:
-                raise RequestError("the proxy is shutting down", 529, "overloaded_error")
+                raise _stopping_error()
             response = await handler(request)
             status = response.status
             return response
@@ -269,16 +275,14 @@ class ProxyServer:
                 self.metrics.request(request.path, status, time.perf_counter() - began)
 
 
+def _stopping_error() -> RequestError:
+    """One that clients try again after: there may be a next proxy."""
+    return RequestError("the proxy is shutting down", 529, "overloaded_error")
+
+
 def _reply(node: Node) -> Reply:
     assert node.reply is not None
     return node.reply
-
-
-def _node(sampled: asyncio.Future[Node]) -> Node:
-    """What a generation that is done came to. Raises RequestError if the session was closed meanwhile."""
-    if sampled.cancelled():
-        raise closed_error()
-    return sampled.result()
 
 
 async def _send(request: web.Request, response: web.Response) -> web.Response:

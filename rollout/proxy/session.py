@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import Generator, Sequence
@@ -32,7 +33,8 @@ _TAIL = 8
 @dataclass(frozen=True)
 class Policy:
     """What a session needs to speak for a policy. ``sampling``: the trainer's parameters (temperature, top_p,
-    ...); ``max_tokens`` per reply and ``max_context`` (prompt and reply together) are upper bounds that the
+    ...); a ``seed`` among them is the episode's, and each call gets one of its own from it (``call_seed``).
+    ``max_tokens`` per reply and ``max_context`` (prompt and reply together) are upper bounds that the
     agent's own max_tokens can only tighten. ``train_side_calls``: False serves calls on the small model's slot
     without training on them; with ``side_endpoint`` they do not come to the policy at all.
     ``max_session_tokens``: the most that one session may hold, all branches together."""
@@ -53,7 +55,8 @@ class Policy:
 @dataclass
 class Counters:
     """Totals of one session; times in seconds. ``overhead_s`` is the proxy's own work, the engine left out.
-    ``aborted``: generations that nobody waited for any more."""
+    ``aborted``: generations that nobody waited for any more. ``cache_queries``: prompt tokens of the calls whose engine
+    told how many of them were in its prefix cache, ``cache_hits``: those."""
 
     calls: int = 0
     retries: int = 0
@@ -65,6 +68,15 @@ class Counters:
     cut_replies: int = 0
     context_full: int = 0
     engine_errors: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+
+
+def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
+    """The seed of one call of an episode: of the episode's ``seed``, the prompt and the number of replies that this
+    very prompt had before. So what is sampled does not depend on what other calls are under way."""
+    said = b"".join(number.to_bytes(8, "little") for number in (seed, before, *prompt_ids))
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1  # as many bits as engines take
 
 
 def closed_error() -> RequestError:
@@ -78,7 +90,9 @@ class Session:
         self.episode_id = episode_id
         self.policy = policy
         self.secret = issue()
-        self._id = secrets.token_hex(8)
+        seed = policy.sampling.get("seed")
+        # Some chat templates write the ids of tool calls: where samples are to repeat, so must the ids.
+        self._id = secrets.token_hex(8) if seed is None else f"{seed:016x}"
         self.tree = Tree()
         self.counters = Counters()
         self.closed = False
@@ -214,17 +228,23 @@ class Session:
 
     async def _generate(self, turn: Turn) -> Node:
         policy = self.policy
-        sampling = {**policy.sampling, "max_tokens": turn.max_tokens}
+        sampling: dict[str, Any] = {**policy.sampling, "max_tokens": turn.max_tokens}
         if turn.stop:
             sampling["stop"] = list(turn.stop)
+        prompt_ids = turn.context.path_ids()
+        if "seed" in sampling:
+            sampling["seed"] = call_seed(sampling["seed"], prompt_ids, len(turn.context.children))
         began = time.perf_counter()
         try:
-            done = await policy.engine.generate(self.episode_id, turn.context.path_ids(), sampling)
+            done = await policy.engine.generate(self.episode_id, prompt_ids, sampling)
         except Exception:
             self.counters.engine_errors += 1
             raise
         sampled = time.perf_counter()
         self.counters.engine_s += sampled - began
+        if done.cached is not None:
+            self.counters.cache_queries += turn.context.length
+            self.counters.cache_hits += done.cached
         node = self._keep(turn, done)
         self.counters.overhead_s += time.perf_counter() - sampled
         return node
@@ -241,7 +261,10 @@ class Session:
             ids, ended = ids[:keep], False
             text = self._decode(ids)
         parsed = policy.parser.parse(text if stop is None else text[:at], turn.tools)
-        blocks = [b | {"id": f"toolu_{secrets.token_hex(12)}"} if b["type"] == "tool_use" else b for b in parsed.blocks]
+        number = turn.message_id.removeprefix("msg_")
+        blocks = [
+            b | {"id": f"toolu_{number}{i:02x}"} if b["type"] == "tool_use" else b for i, b in enumerate(parsed.blocks)
+        ]
         self._names.update((block["id"], block["name"]) for block in blocks if block["type"] == "tool_use")
         self.counters.malformed_calls += parsed.malformed
         cut = not ended and stop is None and len(ids) >= turn.max_tokens
@@ -263,6 +286,7 @@ class Session:
             text=text,
             ended=ended,
             versions=done.versions[: len(ids)],
+            experts=done.experts,
             trained=turn.trained,
             tools_allowed=bool(turn.tools),
         )

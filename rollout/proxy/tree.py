@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout.proxy.messages import Reply, Span, partings, text_key
 
@@ -24,7 +25,8 @@ class Node:
     ``ids``: token ids, a delta to the parent's path. A sampled node also has ``logprobs`` (one per id, the
     engine's own), the ``reply`` that the client was sent, and ``delivered``: the client got all of it.
     ``versions``: the weight version of each id, empty if unknown. ``trained``: False for a reply that the trainer
-    must not see (a side call that is only served); it is context to whatever comes after it.
+    must not see (a side call that is only served); it is context to whatever comes after it. ``experts``: the engine's
+    routing (`engine.Completion`) of the tokens that no earlier call on this path had.
     """
 
     index: int
@@ -40,6 +42,7 @@ class Node:
     versions: tuple[int, ...] = ()
     trained: bool = True
     tools_allowed: bool = True  # False: the client had forbidden calls, so none were looked for
+    experts: Any = None
     children: list[Node] = field(default_factory=list)
 
     @property
@@ -66,7 +69,8 @@ class Node:
 class TrainingSequence:
     """One training row. ``mask`` and ``logprobs`` have the length of ``response_ids``; where the mask is 0 the
     logprob is 0.0. ``nodes`` are the indices of the sampled nodes that this row trains; ``versions``: the lowest and
-    the highest weight version that sampled them, (0, 0) if unknown."""
+    the highest weight version that sampled them, (0, 0) if unknown. ``experts``: the engine's routing of all tokens but
+    the last, as arrays to be put one behind the other; empty unless it was recorded."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -74,6 +78,7 @@ class TrainingSequence:
     logprobs: list[float]
     nodes: tuple[int, ...]
     versions: tuple[int, int]
+    experts: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ class Tree:
         versions: tuple[int, ...] = (),
         trained: bool = True,
         tools_allowed: bool = True,
+        experts: Any = None,
     ) -> Node:
         """Append a sampled reply after ``context``; it counts once ``delivered`` is set."""
         if len(ids) != len(logprobs):
@@ -144,6 +150,10 @@ class Tree:
         node = self._add(context, ids)
         node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
         node.trained, node.tools_allowed = trained, tools_allowed
+        if experts is not None:
+            # The last token of the reply before was sampled and not yet read. A copy, or the whole array would stay.
+            known = context.parent.length - 1 if context.parent else 0
+            node.experts = experts[known : node.length - 1].copy()
         return node
 
     def _add(self, parent: Node | None, ids: list[int]) -> Node:
@@ -238,4 +248,5 @@ def _row(path: list[Node], fresh: set[int]) -> TrainingSequence:
     trained = [node for node in path if node.index in fresh]
     known = [version for node in trained for version in node.versions] or [0]
     nodes = tuple(node.index for node in trained)
-    return TrainingSequence(prompt, response, mask, logprobs, nodes, (min(known), max(known)))
+    experts = tuple(node.experts for node in path if node.experts is not None)
+    return TrainingSequence(prompt, response, mask, logprobs, nodes, (min(known), max(known)), experts)

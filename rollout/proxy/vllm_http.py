@@ -36,9 +36,10 @@ class _Reply(msgspec.Struct):
 class VllmHttpEngine:
     """``POST {base_url}/inference/v1/generate``: token ids in, sampled ids and their logprobs out, no text between.
 
-    ``model``: the name that the server serves it under. ``sampling`` has the names of vLLM's SamplingParams; what it
-    does not name is vLLM's own default, not the model's generation_config.json, and the server ignores names that it
-    does not know. Cancelling a call closes its connection, which makes the server abort the request.
+    ``model``: the name that the server serves it under; ``key``: the server's ``--api-key``. ``sampling`` has the names
+    of vLLM's SamplingParams; what it does not name is vLLM's own default, not the model's generation_config.json, and
+    the server ignores names that it does not know. Cancelling a call closes its connection, which
+    makes the server abort the request.
 
     A logprob is of the distribution that was sampled from if the server runs with
     ``--logprobs-mode processed_logprobs``. With vLLM's default, raw_logprobs, it is the model's own: the same only at
@@ -49,9 +50,12 @@ class VllmHttpEngine:
     lacks logprobs. ``close`` ends the connections.
     """
 
-    def __init__(self, base_url: str, model: str) -> None:
+    def __init__(self, base_url: str, model: str, key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.model = model
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._http: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Reply)
 
@@ -64,9 +68,8 @@ class VllmHttpEngine:
             "sampling_params": {**sampling, "n": 1, "logprobs": 0, "skip_special_tokens": False},
         }
         url = f"{self.base_url}/inference/v1/generate"
-        headers = {"Content-Type": "application/json"}
         try:
-            async with self._session().post(url, data=msgspec.json.encode(body), headers=headers) as response:
+            async with self._session().post(url, data=msgspec.json.encode(body), headers=self._headers) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"{url}: {type(error).__name__}: {error}") from error

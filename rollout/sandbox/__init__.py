@@ -14,6 +14,8 @@ Implementations: `rollout.sandbox.local` (directories and processes of this mach
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +34,14 @@ class SandboxError(Exception):
     def __init__(self, cause: str, detail: str = "") -> None:
         super().__init__(f"{cause}: {detail}" if detail else cause)
         self.cause = cause
+
+
+_FULL = tuple(os.strerror(number).lower() for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def failed(cause: str, text: str) -> SandboxError:
+    """A SandboxError of this cause, or no_space where the system's words for a full disk are in the text."""
+    return SandboxError("no_space" if any(words in text.lower() for words in _FULL) else cause, text)
 
 
 class PatchTooLarge(Exception):

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from rollout.sandbox import SandboxError, apptainer_cli, files, images
+from rollout.sandbox import SandboxError, apptainer_cli, failed, files, images
 from rollout.sandbox.apptainer_cli import Program, exec_command, said
 from rollout.sandbox.images import HOME, SCRIPT, WORKDIR, Source, Wanted
 from rollout.sandbox.lease import lease
@@ -123,7 +123,7 @@ async def _entry(cache: Cache, key: str, make: Callable[[Path, Path], Awaitable[
                     await evict(cache, keep=place)
         facts = json.loads((place / _FACTS).read_text())
     except OSError as error:
-        raise _failure("boot_failed", f"the image cache {cache.directory}: {error}") from error
+        raise failed("boot_failed", f"the image cache {cache.directory}: {error}") from error
     sif = Sif(place / "image.sif", place, tuple(facts.get("residue", ())))
     sif.used()
     return sif
@@ -178,12 +178,7 @@ async def _do(argv: Sequence[str], scratch: Path, cause: str, what: str, timeout
     places = {f"{name}_TMPDIR": str(scratch / "tmp") for name in ("APPTAINER", "SINGULARITY")}
     done = await apptainer_cli.call(argv, {**os.environ, **places, "LC_ALL": "C"}, timeout_s)
     if done.returncode != 0:
-        raise _failure(cause, f"{what}: {said(done)}")
-
-
-def _failure(cause: str, text: str) -> SandboxError:
-    full = any(os.strerror(number).lower() in text.lower() for number in (errno.ENOSPC, errno.EDQUOT))
-    return SandboxError("no_space" if full else cause, text)
+        raise failed(cause, f"{what}: {said(done)}")
 
 
 # --- ahead of a run
@@ -195,6 +190,7 @@ async def prepare(
     *,
     parallel: int = 4,
     say: Callable[[str], None] = logger.info,
+    count: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict]:
     """Pull and seal what is not there, as `images.prepare` does; the same report. Raises the first SandboxError."""
     found = await asyncio.to_thread(apptainer_cli.program)
@@ -207,7 +203,7 @@ async def prepare(
         residue = [*made.residue, *(f"test: {name}" for name in visible)]
         return {"image": task.source.image, "sealed": str(made.entry), "residue": residue}
 
-    return await images.ahead(wanted, make, parallel=parallel, say=say)
+    return await images.ahead(wanted, make, parallel=parallel, say=say, count=count)
 
 
 def _visible(tree: Path, tests: Sequence[str]) -> list[str]:

@@ -13,7 +13,9 @@ import tempfile
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
-from rollout.sandbox import PatchTooLarge, SandboxError
+from docker.errors import APIError
+
+from rollout.sandbox import PatchTooLarge, failed
 from rollout.sandbox.docker_engine import Engine
 from rollout.sandbox.docker_files import archive, is_directory
 from rollout.sandbox.treediff import LINK, Directory, counts, git_mode, patch_between
@@ -35,7 +37,7 @@ def container_diff(engine: Engine, container: str, origin: str | Path, workdir: 
             return _since_snapshot(engine, container, origin, workdir, max_bytes)
         return _since_image(engine, container, origin, workdir, max_bytes)
     except OSError as error:
-        raise SandboxError("diff_failed", str(error)) from error
+        raise failed("diff_failed", str(error)) from error
 
 
 def _since_snapshot(engine: Engine, container: str, snapshot: Path, workdir: str, max_bytes: int) -> bytes:
@@ -49,7 +51,13 @@ def _since_snapshot(engine: Engine, container: str, snapshot: Path, workdir: str
 
 def _since_image(engine: Engine, container: str, image: str, workdir: str, max_bytes: int) -> bytes:
     root = os.fsencode(workdir)
-    changed, gone, unnamed = _changed(engine.client.diff(container) or [], root)
+    try:
+        changed, gone, unnamed = _changed(engine.client.diff(container) or [], root)
+    except APIError as error:
+        if error.status_code != 500:
+            raise
+        # Podman cannot list changes when a file or a link has become a directory: all that there is is compared.
+        changed, gone, unnamed = set(), set(), {b""}
     if not is_directory(engine.stat(container, workdir)):  # the work tree itself is gone, or a link now
         changed, gone, unnamed = set(), {b""}, set()
     if not changed and not gone and not unnamed:
@@ -125,8 +133,11 @@ class _Fetched:
     def fetch(self, single: set[bytes], whole: set[bytes]) -> None:
         """Read the files and links among `single`, and all that is at or below `whole`. What is not there is left
         out. The engine names what is in a directory that was added or changed, but not what was in a deleted one."""
-        if len(single) + len(whole) > _ONE_BY_ONE:
+        # Podman follows a link that it is asked for, but not those that it finds in a directory.
+        if len(single) + len(whole) > _ONE_BY_ONE or (self._engine.podman and single | whole):
             place = os.path.commonpath(single | whole)
+            if self._engine.podman:
+                place = os.path.dirname(place)
             self._read(place, lambda path: path in single or _within(path, whole))
             return
         for path in whole:

@@ -21,15 +21,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound, create_api_error_from_http_exception
 from docker.utils import kwargs_from_env
 
-from rollout.sandbox import SandboxError
+from rollout.sandbox import SandboxError, failed, podman
 from rollout.sandbox.owner import gone, me
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Engine:
             self.client = docker.APIClient(
                 **kwargs_from_env(), version="auto", timeout=_TIMEOUT_S, max_pool_size=_THREADS
             )
+            self.podman = podman.is_podman(self.client.version())
         except (DockerException, requests.RequestException) as error:
             raise translated(error, "no_engine") from error
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="engine")
@@ -67,6 +69,17 @@ class Engine:
 
     def labels(self, run: str = "") -> dict[str, str]:
         return {OWNER: me(), RUN: run}
+
+    def ulimits(self, **values: int) -> list[dict[str, Any]]:
+        """Limits of each process of a container that is to be started, for its host config."""
+        values = {**podman.ulimits(), **values} if self.podman else values
+        return [{"Name": name, "Soft": value, "Hard": value} for name, value in values.items()]
+
+    @functools.cached_property
+    def security_opt(self) -> list[str]:
+        """Of a container that is to be started, for its host config: no new privileges, and no new namespaces."""
+        profile = podman.seccomp(self.client, cache_dir("podman")) if self.podman else None
+        return ["no-new-privileges", *([f"seccomp={profile}"] if profile else [])]
 
     def reap(self) -> list[str]:
         """Remove containers whose owner is gone; returns their ids. Failures are logged, never raised."""
@@ -113,18 +126,56 @@ class Engine:
             image, host_config=self.client.create_host_config(**host), use_config_proxy=False, **config
         )["Id"]
 
+    def changed_bytes(self, container: str) -> int:
+        """The size of what a running container has written; 0 when it is not there."""
+        try:
+            return self._changed_bytes(container)
+        except APIError:
+            if not self.podman:
+                raise
+        # Podman cannot count while files go, and a box must not hide so: it stands still for a moment.
+        try:
+            self.client.pause(container)
+        except APIError:  # it has just ended
+            return 0
+        try:
+            return self._changed_bytes(container)
+        finally:
+            self.client.unpause(container)
+
+    def _changed_bytes(self, container: str) -> int:
+        found = self.client.containers(all=True, size=True, filters={"id": container})
+        return found[0].get("SizeRw", 0) if found else 0
+
+    def processes(self, container: str) -> list[list[str]]:
+        """A row for each process of a running container."""
+        # By default podman runs the container's own `ps`; it looks itself when it is asked for columns of its own.
+        return self.client.top(container, "pid,args" if self.podman else None)["Processes"]
+
     def stat(self, container: str, path: str) -> Mapping[str, Any] | None:
         """What is at a path of a container, links not followed at its end: name, size, mode (Go's), linkTarget."""
-        answer = self.client.head(
-            f"{self.client.base_url}/v{self.client.api_version}/containers/{container}/archive",
-            params={"path": path},
-            timeout=_TIMEOUT_S,
-        )
-        if answer.status_code == 404:
-            return None
-        if not answer.ok:
+        answer = self.client.head(self._archive_url(container), params={"path": path}, timeout=_TIMEOUT_S)
+        encoded = answer.headers.get("X-Docker-Container-Path-Stat")
+        if encoded is None:
+            if answer.status_code == 404:
+                return None
             raise SandboxError("docker_failed", f"stat {path}: HTTP {answer.status_code}")
-        return json.loads(base64.b64decode(answer.headers["X-Docker-Container-Path-Stat"]))
+        # Podman: there is a link, but nothing where it points (404), and base64 for addresses.
+        return json.loads(base64.b64decode(encoded, b"-_"))
+
+    def archive(self, container: str, path: str) -> requests.Response:
+        """The tar archive of a path of a container, as a stream; the caller closes it. The SDK's own cannot read
+        podman's header. Raises NotFound, APIError."""
+        url, query = self._archive_url(container), {"path": path}
+        answer = self.client.get(url, params=query, stream=True, timeout=_TIMEOUT_S)
+        try:
+            answer.raise_for_status()
+        except requests.HTTPError as error:
+            create_api_error_from_http_exception(error)
+        return answer
+
+    def _archive_url(self, container: str) -> str:
+        return f"{self.client.base_url}/v{self.client.api_version}/containers/{container}/archive"
 
     async def open_stream(self, exec_id: str) -> Stream:
         """Start an exec that was created and attach to it. SandboxError when the engine cannot start it."""
@@ -148,7 +199,7 @@ class Engine:
             status = answer.split(b" ", 2)[1]
             if status not in (b"101", b"200"):
                 text = (await asyncio.wait_for(reader.read(2000), _TIMEOUT_S)).decode(errors="replace")
-                raise SandboxError("exec_failed", " ".join(text.split()))
+                raise failed("exec_failed", " ".join(text.split()))
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError) as error:
             writer.close()
             raise SandboxError("exec_failed", f"the engine hung up: {error}") from error
@@ -199,6 +250,13 @@ def engine() -> Engine:
     return _engine(os.getpid())  # a forked child makes its own
 
 
+def cache_dir(kind: str) -> Path:
+    """A directory of this user for what is worth keeping between runs."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", PROJECT, kind)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 def checked(cause: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """function(...), whose engine errors become SandboxErrors."""
     try:
@@ -212,9 +270,7 @@ def translated(error: Exception, cause: str) -> SandboxError:
     text = " ".join(str(error.explanation if isinstance(error, APIError) and error.explanation else error).split())
     if isinstance(error, ImageNotFound) or (isinstance(error, NotFound) and "image" in text.lower()):
         return SandboxError("missing_image", text)
-    if "no space left on device" in text.lower() or "disk quota exceeded" in text.lower():
-        return SandboxError("no_space", text)
     if isinstance(error, requests.ConnectionError | requests.Timeout) or "Error while fetching server" in text:
         where = os.environ.get("DOCKER_HOST", "the default socket")
         return SandboxError("no_engine", f"no container engine answers at {where} ({text})")
-    return SandboxError(cause, text)
+    return failed(cause, text)

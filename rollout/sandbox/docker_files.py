@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import tarfile
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -85,23 +85,23 @@ def packed(snapshot: Path, place: str, empty: Iterable[str], owner: tuple[int, i
 def archive(engine: Engine, container: str, path: str) -> Generator[Iterable[tuple[tarfile.TarFile, tarfile.TarInfo]]]:
     """The members of a path, or of everything below it, as they come. FileNotFoundError when nothing is there."""
     try:
-        chunks, _ = engine.client.get_archive(container, path, chunk_size=1 << 18)
+        answer = engine.archive(container, path)
     except NotFound as error:
         raise FileNotFoundError(path) from error
-    body = _Body(chunks)
+    body = _Body(answer.iter_content(1 << 18))
     try:
         with tarfile.open(fileobj=cast(io.BufferedIOBase, body), mode="r|", errors="surrogateescape") as tar:
             yield ((tar, member) for member in tar)
     except tarfile.TarError as error:
         raise SandboxError("docker_failed", f"the archive of {path} is broken: {error}") from error
     finally:
-        chunks.close()  # ends the request when the rest is not wanted
+        answer.close()  # ends the request when the rest is not wanted
 
 
 class _Body:
-    """A generator of chunks, as a file that tarfile can read."""
+    """Chunks, as a file that tarfile can read."""
 
-    def __init__(self, chunks: Generator[bytes]) -> None:
+    def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""
 

@@ -29,12 +29,13 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote, unquote
 
 from docker.errors import APIError, DockerException, NotFound
 
 from rewards.task import Task, load_tasks
 from rollout.sandbox import SandboxError, docker_files
-from rollout.sandbox.docker_engine import PROJECT, Engine, checked, engine
+from rollout.sandbox.docker_engine import PROJECT, Engine, cache_dir, checked, engine
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def _find_or_seal(found: Engine, source: Source) -> tuple[Sealed, bool]:
     if made is None:
         checked("seal_failed", _seal, found, source, status, ref)
         made = checked("seal_failed", found.client.inspect_image, ref)
-    facts = json.loads(made["Config"]["Labels"][_LABEL])
+    facts = _read(made["Config"]["Labels"][_LABEL])
     result = Sealed(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]))
     used(result)
     return result, fresh
@@ -167,6 +168,8 @@ def _tagged(image: str) -> bool:
 
 
 def _inspect(found: Engine, image: str) -> Mapping | None:
+    if image.startswith("dir:"):  # engines call that by different names
+        return None
     try:
         return checked("docker_failed", found.client.inspect_image, image)
     except SandboxError as error:
@@ -194,7 +197,9 @@ def _seal(found: Engine, source: Source, status: Mapping, ref: str) -> None:
             network_mode="none",
             cap_drop=["ALL"],
             cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER"],  # files may belong to the image's user
-            security_opt=["no-new-privileges"],
+            security_opt=found.security_opt,
+            ulimits=found.ulimits(),
+            log_config={"Type": "json-file"},  # what it says is read, whatever the engine does with others' output
         ),
         use_config_proxy=False,
     )["Id"]
@@ -205,9 +210,9 @@ def _seal(found: Engine, source: Source, status: Mapping, ref: str) -> None:
         out = client.logs(container, stdout=True, stderr=False).decode(errors="replace")
         said = client.logs(container, stdout=False, stderr=True).decode(errors="replace")
         label = {"source": status["Id"], "image": image, **judged(source, code, out, said)}
-        made = client.commit(
-            container, conf={"User": user or "0:0", "Labels": {_LABEL: json.dumps(label)}}, message="sealed"
-        )["Id"]
+        # As instructions, not as a configuration, which podman ignores.
+        changes = [f"USER {user or '0:0'}", f"LABEL {_LABEL}={_written(label)}"]
+        made = client.commit(container, changes=changes, message="sealed")["Id"]
     finally:
         with contextlib.suppress(DockerException):
             client.remove_container(container, force=True, v=True)
@@ -215,6 +220,15 @@ def _seal(found: Engine, source: Source, status: Mapping, ref: str) -> None:
         client.tag(made, *ref.split(":"))
     else:  # another machine's process was faster
         client.remove_image(made)
+
+
+def _written(label: Mapping) -> str:
+    """Without characters that mean something in an instruction; engines do not agree on quotes."""
+    return quote(json.dumps(label), safe=":/")
+
+
+def _read(label: str) -> Any:
+    return json.loads(unquote(label))
 
 
 def check_commit(source: Source) -> None:
@@ -305,9 +319,11 @@ async def prepare(
     parallel: int = 4,
     budget_bytes: int | None = None,
     say: Callable[[str], None] = logger.info,
+    count: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict]:
     """Pull and seal what is not there, `parallel` at a time, until the budget is full: the rest is made when it is
-    needed, in the place of what was not used for longest.
+    needed, in the place of what was not used for longest. `count` is told how many of how many are ready; without it
+    `say` is, now and then.
 
     Returns per instance id {"image", "sealed", "residue": lines}. Raises the first SandboxError.
     """
@@ -321,7 +337,7 @@ async def prepare(
         residue = [*made.residue, *(f"test: {name}" for name in visible)]
         return {"image": task.source.image, "sealed": made.ref, "residue": residue}
 
-    return await ahead(wanted, make, parallel=parallel, say=say)
+    return await ahead(wanted, make, parallel=parallel, say=say, count=count)
 
 
 async def ahead(
@@ -330,6 +346,7 @@ async def ahead(
     *,
     parallel: int,
     say: Callable[[str], None],
+    count: Callable[[int, int], None] | None,
 ) -> dict[str, dict]:
     """The reports of `make` by instance id, `parallel` made at a time; without those that are None: no room now."""
     slots = asyncio.Semaphore(parallel)
@@ -343,7 +360,9 @@ async def ahead(
         if report is None:
             return
         reports[task.instance_id] = report
-        if time.monotonic() - said > 5:
+        if count is not None:
+            count(len(reports), len(wanted))
+        elif len(reports) < len(wanted) and time.monotonic() - said > 5:  # the last line is said in any case
             said = time.monotonic()
             say(f"images: {len(reports)} of {len(wanted)} ready")
 
@@ -418,7 +437,7 @@ def _noted(found: Engine) -> list[tuple[float, str, int, Path]]:
             continue
         # A sealed image shares all but its last layer with its source.
         label = (status["Config"].get("Labels") or {}).get(_LABEL)
-        source = _inspect(found, json.loads(label)["source"]) if label else None
+        source = _inspect(found, _read(label)["source"]) if label else None
         images.append((last, name, status["Size"] - (source["Size"] if source else 0), file))
     return images
 
@@ -436,13 +455,6 @@ def _note(kind: str, name: str) -> None:
 
 def _file(kind: str, name: str) -> Path:
     return cache_dir("images") / f"{kind}-{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
-
-
-def cache_dir(kind: str) -> Path:
-    """A directory of this user for what is worth keeping between runs."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", PROJECT, kind)
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 @contextlib.contextmanager

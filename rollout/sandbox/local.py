@@ -13,8 +13,9 @@ descriptor is inherited, CPU time, file size and open files are limited, and `cl
 Memory and the total size of the box are not limited; address space cannot be, because the agent's
 binary reserves far more than it uses.
 
-A process killed before it could close its sandboxes leaves their directories behind; the next process
-that boots a sandbox under the same TMPDIR deletes them.
+A process killed before it could close its sandboxes leaves their directories behind, and rarely a program: bwrap's
+end with their parent, but not in the milliseconds in which bwrap starts them. `sweep` ends and deletes what is left;
+the next process that boots a sandbox under the same TMPDIR calls it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, SandboxError, bwrap, files, process
+from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, SandboxError, bwrap, failed, files, process
 from rollout.sandbox.treediff import Directory, Tree, patch_between
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class DirectorySandbox:
         try:
             await asyncio.to_thread(files.write_below, base, relative, data)
         except OSError as error:
-            raise SandboxError("put_failed", f"{path}: {error}") from error
+            raise failed("put_failed", f"{path}: {error}") from error
 
     async def get(self, path: str) -> bytes:
         base, relative = self._locate(path)
@@ -187,7 +188,7 @@ class DirectorySandbox:
                 files.open_modes(tree)
                 return patch_between(self._origin(), Directory(os.fsencode(tree)), scratch, PATCH_CAP)
         except OSError as error:
-            raise SandboxError("diff_failed", str(error)) from error
+            raise failed("diff_failed", str(error)) from error
         finally:
             files.remove_tree(scratch)
 
@@ -274,6 +275,7 @@ class LocalSandbox(DirectorySandbox):
             # Process 1 of the namespace: bwrap then sees it end with all the others, and ends too.
             inner = re.search(rb'"child-pid": (\d+)', read_status())
             if inner is None:
+                self._may_stray = True
                 kill_group(pid)
             else:
                 with contextlib.suppress(ProcessLookupError):
@@ -301,6 +303,9 @@ class LocalSandbox(DirectorySandbox):
             if not killed and b'"exit-code"' not in read_status():
                 raise SandboxError("exec_failed", result.stderr[-500:].decode(errors="replace").strip())
             return result
+        except asyncio.CancelledError:  # the loop ends, perhaps while the process is starting
+            self._may_stray = True
+            raise
         finally:
             os.close(status_read)
             os.close(status_write)
@@ -356,9 +361,7 @@ def make_root(fill: Callable[[Path], None]) -> Path:
     except OSError as error:
         if root is not None:
             files.remove_tree(root)
-        # shutil.Error is a list of texts, so the number of the error may be gone.
-        full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
-        raise SandboxError("no_space" if full else "boot_failed", str(error)) from error
+        raise failed("boot_failed", str(error)) from error
     return root
 
 
@@ -385,9 +388,8 @@ def _workspace(pid: int) -> Path:
 
     pid is the cache key: a forked child makes its own.
     """
-    parent = Path(tempfile.gettempdir())
-    for other in parent.glob(_WORKSPACE + "*"):
-        _remove_if_dead(other)
+    sweep()
+    parent = _parent()
     # Locked under a name that nobody sweeps, then renamed.
     directory = Path(tempfile.mkdtemp(prefix="new-" + _WORKSPACE, dir=parent))
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
@@ -396,6 +398,17 @@ def _workspace(pid: int) -> Path:
     directory.rename(final)
     atexit.register(files.remove_tree, final)
     return final
+
+
+def sweep() -> None:
+    """End and delete what processes that are dead have left of their sandboxes in the same place."""
+    for workspace in _parent().glob(_WORKSPACE + "*"):
+        _remove_if_dead(workspace)
+
+
+def _parent() -> Path:
+    """TMPDIR, or what it was before it became a training run's own."""
+    return Path(os.environ.get("RL_BOX_DIR") or tempfile.gettempdir())
 
 
 def _remove_if_dead(workspace: Path) -> None:
@@ -408,6 +421,10 @@ def _remove_if_dead(workspace: Path) -> None:
     except BlockingIOError:
         return
     else:
+        try:
+            kill_strays(workspace)
+        except SandboxError as error:
+            logger.warning("what %s has left: %s", workspace, error)
         files.remove_tree(workspace)
     finally:
         os.close(lock)
@@ -439,8 +456,8 @@ def kill_group(pid: int) -> None:
 
 
 def kill_strays(root: Path) -> None:
-    """Kill what still lives in the box or carries its environment, and wait until it is gone: also
-    what left its group, and what was just forked."""
+    """Kill what still lives in the box or boxes below `root` or carries their environment, and wait until it is gone:
+    also what left its group, and what was just forked."""
     deadline = time.monotonic() + _GONE_S
     while strays := list(_strays(os.fsencode(root))):
         if time.monotonic() > deadline:
@@ -452,17 +469,26 @@ def kill_strays(root: Path) -> None:
 
 
 def _strays(root: bytes) -> Iterable[int]:
+    # A mount's source is named from the root of its file system; the last part is unique by itself.
+    below, mounted = root + b"/", b"/" + os.path.basename(root) + b"/"
     for name in os.listdir(b"/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
             directory = os.readlink(b"/proc/%s/cwd" % name)
-            with open(b"/proc/%s/environ" % name, "rb") as file:
-                environment = file.read()
+            environment, command, mounts = (_of_process(name, kind) for kind in (b"environ", b"cmdline", b"mountinfo"))
         except OSError:  # gone, a zombie, or another user's
             continue
-        if directory.startswith(root + b"/") or b"HOME=" + root + b"/" in environment:
+        program = os.path.basename(command.partition(b"\0")[0])
+        plain = directory.startswith(below) or b"HOME=" + below in environment
+        # bwrap, which has not yet made its mounts; the program in its namespace.
+        if plain or (program == b"bwrap" and below in command) or mounted in mounts:
             yield int(name)
+
+
+def _of_process(name: bytes, kind: bytes) -> bytes:
+    with open(b"/proc/%s/%s" % (name, kind), "rb") as file:
+        return file.read()
 
 
 async def _stop(running: Mapping[asyncio.Task[ExecResult], asyncio.Future[None]]) -> None:

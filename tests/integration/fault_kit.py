@@ -9,11 +9,12 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import docker
 from docker.errors import DockerException
@@ -141,14 +142,10 @@ class OwnEngine:
 
     def start(self) -> None:
         """Blocks until it answers."""
-        name = f"faults-{os.getpid()}"  # should there be a containerd that all engines share
-        command = ["dockerd", "--host", self.url, "--data-root", self.data, "--exec-root", self.directory / "exec"]
-        command += ["--pidfile", self.directory / "pid", "--config-file", self.directory / "none.json"]
-        command += ["--containerd-namespace", name, "--containerd-plugins-namespace", f"{name}-plugins"]
-        command += ["--iptables=false", "--ip6tables=false", "--bridge=none", "--shutdown-timeout=2"]
-        (self.directory / "none.json").write_text("{}")
         with open(self.directory / "log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                self.command(), cwd=self.directory, stdout=log, stderr=log, start_new_session=True
+            )
         for _ in range(600):
             with contextlib.suppress(DockerException):
                 docker.APIClient(self.url, version="auto", timeout=5).close()
@@ -158,11 +155,32 @@ class OwnEngine:
             time.sleep(0.05)
         raise RuntimeError((self.directory / "log").read_text()[-1500:])
 
+    def command(self) -> list[str]:
+        """What is run, which must not use anything of other engines."""
+        name = f"faults-{os.getpid()}"  # should there be a containerd that all engines share
+        (self.directory / "none.json").write_text("{}")
+        command = ["dockerd", "--host", self.url, "--data-root", f"{self.data}"]
+        command += ["--exec-root", f"{self.directory}/exec", "--pidfile", f"{self.directory}/pid"]
+        command += ["--config-file", f"{self.directory}/none.json"]
+        command += ["--containerd-namespace", name, "--containerd-plugins-namespace", f"{name}-plugins"]
+        return [*command, "--iptables=false", "--ip6tables=false", "--bridge=none", "--shutdown-timeout=2"]
+
     def stop(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
         self.process.wait(60)
+
+    def fill(self, room: int = 0) -> None:
+        """Leave so many bytes on the disk with its images and containers."""
+        with open(self.data / "filler", "wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(2**16))
+            file.truncate(file.tell() - room)
+
+    def make_room(self) -> None:
+        (self.data / "filler").unlink()
 
     def signal(self, number: int) -> None:
         assert self.process is not None
@@ -186,6 +204,22 @@ class OwnEngine:
         mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
         for place in reversed([place for place in mounts if place.startswith(f"{self.directory}/")]):
             subprocess.run(["umount", "-l", place], check=True)
+
+
+Own = TypeVar("Own", bound=OwnEngine)
+
+
+@contextlib.contextmanager
+def running(kind: type[Own], image: str, data_mb: int) -> Iterator[Own]:
+    """An engine that runs and has the image, in a temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="cc-engine-") as directory:
+        own = kind(Path(directory), data_mb=data_mb)
+        try:
+            own.start()
+            own.load(image)
+            yield own
+        finally:
+            own.end()
 
 
 @contextlib.contextmanager

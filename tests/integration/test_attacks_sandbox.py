@@ -320,7 +320,7 @@ async def test_there_is_only_the_box_to_write_to_and_a_file_has_its_limit(kind: 
 
 
 async def check_mounts(box: Sandbox) -> None:
-    """Nobody else's directory can be written to; of mounted files, three that the engine makes for each container."""
+    """Nobody else's directory can be written to; of mounted files, one that the engine makes for each container."""
     lines = (await sh(box, "cat /proc/self/mountinfo")).stdout.decode().splitlines()
     writable = {}
     for line in lines:
@@ -329,7 +329,7 @@ async def check_mounts(box: Sandbox) -> None:
             writable[left.split()[4]] = right.split()[0]
     assert writable.pop("/") in ("overlay", "fuse-overlayfs")
     disks = {place for place, kind in writable.items() if kind not in ("proc", "tmpfs", "devpts", "mqueue")}
-    assert disks == {"/etc/resolv.conf", "/etc/hostname", "/etc/hosts"}, writable
+    assert disks == {"/etc/hostname"}, writable
     for place in (
         "/proc/sys/kernel/core_pattern",
         "/proc/sysrq-trigger",
@@ -346,7 +346,9 @@ async def test_a_box_has_only_so_much_disk(kind: Kind, tmp_path: Path) -> None:
     try:
         script = f"for n in $(seq {2 * kind.disk_mb}); do head -c {2**20} /dev/zero > big$n || exit 7; done; sleep 60"
         assert (await sh(box, script, 120)).returncode in (7, 137)  # by a quota, or by who looks at the size
-        assert (await sh(box, "rm -f big*; echo works")).stdout == b"works\n"
+        async with asyncio.timeout(120):  # on a slow disk a look in the middle of it finds the box too large again
+            while (await sh(box, "rm -f big*; echo works")).stdout != b"works\n":
+                pass
     finally:
         await box.close()
 
@@ -428,7 +430,7 @@ async def test_no_rights_are_gained_by_an_ordinary_user_in_a_container(tmp_path:
     container = found.client.create_container(base, ["true"], network_disabled=True, labels=found.labels())["Id"]
     tag = f"{PROJECT}/test:user-{secrets.token_hex(8)}"
     try:
-        found.client.commit(container, *tag.split(":"), conf={"User": "1000:1000"})
+        found.client.commit(container, *tag.split(":"), changes=["USER 1000:1000"])
         box = await boot_container(make_task(tmp_path), None, tag)
         assert (await sh(box, "id -u; test -u /usr/bin/su")).stdout == b"1000\n"
         lines = await rights(box)

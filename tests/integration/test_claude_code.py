@@ -137,7 +137,7 @@ async def test_out_of_turns_is_graded(proxy: ProxyServer, task: Task, tmp_path: 
 
 
 async def test_hung_agent_is_stopped_and_graded(proxy: ProxyServer, task: Task) -> None:
-    slow = setup(proxy, scripted(lambda _: call("Bash", command="sleep 100")), timeout_s=4)
+    slow = setup(proxy, scripted(lambda _: call("Bash", command="sleep 100")), timeout_s=10)
     episode = await run_episode(slow, task, "e")
     assert (episode.agent.status, episode.verdict.reward) == ("timeout", 0.0)
 

@@ -24,7 +24,6 @@ from tests.integration.claude_kit import (
     failing,
     in_turn,
     scripted,
-    slow,
     stage,
 )
 from tests.kit import CharTokenizer
@@ -63,10 +62,12 @@ async def test_sub_agents_in_sequence(task: Task, tmp_path: Path) -> None:
 async def test_sub_agents_in_parallel_are_interleaved(task: Task, tmp_path: Path) -> None:
     """Two of one kind share their head and differ in the first message; their calls overlap in time."""
     order: list[str] = []
+    both = asyncio.Barrier(2)
 
     async def mood(number: int, prompt: str) -> None:
         order.append(thread_of(prompt))
-        await asyncio.sleep(0.25)
+        if order[-1] != "main":
+            await both.wait()
 
     main = in_turn(agent("one", run_in_background=False) + agent("two", run_in_background=False), "Done.")
     sub = in_turn(call("Bash", command="echo 1"), call("Bash", command="echo 2"), "Found.")
@@ -84,7 +85,15 @@ async def test_background_agents_notify_by_reminders_alone(task: Task, tmp_path:
     user message that is all <system-reminder>."""
     main = in_turn(agent("one"), "I wait.", "Done.")
     sub = in_turn(call("Bash", command="echo 1"), "Found.")
-    async with stage(Moody(with_subs(main, sub), slow(0.2)), task) as played:
+    went_on = asyncio.Event()
+
+    async def mood(number: int, prompt: str) -> None:
+        if thread_of(prompt) != "main":
+            await went_on.wait()
+        elif answers(prompt) == 1:
+            went_on.set()
+
+    async with stage(Moody(with_subs(main, sub), mood), task) as played:
         await played.play("MAIN go.")
         rows = played.check(tmp_path, rows=2)
         assert sorted(len(row.nodes) for row in rows) == [2, 3]
@@ -248,7 +257,7 @@ async def test_killed_in_a_reply_and_continued(task: Task, tmp_path: Path) -> No
 
     engine = Moody(in_turn(call("Bash", command="echo 1"), "Fin."), mood)
     async with stage(engine, task) as played:
-        await played.play("MAIN go.", timeout_s=3.0)
+        await played.play("MAIN go.", timeout_s=10)
         await played.play("MAIN again.", "--continue")
         (row,) = played.check(tmp_path, rows=1)
         assert [r.status for r in played.runs] == ["timeout", "finished"]
@@ -260,7 +269,7 @@ async def test_killed_in_a_reply_and_continued(task: Task, tmp_path: Path) -> No
 async def test_killed_in_a_tool_and_continued(task: Task, tmp_path: Path) -> None:
     """The call was delivered and its result never came; the next process goes on behind it."""
     async with stage(scripted(in_turn(call("Bash", command="tail -f /dev/null"), "Fin.")), task) as played:
-        await played.play("MAIN go.", timeout_s=4.0)
+        await played.play("MAIN go.", timeout_s=10)
         await played.play("MAIN again.", "--continue")
         (row,) = played.check(tmp_path, rows=1)
         assert len(row.nodes) == 2

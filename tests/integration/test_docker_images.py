@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import http.server
+import io
+import json
 import os
 import subprocess
 import sys
+import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,17 +42,22 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_known", {})
 
 
-def variant(found: Engine, name: str, script: str, **config: str) -> str:
-    """The small image after a script, as root."""
+def variant(found: Engine, name: str, script: str, *changes: str) -> str:
+    """The small image after a script, as root, and instructions."""
     tag = f"{PROJECT}/test-{name}:1"
     client = found.client
     container = client.create_container(
-        small_image(), ["bash", "-euc", script], labels=found.labels(), network_disabled=True, use_config_proxy=False
+        small_image(),
+        ["bash", "-euc", script],
+        labels=found.labels(),
+        network_disabled=True,
+        host_config=client.create_host_config(ulimits=found.ulimits()),
+        use_config_proxy=False,
     )["Id"]
     try:
         client.start(container)
         assert client.wait(container)["StatusCode"] == 0, client.logs(container)
-        client.commit(container, *tag.split(":"), conf={"Cmd": ["true"], **config})
+        client.commit(container, *tag.split(":"), changes=['CMD ["true"]', *changes])
     finally:
         client.remove_container(container, force=True)
     return tag
@@ -108,7 +120,7 @@ async def test_what_is_left_is_reported(found: Engine) -> None:
             "repository: /opt/copy/.git",
             "test: test_mod.py::test_new[1]",
         ]
-        assert said == ["images: 2 of 2 ready"]
+        assert said[-1] == "images: 2 of 2 ready" and len({*said}) == len(said)
         box = await boot_docker(images.Source(tag))
         try:
             assert (await sh(box, "git ls-files vendored")).stdout == b"vendored/file\n"
@@ -119,7 +131,7 @@ async def test_what_is_left_is_reported(found: Engine) -> None:
 
 
 async def test_a_user_of_the_image_keeps_being_it(found: Engine, tmp_path: Path) -> None:
-    tag = variant(found, "user", "useradd -m worker; chown -R worker /testbed", User="worker")
+    tag = variant(found, "user", "useradd -m worker; chown -R worker /testbed", "USER worker")
     sealed = await found.call(images.sealed, found, images.Source(tag))
     sockets = tmp_path / "s"
     sockets.mkdir(mode=0o700)
@@ -146,12 +158,12 @@ async def test_a_user_of_the_image_keeps_being_it(found: Engine, tmp_path: Path)
 
 
 async def test_images_that_cannot_be_sealed(found: Engine) -> None:
-    for name, script, config, cause in (
-        ("bare", "rm -rf /testbed", {}, "seal_failed"),
-        ("volume", "true", {"Volumes": {"/testbed": {}}}, "seal_failed"),
-        ("gitless", "rm /usr/bin/git", {}, "no_git"),
+    for name, script, changes, cause in (
+        ("bare", "rm -rf /testbed", (), "seal_failed"),
+        ("volume", "true", ("VOLUME /testbed",), "seal_failed"),
+        ("gitless", "rm /usr/bin/git", (), "no_git"),
     ):
-        tag = variant(found, name, script, **config)
+        tag = variant(found, name, script, *changes)
         try:
             with pytest.raises(SandboxError) as failure:
                 await boot_docker(images.Source(tag))
@@ -183,9 +195,8 @@ async def test_what_does_not_fit_the_budget_is_made_when_it_is_needed(found: Eng
     sealed = []
     try:
         reports = await images.prepare(wanted, parallel=1, budget_bytes=1, say=said.append)
-        assert list(reports) == ["0"] and said == [
-            "images: 1 of 3 ready; 2 more when they are needed, for the budget is full"
-        ]
+        assert list(reports) == ["0"]
+        assert said[-1] == "images: 1 of 3 ready; 2 more when they are needed, for the budget is full"
         sealed = [await found.call(images.sealed, found, images.Source(tag), 1) for tag in tags]
         # Each in the place of the one before.
         assert images.missing(found, [one.ref for one in sealed]) == sorted(one.ref for one in sealed[:2])
@@ -248,6 +259,68 @@ async def test_the_least_recently_used_go_first(found: Engine) -> None:
         assert images.missing(found, [one.ref for one in sealed]) == [sealed[1].ref]
     finally:
         drop(found, *(one.ref for one in sealed), *tags)
+
+
+@contextlib.contextmanager
+def registry(repository: str) -> Iterator[tuple[str, list[str]]]:
+    """A registry on this machine with one image of one small layer: its name, and the paths that were asked for."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        file = tarfile.TarInfo("file")
+        file.size = 1000
+        tar.addfile(file, io.BytesIO(bytes(1000)))
+    layer, kind = buffer.getvalue(), "application/vnd.docker"
+
+    def digest(data: bytes) -> str:
+        return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+    rootfs = {"type": "layers", "diff_ids": [digest(layer)]}
+    config = json.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs}).encode()
+    parts = [
+        {"mediaType": f"{kind}.{name}", "size": len(data), "digest": digest(data)}
+        for name, data in (("container.image.v1+json", config), ("image.rootfs.diff.tar", layer))
+    ]
+    content = {"schemaVersion": 2, "mediaType": f"{kind}.distribution.manifest.v2+json"}
+    manifest = json.dumps(content | {"config": parts[0], "layers": parts[1:]}).encode()
+    blobs = {digest(data): data for data in (config, layer, manifest)} | {"latest": manifest, "": b""}
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            data = blobs.get(self.path.rpartition("/")[2])
+            self.send_response(404 if data is None else 200)
+            self.send_header("Content-Length", str(len(data or b"")))
+            if data == manifest:
+                self.send_header("Content-Type", content["mediaType"])
+                self.send_header("Docker-Content-Digest", digest(manifest))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data or b"")
+
+        do_HEAD = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}/{repository}", asked
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_image_is_pulled_and_goes_for_the_budget(found: Engine) -> None:
+    if found.podman:
+        pytest.skip("without TLS podman takes images only from registries that its own configuration names")
+    with registry("some/task") as (name, asked):
+        assert images.missing(found, [name]) == [name]
+        images.pull(found, name)
+    assert any("/manifests/" in path for path in asked) and images.missing(found, [name]) == []
+    assert images.evict(found, 0, keep=[name]) == []
+    assert images.evict(found, 0) == [name] and images.missing(found, [name]) == [name]
 
 
 async def test_a_missing_image_is_named_before_anything_starts(found: Engine) -> None:

@@ -7,29 +7,34 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import transformers
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.grade import grade
-from rewards.task import Task
+from rewards.task import Task, load_tasks
 from rewards.verdict import Reason
+from rl.cluster import log_directory, prepare_node
 from rl.config import compose
 from rl.setup import boot_from, prepare_images
 from rollout.agent.claude_code import AgentConfig, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox.docker_engine import engine
-from tests.docker_kit import left, made, task_images
+from rollout.sandbox.docker_engine import PROJECT, engine
+from tests.docker_kit import REPOSITORY, left, made, task_images
 from tests.integration.claude_kit import call, check_record, in_turn, scripted
 from tests.kit import char_policy
 
 # The first test of all may have to make the base image.
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
-RECIPES = range(6)
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +54,50 @@ def config() -> DictConfig:
     return compose(["sandbox=docker", f"sandbox.base_image={made(task_images().base_image, engine())}"])
 
 
-@pytest.mark.parametrize("number", RECIPES)
-async def test_gold_resolves_and_no_fix_does_not(tasks: list[Task], config: DictConfig, number: int) -> None:
-    task = tasks[number]
-    assert len(tasks) == len(RECIPES) and task.patch is not None and task.FAIL_TO_PASS and task.PASS_TO_PASS
+def test_admission_takes_the_tasks_that_grade_right(tasks: list[Task], tmp_path: Path) -> None:
+    """By the command: gold patches resolve, no patch does not. One whose image changes between two gradings is flaky,
+    one whose patch repairs nothing is broken."""
+    client, changing = engine().client, f"{PROJECT}/test-flaky:1"
+    note = task_images()._NOTE_PATCH.decode()
+    others = [
+        dataclasses.replace(tasks[0], instance_id="flaky", image=changing),
+        dataclasses.replace(tasks[1], instance_id="broken", patch=note),
+    ]
+    source, out = tmp_path / "tasks.parquet", tmp_path / "admitted.parquet"
+    task_images().write_parquet(source, [*tasks, *others])
+
+    def admit(tries: int) -> list[str]:
+        command = [sys.executable, "-m", "rl.data.admit", str(source), "--out", str(out), "--tries", str(tries)]
+        done = subprocess.run([*command, "sandbox=docker"], cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    try:
+        client.tag(tasks[0].image, *changing.split(":"))
+        assert "7 pass, 0 flaky, 1 broken, 0 undecided" in admit(1)
+        client.tag(tasks[2].image, *changing.split(":"))
+        assert "6 pass, 1 flaky, 1 broken, 0 undecided" in admit(2)
+    finally:
+        client.remove_image(changing)
+    assert [task.instance_id for task in load_tasks(out)] == [task.instance_id for task in tasks]
+    report = json.loads(out.with_name("admitted.admission.json").read_text())
+    *found, flaky, broken = report["tasks"]
+    assert len(found) == 6 and all(task["seconds"] > 0 and not task["failures"] for task in found)
+    assert [task["gold"] for task in found] == [{"resolved": 2}] * 6
+    assert [task["empty"] for task in found] == [{"tests_failed": 2}] * 6
+    assert (flaky["status"], flaky["gold"]) == ("flaky", {"resolved": 1, "patch_apply_failed": 1})
+    assert (broken["status"], broken["gold"]) == ("broken", {"tests_failed": 2})
+
+
+async def test_nothing_goes_wrong_that_a_verdict_hides(tasks: list[Task], config: DictConfig) -> None:
+    task = tasks[0]
+    assert task.patch is not None and task.FAIL_TO_PASS and task.PASS_TO_PASS
     boot = functools.partial(boot_from(config, Path(os.devnull)), task, None)
-    gold, none = await asyncio.gather(
-        grade(task, task.patch.encode(), boot, timeout_s=120),
-        grade(task, task_images()._NOTE_PATCH, boot, timeout_s=120),
-    )
+    gold = await grade(task, task.patch.encode(), boot, timeout_s=120)
+    none = await grade(task, None, boot, timeout_s=120)
     assert (gold.reward, none.reason, none.reward) == (1.0, Reason.TESTS_FAILED, 0.0), (gold, none)
     assert set(none.tests["FAIL_TO_PASS"]["failure"]) == set(task.FAIL_TO_PASS)
     assert set(gold.tests["PASS_TO_PASS"]["success"]) == set(task.PASS_TO_PASS)
-    # Nothing went wrong on the way that the verdict hides.
     for complaint in ("command not found", "fatal:", "patch does not apply"):
         assert complaint not in gold.log_tail
 
@@ -72,6 +108,35 @@ def test_images_are_ready_before_a_run(tasks: list[Task], config: DictConfig, tm
     report = json.loads((tmp_path / "images.json").read_text())
     assert [report[task.instance_id]["residue"] for task in tasks] == [[]] * len(tasks)
     assert said[-1] == "images: 6 of 6 ready"
+
+
+async def test_each_node_of_a_job_prepares_its_images(tasks: list[Task], tmp_path: Path) -> None:
+    """Two nodes at once, which are the same machine here: checked, the images made, a report for each."""
+    # Nodes are processes; two threads can neither load this at once nor share a config.
+    assert transformers.AutoConfig
+    model, train, held_out = tmp_path / "model", tmp_path / "train.parquet", tmp_path / "held_out.parquet"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    for path, part in ((train, tasks[:4]), (held_out, tasks[4:])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([task.to_row() for task in part]), path)
+    keys = [
+        f"run.dir={tmp_path / 'run'}",
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={train}",
+        f"data.val_files={held_out}",
+        "data.train_batch_size=4",
+        f"cluster.stage_dir={tmp_path / 'local'}",
+    ]
+    configs = [compose(["sandbox=docker", *keys]) for _ in range(2)]
+    nodes = [log_directory(tmp_path / "run", node) for node in ("n1", "n2")]
+    said: list[str] = []
+    first, second = await asyncio.gather(
+        *(asyncio.to_thread(prepare_node, *each, said.append) for each in zip(configs, nodes, strict=True))
+    )
+    assert first == second and Path(first["actor_rollout_ref.model.path"]).parent == tmp_path / "local"
+    for logs in nodes:
+        assert set(json.loads((logs / "images.json").read_text())) == {task.instance_id for task in tasks}
+    assert said.count("images: 6 of 6 ready") == 2 and not (tmp_path / "run" / "images.json").exists()
 
 
 # --- the real Claude Code

@@ -7,7 +7,6 @@ a reward; a failure of the policy is a reward of 0. After each, nothing is left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import os
@@ -18,20 +17,21 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rewards import grade as grading
 from rewards.task import Task, load_tasks
-from rewards.verdict import Reason
+from rewards.verdict import Reason, Verdict
 from rollout import episode as episodes
 from rollout.episode import run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox import docker_engine
+from rollout.sandbox import Sandbox, docker_engine
 from rollout.sandbox.docker_engine import engine
 from tests.docker_kit import REPOSITORY, left, made, task_images
 from tests.integration.claude_kit import call, in_turn
-from tests.integration.fault_kit import OwnEngine, Stand, repairing, used
+from tests.integration.fault_kit import OwnEngine, Stand, repairing, running, used
 from tests.sandboxes import alive
 
 # The first test of all may have to make the base image.
@@ -93,7 +93,7 @@ async def test_an_image_that_is_missing(stand: Stand) -> None:
 async def test_an_agent_that_hangs(stand: Stand) -> None:
     """Claude Code itself is stopped; the engine has no part in it."""
     hang = in_turn(call("Bash", command=f"kill -STOP $PPID; sleep {stand.nap}"), "Done.")
-    episode = await stand.play(stand.setup(hang, timeout_s=6))
+    episode = await stand.play(stand.setup(hang, timeout_s=12))
     assert episode.agent is not None and episode.agent.status == "timeout"
     stand.check(Reason.EMPTY_PATCH)
 
@@ -135,11 +135,18 @@ async def test_no_place_for_a_socket(stand: Stand, tmp_path: Path) -> None:
         subprocess.run(["umount", place], check=True)
 
 
-async def test_a_proxy_that_stops_while_the_agent_works(stand: Stand) -> None:
-    """The agent finds nobody any more; in the second attempt there is no proxy from the start."""
+async def test_a_proxy_that_stops_while_the_agent_works_and_its_successor(stand: Stand) -> None:
+    """The agent finds nobody any more; in the second attempt there is no proxy from the start; then there is one."""
     script = in_turn(call("Bash", command=f"sleep {stand.nap} & sleep 2; kill $!"), "Done.")
-    await stand.play(stand.setup(script, timeout_s=8), stand.proxy.stop)
+    await stand.play(stand.setup(script, timeout_s=15), stand.proxy.stop)
     stand.check(Reason.PROXY_FAILED, Reason.PROXY_FAILED)
+    stand.proxy = ProxyServer(ping_s=0.3)
+    await stand.proxy.start()
+    try:
+        await stand.play(stand.setup(repairing(stand.task)))
+        stand.check(Reason.PROXY_FAILED, Reason.PROXY_FAILED, None)
+    finally:
+        await stand.proxy.stop()
 
 
 # --- the grading box, which boots while the agent works
@@ -178,7 +185,8 @@ async def test_a_cancelled_episode_leaves_nothing(stand: Stand, phase: str) -> N
     script = stand.sleeping() if phase == "agent" else in_turn(slow, "Done.")
     playing = asyncio.create_task(run_episode(stand.setup(script), stand.task, "e"))
     if phase == "boot":
-        await asyncio.sleep(0.1)
+        while not await asyncio.to_thread(left, engine()):  # its container is made, but does not run yet
+            assert not playing.done(), playing
     else:
         await stand.until(lambda: alive(stand.nap), playing)
     playing.cancel()
@@ -195,14 +203,8 @@ async def test_a_cancelled_episode_leaves_nothing(stand: Stand, phase: str) -> N
 def own() -> Iterator[OwnEngine]:
     need_root("mount", "dockerd")
     image = made(task_images().base_image, engine())
-    with tempfile.TemporaryDirectory(prefix="cc-engine-") as directory:
-        engine_ = OwnEngine(Path(directory), data_mb=700)
-        try:
-            engine_.start()
-            engine_.load(image)
-            yield engine_
-        finally:
-            engine_.end()
+    with running(OwnEngine, image, data_mb=700) as started:
+        yield started
 
 
 async def test_an_engine_that_is_restarted(stand: Stand, own: OwnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,6 @@ async def test_an_engine_that_is_restarted(stand: Stand, own: OwnEngine, monkeyp
 
 async def test_a_grading_that_hangs(stand: Stand, own: OwnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine hangs while the tests run."""
-    monkeypatch.setattr(grading, "_APPLY_TIMEOUT_S", 5.0)
     monkeypatch.setattr(grading, "_CLOSE_S", 0.5)
     monkeypatch.setattr(docker_engine, "_TIMEOUT_S", 15.0)  # a call is waited for, also by who gave up
     (file,) = (path.name for path in stand.task.snapshot.glob("*.py"))
@@ -237,7 +238,7 @@ async def test_a_grading_that_hangs(stand: Stand, own: OwnEngine, monkeypatch: p
         setup = stand.setup(in_turn(slow, "Done."), repairing(stand.task))
         monkeypatch.setattr(episodes, "grade", functools.partial(grading.grade, spare_s=1.0))
         try:
-            await stand.play(dataclasses.replace(setup, grade_timeout_s=5), hang)
+            await stand.play(dataclasses.replace(setup, grade_timeout_s=10), hang)
         finally:
             own.signal(signal.SIGCONT)
         while left(engine()):
@@ -245,18 +246,56 @@ async def test_a_grading_that_hangs(stand: Stand, own: OwnEngine, monkeypatch: p
         stand.check(Reason.GRADER_HUNG, None)
 
 
-async def test_the_engines_disk_is_full(stand: Stand, own: OwnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["boot", "agent", "grade"])
+async def test_the_disk_of_the_machine_is_full(
+    stand: Stand, own: OwnEngine, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Before the episode, while the agent works (what it then cannot write is no empty patch), when it is graded."""
+
+    async def fill() -> None:
+        await asyncio.to_thread(own.fill)
+
+    async def fill_and_grade(*arguments: Any, **options: Any) -> Verdict:
+        await fill()
+        return await grading.grade(*arguments, **options)
+
+    wait = call("Bash", command=f"sleep {stand.nap} & sleep 3; kill $!")
     with used(own, monkeypatch):
-        setup = stand.setup(stand.sleeping())
-        filler = own.data / "filler"
-        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(2**16))
+        script = repairing(stand.task, *([wait] if when == "agent" else []))
+        setup = dataclasses.replace(stand.setup(script), infra_retries=0)
+        if when == "boot":
+            await fill()
+        elif when == "grade":
+            monkeypatch.setattr(episodes, "grade", fill_and_grade)
         try:
-            await stand.play(setup)
+            await stand.play(setup, fill if when == "agent" else None)
         finally:
-            filler.unlink()
-        stand.check(Reason.NO_SPACE, Reason.NO_SPACE)
+            own.make_room()
+        stand.check(Reason.NO_SPACE)
+        assert bool(stand.kept[0].patch) == (when == "grade")
+        monkeypatch.setattr(episodes, "grade", grading.grade)
+        await stand.play(stand.setup(repairing(stand.task)))
+        stand.check(Reason.NO_SPACE, None)
+
+
+async def test_a_disk_without_room_for_what_a_patch_adds(
+    stand: Stand, own: OwnEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = b"diff --git a/big b/big\nnew file mode 100644\n--- /dev/null\n+++ b/big\n@@ -0,0 +1,90000 @@\n"
+    patch += b"+line\n" * 90000
+    with used(own, monkeypatch):
+        box = await stand.setup(stand.sleeping()).boot(stand.task, None)
+
+        async def boot() -> Sandbox:
+            await asyncio.to_thread(own.fill, 800_000)  # for the patch itself
+            return box
+
+        try:
+            verdict = await grading.grade(stand.task, patch, boot, timeout_s=60)
+        finally:
+            own.make_room()
+        assert (verdict.reason, verdict.reward) == (Reason.NO_SPACE, None) and "big" in verdict.detail, verdict
+        stand.check_clean()
 
 
 # --- the worker

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -23,6 +24,7 @@ from rl.quickstart.policy import make_tokenizer
 from rollout.agent.claude_code import AgentConfig, command, environment, find_binary
 from rollout.proxy import standalone
 from rollout.proxy.standalone import Options, StandAlone
+from tests.integration.claude_kit import Moody, call, in_turn, scripted
 from tests.integration.test_vllm_server import Running
 from tests.integration.test_vllm_server import server as vllm  # noqa: F401 (a fixture)
 from tests.kit import QueueEngine, char_policy
@@ -96,8 +98,10 @@ async def test_a_full_session_starts_anew(proxy: StandAlone, monkeypatch: pytest
 async def test_idle_sessions_are_closed() -> None:
     proxy = await start(["reply"], idle_s=0.1)
     await ask(proxy)
-    await asyncio.sleep(0.3)
-    assert proxy.sessions == {} and not proxy._keys and not proxy._used and not proxy._in_use
+    async with asyncio.timeout(60):
+        while proxy.sessions:
+            await asyncio.sleep(0.05)
+    assert not proxy._keys and not proxy._used and not proxy._in_use
     await proxy.stop()
 
 
@@ -155,6 +159,51 @@ async def test_until_it_is_loaded_a_client_is_told_to_retry() -> None:
     await proxy.stop()
 
 
+@pytest.mark.claude
+async def test_claude_code_goes_on_with_a_restarted_proxy(tmp_path: Path) -> None:
+    """Which knows nothing of the conversation that it is in the middle of."""
+    (tmp_path / "code.py").write_text("x = 1\n")
+    edit = call("Edit", file_path="code.py", old_string="x = 1", new_string="x = 2")
+    script = in_turn(call("Read", file_path="code.py"), edit, "Done.")
+    restarted = asyncio.Event()
+    first, second = [StandAlone(Options(NOWHERE, "model", "calls"), ping_s=0.3) for _ in range(2)]
+
+    async def stop(number: int, prompt: str) -> None:
+        if number == 2:
+            restarted.set()
+            await asyncio.sleep(60)
+
+    await first.start()
+    first.policy, second.policy = char_policy(Moody(script, stop)), char_policy(scripted(script))
+    agent = await claude(first.port, tmp_path, 1000)
+    await restarted.wait()
+    await first.stop()
+    await second.start(port=first.port)
+    try:
+        out, err = await asyncio.wait_for(agent.communicate(), 240)
+        assert agent.returncode == 0 and (tmp_path / "code.py").read_text() == "x = 2\n", (out.decode()[-2500:], err)
+        (session,) = second.sessions.values()
+        assert session.counters.calls == 2 and first.sessions == {}
+    finally:
+        await second.stop()
+
+
+async def claude(port: int | None, directory: Path, max_tokens: int) -> asyncio.subprocess.Process:
+    """Claude Code at work in a directory, with the proxy at a port."""
+    config = AgentConfig(
+        find_binary(None), 4, 60, max_tokens, system_prompt="Repair the code.", tools=("Edit", "Read"), bare=True
+    )
+    env = environment(config, "token", base_url=f"http://127.0.0.1:{port}")
+    return await asyncio.create_subprocess_exec(
+        *command(config, "Say something."),
+        env=env | {"HOME": str(directory), "PATH": "/usr/bin:/bin"},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
 class Program:
     """``python -m rollout.proxy`` on a free port. ``rss``: its resident bytes when the port is open."""
 
@@ -171,7 +220,7 @@ class Program:
     def end(self) -> tuple[int, str]:
         if self.process.poll() is None:
             self.process.terminate()
-        err = self.process.communicate(timeout=90)[1]
+        err = self.process.communicate(timeout=240)[1]
         return self.process.returncode, err
 
 
@@ -207,17 +256,10 @@ async def test_claude_code_talks_to_a_vllm_server(program: Program, tmp_path: Pa
                 break
             assert health["engine"] == "ok" and time.monotonic() < end, health
             await asyncio.sleep(0.5)
-        config = AgentConfig(
-            find_binary(None), 2, 60, 64, system_prompt="Repair the code.", tools=("Edit", "Read"), bare=True
-        )
-        env = environment(config, "token", base_url=program.url) | {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-        agent = await asyncio.create_subprocess_exec(
-            *command(config, "Say something."),
-            env=env, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        out, err = await asyncio.wait_for(agent.communicate(), 90)
+        agent = await claude(urlsplit(program.url).port, tmp_path, 64)
+        out, err = await asyncio.wait_for(agent.communicate(), 240)
         replies = [e for e in map(json.loads, out.splitlines()) if e.get("type") == "assistant"]
-        assert replies and re.match("msg_[0-9a-f]+$", replies[0]["message"]["id"]), (out, err)
+        assert replies and re.match("msg_[0-9a-f]+$", replies[0]["message"]["id"]), (out.decode()[-2500:], err)
         async with http.get("/metrics") as response:
             text = await response.text()
         assert re.search(r'requests_total\{path="/v1/messages",status="200"\} [1-9]', text), text

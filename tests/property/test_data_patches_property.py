@@ -42,7 +42,7 @@ def index(directory: Path) -> str:
     return git(directory, "write-tree").strip()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(before=TREE, after=TREE, renames=st.booleans())
 def test_the_reverse_of_a_patch_undoes_it(
     before: dict[str, tuple[str, int]], after: dict[str, tuple[str, int]], renames: bool

@@ -207,7 +207,6 @@ def test_every_request_is_answered(shooting: Range, caplog: pytest.LogCaptureFix
 
     @settings(
         max_examples=EXAMPLES,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate],  # a failure shows the one request; shrinking a volley would take minutes

@@ -38,7 +38,7 @@ def read_by_git(patch: bytes) -> list[str]:
     return [row.split(b"\t", 2)[2].decode("utf-8", "backslashreplace") for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_trees, _trees, st.sampled_from([["--no-renames"], ["-M", "-C", "--find-copies-harder"], ["-M", "-U0"], ["-D"]]))
 def test_every_file_is_cut_out_whole(old: dict, new: dict, options: list[str]) -> None:
     base = Path(tempfile.mkdtemp())
@@ -95,7 +95,7 @@ _HUNKS = ["@@ -1 +1 @@\n-a\n+b\n", "@@ -1 +0,0 @@\n-a\n", "@@ -0,0 +1 @@\n+b\n",
 _fragments = st.one_of(*map(st.sampled_from, (_HEADERS, _MOVES, _OTHERS, _SIDES, _HUNKS)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(_fragments, min_size=1, max_size=9))
 def test_no_mixture_of_headers_gets_a_change_through(fragments: list[str]) -> None:
     """Parts of patches in any order: what is left without conftest.py is refused, or leaves conftest.py alone."""

@@ -194,7 +194,6 @@ def rewritten(message: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
 Client.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=15,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )
 TestSession = Client.TestCase

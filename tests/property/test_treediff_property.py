@@ -64,7 +64,7 @@ def _files(directory: Path) -> dict[str, tuple]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_trees, _trees)
 def test_apply_inverts_diff(old: dict, new: dict) -> None:
     base = Path(tempfile.mkdtemp())

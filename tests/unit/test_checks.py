@@ -1,130 +1,77 @@
 """rl.checks: a good config passes; each thing that can be wrong is one clear line."""
 
-import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rl import checks
-from rl.checks import ConfigError, check
-from rollout.sandbox import apptainer_cli
-from rollout.sandbox.docker_engine import Engine
-from tests.docker_kit import small_image
+from rl.checks import check
+from rl.config import ConfigError
+from tests.check_kit import good_config, refused, write
+from tests.datasets import snapshot_row as row
 
-PARSER = "parse_log_pytest"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def row(instance_id: str, **changes) -> dict:
-    return {
-        "instance_id": instance_id,
-        "image": "dir:snapshot",
-        "repo": "a/b",
-        "version": "1",
-        "log_parser": PARSER,
-        "eval_type": "pass_and_fail",
-        "eval_script": "pytest",
-        "problem_statement": "It is broken.",
-        "base_commit": "",
-        "FAIL_TO_PASS": json.dumps(["test_a"]),
-        "PASS_TO_PASS": "[]",
-        **changes,
-    }
+LOGGERS = """
+import os
+from omegaconf import OmegaConf
+from rl.checks import check_loggers
+from rl.config import ConfigError
+for loggers, variables in (
+    (["wandb", "tensorbord"], {}),
+    (["tensorboard"], {"WANDB_MODE": "online"}),
+    (["wandb"], {"WANDB_MODE": "offline"}),
+    (["wandb"], {"WANDB_MODE": "online"}),
+    (["wandb"], {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40}),
+):
+    os.environ.update(variables)
+    try:
+        check_loggers(OmegaConf.create({"trainer": {"logger": loggers}}))
+        print("TOLD", "fine")
+    except ConfigError as error:
+        print("TOLD", error)
+"""
 
 
-def write(path: Path, rows: list[dict]) -> str:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
+def test_loggers(tmp_path: Path) -> None:
+    """In one process of its own: verl takes seconds to import, and wandb looks for a key at home.
+
+    wandb's server here is one that never answers: looking for a key does not ask it (it did, and hung).
+    """
+    command = [sys.executable, "-c", LOGGERS]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "VERL_PLATFORM": "cpu", "WANDB_BASE_URL": url}
+        out = subprocess.run(
+            command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+    told = [line.removeprefix("TOLD ") for line in out.splitlines() if line.startswith("TOLD ")]
+    assert told[0].startswith("trainer.logger: verl has no tensorbord; it has wandb, ")
+    assert told[1:3] == ["fine", "fine"] and "wandb has no key" in told[3] and told[4] == "fine"
 
 
 @pytest.fixture
-def cfg(tmp_path: Path, monkeypatch) -> DictConfig:
-    """A config that passes, with the keys that the checks read."""
-    monkeypatch.setattr("rewards.task.log_parsers", lambda: frozenset({PARSER}))
-    (tmp_path / "snapshot").mkdir()
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    binary = tmp_path / "claude"
-    binary.write_text("#!/bin/sh\n")
-    binary.chmod(0o755)
-    return OmegaConf.create(
-        {
-            "run": {"dir": None, "root": str(tmp_path / "outputs")},
-            "prepare": None,
-            "episode": {"infra_retries": 2},
-            "agent": {"binary": str(binary), "max_turns": 5, "timeout_s": 60},
-            "sandbox": {
-                "kind": "local",
-                "isolation": "auto",
-                "cpu_s": 10,
-                "file_mb": 16,
-                "concurrency": 4,
-            },
-            "grading": OmegaConf.load(REPOSITORY / "configs/grading/default.yaml"),
-            "proxy": {
-                "max_tokens": None,
-                "tool_parser": "qwen3_coder",
-                "side_calls": "train",
-                "side_endpoint": {"url": None, "model": None, "key_env": None},
-                "any_family": False,
-            },
-            "algorithm": {"adv_estimator": "grpo"},
-            "data": {
-                "train_files": write(tmp_path / "train.parquet", [row(f"train-{i}") for i in range(8)]),
-                "val_files": write(tmp_path / "val.parquet", [row("val-0")]),
-                "train_batch_size": 4,
-                "max_prompt_length": 1000,
-                "max_response_length": 500,
-            },
-            "actor_rollout_ref": {
-                "model": {"path": str(model)},
-                "actor": {
-                    "ppo_mini_batch_size": 4,
-                    "use_dynamic_bsz": True,
-                    "ppo_max_token_len_per_gpu": 4096,
-                    "ppo_micro_batch_size_per_gpu": None,
-                    "ulysses_sequence_parallel_size": 1,
-                },
-                "rollout": {
-                    "n": 8,
-                    "tensor_model_parallel_size": 1,
-                    "max_model_len": 1500,
-                    "log_prob_max_token_len_per_gpu": 4096,
-                    "val_kwargs": {"n": 1},
-                },
-            },
-            "trainer": {
-                "nnodes": 1,
-                "n_gpus_per_node": 1,
-                "total_training_steps": None,
-                "save_freq": 5,
-                "v1": {"trainer_mode": "sync", "separate_async": {"parameter_sync_step": 4}},
-            },
-        }
-    )
-
-
-def refused(cfg: DictConfig, *parts: str, **changes) -> None:
-    """``check`` refuses the changed config with one line that has all the parts."""
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value)
-    with pytest.raises(ConfigError) as caught:
-        check(cfg)
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
+def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+    return good_config(tmp_path, monkeypatch)
 
 
 def test_good_config_passes(cfg):
     check(cfg)
+
+
+def test_unknown_keys(cfg):
+    refused(
+        cfg, "actor_rollout_ref.actor.clip_ratio_hihg", "clip_ratio_high", actor_rollout_ref__actor__clip_ratio_hihg=1
+    )
 
 
 def test_lists_of_files_pass(cfg, tmp_path):
@@ -175,6 +122,20 @@ def test_separate_async_ties_the_sizes(cfg):
     refused(cfg, "4 x 4 = 16", trainer__v1__trainer_mode="separate_async")
     cfg.actor_rollout_ref.actor.ppo_mini_batch_size = 1
     check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.v1.trainer_mode", "colocate_async"),
+        ("algorithm.filter_groups.enable", True),
+        ("trainer.v1.sampler.sync_refill_failed_groups", True),
+    ],
+)
+def test_determinism_is_not_promised_where_there_is_none(cfg, key, value):
+    cfg.actor_rollout_ref.rollout.full_determinism = True
+    check(cfg)
+    refused(cfg, key, "full_determinism", **{key: value})
 
 
 def test_tensor_parallel_divides_the_devices(cfg):
@@ -229,18 +190,6 @@ def test_missing_binary(cfg, tmp_path):
 def test_binary_that_cannot_be_executed(cfg):
     Path(cfg.agent.binary).chmod(0o644)
     refused(cfg, cfg.agent.binary)
-
-
-def test_bwrap_that_is_not_installed(cfg, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    check(cfg)
-    refused(cfg, "not installed", "isolation=auto", sandbox__isolation="bwrap")
-
-
-def test_bwrap_that_does_not_start(cfg, monkeypatch):
-    monkeypatch.setattr(checks.shutil, "which", lambda name: "/usr/bin/bwrap")
-    monkeypatch.setattr(checks.bwrap, "available", lambda: False)
-    refused(cfg, "cannot start", sandbox__isolation="bwrap")
 
 
 # --- tasks
@@ -348,6 +297,19 @@ def test_no_room_for_a_checkpoint(cfg, free):
     check(cfg)
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="a second file system is needed")
+def test_checkpoints_on_a_disk_of_their_own(cfg, free):
+    with open(Path(cfg.actor_rollout_ref.model.path) / "model.safetensors", "wb") as weights:
+        weights.truncate(checks.GIB)
+    cfg.trainer.default_local_dir = "/dev/shm/checkpoints"
+    free(2.9)
+    refused(cfg, "/dev/shm has 2.9 GiB free", "at least 3.0 (one checkpoint)", "set trainer.default_local_dir")
+    free(3)
+    check(cfg)
+    cfg.trainer.default_local_dir = "/dev/null/checkpoints"
+    refused(cfg, "trainer.default_local_dir: cannot write in /dev/null")
+
+
 def test_run_directory_under_a_file(cfg, tmp_path):
     refused(cfg, "train.parquet", run__dir=str(tmp_path / "train.parquet" / "run"))
 
@@ -395,79 +357,3 @@ def test_imports_nothing_heavy():
     code = "import sys, rl.checks; print(*{'torch', 'ray', 'verl', 'vllm', 'swebench'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
-
-
-# --- sandbox=docker
-
-
-@pytest.fixture
-def docker_cfg(cfg: DictConfig) -> DictConfig:
-    keys = {"kind": "docker", "memory_mb": 512, "cpus": 1, "processes": 64, "disk_mb": 64, "pull_parallel": 1}
-    cfg.sandbox = {**cfg.sandbox, **keys, "image_budget_gb": None, "base_image": None}
-    return cfg
-
-
-def test_an_engine_that_does_not_answer(docker_cfg: DictConfig, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    monkeypatch.setattr(checks, "engine", lambda: Engine())
-    refused(docker_cfg, "sandbox=docker", "no_engine", "none.sock", "DOCKER_HOST")
-    refused(docker_cfg, "sandbox.cpus", sandbox__cpus=0)
-
-
-@pytest.mark.docker
-def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Path) -> None:
-    refused(docker_cfg, "train-0", "local snapshot", "sandbox.base_image")
-    refused(docker_cfg, "sandbox.base_image", "no/such:1", sandbox__base_image="no/such:1")
-    docker_cfg.sandbox.base_image = small_image()
-    check(docker_cfg)
-    docker_cfg.sandbox.base_image = None
-    held_out = write(tmp_path / "held_out.parquet", [row("val-0", image=small_image())])
-    here = write(tmp_path / "here.parquet", [row(f"train-{i}", image=small_image()) for i in range(8)])
-    docker_cfg.data.update({"train_files": here, "val_files": held_out})
-    check(docker_cfg)
-    lost = write(tmp_path / "lost.parquet", [row(f"train-{i}", image="localhost:1/no/such:1") for i in range(8)])
-    refused(docker_cfg, "sandbox=docker", "localhost:1", data__train_files=lost)
-
-
-# --- sandbox=apptainer
-
-
-@pytest.fixture
-def apptainer_cfg(cfg: DictConfig, tmp_path: Path, monkeypatch) -> DictConfig:
-    stub(tmp_path, monkeypatch, "apptainer version 1.3.4")
-    keys = {"kind": "apptainer", "memory_mb": 512, "cpus": 1, "processes": 64, "pull_parallel": 1}
-    more = {"image_budget_gb": None, "base_image": "/base.sif", "cache_dir": str(tmp_path / "cache" / "sif")}
-    cfg.sandbox = {**cfg.sandbox, **keys, **more}
-    (tmp_path / "base.sif").touch()
-    cfg.sandbox.base_image = str(tmp_path / "base.sif")
-    return cfg
-
-
-def stub(tmp_path: Path, monkeypatch, version: str | None) -> None:
-    """The only program on the PATH says that it is this version; None: there is none."""
-    (tmp_path / "bin").mkdir(exist_ok=True)
-    program = tmp_path / "bin" / "apptainer"
-    program.write_text(f"#!/bin/sh\necho {version}\n")
-    program.chmod(0o755 if version else 0o644)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    apptainer_cli.program.cache_clear()
-
-
-def test_apptainer_is_there_and_new_enough(apptainer_cfg: DictConfig, tmp_path: Path, monkeypatch) -> None:
-    check(apptainer_cfg)
-    assert not (tmp_path / "cache").exists()
-    stub(tmp_path, monkeypatch, "apptainer version 1.0.3")
-    refused(apptainer_cfg, "sandbox=apptainer", "1.0", "1.2 or later")
-    stub(tmp_path, monkeypatch, None)
-    refused(apptainer_cfg, "sandbox=apptainer", "on the PATH", "module")
-
-
-def test_apptainers_images_and_cache(apptainer_cfg: DictConfig, tmp_path: Path) -> None:
-    refused(apptainer_cfg, "sandbox.cpus", sandbox__cpus=0)
-    apptainer_cfg.sandbox.cpus = 1
-    (tmp_path / "file").touch()
-    refused(apptainer_cfg, "sandbox.cache_dir", str(tmp_path / "file"), sandbox__cache_dir=str(tmp_path / "file" / "x"))
-    apptainer_cfg.sandbox.cache_dir = str(tmp_path)
-    refused(apptainer_cfg, "sandbox.base_image", "none.sif", sandbox__base_image=str(tmp_path / "none.sif"))
-    apptainer_cfg.sandbox.base_image = None
-    refused(apptainer_cfg, "train-0", "local snapshot", "sandbox=apptainer", "sandbox.base_image")

@@ -1,8 +1,12 @@
 """The config composes, and the same command finds its run again."""
 
+import errno
+import fcntl
+
 import pytest
 from omegaconf import OmegaConf
 
+from rl.checkpoints import seal
 from rl.config import Run, compose, open_run
 
 OVERRIDES = ["+experiment=quickstart"]
@@ -42,8 +46,9 @@ def test_other_settings_and_runs_in_use_get_their_own_directory(tmp_path):
     first = opened(tmp_path)
     other = opened(tmp_path, "seed=7")
     in_use = opened(tmp_path)
-    assert len({first.dir, other.dir, in_use.dir}) == 3
-    for run in (first, other, in_use):
+    another = opened(tmp_path)  # most likely in the same second
+    assert len({first.dir, other.dir, in_use.dir, another.dir}) == 4
+    for run in (first, other, in_use, another):
         run.close()
 
 
@@ -58,14 +63,28 @@ def test_explicit_directory_is_continued_whatever_the_settings(tmp_path):
     again.close()
 
 
-@pytest.mark.parametrize("written", ["4", ""])
-def test_checkpoint_step_survives_a_tracker_cut_short(tmp_path, written):
-    run = opened(tmp_path)
+def test_a_disk_without_locks_needs_an_explicit_directory(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RuntimeError, match=r"no file locks.*give run\.dir"):
+        opened(tmp_path)
+    first = opened(tmp_path, f"run.dir={tmp_path}/mine")
+    assert not first.resumed
+    first.close()
+    again = opened(tmp_path, f"run.dir={tmp_path}/mine")
+    assert again.resumed
+    again.close()
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_run_goes_on_from_where_its_checkpoints_are(tmp_path, elsewhere):
+    run = opened(tmp_path, *([f"trainer.default_local_dir={tmp_path}/large"] if elsewhere else []))
     assert run.checkpoint_step == 0
-    checkpoints = run.dir / "checkpoints"
-    for step in (2, 4):
-        (checkpoints / f"global_step_{step}").mkdir(parents=True)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text(written)
+    checkpoints = tmp_path / "large" if elsewhere else run.dir / "checkpoints"
+    (checkpoints / "global_step_4").mkdir(parents=True)
+    assert run.checkpoint_step == 0
+    seal(checkpoints, 4)
     assert run.checkpoint_step == 4
-    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
     run.close()

@@ -45,3 +45,37 @@ def test_backend_patch_is_still_needed():
     assert 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"' in inspect.getsource(distributed)
     with pytest.raises(ValueError):
         c10d.BackendConfig(c10d.Backend("cpu:gloo,cpu:gloo"))
+
+
+SAVED = """
+import types
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from rl.cpu.actor import CPUDetachActorWorker
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def goes_back(kind):
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    worker = object.__new__(kind)
+    worker.config = types.SimpleNamespace(actor=types.SimpleNamespace(strategy="fsdp2"))
+    worker.actor = types.SimpleNamespace(engine=types.SimpleNamespace(module=model))
+    worker._strategy_handlers = None
+    before = model.weight.full_tensor().clone()
+    worker.save_model_to_cpu(0)
+    with torch.no_grad():
+        model.weight.add_(1)
+    worker.restore_model_from_cpu(0)
+    return torch.equal(before, model.weight.full_tensor())
+
+print(goes_back(CPUDetachActorWorker), goes_back(DetachActorWorker))
+dist.destroy_process_group()
+"""
+
+
+def test_saved_weights_are_copies_and_verls_own_still_are_not():
+    """Once verl's are, rl.cpu.actor may go."""
+    assert run(SAVED, **CPU_ENVIRONMENT).split() == ["True", "False"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,7 +140,7 @@ def journal_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.with_name(f"{out.stem}.admission.jsonl").read_text().splitlines()]
 
 
-def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tasks = spoilt(made, tmp_path)
     source, out = write(tmp_path / "tasks.parquet", tasks), tmp_path / "sub" / "admitted.parquet"
     command = [str(source), "--out", str(out), "--tries", "2", "--jobs", "2", "sandbox.isolation=none"]
@@ -155,7 +157,11 @@ def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [task.instance_id for task in admitted] == [tasks[0].instance_id]
     assert admitted[0].image.startswith("dir:../") and admitted[0].snapshot == tasks[0].snapshot
     assert pyarrow.parquet.read_table(out).column("extra").to_pylist() == ["kept"]
-    assert capsys.readouterr().out.startswith("1 pass, 1 flaky, 2 broken, 0 undecided; ")
+    begun, *_, counts, why, train = capfd.readouterr().out.splitlines()
+    assert begun.endswith("16 gradings of 4 tasks, 2 at a time")
+    assert counts == "1 pass, 1 flaky, 2 broken, 0 undecided"
+    assert why.startswith("why ") and why.endswith("less " + str(out.with_name("admitted.admission.md")))
+    assert train.startswith("train on them ") and f"data.train_files=[{out}]" in train
     assert sum(bool(entry["log_tail"]) for entry in journal_of(out)) == 2 + 1 + 2  # where it is not as wanted
     # Again: nothing is graded twice; one more try of each kind is.
     before = journal_of(out)
@@ -234,6 +240,14 @@ def test_a_killed_command_goes_on_where_it_was(made: Path, tmp_path: Path) -> No
         kept = journal.read_bytes()
         kept = kept[: kept.rfind(b"\n") + 1]
         journal.write_bytes(kept + b'{"task": "torn')  # as of a kill in the middle of a write
+    # Who runs tests in the background of a shell script has them ignore it.
+    options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    interrupted = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    assert interrupted.stdout is not None and " gradings of 5 tasks" in interrupted.stdout.readline()
+    interrupted.send_signal(signal.SIGINT)
+    told, _ = interrupted.communicate()
+    assert interrupted.returncode == 130
+    assert told.splitlines()[-1] == f"continue  {shlex.join(command)}"
     subprocess.run(command, check=True, capture_output=True, **options)
     assert journal.read_bytes().startswith(kept)
     done = Counter((entry["task"], entry["kind"], entry["number"]) for entry in journal_of(out))

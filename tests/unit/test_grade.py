@@ -41,15 +41,15 @@ def task(tmp: Path = Path("/"), **changes: str) -> Task:
 
 
 class ScriptedBox:
-    """Answers `git apply` and the eval script as told."""
+    """Takes the eval script and the patch, and answers for `git apply` (exit status `apply`) and the script as told."""
 
     workdir, home, tmpdir = "/testbed", "/home/agent", "/tmp"
 
     def __init__(self, log: str | Exception = "", apply: int = 0, timed_out: bool = False) -> None:
         self.log, self.apply, self.timed_out = log, apply, timed_out
-        self.files: dict[str, bytes] = {}
+        self.script = self.patch = b""
         self.closed = 0
-        self.runs: list[Sequence[str]] = []
+        self.runs = 0
 
     async def exec(
         self,
@@ -60,19 +60,24 @@ class ScriptedBox:
         stdin: bytes = b"",
         output_cap: int = OUTPUT_CAP,
     ) -> ExecResult:
-        self.runs.append(argv)
-        if argv[0] == "git":
-            changed = b"" if self.apply else b"0\t0\tx\0"
-            return ExecResult(self.apply, changed, b"error: no" if self.apply else b"", False, False, 0.1)
+        self.runs += 1
+        word, length, *apply = argv[argv.index("grading") + 1 :]
+        self.script, self.patch = stdin[: int(length)], stdin[int(length) :]
+        out = word.encode()
+        if apply:
+            if self.apply:
+                return ExecResult(self.apply, out, b"error: no", False, False, 0.1)
+            out += b"0\t0\tx\0"
         if isinstance(self.log, Exception):
             raise self.log
-        return ExecResult(None if self.timed_out else 0, self.log.encode(), b"", self.timed_out, False, 0.1)
+        out += word.encode() + self.log.encode()
+        return ExecResult(None if self.timed_out else 0, out, b"", self.timed_out, False, 0.1)
 
     async def put(self, path: str, data: bytes) -> None:
-        self.files[path] = data
+        raise NotImplementedError
 
     async def get(self, path: str) -> bytes:
-        return self.files[path]
+        raise NotImplementedError
 
     async def diff(self) -> bytes:
         return b""
@@ -114,8 +119,8 @@ async def test_logs(log: str, reason: Reason | None) -> None:
 async def test_the_script_merges_its_streams_first() -> None:
     box = ScriptedBox()
     await graded(box)
-    assert box.files["/tmp/eval.sh"].startswith(b"#!/bin/bash\nexec 2>&1\nset -uxo pipefail\n")
-    assert box.files["/tmp/patch.diff"] == PATCH
+    assert box.script.startswith(b"#!/bin/bash\nexec 2>&1\nset -uxo pipefail\n")
+    assert box.patch == PATCH
 
 
 async def test_bytes_that_are_no_text() -> None:
@@ -142,7 +147,7 @@ async def test_no_patch_at_all_runs_the_tests_on_what_is_there() -> None:
         return box
 
     assert (await grade(task(), None, boot, timeout_s=9)).reason is Reason.TESTS_FAILED
-    assert [run[0] for run in box.runs] == ["bash"]
+    assert (box.runs, box.patch) == (1, b"")
 
 
 async def test_policy_failures_around_the_tests() -> None:
@@ -193,7 +198,7 @@ async def test_only_what_the_rules_leave_is_applied() -> None:
     box = ScriptedBox(START + "PASSED t.py::new\nPASSED t.py::old\n" + END)
     verdict = await graded(box, PATCH.replace(b"x", b"y") + PATCH, rules=rules)
     assert (verdict.reward, verdict.dropped, verdict.flags) == (1.0, ("y",), ("both",))
-    assert box.files["/tmp/patch.diff"] == PATCH
+    assert box.patch == PATCH
     assert verdict.to_dict()["dropped"] == ["y"] and verdict.to_dict()["flags"] == ["both"]
     box = ScriptedBox()
     verdict = await graded(box, PATCH.replace(b"x", b"y"), rules=rules)
@@ -205,22 +210,17 @@ async def test_only_what_the_rules_leave_is_applied() -> None:
 async def test_an_eval_script_that_was_killed_has_no_results(returncode: int, reason: Reason | None) -> None:
     class Ended(ScriptedBox):
         async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
-            done = await super().exec(argv, **options)
-            return done if argv[0] == "git" else replace(done, returncode=returncode)
+            return replace(await super().exec(argv, **options), returncode=returncode)
 
     log = START + "PASSED t.py::new\nPASSED t.py::old\n" + END + CODE.format(0)
     assert (await graded(Ended(log))).reason is reason
 
 
-@pytest.mark.parametrize("where", ["boot", "put", "exec", "close"])
+@pytest.mark.parametrize("where", ["boot", "exec", "close"])
 async def test_a_grader_that_hangs_is_no_policy_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.grade._APPLY_TIMEOUT_S", 0.0)
     monkeypatch.setattr("rewards.grade._CLOSE_S", 0.01)
 
     class Hanging(ScriptedBox):
-        async def put(self, path: str, data: bytes) -> None:
-            await hang("put")
-
         async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
             await hang("exec")
             return await super().exec(argv, **options)
@@ -247,9 +247,10 @@ async def test_a_grader_that_hangs_is_no_policy_failure(where: str, monkeypatch:
 
 async def test_cancellation_closes_the_box() -> None:
     class Hanging(ScriptedBox):
-        async def put(self, path: str, data: bytes) -> None:
+        async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
             reached.set()
             await asyncio.sleep(60)
+            return await super().exec(argv, **options)
 
     reached, box = asyncio.Event(), Hanging()
     running = asyncio.create_task(graded(box))

@@ -3,8 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rl import metrics
+from rl import metrics, report
+from rl.progress import step_line
 
 
 def episode(**changes) -> dict:
@@ -17,6 +20,8 @@ def episode(**changes) -> dict:
         "proxy_overhead_ms": 2.0,
         "rows": 1,
         "flags": [],
+        "repo": "acme/calc",
+        "difficulty": None,
     }
     return record | changes
 
@@ -60,6 +65,57 @@ def test_what_the_rules_found_is_counted():
             f"{outer}dropped/episodes": 2,
         }
     assert not any("flag" in key for key in metrics.fold([episode()], "episode"))
+
+
+def test_resolve_rates_by_label():
+    records = [
+        episode(resolved=True, difficulty="<15 min fix"),
+        episode(difficulty="<15 min fix"),
+        episode(difficulty=">4 hours", repo="acme/other"),
+        episode(infra=True, failure="docker", reward=None, difficulty=">4 hours"),
+        episode(resolved=True),
+    ]
+    folded = metrics.fold(records, "val", ["difficulty", "repo"])
+    assert {key: value for key, value in folded.items() if "/difficulty/" in key or "/repo/" in key} == {
+        "val/difficulty/under_15_min_fix/resolve_rate": 0.5,
+        "val/difficulty/over_4_hours/resolve_rate": 0.0,
+        "val/repo/acme/calc/resolve_rate": 2 / 3,
+        "val/repo/acme/other/resolve_rate": 0.0,
+    }
+    assert not any("/repo/" in key for key in metrics.fold(records, "val"))
+
+
+def test_wall_times_and_cache_hits():
+    records = [episode(wall_s=float(n), cache_queries=100, cache_hits=n) for n in range(1, 101)]
+    folded = metrics.fold([*records, episode(wall_s=1.0, proxy_overhead_ms=None)], "episode")
+    assert [folded[f"episode/wall_s_p{p}"] for p in (50, 90, 99)] == [50.0, 90.0, 99.0]
+    assert folded["engine/prefix_cache_hit_rate"] == 0.505
+    assert "engine/prefix_cache_hit_rate" not in metrics.fold([episode()], "episode")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.integers(1, 100))
+def test_a_percentile_is_a_value_that_so_many_do_not_exceed(values, percent):
+    found = metrics.percentile(values, percent)
+    assert found in values
+    assert sum(value <= found for value in values) >= percent / 100 * len(values)
+    assert sum(value < found for value in values) < percent / 100 * len(values)
+
+
+def test_groups_that_teach_nothing_are_counted():
+    groups = {
+        "a": [(1.0, True), (1.0, True)],
+        "b": [(0.0, False), (0.0, False), (0.0, False)],
+        "c": [(1.0, True), (0.0, False)],
+        "d": [(0.25, False), (0.5, False)],  # a shaped reward
+    }
+    assert metrics.group_metrics(groups) == {
+        "group/count": 4,
+        "group/episodes": 2.25,
+        "group/all_equal": 0.5,
+        "group/all_resolved": 0.25,
+        "group/none_resolved": 0.5,
+    }
+    assert metrics.group_metrics({}) == {}
 
 
 def test_held_out_metrics_do_not_mix_with_training():
@@ -116,17 +172,17 @@ STEP = {
 
 
 def test_step_line_and_summary(tmp_path):
-    line = metrics.step_line(STEP, 20)
+    line = step_line(STEP, 20)
     for part in ("step 2/20", "resolved 25.0 %", "rows/ep 1.50", "800+90", "pearson 0.9991", "infra 1", "50.0 %"):
         assert part in line
     before = {"step": 0, "val/resolve_rate": 0.1}
-    table = dict(metrics.summary([before, STEP]))
+    table = dict(report.summary([before, STEP]))
     assert table["held-out resolved, step 0"] == "10.0 %"
     assert table["held-out resolved, step 2"] == "50.0 %"
     assert table["lowest rollout/trainer correlation"] == "0.9991"
-    metrics.plot([before, STEP], tmp_path / "curve.png")
+    report.curve([before, STEP], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_summary_of_a_run_without_steps():
-    assert metrics.summary([]) == [("steps", "0")]
+    assert report.summary([]) == [("steps", "0")]

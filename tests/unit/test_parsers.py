@@ -249,7 +249,7 @@ def test_every_cut_of_a_reply(name: str) -> None:
 
 
 @every_format
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(wanted=calls, before=st.sampled_from(["", "So:\n", "a < b "]), share=st.floats(0, 1))
 def test_any_cut_of_any_reply(name: str, wanted: list[Call], before: str, share: float) -> None:
     form, write = FORMATS[name](), WRITERS[name]

@@ -66,6 +66,14 @@ async def test_a_sound_record_has_no_findings() -> None:
     assert len(record.rows) == 2 and findings(record) == []
 
 
+async def test_tokens_that_the_infrastructure_failed_are_in_no_row() -> None:
+    record = await played()
+    record.verdict = {**record.verdict, "outcome": "infra_failure"}
+    assert any("must be 0 (delivered: True, the infrastructure failed)" in finding for finding in findings(record))
+    record.rows = []
+    assert findings(record) == []
+
+
 def reply_of(record: Record, number: int) -> Any:
     return [node for node in record.nodes if node.logprobs is not None][number]
 

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from tests.kit import QueueEngine, char_policy
 
+LONG = 60  # seconds for what comes at once on an idle machine
 HELLO = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -58,6 +59,16 @@ class Gate(QueueEngine):
         if self.error:
             raise self.error
         return await super().generate(request_id, prompt_ids, sampling)
+
+
+async def hang_up(asking: Coroutine[Any, Any, Any], engine: Gate) -> None:
+    """Ask, and go when the engine is at it."""
+    task = asyncio.create_task(asking)
+    await asyncio.wait_for(engine.asked.wait(), LONG)
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def post(
@@ -164,7 +175,7 @@ async def test_connections_go_with_the_socket(proxy: ProxyServer, tmp_path: Path
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"404" in await reader.readline()
     await proxy.close_session(session)
-    await asyncio.wait_for(reader.read(), 2)  # until the end: the kept-alive connection is closed
+    await asyncio.wait_for(reader.read(), LONG)  # until the end: the kept-alive connection is closed
     writer.close()
 
 
@@ -221,8 +232,7 @@ async def test_a_retry_gets_the_same_reply(proxy: ProxyServer, http: aiohttp.Cli
 async def test_a_client_that_hangs_up_finds_its_reply_later(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:
     engine = Gate("hello", "other")
     session = await proxy.open_session("e", char_policy(engine))
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(post(http, proxy, session, {**HELLO, "stream": True}), 0.2)
+    await hang_up(post(http, proxy, session, {**HELLO, "stream": True}), engine)
     waiting = asyncio.create_task(post(http, proxy, session, HELLO, **{"x-stainless-retry-count": "1"}))
     await asyncio.sleep(0.1)
     engine.open.set()
@@ -233,10 +243,11 @@ async def test_a_client_that_hangs_up_finds_its_reply_later(proxy: ProxyServer, 
 async def test_an_undelivered_reply_is_not_trained(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:
     engine = Gate("hello")
     session = await proxy.open_session("e", char_policy(engine))
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(post(http, proxy, session, {**HELLO, "stream": True}), 0.2)
+    await hang_up(post(http, proxy, session, {**HELLO, "stream": True}), engine)
     engine.open.set()
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(LONG):
+        while session.tree.sampled_tokens() < 6:
+            await asyncio.sleep(0.01)
     assert session.tree.sampled_tokens() == 6 and session.tree.sequences() == []
 
 
@@ -298,7 +309,7 @@ async def raw(port: int, data: bytes) -> bytes:
     writer.write(data)
     out = b""
     try:
-        while more := await asyncio.wait_for(reader.read(65536), 1):
+        while more := await asyncio.wait_for(reader.read(65536), 1 if out else LONG):
             out += more
     except TimeoutError:
         pass
@@ -324,9 +335,13 @@ async def test_a_body_that_is_not_what_its_headers_say(proxy: ProxyServer, http:
 
 
 async def test_a_slow_reader_holds_up_nobody_and_is_cut(
-    proxy: ProxyServer, http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: ProxyServer,
+    http: aiohttp.ClientSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(proxy_server, "_TAKE_S", 0.5)
+    monkeypatch.setattr(proxy_server, "_TAKE_S", 2)
     engine = QueueEngine("x" * 1_000_000, "quick")  # more than the kernel takes for a unix socket
     session = await proxy.open_session("e", char_policy(engine, max_tokens=1 << 20), tmp_path / "s")
     body = json.dumps({**HELLO, "max_tokens": 1 << 20, "stream": True}).encode()
@@ -338,12 +353,13 @@ async def test_a_slow_reader_holds_up_nobody_and_is_cut(
     await reader.readline()
     # The whole reply is sampled and its first line has come; the rest is not read.
     other = {**HELLO, "messages": [{"role": "user", "content": "other"}]}
-    began = asyncio.get_running_loop().time()
     assert (await post(http, proxy, session, other))[1]["content"][0]["text"] == "quick"
-    assert asyncio.get_running_loop().time() - began < 0.3
+    assert "did not read its reply" not in caplog.text  # it is still waited for
     slow = session.tree.roots[0].children[0]
     assert len(slow.ids) > 1_000_000
-    await asyncio.sleep(0.7)
+    async with asyncio.timeout(LONG):
+        while "did not read its reply" not in caplog.text:
+            await asyncio.sleep(0.01)
     assert len(await reader.read()) < 1_000_000  # the connection was closed before its end
     assert not slow.delivered
     writer.close()
@@ -354,9 +370,9 @@ async def test_a_client_that_hangs_up_ends_the_generation(proxy: ProxyServer, ht
         engine = Gate("never")
         session = await proxy.open_session("e", char_policy(engine))
         asking = asyncio.create_task(post(http, proxy, session, {**HELLO, "stream": stream}))
-        await asyncio.wait_for(engine.asked.wait(), 2)
+        await asyncio.wait_for(engine.asked.wait(), LONG)
         asking.cancel()
-        await asyncio.wait_for(engine.aborted.wait(), 2)
+        await asyncio.wait_for(engine.aborted.wait(), LONG)
         assert session.counters.aborted == 1 and session.tree.sampled_tokens() == 0
 
 
@@ -366,21 +382,21 @@ async def test_what_is_in_flight_may_end_when_the_proxy_stops(http: aiohttp.Clie
     engine, never = Gate("late"), Gate("never")
     session = await server.open_session("e", char_policy(engine))
     waiting = asyncio.create_task(post(http, server, session, HELLO))
-    await asyncio.wait_for(engine.asked.wait(), 2)
-    stopping = asyncio.create_task(server.stop(grace_s=10))
+    await asyncio.wait_for(engine.asked.wait(), LONG)
+    stopping = asyncio.create_task(server.stop(grace_s=10 * LONG))
     await asyncio.sleep(0.05)
     with pytest.raises(aiohttp.ClientConnectorError):
         await post(http, server, session, HELLO)
     engine.open.set()
     assert (await waiting)[0] == 200
-    await asyncio.wait_for(stopping, 2)  # and not ten seconds
+    await asyncio.wait_for(stopping, LONG)  # and not all of it
     server = ProxyServer()
     await server.start()
     session = await server.open_session("e", char_policy(never))
     waiting = asyncio.create_task(post(http, server, session, HELLO))
-    await asyncio.wait_for(never.asked.wait(), 2)
-    await asyncio.wait_for(server.stop(grace_s=0.2), 3)
-    assert (await waiting)[0] == 410
+    await asyncio.wait_for(never.asked.wait(), LONG)
+    await asyncio.wait_for(server.stop(grace_s=0.2), LONG)
+    assert (await waiting)[0] == 529
 
 
 async def test_ten_thousand_sessions_leave_nothing(proxy: ProxyServer) -> None:
@@ -418,14 +434,17 @@ async def test_sockets_and_files_leave_nothing(proxy: ProxyServer, tmp_path: Pat
         ):
             assert response.status == 200
         await proxy.close_session(session)
-    await asyncio.sleep(0.1)
-    assert set(os.listdir("/proc/self/fd")) == before and os.listdir(tmp_path) == []
+    async with asyncio.timeout(LONG):
+        while set(os.listdir("/proc/self/fd")) != before:
+            await asyncio.sleep(0.01)
+    assert os.listdir(tmp_path) == []
     assert proxy._sockets == {} and proxy.sessions == {}
 
 
 async def test_closing_a_session_ends_its_generation(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:
-    session = await proxy.open_session("e", char_policy(Gate("never")))
+    engine = Gate("never")
+    session = await proxy.open_session("e", char_policy(engine))
     waiting = asyncio.create_task(post(http, proxy, session, HELLO))
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(engine.asked.wait(), LONG)
     await proxy.close_session(session)
-    assert (await asyncio.wait_for(waiting, 2))[0] == 410
+    assert (await asyncio.wait_for(waiting, LONG))[0] == 410

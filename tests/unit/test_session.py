@@ -7,12 +7,13 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import RequestError, decode_request
 from rollout.proxy.parsers import Parsed
-from rollout.proxy.session import SIDE_MODEL, Policy, Session
+from rollout.proxy.session import SIDE_MODEL, Policy, Session, call_seed
 from rollout.proxy.tree import Node
 from tests.kit import END, CallParser, CharRenderer, CharTokenizer, QueueEngine, char_policy
 
@@ -31,6 +32,12 @@ async def ask(session: Session, *messages: Any, retry: bool = False, **fields: A
     return node
 
 
+async def turns() -> None:
+    """Everything that can go on has gone on."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 class SlowEngine:
     """Answers when it is told to; counts what was begun and what was cancelled."""
 
@@ -46,6 +53,20 @@ class SlowEngine:
             self.cancelled += 1
             raise
         return Completion([ord("x"), END], [-1.0, -2.0])
+
+
+async def test_what_the_engine_had_in_its_cache_is_counted() -> None:
+    class Caching:
+        def __init__(self) -> None:
+            self.cached = iter([0, 7, None])  # the last one does not tell
+
+        async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+            return Completion([ord("x"), END], [-1.0, -2.0], cached=next(self.cached))
+
+    session = Session("e", char_policy(Caching()))
+    nodes = [await ask(session, question) for question in ("a", "b", "c")]
+    asked = sum(node.parent.length for node in nodes[:2])
+    assert (session.counters.cache_queries, session.counters.cache_hits) == (asked, 7)
 
 
 async def test_a_reply_ends_at_the_agents_stop_sequence_and_keeps_the_tokens_up_to_it() -> None:
@@ -102,12 +123,12 @@ async def test_a_generation_goes_on_while_one_waits_and_is_aborted_when_none_doe
     engine = SlowEngine()
     session = Session("e", char_policy(engine))
     first, second = (asyncio.create_task(ask(session, "q")) for _ in range(2))
-    await asyncio.sleep(0.01)
+    await turns()
     first.cancel()
-    await asyncio.sleep(0.01)
+    await turns()
     assert (engine.begun, engine.cancelled, session.counters.aborted) == (1, 0, 0)
     second.cancel()
-    await asyncio.sleep(0.01)
+    await turns()
     assert (engine.begun, engine.cancelled, session.counters.aborted) == (1, 1, 1)
     engine.go.set()
     assert (await ask(session, "q", retry=True)).ids == [ord("x"), END]  # asked again: sampled again
@@ -118,7 +139,7 @@ async def test_closing_a_session_aborts_its_generations() -> None:
     engine = SlowEngine()
     session = Session("e", char_policy(engine))
     waiting = asyncio.create_task(ask(session, "q"))
-    await asyncio.sleep(0.01)
+    await turns()
     session.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -155,3 +176,61 @@ async def test_a_reply_in_a_new_place_keeps_its_own_tokens() -> None:
     prompt = CharTokenizer().decode(after.parent.path_ids())
     assert first.text + "<e>" in prompt and second.text + "<e>" in prompt and "replace_all" not in prompt
     assert [sum(row.mask) for row in session.tree.sequences()] == [len(first.ids) + len(second.ids), len(after.ids)]
+
+
+class SeedEngine:
+    """Says the seed that a call was given."""
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        said = [ord(letter) for letter in f"{CALL} {sampling.get('seed')}"]
+        return Completion([*said, END], [0.0] * (len(said) + 1))
+
+
+async def test_calls_have_seeds_of_their_own_whatever_happens_around_them() -> None:
+    async def replies(seed: int, *questions: str) -> dict[str, tuple[str, frozenset[str]]]:
+        session = Session("e", replace(char_policy(SeedEngine()), sampling={"seed": seed}))
+        nodes = {question: await ask(session, question) for question in questions}
+        return {question: (node.reply.text, node.reply.tool_ids) for question, node in nodes.items()}
+
+    first, swapped, other = await replies(7, "a", "b"), await replies(7, "b", "a"), await replies(8, "a", "b")
+    assert {question: text for question, (text, _) in first.items()} == {q: t for q, (t, _) in swapped.items()}
+    assert await replies(7, "a", "b") == first  # the ids of tool calls too: some templates write them
+    assert len({text for text, _ in [*first.values(), *other.values()]}) == 4
+
+
+async def test_without_a_seed_none_is_made_up() -> None:
+    session = Session("e", char_policy(SeedEngine()))
+    assert "None" in (await ask(session, "q")).reply.text
+
+
+async def test_a_prompt_that_is_asked_again_is_sampled_anew() -> None:
+    ids = list(range(40))
+    seeds = {call_seed(seed, prompt, before) for seed in (1, 2) for prompt in (ids, ids[1:]) for before in (0, 1)}
+    assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+class RoutingEngine(QueueEngine):
+    """Records routing as vLLM does: of all tokens of prompt and reply but the last. Here it is the token itself."""
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        done = await super().generate(request_id, prompt_ids, sampling)
+        tokens = np.array([*prompt_ids, *done.ids][:-1], dtype=np.int32)
+        return replace(done, experts=np.broadcast_to(tokens[:, None, None], (len(tokens), 2, 3)))
+
+
+async def test_a_row_has_the_routing_of_its_own_tokens_but_the_last() -> None:
+    session = Session("e", char_policy(RoutingEngine("one", "two STOP and on", "other", "more")))
+    said = {"role": "assistant", "content": "one"}
+    await ask(session, "q")
+    await ask(session, "q", said, "next", stop_sequences=["STOP"])
+    await ask(session, "q", said, "another branch")
+    await ask(session, "q", said, "next", {"role": "assistant", "content": "two"}, "last")
+    rows = session.tree.sequences()
+    assert len(rows) == 2
+    for row in rows:
+        routing = np.concatenate(row.experts)
+        assert routing.shape == (len(row.prompt_ids + row.response_ids) - 1, 2, 3)
+        assert routing[:, 1, 2].tolist() == (row.prompt_ids + row.response_ids)[:-1]
+    # Each token's once, however often it was part of a prompt.
+    kept = sum(len(node.experts) for node in session.tree.nodes if node.experts is not None)
+    assert kept < session.tree.tokens and all(n.experts is None or n.experts.base is None for n in session.tree.nodes)

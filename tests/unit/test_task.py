@@ -72,6 +72,12 @@ def test_what_a_box_is_prepared_with(tmp_path: Path) -> None:
     assert load_tasks(write(tmp_path / "t.parquet", [task.to_row()])) == [task]
 
 
+def test_difficulty_is_text_whatever_the_set_has(tmp_path: Path) -> None:
+    for value, wanted in ((None, None), ("1-4 hours", "1-4 hours"), (3, "3")):
+        task = Task.from_row(row(difficulty=value), tmp_path)
+        assert task.difficulty == wanted and Task.from_row(task.to_row(), tmp_path) == task
+
+
 def test_hidden_parts_are_not_printed(tmp_path: Path) -> None:
     shown = repr(Task.from_row(row(patch="GOLD", eval_script="SECRET", FAIL_TO_PASS=["HIDDEN"]), tmp_path))
     assert not any(word in shown for word in ("GOLD", "SECRET", "HIDDEN"))

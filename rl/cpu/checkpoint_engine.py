@@ -1,0 +1,95 @@
+"""Weights from the trainer to engines that have devices of their own, where there is no NCCL: over ZeroMQ.
+
+verl imports this module by its config key ``actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module``; the
+backend's name is ``zmq``. Only trainer.v1.trainer_mode=separate_async sends weights by it. For processes of one machine
+and models of a few million parameters: each engine gets a copy of its own, tensor by tensor.
+"""
+
+import asyncio
+import os
+import pickle
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from verl.checkpoint_engine.base import (
+    CheckpointEngine,
+    CheckpointEngineRegistry,
+    TensorMeta,
+    merge_weight_chunks,
+    split_weight_chunks,
+)
+
+_END = b""
+
+
+@CheckpointEngineRegistry.register("zmq")
+class ZmqCheckpointEngine(CheckpointEngine):
+    """One end of it: the trainer's first process sends, each engine receives, the trainer's other processes only take
+    part in gathering the weights.
+
+    bucket_size: bytes of a message at most; larger tensors come in parts. is_master: this is the trainer's first
+    process.
+    """
+
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        self.bucket_size = bucket_size
+        self.is_master = is_master
+        # In the run's own directory, if there is one (rl.scratch.socket_directory): what a kill leaves goes with it.
+        directory = os.environ.get("RL_SOCKET_DIR") or tempfile.gettempdir()
+        self._path = Path(directory) / f"weights-{uuid.uuid4().hex[:12]}"
+        self._receiving: zmq.Socket | None = None
+        self._sending: list[zmq.Socket] = []
+
+    def prepare(self) -> str:
+        """Open this process's own address and return it. Not all are used: verl does not say yet who receives."""
+        self._receiving = zmq.Context.instance().socket(zmq.PULL)
+        self._receiving.bind(f"ipc://{self._path}")
+        return f"ipc://{self._path}"
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Tell each process of the trainer where the engines listen. metadata: addresses, the trainer's first."""
+        receivers = metadata[actor_wg_world_size:]
+        return {"receivers": [receivers] * actor_wg_world_size}, {"receivers": [[]] * rollout_world_size}
+
+    def init_process_group(self, receivers: list[str]) -> None:
+        if self.is_master:
+            for address in receivers:
+                socket = zmq.Context.instance().socket(zmq.PUSH)
+                socket.connect(address)
+                self._sending.append(socket)
+
+    def finalize(self) -> None:
+        """verl calls it when all is received."""
+        for socket in (self._receiving, *self._sending):
+            if socket is not None:
+                socket.close(linger=0)
+        self._receiving, self._sending = None, []
+        self._path.unlink(missing_ok=True)
+
+    async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
+        async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
+            for socket in self._sending:
+                await asyncio.to_thread(socket.send_multipart, [pickle.dumps(meta), chunk.detach().numpy()])
+        for socket in self._sending:
+            await asyncio.to_thread(socket.send_multipart, [_END, b""])
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        async for name, weight in merge_weight_chunks(self._chunks(), self.bucket_size):
+            yield name, weight
+
+    async def _chunks(self) -> AsyncIterator[tuple[TensorMeta, torch.Tensor]]:
+        """Parts of tensors, each a uint8 vector."""
+        assert self._receiving is not None
+        while True:
+            meta, data = await asyncio.to_thread(self._receiving.recv_multipart)
+            if meta == _END:
+                return
+            yield pickle.loads(meta), torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,108 @@
+"""Create the wandb workspace of a project: ``python -m rl.dashboard RUN|PROJECT|ENTITY/PROJECT``
+
+RUN is a run directory, whose config names the project. The panels are those of ``rl.panels``, by section, over all runs
+of the project, beside a table of sampled episodes. Runs that were offline are uploaded with ``wandb sync`` first. Needs
+``WANDB_API_KEY`` or ``wandb login``; ``--dry-run`` needs nothing and prints the workspace as JSON. Exit status: 0 done,
+1 wandb refused or was not reached, 2 the arguments are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.panels import SECTIONS, Panel, pattern
+
+if TYPE_CHECKING:
+    from wandb_workspaces.reports.v2 import LinePlot
+    from wandb_workspaces.workspaces import Workspace
+
+SAMPLES = "samples/episodes"
+
+
+def workspace(entity: str, project: str, name: str) -> Workspace:
+    """The workspace, not saved; no network."""
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
+
+    sections = [
+        ws.Section(name=title, panels=[_plot(panel) for panel in panels], is_open=True)
+        for title, panels in SECTIONS.items()
+    ]
+    samples = wr.WeavePanelSummaryTable(table_name=SAMPLES, layout=wr.Layout(w=24, h=10))
+    sections.append(ws.Section(name="Episodes as they were played", panels=[samples]))
+    return ws.Workspace(entity=entity, project=project, name=name, sections=sections)
+
+
+def _plot(panel: Panel) -> LinePlot:
+    import wandb_workspaces.reports.v2 as wr
+
+    which: dict[str, Any] = {"y": list(panel.metrics)}
+    if any("<" in metric for metric in panel.metrics):
+        which = {"metric_regex": "|".join(f"^{pattern(metric).pattern}$" for metric in panel.metrics)}
+    return wr.LinePlot(
+        title=panel.title,
+        title_y=panel.unit,
+        range_y=panel.bounds,
+        plot_type="stacked-area" if panel.stacked else "line",
+        **which,
+    )
+
+
+def spec(made: Workspace) -> dict[str, Any]:
+    """What wandb stores of a workspace."""
+    return json.loads(made._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+
+
+def place(target: str) -> tuple[str, str]:
+    """(entity, project) of a run directory or a name; the entity is "" for the user's own."""
+    config = Path(target) / "config.yaml"
+    if config.is_file():
+        from omegaconf import OmegaConf
+
+        return os.environ.get("WANDB_ENTITY", ""), OmegaConf.load(config).trainer.project_name
+    if Path(target).is_dir():
+        raise ValueError(f"{target}: a directory without config.yaml is no run")
+    entity, _, project = target.rpartition("/")
+    if not project or "/" in entity:
+        raise ValueError(f"{target}: neither a run directory nor PROJECT or ENTITY/PROJECT")
+    return entity or os.environ.get("WANDB_ENTITY", ""), project
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", metavar="RUN|PROJECT", help="a run directory, PROJECT or ENTITY/PROJECT")
+    parser.add_argument("--name", default="Training", help="of the workspace (Training)")
+    parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON, upload nothing")
+    args = parser.parse_args(arguments)
+    try:
+        entity, project = place(args.target)
+    except ValueError as error:
+        print(f"dashboard: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        print(json.dumps(spec(workspace(entity or "me", project, args.name)), indent=1))
+        return 0
+    import requests
+    import wandb
+
+    try:
+        api = wandb.Api()
+        made = workspace(entity or api.default_entity, project, args.name).save()
+    except (wandb.errors.Error, requests.RequestException, ValueError) as error:
+        print(f"dashboard: wandb: {' '.join(str(error).split())}", file=sys.stderr)
+        print("--dry-run prints the workspace; a project exists once a run was synced to it", file=sys.stderr)
+        return 1
+    print(made.url)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

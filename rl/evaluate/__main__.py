@@ -1,0 +1,290 @@
+"""Evaluate a policy on a set of tasks. docs/evaluation.md
+
+    python -m rl.evaluate policy=DIR [tasks=FILE] [samples=N] [key=value ...]
+    python -m rl.evaluate endpoint=URL tasks=FILE [model=NAME] [protocol=messages] [key_env=VARIABLE] [key=value ...]
+    python -m rl.evaluate compare A B [--common]
+
+All keys: configs/evaluate.yaml. The same command continues an evaluation that was stopped, and tries anew what was lost
+to the infrastructure. Exit status: 0 every episode has a verdict, 1 not all have, 2 the config is wrong, 130 it was
+interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rewards.grade import warm_up
+from rewards.task import Task
+from rl.config import ConfigError
+from rl.data.journal import JournalError
+from rl.evaluate import compare, config, results, serve
+from rl.evaluate.config import Weights
+from rl.evaluate.play import Evaluation, Line, LostError, write
+from rl.scratch import remove_socket_directory, socket_directory
+from rl.screen import Screen, this_command
+from rollout.episode import Setup
+from rollout.proxy.forward import SideEndpoint
+from rollout.proxy.passthrough import PassThrough
+from rollout.proxy.server import ProxyServer
+from rollout.sandbox import SandboxError
+
+# For a hosted model, whose window is not known: what Claude Code takes for a model that it does not know.
+_HOSTED_CONTEXT = 200_000
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Progress:
+    """The lines of attempts on the screen: a bar on a terminal, else a line each."""
+
+    def __init__(self, screen: Screen, total: int) -> None:
+        self.screen, self.total = screen, total
+        self.done = self.resolved = self.lost = 0
+        self._began = time.monotonic()
+
+    def __call__(self, line: Line) -> None:
+        self.done += not line["infra"]
+        self.lost += line["infra"]
+        self.resolved += line["resolved"]
+        outcome = "resolved" if line["resolved"] else line["reason"]
+        if line["infra"] or not self.screen.is_terminal:
+            place = f"{self.done}/{self.total} {line['task']} #{line['sample']}"
+            detail = f" ({' '.join(line['detail'].split())[:200]})" if line["infra"] else ""
+            self.screen.say(f"{place}: {outcome}{detail}  {line['turns']} turns  {line['wall_s']:.1f} s")
+        if self.screen.is_terminal:
+            self.show()
+
+    def show(self) -> None:
+        parts = [f"{self.resolved} resolved"] + [f"{self.lost} lost attempts"] * bool(self.lost)
+        if self.done >= 2:
+            left = (self.total - self.done) * (time.monotonic() - self._began) / self.done
+            parts.append(f"about {left / 60:.0f} min to go" if left >= 90 else f"about {left:.0f} s to go")
+        self.screen.show("episodes", self.done, self.total, ", ".join(parts))
+
+
+async def evaluate(cfg: DictConfig, weights: Weights | None, tasks: list[Task], screen: Screen) -> int:
+    """Bring an evaluation to its end; returns the exit status. Raises ConfigError, JournalError, ServeError, LostError,
+    SandboxError and OSError."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _me().cancel)
+    served = await _ask(cfg)
+    name = config.name_of(cfg, weights)
+    identity = config.identity(cfg, weights, tasks)
+    directory = Path(cfg.out or Path(cfg.root) / f"{name}-{config.digest(identity)}").absolute()
+    evaluation = Evaluation(directory, identity)
+    rows = {
+        task.instance_id: {"row": config.row_hash(task), "repo": task.repo, "difficulty": task.difficulty}
+        for task in tasks[: cfg.limit]
+    }
+    try:
+        write(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        wanted = evaluation.wanted(tasks[: cfg.limit], cfg.samples)
+        there = len(rows) * cfg.samples - len(wanted)
+        screen.say(f"{len(wanted)} episodes to play{f', {there} are there' if there else ''}, in {directory}")
+        if wanted:
+            try:
+                screen.redirect(directory / "evaluate.log")
+                await _play(cfg, weights, served, evaluation, wanted, screen)
+            finally:
+                screen.restore()
+    finally:
+        found = results.results(name, rows, cfg.samples, evaluation.lines)
+        results.write_all(directory, found, evaluation.lines)
+        evaluation.close()
+    for table in results.tables(found):
+        screen.print(table)
+    _hints(cfg, directory, found, screen)
+    return 0 if found["complete"] else 1
+
+
+async def _ask(cfg: DictConfig) -> serve.Served | None:
+    """Of an endpoint: that it is there and has the model. Takes over the model's name. None for a policy."""
+    if cfg.policy:
+        return None
+    if cfg.protocol == "messages":
+        await serve.ask_endpoint(SideEndpoint(cfg.endpoint, cfg.model, config.key(cfg)))
+        return serve.Served(cfg.model, "", _HOSTED_CONTEXT)
+    served = await serve.ask_server(cfg.endpoint, cfg.model, config.key(cfg))
+    cfg.model = served.name
+    return served
+
+
+async def _play(
+    cfg: DictConfig,
+    weights: Weights | None,
+    served: serve.Served | None,
+    evaluation: Evaluation,
+    wanted: Sequence[tuple[Task, int]],
+    screen: Screen,
+) -> None:
+    out = evaluation.dir
+    if cfg.sandbox.kind != "local":
+        from rl.setup import prepare_images
+
+        episodes = config.episode_config(cfg, "", _HOSTED_CONTEXT, out)
+        count = functools.partial(screen.show, "images")
+        await asyncio.to_thread(prepare_images, episodes, [task for task, _ in wanted], screen.say, count)
+    async with contextlib.AsyncExitStack() as stack:
+        sockets = out / "socket_dir"
+        socket_directory(sockets)
+        stack.callback(remove_socket_directory, sockets)
+        server = None
+        if weights is not None:
+            if weights.sharded is not None:
+                screen.show("merging the checkpoint's shards")
+                await asyncio.to_thread(serve.merge, weights.sharded, Path(weights.model), out / "merge.log")
+            screen.say("starting the vLLM server (its output: vllm.log)")
+            server = serve.Server(weights.model, cfg.max_context, cfg.serve, out / "vllm.log")
+            stack.callback(server.close)
+        screen.show("loading")
+        warming = asyncio.create_task(asyncio.to_thread(warm_up))
+        if cfg.protocol == "messages":
+            setup = _forwarded(cfg, out)
+        else:
+            setup = await _by_tokens(cfg, weights, served, server, out, stack)
+        await warming
+        await setup.proxy.start()
+        stack.push_async_callback(setup.proxy.stop)
+        screen.say(f"playing, {cfg.sandbox.concurrency} at the same time")
+        progress = Progress(screen, len(wanted))
+        screen.show("episodes", 0, len(wanted))
+        model = cfg.model if cfg.protocol == "messages" else _tokenizer(cfg, weights, served)
+        await evaluation.play(
+            setup,
+            wanted,
+            concurrency=cfg.sandbox.concurrency,
+            step=weights.step if weights else 0,
+            model=model,
+            done=progress,
+            check=server.check if server is not None else lambda: None,
+        )
+
+
+def _forwarded(cfg: DictConfig, out: Path) -> Setup:
+    from rl.setup import setup_around, side_endpoint
+
+    proxy = PassThrough(SideEndpoint(cfg.endpoint, cfg.model, config.key(cfg)), side_endpoint(cfg))
+    context = cfg.max_context or _HOSTED_CONTEXT
+    return setup_around(config.episode_config(cfg, "", context, out), proxy.policy, proxy)
+
+
+def _tokenizer(cfg: DictConfig, weights: Weights | None, served: serve.Served | None) -> str:
+    if cfg.tokenizer or weights is None:
+        return str(cfg.tokenizer or (served.root if served else ""))
+    return str(weights.sharded / "huggingface") if weights.sharded else weights.model
+
+
+async def _by_tokens(
+    cfg: DictConfig,
+    weights: Weights | None,
+    served: serve.Served | None,
+    server: serve.Server | None,
+    out: Path,
+    stack: contextlib.AsyncExitStack,
+) -> Setup:
+    """What is slow to import is loaded while the server starts."""
+    from rl.setup import setup_around
+    from rollout.proxy.vllm_http import VllmHttpEngine
+
+    url, model = (server.url, serve.SERVED_AS) if server else (str(cfg.endpoint), str(cfg.model))
+    engine = VllmHttpEngine(url, model, config.key(cfg) if server is None else None)
+    stack.push_async_callback(engine.close)
+    tokenizer = _tokenizer(cfg, weights, served)
+    setup, sampling = await asyncio.to_thread(_load, cfg, tokenizer, engine, out)
+    if server is not None:
+        await server.ready(cfg.serve.timeout_s)
+        served = await serve.ask_server(url, model, None)
+    assert served is not None
+    if setup.policy.side_endpoint is not None:
+        stack.push_async_callback(setup.policy.side_endpoint.close)
+    context = min(cfg.max_context or served.max_context, served.max_context)
+    episodes = config.episode_config(cfg, tokenizer, context, out)
+    policy = replace(setup.policy, max_context=context, max_tokens=episodes.data.max_response_length, sampling=sampling)
+    return setup_around(episodes, policy, setup.proxy)
+
+
+def _load(cfg: DictConfig, tokenizer: str, engine: Any, out: Path) -> tuple[Setup, dict[str, Any]]:
+    """Tokenizer, chat template and parsers, and how to sample. Raises ConfigError."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from rl.setup import make_setup
+    from rollout.proxy.render import generation_config
+
+    episodes = config.episode_config(cfg, tokenizer, cfg.max_context or _HOSTED_CONTEXT, out)
+    try:
+        text_tools = AutoTokenizer.from_pretrained(tokenizer)
+        model_type = AutoConfig.from_pretrained(tokenizer).model_type
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer: {tokenizer} cannot be loaded: {' '.join(str(error).split())}") from error
+    try:
+        setup = make_setup(episodes, text_tools, model_type, engine, ProxyServer())
+    except ValueError as error:  # a parser or chat template that is not known
+        raise ConfigError(f"{tokenizer}: {' '.join(str(error).split())}") from error
+    said = generation_config(tokenizer)
+    sampling = {name: said[name] for name in _SAMPLING if said.get(name) is not None}
+    return setup, sampling | {name: value for name, value in cfg.sampling.items() if value is not None}
+
+
+def _hints(cfg: DictConfig, directory: Path, found: dict[str, Any], screen: Screen) -> None:
+    python = sys.orig_argv[0]
+    hints = []
+    if not found["complete"]:
+        hints.append(("try the rest", this_command()))
+    hints += [
+        ("results", str(directory / "results.json")),
+        ("read an episode", f"{python} -m rollout.records {directory} EPISODE"),
+        ("compare", f"{python} -m rl.evaluate compare {directory} OTHER"),
+        ("to SWE-bench", f"sb-cli submit SUBSET SPLIT --predictions_path {directory / 'preds.json'} --run_id RUN"),
+    ]
+    screen.next(*hints)
+
+
+def _me() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0 if arguments else 2
+    # Seconds to import, and their errors are the user's typing.
+    import hydra.errors
+    import omegaconf.errors
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    screen = Screen()
+    try:
+        if arguments[0] == "compare":
+            return compare.main(arguments[1:])
+        cfg, weights = config.compose_evaluation(arguments)
+        tasks = config.check_evaluation(cfg)
+        return asyncio.run(evaluate(cfg, weights, tasks, screen))
+    except (ConfigError, JournalError, hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException) as error:
+        print(f"config: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except (serve.ServeError, LostError, SandboxError, OSError) as error:
+        print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
+        screen.next(("continue", this_command()))
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        screen.next(("continue", this_command()))
+        return 130
+    finally:
+        screen.restore()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""The directory of an evaluation, and playing what is not in it yet.
+
+    evaluation.json    what it is of: a directory takes no other
+    journal.jsonl      a line per attempt, made from its record
+    episodes/*.cep     the records (docs/records.md)
+
+A record is on the disk before its line; a line that a kill kept from being written is made from the record by the
+next start. So an episode that was graded is never played again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rewards.task import Task
+from rewards.verdict import Outcome
+from rl.config import ConfigError
+from rl.data.journal import Journal
+from rl.workers import workers
+from rollout.episode import Episode, Setup, play
+from rollout.records import Reader, Record, RecordWriter, record_of
+
+Line = dict[str, Any]
+_SAMPLE = re.compile(r"eval-(\d+)-")
+
+
+class LostError(Exception):
+    """So many episodes in a row were lost to the infrastructure that the next ones will be too."""
+
+
+class Evaluation:
+    """An open directory, locked for other processes until ``close``. Raises ConfigError if it is of something else,
+    JournalError if it is in use or damaged."""
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.dir = directory
+        self._journal = Journal(directory / "journal.jsonl")
+        try:
+            about = directory / "evaluation.json"
+            played = self.lines or any((directory / "episodes").glob("*"))
+            if not about.exists() or not played:  # a first try that failed binds to nothing
+                write(about, json.dumps(identity, indent=1) + "\n")
+            elif changed := _changed(json.loads(about.read_text()), identity):
+                raise ConfigError(f"out: {directory} is of another evaluation ({changed}); give another directory")
+            known = {line["episode"] for line in self.lines}
+            for record in Reader(directory / "episodes") if (directory / "episodes").exists() else ():
+                if record.episode not in known:
+                    self._journal.append(line_of(record))
+        except BaseException:
+            self._journal.close()
+            raise
+
+    @property
+    def lines(self) -> list[Line]:
+        return self._journal.records
+
+    def wanted(self, tasks: Sequence[Task], samples: int) -> list[tuple[Task, int]]:
+        """The episodes without a verdict. First one of each task, so that a part of it tells something, too."""
+        there = {(line["task"], line["sample"]) for line in self.lines if not line["infra"]}
+        return [(task, n) for n in range(samples) for task in tasks if (task.instance_id, n) not in there]
+
+    async def play(
+        self,
+        setup: Setup,
+        wanted: Sequence[tuple[Task, int]],
+        *,
+        concurrency: int,
+        step: int,
+        model: str,
+        done: Callable[[Line], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Play ``wanted``, so many at the same time. ``step`` and ``model`` go on record; ``done`` sees the line of
+        every attempt, ``check`` is called when one was lost and raises if none can succeed any more.
+
+        Raises LostError when the last three rounds were all lost, JournalError and OSError when the disk is full.
+        """
+        parser = setup.policy.parser.spec
+        writer = RecordWriter(self.dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
+        left, lost = iter(wanted), 0
+
+        def keep(episode: Episode) -> None:
+            record = record_of(episode, "eval", step, model, parser)
+            writer.append(record)
+            line = line_of(record)
+            self._journal.append(line)
+            done(line)
+            if line["infra"]:
+                check()
+
+        async def work() -> None:
+            nonlocal lost
+            for task, sample in left:  # shared by the workers
+                name = f"eval-{sample}-{task.instance_id}-{uuid.uuid4().hex[:8]}"
+                episode = await play(setup, task, name, keep)
+                lost = lost + 1 if episode.verdict.is_infra else 0
+                if lost >= 3 * max(concurrency, 3):
+                    reason = f"{episode.verdict.reason}: {' '.join(episode.verdict.detail.split())[:300]}"
+                    raise LostError(f"the last {lost} episodes had no verdict; the last one: {reason}")
+
+        try:
+            await workers(concurrency, work)
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def line_of(record: Record) -> Line:
+    """What the journal keeps of an attempt. ``tokens_in``: of all prompts, each counted whole; ``tokens_out``: sampled;
+    times in seconds. A patch that is not UTF-8 has replacement characters; the record has its bytes."""
+    found = _SAMPLE.match(record.episode)
+    verdict = record.verdict
+    tokens_in, tokens_out = _tokens(record)
+    return {
+        "episode": record.episode,
+        "task": record.task,
+        "sample": int(found[1]) if found else 0,
+        "attempt": record.attempt,
+        "started": record.started,
+        "resolved": verdict["outcome"] == Outcome.RESOLVED,
+        "infra": verdict["outcome"] == Outcome.INFRA_FAILURE,
+        "reason": verdict["reason"],
+        "detail": verdict["detail"],
+        "flags": verdict["flags"],
+        "agent": record.agent.get("status"),
+        "turns": record.agent.get("turns", 0),
+        "calls": int(record.counters.get("calls", 0)),
+        "tokens_in": tokens_in,
+        "tokens_out": tokens_out,
+        "agent_s": round(record.timing.get("agent", 0.0), 3),
+        "wall_s": round(record.timing.get("total", 0.0), 3),
+        "patch": record.patch.decode("utf-8", "replace"),
+    }
+
+
+def _tokens(record: Record) -> tuple[int, int]:
+    """From the session tree; of a model behind another endpoint, what Claude Code adds up itself."""
+    lengths: list[int] = []
+    prompts = sampled = 0
+    for node in record.nodes:
+        before = lengths[node.parent] if node.parent >= 0 else 0
+        lengths.append(before + len(node.ids) // 4)
+        if node.logprobs is not None:
+            prompts, sampled = prompts + before, sampled + len(node.ids) // 4
+    for event in () if record.nodes else record.events:
+        for used in event.get("modelUsage", {}).values() if event.get("type") == "result" else ():
+            prompts += sum(used.get(f"{kind}InputTokens", 0) for kind in ("cacheRead", "cacheCreation"))
+            prompts, sampled = prompts + used.get("inputTokens", 0), sampled + used.get("outputTokens", 0)
+    return prompts, sampled
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or none."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _changed(before: Any, now: Any, path: str = "") -> str:
+    """The first things that differ, with both values; empty for none."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = (_changed(before.get(k), now.get(k), f"{path}.{k}".strip(".")) for k in sorted({*before, *now}))
+        found = [text for text in inner if text]
+        if path == "tasks" and found:
+            return f"{len(found)} of its tasks have other rows, or are not in both"
+        return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    if json.dumps(before) == json.dumps(now):
+        return ""
+    there, here = (text if len(text := json.dumps(value)) < 60 else f"{text[:57]}..." for value in (before, now))
+    return f"{path} is {there} there and {here} here"

@@ -1,0 +1,136 @@
+"""What the episodes of an evaluation come to: results.json, predictions for SWE-bench, and tables for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.evaluate.play import Line, write
+from rl.statistics import Estimate, estimate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SPREAD = ("turns", "calls", "tokens_in", "tokens_out", "agent_s", "wall_s")
+
+
+def results(name: str, tasks: Mapping[str, Mapping[str, Any]], samples: int, lines: Sequence[Line]) -> dict[str, Any]:
+    """``tasks``: by id their row (a hash), repo and difficulty. Of ``lines`` those of other tasks and of later samples
+    do not count. An episode without a verdict counts nowhere but under ``infra``."""
+    lines = [line for line in lines if line["task"] in tasks and line["sample"] < samples]
+    # Of a sample that was graded the attempts before it are history.
+    graded = {(line["task"], line["sample"]): line for line in lines if not line["infra"]}
+    counts = {task: [0, 0] for task in tasks}
+    for (task, _), line in graded.items():
+        counts[task][0] += 1
+        counts[task][1] += line["resolved"]
+
+    def groups(column: str) -> dict[str, Any]:
+        names = sorted({str(row[column]) for row in tasks.values() if row[column] is not None})
+        return {
+            one: _counted([counts[task] for task, row in tasks.items() if str(row[column]) == one]) for one in names
+        }
+
+    episodes = list(graded.values())
+    ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, samples) if k <= samples})
+    return {
+        "name": name,
+        "complete": len(graded) == len(tasks) * samples,
+        "samples": samples,
+        **_counted(list(counts.values())),
+        "pass_at_k": {str(k): _plain(estimate([(n, c) for n, c in counts.values()], k)) for k in ks},
+        "verdicts": _count("resolved" if line["resolved"] else line["reason"] for line in episodes),
+        "agent": _count(str(line["agent"]) for line in episodes),
+        "flags": _count(flag for line in episodes for flag in line["flags"]),
+        "infra": {
+            "episodes": len(tasks) * samples - len(graded),
+            "attempts": _count(line["reason"] for line in lines if line["infra"]),
+        },
+        "spread": {key: _spread([line[key] for line in episodes]) for key in _SPREAD} if episodes else {},
+        "by_repo": groups("repo"),
+        "by_difficulty": groups("difficulty"),
+        "by_task": {task: {**tasks[task], "episodes": n, "resolved": c} for task, (n, c) in counts.items()},
+    }
+
+
+def _counted(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    return {
+        "tasks": len(counts),
+        "episodes": sum(n for n, _ in counts),
+        "resolved": sum(c for _, c in counts),
+        "pass_at_1": _plain(estimate([(n, c) for n, c in counts])),
+    }
+
+
+def _plain(found: Estimate | None) -> dict[str, float] | None:
+    return None if found is None else vars(found)
+
+
+def _count(words: Any) -> dict[str, int]:
+    return dict(Counter(words).most_common())
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    mean = math.fsum(ordered) / len(ordered)
+    return {"mean": round(mean, 3), "p50": at(0.5), "p90": at(0.9), "max": ordered[-1], "sum": round(sum(ordered), 3)}
+
+
+def predictions(name: str, lines: Sequence[Line], sample: int) -> list[dict[str, str]]:
+    """One patch per task, as swebench 5.0.2 and sb-cli read them. Tasks without a verdict are left out, those without
+    a patch are not."""
+    graded = (line for line in lines if line["sample"] == sample and not line["infra"])
+    found = {line["task"]: line["patch"] for line in graded}
+    return [
+        {"instance_id": task, "model_name_or_path": name, "model_patch": patch} for task, patch in sorted(found.items())
+    ]
+
+
+def write_all(directory: Path, found: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    """results.json; preds.json of each task's first episode, preds.1.json of its second, ..."""
+    write(directory / "results.json", json.dumps(found, indent=1) + "\n")
+    for sample in range(found["samples"]):
+        path = directory / (f"preds.{sample}.json" if sample else "preds.json")
+        write(path, json.dumps(predictions(found["name"], lines, sample), indent=1) + "\n")
+
+
+def tables(found: Mapping[str, Any]) -> list[Table]:
+    """For the terminal: the figures, then a line per repository and per difficulty where there are several."""
+    from rich.table import Table
+
+    main = Table(title=found["name"], show_header=False)
+    for k, one in found["pass_at_k"].items():
+        main.add_row(f"pass@{k}", share(one))
+    main.add_row("tasks, episodes each", f"{found['tasks']}, {found['samples']}")
+    for verdict, count in found["verdicts"].items():
+        main.add_row(verdict, f"{count} of {found['episodes']}")
+    lost = found["infra"]
+    if lost["attempts"]:
+        causes = ", ".join(f"{count} {reason}" for reason, count in lost["attempts"].items())
+        main.add_row("lost to infrastructure", f"{lost['episodes']} episodes; attempts: {causes}")
+    four = ("mean", "p50", "p90", "max")
+    for key, spread in found["spread"].items():
+        main.add_row(f"{key}: {', '.join(four)}", ", ".join(f"{spread[one]:.4g}" for one in four))
+    made = [main]
+    for column in ("repo", "difficulty"):
+        groups = found[f"by_{column}"]
+        if len(groups) > 1:
+            table = Table(column, "tasks", "episodes", "resolved", "pass@1")
+            for name, row in groups.items():
+                counts = (str(row[key]) for key in ("tasks", "episodes", "resolved"))
+                table.add_row(name, *counts, share(row["pass_at_1"]))
+            made.append(table)
+    return made
+
+
+def share(one: Mapping[str, float] | None, form: Callable[[float], str] = "{:.3f}".format) -> str:
+    """A value with its interval."""
+    return "-" if one is None else f"{form(one['value'])}  [{form(one['low'])}, {form(one['high'])}]"

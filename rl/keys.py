@@ -1,0 +1,84 @@
+"""Keys of a config that nothing reads.
+
+Hydra refuses an unknown key on the command line. One in an experiment's file it takes for a new one, and verl mostly
+never looks at it: a misspelt ``total_training_step`` would train for ever. ``check_keys`` compares a config with what
+the same groups compose to without any experiment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from rl.config import compose
+
+# What stands below is another program's own (Ray's, Megatron's), or names that the user gives. So it is below every
+# key that is null or empty by default.
+OPEN = (
+    "ray_kwargs.ray_init",
+    "grading.flags",
+    "actor_rollout_ref.actor.megatron.override_transformer_config",
+    "actor_rollout_ref.ref.megatron.override_transformer_config",
+    "hydra",
+)
+
+
+def check_keys(cfg: DictConfig) -> None:
+    """Every key of ``cfg`` is one of configs/train.yaml, of one of its groups, of verl's yaml files or of the dataclass
+    that verl makes of its place. Half a second for a good config; verl is imported (ten) for a key that its yaml lacks.
+
+    Raises:
+        ValueError: it is not; the message is one line that names the key and the closest one.
+    """
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    known = {**_reference(plain.get("sandbox", {}).get("kind"), "megatron" in _actor(plain))}
+    if prepare := plain.get("prepare"):  # its settings are in a group of the name of its package
+        known |= {key: {} for key in plain if key in str(prepare).split(":")[0].split(".")}
+    for path, siblings in _unknown(plain, known, ""):
+        parent, _, name = path.rpartition(".")
+        target = OmegaConf.select(cfg, f"{parent}._target_") if parent else None
+        if target is not None and name in _fields(target):
+            continue
+        near = difflib.get_close_matches(name, siblings, n=1)
+        hint = f"; do you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
+        raise ValueError(f"{path}: nothing reads this key{hint}")
+
+
+def _actor(plain: Mapping[str, Any]) -> Mapping[str, Any]:
+    return plain.get("actor_rollout_ref", {}).get("actor", {})
+
+
+@functools.cache
+def _reference(sandbox: str | None, megatron: bool) -> dict[str, Any]:
+    """The primary config with these groups and no experiment."""
+    groups = [f"sandbox={sandbox}"] if sandbox else []
+    groups += ["model_engine=megatron"] if megatron else []
+    # In a Hydra application a second Hydra is refused, and the first one knows the same files.
+    running = GlobalHydra.instance().is_initialized()
+    return OmegaConf.to_container(hydra.compose("train", groups) if running else compose(groups), resolve=False)
+
+
+def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, list[str]]]:
+    """(dotted key, its known siblings) for each key of ``given`` that ``known`` lacks."""
+    for name, value in given.items():
+        here = f"{path}.{name}" if path else str(name)
+        if here in OPEN:
+            continue
+        if name not in known:
+            yield here, list(known)
+        elif isinstance(value, Mapping) and isinstance(known[name], Mapping) and known[name]:
+            yield from _unknown(value, known[name], here)
+
+
+def _fields(target: str) -> set[str]:
+    """Of a dataclass by its full name."""
+    module, _, name = target.rpartition(".")
+    return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}

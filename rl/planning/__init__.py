@@ -1,0 +1,1 @@
+"""What a config needs of a cluster, by calculation: the parts of ``rl.plan``."""

@@ -1,0 +1,312 @@
+"""The curves of runs without any service: ``python -m rl.report RUN [RUN...] [--out PREFIX]``
+
+Draws the panels of ``rl.panels`` from the runs' metrics.jsonl into PREFIX.png, and the same with a summary, the last
+step's metrics and some episodes as they were played into PREFIX.html, which needs nothing else. PREFIX is RUN/report
+for one run, else ./report. A run may still be going on. Exit status: 0 done, 2 there is no such run or no step in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.metrics import has_validation, read_jsonl, resolve_rate
+from rl.panels import SECTIONS, Panel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Runs = Mapping[str, list[dict]]  # name -> records of metrics.jsonl
+
+_COLUMNS = 3
+# Inches: a chart with its title and legend, in it the left, bottom, width and height of the plot, a section's title.
+_CELL, _PLOT, _HEAD = (5.0, 3.9), (0.75, 1.4, 4.0, 2.0), 0.5
+_LINE = 0.3  # of text, at the top
+_STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 3.5,
+}
+# Okabe and Ito's: told apart by people who see few colours.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#4B3B8F")
+_LINES = ("-", "--", ":", "-.")
+_SAMPLES = 8
+
+
+def figure(runs: Runs) -> Figure:
+    """All panels that have data, by section. Stacked ones have a chart for each run."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colors = dict(zip(runs, itertools.cycle(_COLORS), strict=False)) if len(runs) > 1 else {}
+    sections = {title: found for title, panels in SECTIONS.items() if (found := _charts(panels, runs))}
+    height = _LINE * len(colors) + sum(_HEAD + _CELL[1] * -(-len(found) // _COLUMNS) for found in sections.values())
+    width = _CELL[0] * _COLUMNS
+    with rc_context(_STYLE):
+        whole = Figure(figsize=(width, height))
+        top = height - _LINE * len(colors)
+        for number, (name, color) in enumerate(colors.items(), 1):
+            whole.text(0.15 / width, 1 - _LINE * number / height, f"\u25a0 {name}", color=color, fontsize=11)
+        for title, found in sections.items():
+            whole.text(0.1 / width, (top - 0.3) / height, title, fontsize=15, fontweight="bold", color="0.4")
+            top -= _HEAD
+            for number, (panel, shown) in enumerate(found):
+                row, column = divmod(number, _COLUMNS)
+                left, bottom = column * _CELL[0] + _PLOT[0], top - (row + 1) * _CELL[1] + _PLOT[1]
+                axes = whole.add_axes((left / width, bottom / height, _PLOT[2] / width, _PLOT[3] / height))
+                draw(axes, panel, shown, colors if len(shown) > 1 else {})
+                if len(shown) == 1 and len(runs) > 1:
+                    axes.set_title(f"{panel.title}\n{next(iter(shown))}")
+            top -= _CELL[1] * -(-len(found) // _COLUMNS)
+    return whole
+
+
+def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
+    """What is drawn: a chart of all runs, or where their curves could not be told apart one of each."""
+    charts: list[tuple[Panel, Runs]] = []
+    for panel in panels:
+        counts = {name: len(panel.curves(_names(records))) for name, records in runs.items()}
+        have = {name: records for name, records in runs.items() if counts[name]}
+        if panel.stacked or max(counts.values()) > len(_LINES):
+            charts += [(panel, {name: records}) for name, records in have.items()]
+        elif have:
+            charts.append((panel, have))
+    return charts
+
+
+def _names(records: list[dict]) -> list[str]:
+    return sorted({name for record in records for name, value in record.items() if value is not None})
+
+
+def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None = None) -> None:
+    """A panel's curves. ``colors``: of several runs, whose metrics then differ by line."""
+    from matplotlib.ticker import MaxNLocator
+
+    for run, records in runs.items():
+        curves = panel.curves(_names(records))
+        if panel.stacked:
+            _stack(axes, records, curves)
+            continue
+        for number, (name, label) in enumerate(curves.items()):
+            steps, values = zip(*[(r["step"], r[name]) for r in records if r.get(name) is not None], strict=True)
+            axes.plot(
+                steps,
+                values,
+                color=colors[run] if colors else _COLORS[number % len(_COLORS)],
+                linestyle=_LINES[(number if colors else number // len(_COLORS)) % len(_LINES)],
+                marker="o" if len(steps) <= 30 else None,
+                label=label,
+            )
+    low, high = panel.bounds
+    axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
+    if (low, high) == (0.0, 1.0):
+        axes.set_ylim(-0.03, 1.03)
+    elif low is not None:
+        axes.set_ylim(bottom=low)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if handles and (panel.stacked or len(panel.metrics) > 1 or len(handles) > 1):
+        legend = axes.legend(
+            handles.values(),
+            handles.keys(),
+            loc="upper left",
+            bbox_to_anchor=(-0.02, -0.19),
+            ncols=min(len(handles), 3 if max(map(len, handles)) < 18 else 2),
+            borderaxespad=0.3,
+        )
+        for line in legend.get_lines() if colors else ():
+            line.set_color("0.3")
+
+
+def _stack(axes: Axes, records: list[dict], curves: dict[str, str]) -> None:
+    """Bars, because a step's parts belong together and not to the space between steps."""
+    steps = [r for r in records if any(r.get(name) is not None for name in curves)]
+    bottom = [0.0] * len(steps)
+    for number, (name, label) in enumerate(curves.items()):
+        values = [r.get(name) or 0.0 for r in steps]
+        if any(values):
+            color = _COLORS[number % len(_COLORS)]
+            # An edge of its own colour: without one the background shows between bars.
+            look = {"color": color, "edgecolor": color, "linewidth": 0.4, "label": label}
+            axes.bar([r["step"] for r in steps], values, bottom=bottom, width=1.0, **look)
+        bottom = [b + v for b, v in zip(bottom, values, strict=True)]
+
+
+def curve(records: list[dict], path: Path) -> None:
+    """The learning curve alone, as PNG."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        picture = Figure(figsize=(7, 4), layout="constrained")
+        draw(picture.subplots(), SECTIONS["Learning"][0], {"": records})
+        _save(picture, path)
+
+
+def _save(picture: Figure, path: Path) -> None:
+    new = path.with_name(f".{path.name}.new")
+    picture.savefig(new, dpi=110, format="png")
+    os.replace(new, path)
+
+
+def summary(records: list[dict]) -> list[tuple[str, str]]:
+    """(label, value) rows of a run."""
+    steps = [r for r in records if "timing_s/step" in r]
+    held_out = [(r["step"], resolve_rate(r, "val")) for r in records if has_validation(r)]
+    rows: list[tuple[str, str]] = []
+    if held_out:
+        rows.append((f"held-out resolved, step {held_out[0][0]}", _percent(held_out[0][1])))
+        if len(held_out) > 1:
+            rows.append((f"held-out resolved, step {held_out[-1][0]}", _percent(held_out[-1][1])))
+    rows.append(("steps", str(len(steps))))
+    if not steps:
+        return rows
+
+    def mean(key: str) -> float | None:
+        values = [r[key] for r in steps if r.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    def add(label: str, value: float | None, form: str) -> None:
+        if value is not None:
+            rows.append((label, form.format(value) if form else _percent(value)))
+
+    third = max(1, len(steps) // 3)
+    for label, part in (("first", steps[:third]), ("last", steps[-third:])):
+        rates = [rate for r in part if (rate := resolve_rate(r, "train")) is not None]
+        if rates:
+            rows.append((f"train resolved, {label} third", _percent(sum(rates) / len(rates))))
+    add("groups that teach nothing", mean("group/all_equal"), "")
+    add("seconds per step", mean("timing_s/step"), "{:.1f}")
+    add("  rollout", mean("timing_s/gen"), "{:.1f}")
+    add("  update", mean("timing_s/update_actor"), "{:.1f}")
+    add("  weight sync", mean("timing_s/update_weights"), "{:.2f}")
+    add("rows per episode", mean("episode/rows"), "{:.2f}")
+    add("turns per episode", mean("episode/turns"), "{:.1f}")
+    add("prefix-cache hit rate", mean("engine/prefix_cache_hit_rate"), "")
+    add("proxy overhead per call, ms", mean("proxy/overhead_ms"), "{:.1f}")
+    add("GPU busy", mean("gpu/busy"), "")
+    pearsons = [p for r in steps if (p := r.get("training/rollout_actor_probs_pearson_corr")) is not None]
+    if pearsons:
+        rows.append(("lowest rollout/trainer correlation", f"{min(pearsons):.4f}"))
+    if any("infra/failures" in r for r in steps):
+        rows.append(("infrastructure failures", f"{sum(r.get('infra/failures', 0) for r in steps):.0f}"))
+    return rows
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; color: #222 }}
+table {{ border-collapse: collapse; margin: 1rem 0 }}
+th, td {{ border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: left; vertical-align: top }}
+td:first-child {{ white-space: pre }}
+td.number {{ text-align: right; font-variant-numeric: tabular-nums }}
+img {{ max-width: 100% }}
+pre {{ background: #f6f6f6; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }}
+</style>
+<h1>{title}</h1>
+{body}
+</html>
+"""
+
+
+def page(runs: Runs, picture: bytes, samples: Sequence[dict[str, Any]]) -> str:
+    """The report as one HTML file. ``picture``: a PNG. ``samples``: rows of ``rl.samples``."""
+    image = base64.b64encode(picture).decode()
+    summaries = {name: dict(summary(records)) for name, records in runs.items()}
+    steps = {name: [r for r in records if "timing_s/step" in r] for name, records in runs.items()}
+    last = {f"{name}, step {found[-1]['step']}": found[-1] for name, found in steps.items() if found}
+    values = {
+        name: {k: f"{v:.6g}" for k, v in sorted(record.items()) if k not in ("step", "time") and v is not None}
+        for name, record in last.items()
+    }
+    body = [
+        _table(summaries),
+        f'<img alt="curves" src="data:image/png;base64,{image}">',
+        f"<h2>Metrics of the last step</h2><details><summary>all of them</summary>{_table(values)}</details>",
+    ]
+    if samples:
+        body += ["<h2>Episodes as they were played</h2>", *map(_sample, samples)]
+    return _PAGE.format(title=html.escape(" and ".join(runs)), body="\n".join(body))
+
+
+def _table(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """Columns side by side; a row for each name that any of them has."""
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    head = "".join(f"<th>{html.escape(title)}" for title in ["", *columns])
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}"
+        + "".join(f'<td class="number">{html.escape(column.get(name, ""))}' for column in columns.values())
+        + "\n"
+        for name in names
+    )
+    return f"<table><tr>{head}\n{rows}</table>"
+
+
+def _sample(one: dict[str, Any]) -> str:
+    title = f"{one['task']}: {one['verdict']}, {one['split']} step {one['step']}, {one['turns']} turns"
+    return (
+        f"<details><summary>{html.escape(title)}</summary>"
+        f"<pre>{html.escape(one['last messages'])}</pre><pre>{html.escape(one['patch'])}</pre></details>"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="of the two files")
+    args = parser.parse_args(arguments)
+    directories = [directory.resolve() for directory in args.runs]
+    runs = {
+        f"{directory.parent.name} {directory.name}": read_jsonl(directory / "metrics.jsonl")
+        for directory in directories
+    }
+    for directory, records in zip(directories, runs.values(), strict=True):
+        if not records:
+            print(f"report: {directory}: no metrics.jsonl with a step in it; give run directories", file=sys.stderr)
+            return 2
+    prefix = args.out or (directories[0] / "report" if len(directories) == 1 else Path("report"))
+    png, page_path = prefix.with_name(f"{prefix.name}.png"), prefix.with_name(f"{prefix.name}.html")
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    _save(figure(runs), png)
+    samples = [
+        one
+        for directory in directories
+        for path in sorted((directory / "samples").glob("*"))
+        for one in read_jsonl(path)
+    ]
+    text = page(runs, png.read_bytes(), sorted(samples, key=lambda one: one["step"])[-_SAMPLES:])
+    new = page_path.with_name(f".{page_path.name}.new")
+    new.write_text(text)
+    os.replace(new, page_path)
+    print(f"{png}\n{page_path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

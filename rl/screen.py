@@ -1,0 +1,156 @@
+"""What a program tells the person who started it: events, what is being done now, and what to do next.
+
+    with Screen() as screen:
+        screen.say("an event")                                         # a line that stays
+        screen.show("gradings", done=3, total=60, note="1 flaky")      # what is being done now
+        screen.next(("report", "less OUT.md"))                         # useful commands, at the end
+
+On a terminal what is being done now is one bar below the events, redrawn in place. Elsewhere (a pipe, a batch job's
+log) it is a line every ``every_s`` seconds at most, and only when something is counted. All methods may be called
+from any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+
+class Screen:
+    """The user's terminal, kept while stdout and stderr of this process may go to a log file."""
+
+    def __init__(self, every_s: float = 30.0) -> None:
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        self._stderr: int | None = None  # while redirected
+        self._began = time.monotonic()
+        self._console = Console(file=self._out, highlight=False)
+        # FORCE_COLOR makes rich take a pipe for a terminal: colours are then wanted, cursor movements are not.
+        self.is_terminal = self._out.isatty() and not self._console.is_dumb_terminal
+        self._every_s = every_s
+        self._lock = threading.RLock()
+        self._live: Live | None = None
+        self._shown = ""  # what the bar is about
+        self._said = self._began  # when a pipe last heard about it
+        self._note = Text()
+        self._bar = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        )
+        self._clock = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._doing = self._clock  # the one of both that is shown; each has one task
+        for progress in (self._bar, self._clock):
+            progress.add_task("")
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def fileno(self) -> int:
+        return self._out.fileno()
+
+    def say(self, text: str) -> None:
+        """Print an event with the seconds since the start."""
+        self.print(f"[{time.monotonic() - self._began:6.1f} s] {text}")
+
+    def print(self, renderable: RenderableType) -> None:
+        # Plain text is not wrapped, as a path that is folded cannot be copied, and "[...]" in it is no markup.
+        with self._lock:
+            if isinstance(renderable, str):
+                self._console.print(renderable, soft_wrap=True, markup=False, emoji=False)
+            else:
+                self._console.print(renderable)
+
+    def show(self, what: str, done: int | None = None, total: int | None = None, note: str = "") -> None:
+        """Say what is being done now. It stays until it is replaced or ``clear`` is called.
+
+        ``done`` and ``total``: how far it is, without either it is only known to go on. ``note``: one more line.
+        """
+        with self._lock:
+            if self.is_terminal:
+                self._draw(what, done, total, note)
+            else:
+                self._tell(what, done, total, note)
+
+    def clear(self) -> None:
+        """Nothing is being done any more. Leaves the terminal as it was found."""
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            self._shown = ""
+
+    def next(self, *commands: tuple[str, str]) -> None:
+        """Print commands or paths that are useful now, each after its label."""
+        self.clear()
+        width = max((len(label) for label, _ in commands), default=0)
+        for label, command in commands:
+            self.print(f"{label:<{width}}  {command}")
+
+    def redirect(self, log: Path) -> None:
+        """Send everything but our own lines to ``log``, of child processes too."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._stderr = os.dup(2)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+    def restore(self) -> None:
+        """End ``redirect`` and the display."""
+        self.clear()
+        if self._stderr is None:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(self._out.fileno(), 1)
+        os.dup2(self._stderr, 2)
+        os.close(self._stderr)
+        self._stderr = None
+
+    def _draw(self, what: str, done: int | None, total: int | None, note: str) -> None:
+        self._doing = self._bar if total else self._clock
+        task = self._doing.tasks[0]
+        if what != self._shown:
+            self._shown = what
+            self._doing.reset(task.id)  # its clock
+        self._doing.update(task.id, description=what, completed=done or 0, total=total)
+        self._note = Text(f"  {note}", style="dim", no_wrap=True, overflow="ellipsis")
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=4,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+            self._console.show_cursor(True)  # a process that is killed could not show it again
+
+    def _render(self) -> RenderableType:
+        return Group(self._doing, self._note) if self._note.plain.strip() else self._doing
+
+    def _tell(self, what: str, done: int | None, total: int | None, note: str) -> None:
+        now = time.monotonic()
+        if what != self._shown:
+            self._shown, self._said = what, now
+        if done is None or now - self._said < self._every_s:
+            return
+        self._said = now
+        self.say(f"{what} {done}{f'/{total}' if total else ''}{f'  {note}' if note else ''}")
+
+
+def this_command() -> str:
+    """The command that started this process, as it can be typed again."""
+    return shlex.join(sys.orig_argv)

@@ -1,0 +1,101 @@
+"""What a few hundred episodes say about a policy: estimates with intervals, and paired comparisons.
+
+Tasks are what is sampled: the episodes of one task are alike, so every interval is over tasks. All functions are
+closed forms or exact counts; none draws random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import NormalDist
+
+import numpy
+
+LEVEL = 0.95
+# Every share of up to ten episodes is a multiple of 1/2520.
+_FINEST = math.lcm(*range(1, 11))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its confidence interval at LEVEL, and the number of tasks that it is over."""
+
+    value: float
+    low: float
+    high: float
+    tasks: int
+
+
+def wilson(share: float, n: float, level: float = LEVEL) -> tuple[float, float]:
+    """Wilson's score interval of a proportion: `share` of `n` > 0 independent trials (n need not be whole)."""
+    z = NormalDist().inv_cdf(0.5 + level / 2)
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    # At the ends the interval ends there; rounding would leave 1e-17.
+    return 0.0 if share == 0 else max(0.0, middle - half), 1.0 if share == 1 else min(1.0, middle + half)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that at least one of k episodes resolves a task, estimated without bias from n >= k episodes of which
+    c did (Chen et al. 2021): one minus the share of k-subsets without any."""
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {c} in {n} episodes")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def estimate(counts: Sequence[tuple[int, int]], k: int = 1, level: float = LEVEL) -> Estimate | None:
+    """pass@k over tasks, from (episodes, resolved ones) of each. Tasks with fewer than k episodes are left out; None
+    if none is left.
+
+    The interval is Wilson's for the number of independent trials that would vary like the mean over tasks does: the
+    tasks, if episodes of a task always end alike; up to all episodes, if they differ as freely within a task as
+    between tasks. With one episode per task it is Wilson's interval itself.
+    """
+    counts = [(n, c) for n, c in counts if n >= k]
+    if not counts:
+        return None
+    tasks, trials = len(counts), sum(n // k for n, _ in counts)
+    values = [pass_at_k(n, c, k) for n, c in counts]
+    mean = math.fsum(values) / tasks
+    spread = math.fsum((value - mean) ** 2 for value in values)
+    effective = mean * (1 - mean) * tasks * (tasks - 1) / spread if spread > 1e-12 else math.inf
+    low, high = wilson(mean, min(max(effective, tasks), trials) if 0 < mean < 1 else tasks, level)
+    return Estimate(mean, low, high, tasks)
+
+
+def difference(pairs: Sequence[Fraction], level: float = LEVEL) -> Estimate:
+    """The mean of paired differences in [-1, 1], one per task, with its interval.
+
+    Agresti and Min's (2005) for matched proportions, of which this is the form for any differences: half a task is
+    added for each way a pair of single episodes can end (1, -1, and twice 0), then it is the usual interval of a mean.
+    So it never has no width, and with one episode per task it is theirs.
+    """
+    values = [float(pair) for pair in pairs]
+    tasks = len(values)
+    z = NormalDist().inv_cdf(0.5 + level / 2)
+    middle = math.fsum(values) / (tasks + 2)
+    square = (math.fsum(value * value for value in values) + 1) / (tasks + 2)
+    half = z * math.sqrt((square - middle * middle) / (tasks + 2))
+    mean = math.fsum(values) / tasks
+    return Estimate(mean, max(-1.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)), tasks)
+
+
+def sign_flip_p(pairs: Sequence[Fraction]) -> float:
+    """Two-sided p-value of "neither is better": the share of all ways to swap the two within tasks whose summed
+    difference is at least as far from zero. With one episode per task it is McNemar's exact test.
+
+    Exact if the differences have a common denominator up to 2520, as they have with up to ten episodes a task, however
+    many each has; else they are rounded to 1/2520.
+    """
+    scale = min(_FINEST, math.lcm(*(pair.denominator for pair in pairs)))
+    steps = [step for pair in pairs if (step := round(pair * scale))]
+    # chance[i]: of the sum 2 i - reach of the steps so far, when either sign of each is as likely as the other.
+    chance, reach = numpy.ones(1), 0
+    for step in map(abs, steps):
+        chance = (numpy.pad(chance, (0, step)) + numpy.pad(chance, (step, 0))) / 2
+        reach += step
+    far = numpy.abs(2 * numpy.arange(reach + 1) - reach) >= abs(sum(steps))
+    return min(1.0, float(chance[far].sum()))

@@ -1,0 +1,79 @@
+"""What podman's socket must be told so that a container is what Docker makes of the same request."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import docker
+
+from rollout.sandbox import failed
+
+# What podman allows to all: to make namespaces, in which a process has all capabilities, and to use the keys that all
+# of a user's processes share. Docker allows the last two, without flags for namespaces, and the others to nobody who
+# has no capabilities.
+_REFUSED = (
+    *("fsconfig", "fsmount", "fsopen", "fspick", "mount", "mount_setattr", "move_mount", "open_tree", "pivot_root"),
+    *("setns", "umount", "umount2", "unshare", "keyctl", "clone3", "clone"),
+)
+_CLONE_NEW = 0x7E020000  # the flags of clone for namespaces
+_EPERM, _ENOSYS = 1, 38
+
+
+def is_podman(version: Mapping[str, Any]) -> bool:
+    """By the engine's answer to `version`."""
+    return any(part["Name"] == "Podman Engine" for part in version.get("Components") or ())
+
+
+def ulimits() -> dict[str, int]:
+    """Of descriptors and processes, for containers that do not name their own.
+
+    Podman before 4.6 raises them to 1048576 then, which only CAP_SYS_RESOURCE allows: for a root without it, nothing
+    would start. Its own limit of processes is pid_max, or less where it inherits less.
+    """
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    own = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    return {"nofile": 4096, "nproc": most if own == resource.RLIM_INFINITY else min(own, most)}
+
+
+def seccomp(client: docker.APIClient, directory: Path) -> Path | None:
+    """The engine's own filter of system calls without what Docker refuses, as a file in a directory; None where
+    the engine uses no filter. Engine and caller must see both files. Blocks. Raises SandboxError boot_failed."""
+    answer = client.get(f"{client.base_url}/v4.0.0/libpod/info")
+    answer.raise_for_status()
+    security = answer.json()["host"]["security"]
+    if not security["seccompEnabled"] or not security["seccompProfilePath"]:
+        return None
+    try:
+        profile = narrowed(json.loads(Path(security["seccompProfilePath"]).read_text()))
+    except OSError as error:
+        raise failed("boot_failed", f"podman's filter of system calls cannot be read here: {error}") from error
+    file = directory / "seccomp.json"
+    handle, temporary = tempfile.mkstemp(dir=directory)
+    with open(handle, "w") as stream:
+        json.dump(profile, stream)
+    os.replace(temporary, file)  # other processes write the same
+    return file
+
+
+def narrowed(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """A seccomp profile without `_REFUSED`. Programs that are told that there is no clone3 use clone, whose flags a
+    filter can see."""
+    rules = []
+    for rule in profile["syscalls"]:
+        if rule["action"] == "SCMP_ACT_ALLOW" and not (rule.get("includes") or {}).get("caps"):
+            rule = {**rule, "names": [name for name in rule["names"] if name not in _REFUSED]}
+        if rule["names"]:
+            rules.append(rule)
+    flags = {"index": 0, "value": _CLONE_NEW, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    rules += [
+        {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [flags]},
+        {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS},
+        {"names": list(_REFUSED[:-2]), "action": "SCMP_ACT_ERRNO", "errnoRet": _EPERM},
+    ]
+    return {**profile, "syscalls": rules}

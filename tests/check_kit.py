@@ -1,0 +1,104 @@
+"""A config that passes ``rl.checks``, and how a test says that a changed one does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from rl.checks import check
+from rl.config import ConfigError
+from tests.datasets import PARSER
+from tests.datasets import snapshot_row as row
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+    """A config that passes, with the keys that the checks read."""
+    monkeypatch.setattr("rewards.task.log_parsers", lambda: frozenset({PARSER}))
+    (tmp_path / "snapshot").mkdir()
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    binary = tmp_path / "claude"
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    return OmegaConf.create(
+        {
+            "run": {"dir": None, "root": str(tmp_path / "outputs"), "grace_s": 60},
+            "cluster": {"start_timeout_s": 60},
+            "prepare": None,
+            "episode": {"infra_retries": 2},
+            "agent": {"binary": str(binary), "max_turns": 5, "timeout_s": 60},
+            "sandbox": {
+                "kind": "local",
+                "isolation": "auto",
+                "cpu_s": 10,
+                "file_mb": 16,
+                "concurrency": 4,
+            },
+            "grading": OmegaConf.load(REPOSITORY / "configs/grading/default.yaml"),
+            "proxy": {
+                "max_tokens": None,
+                "tool_parser": "qwen3_coder",
+                "side_calls": "train",
+                "side_endpoint": {"url": None, "model": None, "key_env": None},
+                "any_family": False,
+            },
+            "algorithm": {"adv_estimator": "grpo"},
+            "data": {
+                "train_files": write(tmp_path / "train.parquet", [row(f"train-{i}") for i in range(8)]),
+                "val_files": write(tmp_path / "val.parquet", [row("val-0")]),
+                "train_batch_size": 4,
+                "max_prompt_length": 1000,
+                "max_response_length": 500,
+            },
+            "actor_rollout_ref": {
+                "model": {"path": str(model)},
+                "actor": {
+                    "ppo_mini_batch_size": 4,
+                    "use_dynamic_bsz": True,
+                    "ppo_max_token_len_per_gpu": 4096,
+                    "ppo_micro_batch_size_per_gpu": None,
+                    "ulysses_sequence_parallel_size": 1,
+                },
+                "rollout": {
+                    "n": 8,
+                    "tensor_model_parallel_size": 1,
+                    "max_model_len": 1500,
+                    "log_prob_max_token_len_per_gpu": 4096,
+                    "val_kwargs": {"n": 1},
+                },
+            },
+            "trainer": {
+                "device": "cuda",
+                "nnodes": 1,
+                "n_gpus_per_node": 1,
+                "total_training_steps": None,
+                "save_freq": 5,
+                "default_local_dir": "${run.dir}/checkpoints",
+                "v1": {"trainer_mode": "sync", "separate_async": {"parameter_sync_step": 4}},
+            },
+        }
+    )
+
+
+def refused(cfg: DictConfig, *parts: str, **changes) -> None:
+    """``check`` refuses the changed config with one line that has all the parts."""
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value)
+    with pytest.raises(ConfigError) as caught:
+        check(cfg)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message

@@ -1,0 +1,166 @@
+"""``python -m rl.evaluate`` with the real Claude Code: an endpoint whose outcome is known, and a policy of random
+weights behind the vLLM server that it starts. Each is killed with -9 in the middle and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl.quickstart.policy import make_policy
+from rl.quickstart.tasks import CANDIDATES, make_tasks
+from rollout import audit
+from rollout.proxy.server import ProxyServer
+from rollout.records import Reader
+from tests.integration.claude_kit import answers, call, scripted
+from tests.integration.test_train import read_until
+from tests.kit import char_policy
+
+ROOT = Path(__file__).parents[2]
+AGENT = ["agent.bare=true", "agent.tools=[Edit,Read]", "agent.system_prompt=Repair.", "sandbox.concurrency=2"]
+STATEMENT = re.compile(r"in (\S+\.py) must return the (\w+) of a and b")
+
+
+@pytest.fixture(scope="module")
+def tasks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tasks")
+    make_tasks(out, seed=4, n_train=4, n_heldout=1)
+    return out / "train.parquet"
+
+
+def gold(prompt: str) -> str:
+    """Solves every task."""
+    asked = STATEMENT.search(prompt)
+    if asked is None:
+        return "Hello."
+    if answers(prompt) == 0:
+        return call("Read", file_path=asked[1])
+    if answers(prompt) > 1:
+        return "Done."
+    (bug,) = re.findall(r"\d\t    return (.+)", prompt)
+    new = CANDIDATES[asked[2]]
+    return call("Edit", file_path=asked[1], old_string=f"return {bug}", new_string=f"return {new}")
+
+
+def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rl.evaluate", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def kill_after(words: str, *arguments: str, **env: str) -> None:
+    """Start, kill with -9 when ``words`` are on the screen, and wait until nothing is left of it."""
+    process = start(*arguments, **env)
+    read_until(process, words)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(started, 60)
+    assert not alive, [one.cmdline()[:4] for one in alive]
+
+
+def checked(out: Path, text: str, tasks: int, samples: int) -> dict[str, Any]:
+    """The results, when each episode was graded once."""
+    lines = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+    graded = Counter((line["task"], line["sample"]) for line in lines if not line["infra"])
+    assert len(graded) == tasks * samples and set(graded.values()) == {1}, text
+    assert Counter(record.episode for record in Reader(out)) == Counter(line["episode"] for line in lines)
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.mark.claude
+async def test_an_endpoint_that_solves_everything(tasks_file: Path, tmp_path: Path) -> None:
+    endpoint = ProxyServer()
+    await endpoint.start()
+    session = await endpoint.open_session("gold", char_policy(scripted(gold)))
+    out = tmp_path / "out"
+    what = [f"endpoint=http://127.0.0.1:{endpoint.port}", "protocol=messages", "model=gold", "key_env=GOLD"]
+    what += [f"tasks={tasks_file}", f"out={out}", "samples=2", *AGENT]
+    key = {"GOLD": session.secret}
+    try:
+        await asyncio.to_thread(kill_after, "2/8 ", *what, **key)
+        sockets = Path((out / "socket_dir").read_text())
+        assert sockets.is_dir()
+        played = len(list(Reader(out)))
+        assert 2 <= played < 8
+        resumed = start(*what, **key)
+        text, _ = await asyncio.to_thread(resumed.communicate)
+        assert resumed.returncode == 0, text
+        assert not sockets.exists() and not (out / "socket_dir").exists()
+        assert f"{8 - played} episodes to play, {played} are there" in text
+        found = checked(out, text, 4, 2)
+        assert found["complete"] and found["pass_at_1"]["value"] == found["pass_at_k"]["2"]["value"] == 1.0
+        assert found["pass_at_1"]["low"] < 1.0 and found["infra"] == {"episodes": 0, "attempts": {}}
+        assert found["spread"]["calls"]["p50"] == 3 and found["spread"]["tokens_out"]["sum"] > 8 * 10
+        (preds, second) = (json.loads((out / f"preds{number}.json").read_text()) for number in ("", ".1"))
+        assert len(preds) == len(second) == 4 and all("+    return " in one["model_patch"] for one in preds)
+        assert not any(session.secret.encode() in file.read_bytes() for file in out.rglob("*") if file.is_file())
+        assert audit.main([str(out)]) == 0
+        # More episodes of the same; a batch system's signal ends it in order.
+        more = start(*what, "samples=9", **key)
+        await asyncio.to_thread(read_until, more, "playing")
+        more.terminate()
+        text, _ = await asyncio.to_thread(more.communicate)
+        assert more.returncode == 130 and text.startswith("interrupted\ncontinue  "), text
+        assert not json.loads((out / "results.json").read_text())["complete"]
+        # Nothing is left to do, and another set-up is another evaluation.
+        again = start(*what, **key)
+        text, _ = await asyncio.to_thread(again.communicate)
+        assert again.returncode == 0 and "0 episodes to play, 8 are there" in text
+        other = start(*what, "agent.max_turns=5", **key)
+        text, _ = await asyncio.to_thread(other.communicate)
+        assert other.returncode == 2 and "agent.max_turns is 30 there and 5 here" in text.splitlines()[-1]
+        # The endpoint takes the key no more, in the middle: episodes are lost, none of them is unresolved.
+        lost = start(*what, "samples=9", "episode.infra_retries=0", **key)
+        await asyncio.to_thread(read_until, lost, "playing")
+        await endpoint.close_session(session)
+        text, _ = await asyncio.to_thread(lost.communicate)
+        assert lost.returncode == 1 and "stopped: the last 9 episodes had no verdict" in text, text
+        found = json.loads((out / "results.json").read_text())
+        assert found["pass_at_1"]["value"] == 1.0 and found["infra"]["attempts"]["engine_failed"] >= 9
+    finally:
+        await endpoint.stop()
+
+
+@pytest.mark.claude
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_a_policy_behind_its_own_vllm_server(
+    tasks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    make_policy(model, seed=2)
+    # The executor as in configs/cpu.yaml: a process less to start.
+    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    what = [f"policy={model}", f"tasks={tasks_file}", f"out={out}", *AGENT, "agent.max_turns=2", "proxy.max_tokens=16"]
+    what += ["max_context=4096", "serve.dtype=float32", "serve.enforce_eager=true", "samples=2"]
+    what += [f"serve.args=[--distributed-executor-backend,{executor}]"]
+    kill_after("2/8 ", *what)
+    resumed = start(*what)
+    text, _ = resumed.communicate()
+    assert resumed.returncode == 0, text
+    found = checked(out, text, 4, 2)
+    assert found["complete"] and found["infra"]["episodes"] == 0
+    # 0.6 M random weights resolve nothing.
+    assert found["pass_at_1"]["value"] == 0.0 and 0.3 < found["pass_at_1"]["high"] < 0.7
+    assert found["spread"]["tokens_out"]["sum"] > 0 and "rl.evaluate compare" in text
+    assert audit.main([str(out)]) == 0
+    assert "ok: 8 episodes" in capsys.readouterr().out
+    same = start("compare", str(out), str(out))
+    text, _ = same.communicate()
+    assert same.returncode == 0 and "p = 1" in text

@@ -1,0 +1,162 @@
+"""A real SLURM on one machine: slurmctld and one slurmd per node, all in a directory of their own.
+
+Without munge (`auth/none`): nobody else is on it. Needs root, for slurmd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+NODES = ("n1", "n2")
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+SlurmctldPidFile={dir}/slurmctld.pid
+SlurmdPidFile={dir}/slurmd-%n.pid
+StateSaveLocation={dir}/state
+SlurmdSpoolDir={dir}/spool-%n
+SlurmctldLogFile={dir}/slurmctld.log
+SlurmdLogFile={dir}/slurmd-%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/affinity
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+MpiDefault=none
+ReturnToService=2
+KillWait=20
+MinJobAge=3600
+TaskProlog={dir}/prolog
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def problem() -> str:
+    """Why no SLURM can be started here, "" if one can."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: slurm-wlm)"
+    return "" if os.getuid() == 0 else "slurmd needs root"
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+class Slurm:
+    """Two nodes, n1 and n2, in one partition."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.conf = directory / "slurm.conf"
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "WANDB"))
+        }
+        self.environment["SLURM_CONF"] = str(self.conf)
+        self.environment["PATH"] += ":/usr/sbin:/sbin"
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        (self.directory / "state").mkdir(parents=True)
+        for node in NODES:
+            self.disk(node).mkdir()
+        prolog = self.directory / "prolog"
+        prolog.write_text(f"#!/bin/sh\necho export NODE_DISK={self.directory}/disk-$SLURMD_NODENAME\n")
+        prolog.chmod(0o755)
+        self.conf.write_text(CONF.format(host=socket.gethostname(), ports=_free_ports(3), dir=self.directory))
+        self._daemon("slurmctld", "-D", "-i")
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node)
+        end = time.monotonic() + 180
+        while self.run("sinfo", "--noheader", "--format=%t", check=False).split() != ["idle"]:
+            if time.monotonic() > end or any(daemon.poll() is not None for daemon in self._daemons):
+                logs = {path.name: path.read_text()[-2000:] for path in self.directory.glob("*.log")}
+                raise AssertionError(f"SLURM did not start: {logs}")
+            time.sleep(0.5)
+
+    def disk(self, node: str) -> Path:
+        """A directory that only one node knows: NODE_DISK in the environment of its tasks."""
+        return self.directory / f"disk-{node}"
+
+    def _daemon(self, *argv: str) -> None:
+        with open(self.directory / f"{argv[0]}-{argv[-1]}.out", "wb") as out:
+            self._daemons.append(
+                subprocess.Popen(argv, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            )
+
+    def run(self, *argv: str, check: bool = True, cwd: Path | None = None) -> str:
+        done = subprocess.run(argv, env=self.environment, cwd=cwd, text=True, capture_output=True)
+        assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def job(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says, by name."""
+        said = self.run("scontrol", "--oneliner", "show", "job", job)
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+    def wait(self, job: str, *states: str, seconds: float) -> dict[str, str]:
+        """Until the job is in one of the states; what is known of it then."""
+        end = time.monotonic() + seconds
+        while (found := self.job(job))["JobState"] not in states:
+            assert time.monotonic() < end, f"job {job} is {found['JobState']}, not {' or '.join(states)}"
+            time.sleep(0.5)
+        return found
+
+    def processes(self, **wanted: str) -> list[psutil.Process]:
+        """Those that jobs have started, by what is in their environment."""
+        wanted |= {"SLURM_CONF": str(self.conf)}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                if "SLURM_JOB_ID" in environment and wanted.items() <= environment.items():
+                    found.append(process)
+        return found
+
+    def stop(self) -> None:
+        """End all jobs, then the daemons."""
+        self.run("scancel", "--user=root", check=False)
+        end = time.monotonic() + 120
+        while self.run("squeue", "--noheader", check=False).strip() and time.monotonic() < end:
+            time.sleep(0.5)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+@contextlib.contextmanager
+def slurm(directory: Path) -> Iterator[Slurm]:
+    cluster = Slurm(directory)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

@@ -1,0 +1,59 @@
+"""What verl is handed of an episode."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rewards.verdict import Reason, Verdict
+from rollout.agent.claude_code import AgentRun
+from rollout.episode import Episode
+from rollout.proxy.session import Session
+from rollout.proxy.tree import TrainingSequence
+from tests.kit import QueueEngine, char_policy
+
+ROUTING = (np.full((2, 4, 2), 5), np.full((2, 4, 2), 6))
+ROW = TrainingSequence([1, 2], [3, 4, 5], [1, 0, 1], [-0.5, 0.0, -0.25], (1,), (3, 4), ROUTING)
+
+
+def episode(status: str = "finished", verdict: Verdict | None = None, **counters: int) -> Episode:
+    session = Session("e", char_policy(QueueEngine()))
+    for name, value in counters.items():
+        setattr(session.counters, name, value)
+    run = AgentRun(status, 2, "", [], 1.0)
+    task: Any = None  # nobody looks at it
+    return Episode("e", task, 0, 0.0, verdict or Verdict(None), session, run, b"", [ROW], {})
+
+
+def test_rows_as_verl_stores_them() -> None:
+    from rl.agent_loop import outputs
+
+    (output,) = outputs(episode())
+    row = output.as_dict()
+    assert row["response_mask"].tolist() == [1, 0, 1] and row["rm_scores"].tolist() == [0, 0, 1]
+    # One entry per token; nobody needs that of the last one, and verl replays none for it.
+    assert row["routed_experts"].shape == (5, 4, 2) and row["routed_experts"][:, 0, 0].tolist() == [5, 5, 6, 6, 0]
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 4)
+
+
+def test_an_infrastructure_failure_has_no_rows() -> None:
+    from rl.agent_loop import outputs
+
+    assert outputs(episode(verdict=Verdict(Reason.NO_SPACE))) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "counters", "overlong"),
+    [
+        ("finished", {}, False),
+        ("finished", {"cut_replies": 1, "context_full": 1}, False),  # it went on, and ended by itself
+        ("max_turns", {}, True),
+        ("timeout", {}, True),
+        ("error", {"context_full": 1}, True),
+        ("error", {"cut_replies": 4}, True),
+        ("error", {}, False),
+        ("crashed", {}, False),
+    ],
+)
+def test_overlong_is_what_a_limit_ended(status: str, counters: dict[str, int], overlong: bool) -> None:
+    assert episode(status, **counters).overlong is overlong

@@ -1,0 +1,113 @@
+"""rl.box_checks: each thing that can be wrong with boxes is one clear line, before one is booted."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from rl import box_checks
+from rl.checks import check
+from rollout.sandbox import apptainer_cli
+from rollout.sandbox.docker_engine import Engine, engine
+from tests.check_kit import good_config, refused, write
+from tests.datasets import snapshot_row as row
+from tests.docker_kit import small_image
+
+
+@pytest.fixture
+def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+    return good_config(tmp_path, monkeypatch)
+
+
+# --- sandbox=local
+
+
+def test_bwrap_that_is_not_installed(cfg, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check(cfg)
+    refused(cfg, "not installed", "isolation=auto", sandbox__isolation="bwrap")
+
+
+def test_bwrap_that_does_not_start(cfg, monkeypatch):
+    monkeypatch.setattr(box_checks.shutil, "which", lambda name: "/usr/bin/bwrap")
+    monkeypatch.setattr(box_checks.bwrap, "available", lambda: False)
+    refused(cfg, "cannot start", sandbox__isolation="bwrap")
+
+
+# --- sandbox=docker
+
+
+@pytest.fixture
+def docker_cfg(cfg: DictConfig) -> DictConfig:
+    keys = {"kind": "docker", "memory_mb": 512, "cpus": 1, "processes": 64, "disk_mb": 64, "pull_parallel": 1}
+    del cfg.sandbox.isolation
+    cfg.sandbox = {**cfg.sandbox, **keys, "image_budget_gb": None, "base_image": None}
+    return cfg
+
+
+def test_an_engine_that_does_not_answer(docker_cfg: DictConfig, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    monkeypatch.setattr(box_checks, "engine", lambda: Engine())
+    refused(docker_cfg, "sandbox=docker", "no_engine", "none.sock", "DOCKER_HOST")
+    refused(docker_cfg, "sandbox.cpus", sandbox__cpus=0)
+
+
+@pytest.mark.docker
+def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Path) -> None:
+    refused(docker_cfg, "train-0", "local snapshot", "sandbox.base_image")
+    refused(docker_cfg, "sandbox.base_image", "no/such:1", sandbox__base_image="no/such:1")
+    docker_cfg.sandbox.base_image = small_image()
+    check(docker_cfg)
+    docker_cfg.sandbox.base_image = None
+    held_out = write(tmp_path / "held_out.parquet", [row("val-0", image=small_image())])
+    here = write(tmp_path / "here.parquet", [row(f"train-{i}", image=small_image()) for i in range(8)])
+    docker_cfg.data.update({"train_files": here, "val_files": held_out})
+    check(docker_cfg)
+    lost = write(tmp_path / "lost.parquet", [row(f"train-{i}", image="localhost:1/no/such:1") for i in range(8)])
+    if not engine().podman:  # which is not asked, for it can only pull
+        refused(docker_cfg, "sandbox=docker", "localhost:1", data__train_files=lost)
+
+
+# --- sandbox=apptainer
+
+
+@pytest.fixture
+def apptainer_cfg(cfg: DictConfig, tmp_path: Path, monkeypatch) -> DictConfig:
+    stub(tmp_path, monkeypatch, "apptainer version 1.3.4")
+    keys = {"kind": "apptainer", "memory_mb": 512, "cpus": 1, "processes": 64, "pull_parallel": 1}
+    more = {"image_budget_gb": None, "base_image": "/base.sif", "cache_dir": str(tmp_path / "cache" / "sif")}
+    del cfg.sandbox.isolation
+    cfg.sandbox = {**cfg.sandbox, **keys, **more}
+    (tmp_path / "base.sif").touch()
+    cfg.sandbox.base_image = str(tmp_path / "base.sif")
+    return cfg
+
+
+def stub(tmp_path: Path, monkeypatch, version: str | None) -> None:
+    """The only program on the PATH says that it is this version; None: there is none."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    program = tmp_path / "bin" / "apptainer"
+    program.write_text(f"#!/bin/sh\necho {version}\n")
+    program.chmod(0o755 if version else 0o644)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    apptainer_cli.program.cache_clear()
+
+
+def test_apptainer_is_there_and_new_enough(apptainer_cfg: DictConfig, tmp_path: Path, monkeypatch) -> None:
+    check(apptainer_cfg)
+    assert not (tmp_path / "cache").exists()
+    stub(tmp_path, monkeypatch, "apptainer version 1.0.3")
+    refused(apptainer_cfg, "sandbox=apptainer", "1.0", "1.2 or later")
+    stub(tmp_path, monkeypatch, None)
+    refused(apptainer_cfg, "sandbox=apptainer", "on the PATH", "module")
+
+
+def test_apptainers_images_and_cache(apptainer_cfg: DictConfig, tmp_path: Path) -> None:
+    refused(apptainer_cfg, "sandbox.cpus", sandbox__cpus=0)
+    apptainer_cfg.sandbox.cpus = 1
+    (tmp_path / "file").touch()
+    refused(apptainer_cfg, "sandbox.cache_dir", str(tmp_path / "file"), sandbox__cache_dir=str(tmp_path / "file" / "x"))
+    apptainer_cfg.sandbox.cache_dir = str(tmp_path)
+    refused(apptainer_cfg, "sandbox.base_image", "none.sif", sandbox__base_image=str(tmp_path / "none.sif"))
+    apptainer_cfg.sandbox.base_image = None
+    refused(apptainer_cfg, "train-0", "local snapshot", "sandbox=apptainer", "sandbox.base_image")

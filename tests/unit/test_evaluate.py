@@ -1,0 +1,465 @@
+"""Evaluations without an engine: what is refused, what a run brings, what a directory keeps, what it all comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from omegaconf import OmegaConf
+
+from rewards.task import Task, load_tasks
+from rewards.verdict import Reason, Verdict
+from rl.config import ConfigError, compose
+from rl.data.journal import JournalError
+from rl.evaluate import compare, config, play, results, serve
+from rl.evaluate.__main__ import main
+from rl.evaluate.play import Evaluation, LostError, line_of
+from rl.quickstart.tasks import make_tasks
+from rollout.agent.claude_code import AgentRun
+from rollout.episode import Episode
+from rollout.proxy.forward import SideEndpoint
+from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Session
+from rollout.records import RecordWriter, record_of
+from tests.kit import QueueEngine, char_policy
+
+HOSTED = ["endpoint=http://127.0.0.1:9", "protocol=messages", "model=m"]
+
+
+@pytest.fixture(scope="module")
+def tasks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tasks")
+    make_tasks(out, seed=3, n_train=4, n_heldout=2)
+    return out / "train.parquet"
+
+
+@pytest.fixture
+def tasks(tasks_file: Path) -> list[Task]:
+    return load_tasks(tasks_file)
+
+
+# --- what is refused before anything starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "neither is set"),
+        (["policy=x", "endpoint=http://x"], "both are set"),
+        (["policy=/no/such/place"], "policy: no directory /no/such/place"),
+        (["endpoint=localhost:8000"], "it must be a URL"),
+        (["endpoint=http://127.0.0.1:9"], "tasks is not set"),
+        (["endpoint=http://127.0.0.1:9", "tasks=/no/tasks.parquet"], "tasks: no file /no/tasks.parquet"),
+        (["endpoint=http://127.0.0.1:9", "protocol=messages"], "needs model=NAME"),
+        (["endpoint=http://127.0.0.1:9", "protocol=chat"], "tokens or messages"),
+        ([*HOSTED, "key_env=NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),
+        ([*HOSTED, "samples=0"], "samples is 0"),
+        ([*HOSTED, "grading.timeout_s=-1"], "grading.timeout_s is -1"),
+        ([*HOSTED, "tsks=x"], "tsks"),
+        (["compare", "/no/a", "/no/b"], "/no/a has no results.json"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_status_2(
+    arguments: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = [f"root={tmp_path}/root"] if arguments and arguments[0] != "compare" else []
+    assert main([*arguments, *root] or [f"root={tmp_path}/root"]) == 2
+    out, err = capfd.readouterr()
+    assert said in err and len(err.splitlines()) == 1 and not out
+    assert not (tmp_path / "root").exists()
+
+
+def test_an_absent_endpoint_is_said_before_anything_is_made(
+    tasks_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for more in ([], ["protocol=messages", "model=m"]):
+        assert main(["endpoint=http://127.0.0.1:9", f"tasks={tasks_file}", f"root={tmp_path}/root", *more]) == 2
+        err = capfd.readouterr().err
+        assert "does not answer" in err and len(err.splitlines()) == 1 and not (tmp_path / "root").exists()
+
+
+@asynccontextmanager
+async def vllm(**models: int) -> AsyncIterator[str]:
+    """Something that answers like a vLLM server with these models and context lengths."""
+
+    async def listed(_: web.Request) -> web.Response:
+        data = [{"id": name, "root": f"/models/{name}", "max_model_len": length} for name, length in models.items()]
+        return web.json_response({"data": data})
+
+    async def generate(_: web.Request) -> web.Response:
+        choice = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "length"}
+        return web.json_response({"choices": [choice]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", listed)
+    if "silent" not in models:
+        app.router.add_post("/inference/v1/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_a_vllm_server_is_asked_for_its_models_and_a_token() -> None:
+    async with vllm(one=512) as url:
+        assert await serve.ask_server(url, None, None) == serve.Served("one", "/models/one", 512)
+        with pytest.raises(ConfigError, match=r"model: http.* has no 'two'; it serves 'one'"):
+            await serve.ask_server(url, "two", None)
+    async with vllm(one=512, two=1024) as url:
+        assert (await serve.ask_server(url, "two", "key")).max_context == 1024
+        with pytest.raises(ConfigError, match=r"serves 'one', 'two'; set model=NAME"):
+            await serve.ask_server(url, None, None)
+    async with vllm(silent=1) as url:
+        with pytest.raises(ConfigError, match=r"endpoint: .* status 404"):
+            await serve.ask_server(url, None, None)
+
+
+async def test_an_endpoint_is_asked_for_a_token() -> None:
+    back = ProxyServer()
+    await back.start()
+    session = await back.open_session("e", char_policy(QueueEngine("x")))
+    url = f"http://127.0.0.1:{back.port}"
+    await serve.ask_endpoint(SideEndpoint(url, "m", session.secret))
+    with pytest.raises(ConfigError, match="status 401; key_env names a key that it does not take"):
+        await serve.ask_endpoint(SideEndpoint(url, "m", "wrong"))
+    with pytest.raises(ConfigError, match="status 401; it wants a key; set key_env=VARIABLE"):
+        await serve.ask_endpoint(SideEndpoint(url, "m"))
+    with pytest.raises(ConfigError, match="is no vLLM server"):
+        await serve.ask_server(url, None, None)
+    await back.stop()
+    async with vllm(one=1) as other:
+        with pytest.raises(ConfigError, match="does not answer as 'm': status 404"):
+            await serve.ask_endpoint(SideEndpoint(other, "m", "k"))
+
+
+# --- what is evaluated
+
+
+def checkpoint(run: Path, step: int, *files: str) -> Path:
+    actor = run / "checkpoints" / f"global_step_{step}" / "actor"
+    for file in ("fsdp_config.json", "model_world_size_1_rank_0.pt", "huggingface/config.json", "../complete", *files):
+        (actor / "huggingface").mkdir(parents=True, exist_ok=True)
+        (actor / file).parent.mkdir(exist_ok=True)
+        if not (actor / file).exists():
+            (actor / file).write_text(file)
+    return actor
+
+
+def a_run(directory: Path, tasks_file: Path, *overrides: str) -> Path:
+    trained = compose(["+experiment=quickstart", f"data.val_files={tasks_file}", *overrides])
+    directory.mkdir(parents=True)
+    trained.run.dir = str(directory)
+    OmegaConf.save(trained, directory / "config.yaml", resolve=True)
+    return directory
+
+
+def test_what_a_policy_stands_for(tmp_path: Path, tasks_file: Path) -> None:
+    run = a_run(tmp_path / "quickstart" / "today", tasks_file)
+    with pytest.raises(ConfigError, match="neither a model directory nor a run"):
+        config.find_weights(str(run))
+    for step in (9, 10):
+        actor = checkpoint(run, step)
+    found = config.find_weights(str(run))
+    assert found == config.Weights(str(actor / "merged"), actor, run, 10)
+    assert found.name == "quickstart-today-step10"
+    assert config.find_weights(str(actor)) == config.find_weights(str(actor.parent)) == found
+    assert config.find_weights(str(run / "checkpoints" / "global_step_9")).step == 9
+    (checkpoint(run, 11).parent / "complete").unlink()  # still being written
+    assert config.find_weights(str(run)) == found
+    before = config._fingerprint(found)
+    checkpoint(run, 10, "merged/model.safetensors", "merged/config.json")
+    merged = config.find_weights(str(run))
+    assert merged == replace(found, sharded=None) and config._fingerprint(merged) == before
+    os.utime(actor / "model_world_size_1_rank_0.pt", (1, 1))  # trained again
+    assert config._fingerprint(merged) != before
+    # The trainer may have saved whole weights itself.
+    checkpoint(run, 9, "huggingface/model.safetensors")
+    assert config.find_weights(str(run / "checkpoints" / "global_step_9")).model.endswith("huggingface")
+    assert config.find_weights("Qwen/Qwen3-8B").name == "Qwen__Qwen3-8B"
+    plain = tmp_path / "model"
+    plain.mkdir()
+    (plain / "config.json").touch()
+    with pytest.raises(ConfigError, match="no weights"):
+        config.find_weights(str(plain))
+    (plain / "model.safetensors").touch()
+    assert config.find_weights(str(plain)) == config.Weights(str(plain))
+
+
+def test_a_run_brings_its_settings_and_the_command_line_wins(tmp_path: Path, tasks_file: Path) -> None:
+    run = a_run(tmp_path / "quickstart" / "today", tasks_file, "proxy.max_tokens=null", "agent.max_turns=7")
+    checkpoint(run, 1)
+    cfg, _ = config.compose_evaluation([f"policy={run}"])
+    assert cfg.agent.max_turns == 7 and cfg.agent.bare and list(cfg.agent.tools) == ["Edit", "Read"]
+    assert (cfg.max_context, cfg.proxy.max_tokens, cfg.sampling.temperature) == (4096, 2048, 1.0)
+    assert (cfg.serve.dtype, cfg.serve.enforce_eager, cfg.tasks) == ("float32", True, str(tasks_file))
+    said = ["agent.max_turns=3", "sandbox=docker", "sampling.top_p=0.8", "max_context=1000", "tasks=other.parquet"]
+    cfg, _ = config.compose_evaluation([f"policy={run}", *said])
+    assert (cfg.agent.max_turns, cfg.agent.timeout_s) == (3, 60)
+    assert (cfg.sandbox.kind, cfg.sandbox.concurrency) == ("docker", compose(["sandbox=docker"]).sandbox.concurrency)
+    assert (cfg.sampling.top_p, cfg.sampling.temperature) == (0.8, 1.0)
+    assert (cfg.max_context, cfg.tasks) == (1000, "other.parquet")
+    with pytest.raises(Exception, match="max_truns"):
+        config.compose_evaluation([f"policy={run}", "agent.max_truns=3"])
+    with pytest.raises(ConfigError, match="which has a config of its own"):
+        config.compose_evaluation([f"policy={run}", "+experiment=qwen3_8b"])
+
+
+def test_an_experiment_brings_its_settings_and_its_model() -> None:
+    trained = compose(["+experiment=qwen3_8b"])
+    cfg, weights = config.compose_evaluation(["+experiment=qwen3_8b", "agent.max_turns=9", "tasks=t.parquet"])
+    assert weights == config.Weights(trained.actor_rollout_ref.model.path)
+    assert (cfg.agent.max_turns, cfg.agent.timeout_s, cfg.sandbox) == (9, trained.agent.timeout_s, trained.sandbox)
+    assert (cfg.max_context, cfg.tasks) == (trained.actor_rollout_ref.rollout.max_model_len, "t.parquet")
+    assert cfg.proxy.tool_parser == trained.proxy.tool_parser
+    cfg, weights = config.compose_evaluation(["+experiment=qwen3_8b", "endpoint=http://127.0.0.1:1"])
+    assert weights is None and cfg.policy is None and cfg.tasks == trained.data.val_files
+
+
+def test_what_does_not_decide_an_episode_is_not_part_of_an_evaluation(tasks_file: Path, tasks: list[Task]) -> None:
+    def identity(*overrides: str) -> dict[str, Any]:
+        cfg, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}", *overrides])
+        return config.identity(cfg, weights, tasks)
+
+    same = identity()
+    for free in (
+        "sandbox.concurrency=1",
+        "episode.infra_retries=9",
+        "samples=4",
+        "limit=1",
+        "root=elsewhere",
+        "name=n",
+    ):
+        assert identity(free) == same, free
+    for deciding in ("agent.max_turns=2", "sandbox.cpu_s=1", "model=n", "sampling.top_p=0.1", "grading.timeout_s=1"):
+        assert identity(deciding) != same, deciding
+
+
+# --- the directory
+
+
+def an_episode(task: Task, name: str, verdict: Verdict, session: Session | None = None, **agent: Any) -> Episode:
+    run = AgentRun("finished", 2, "", agent.get("events", []), 1.0)
+    rows = session.tree.sequences() if session else []
+    return Episode(name, task, 0, 1.0, verdict, session, run, b"a patch", rows, {"total": 2.0, "agent": 1.5})
+
+
+RESOLVED = Verdict(None)
+FAILED = Verdict(Reason.TESTS_FAILED, "1 of 2 tests failed")
+LOST = Verdict.infra("no_space", "disk full")
+
+
+class Script:
+    """Plays the part of rollout.episode.play: what the verdicts of a task are, one per episode."""
+
+    def __init__(self, verdict: Callable[[Task, int], Verdict]) -> None:
+        self.verdict, self.played = verdict, []
+
+    async def __call__(self, setup: Any, task: Task, name: str, keep: Callable[[Episode], None]) -> Episode:
+        sample = int(name.split("-")[1])
+        self.played.append((task.instance_id, sample))
+        episode = an_episode(task, name, self.verdict(task, sample))
+        keep(episode)
+        await asyncio.sleep(0)
+        return episode
+
+
+async def go(evaluation: Evaluation, tasks: list[Task], samples: int, concurrency: int = 2) -> list[play.Line]:
+    seen: list[play.Line] = []
+    setup: Any = SimpleNamespace(policy=SimpleNamespace(parser=SimpleNamespace(spec="kit")))
+    wanted = evaluation.wanted(tasks, samples)
+    await evaluation.play(
+        setup, wanted, concurrency=concurrency, step=3, model="m", done=seen.append, check=lambda: None
+    )
+    return seen
+
+
+async def test_only_what_has_no_verdict_is_played_again(
+    tmp_path: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(lambda task, sample: LOST if task is tasks[1] else RESOLVED)
+    monkeypatch.setattr(play, "play", script)
+    evaluation = Evaluation(tmp_path, {"a": 1})
+    with pytest.raises(JournalError, match="another process"):
+        Evaluation(tmp_path, {"a": 1})
+    await go(evaluation, tasks, 1)
+    evaluation.close()
+    assert [task for task, _ in script.played] == [task.instance_id for task in tasks]
+    evaluation = Evaluation(tmp_path, {"a": 1})
+    assert evaluation.wanted(tasks, 1) == [(tasks[1], 0)]
+    assert len(evaluation.wanted(tasks, 2)) == 5 and evaluation.wanted(tasks, 2)[0] == (tasks[1], 0)
+    script.verdict = lambda task, sample: FAILED
+    assert [line["reason"] for line in await go(evaluation, tasks, 1)] == ["tests_failed"]
+    assert not evaluation.wanted(tasks, 1) and len(evaluation.lines) == 5
+    evaluation.close()
+
+
+async def test_a_record_without_a_line_counts_and_a_torn_line_does_not(tmp_path: Path, tasks: list[Task]) -> None:
+    evaluation = Evaluation(tmp_path, {})
+    evaluation.close()
+    writer = RecordWriter(tmp_path / "episodes", "w")
+    for number, task in enumerate(tasks[:2]):
+        episode = an_episode(task, f"eval-0-{task.instance_id}-{number}", RESOLVED)
+        writer.append(record := record_of(episode, "eval", 3, "m", "kit"))
+    writer.close()
+    # Killed while the second line was written.
+    first = json.dumps(
+        line_of(record_of(an_episode(tasks[0], f"eval-0-{tasks[0].instance_id}-0", RESOLVED), "eval", 3, "m", "kit"))
+    )
+    (tmp_path / "journal.jsonl").write_text(first + "\n" + json.dumps(line_of(record))[:30])
+    evaluation = Evaluation(tmp_path, {})
+    assert evaluation.wanted(tasks, 1) == [(task, 0) for task in tasks[2:]]
+    assert evaluation.lines == [json.loads(first), line_of(record)]
+    evaluation.close()
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2
+
+
+def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
+    identity = {"sandbox": {"kind": "local", "cpu_s": 10}, "tasks": {"a": "1", "b": "2"}}
+    Evaluation(tmp_path, {**identity, "tasks": {}}).close()
+    Evaluation(tmp_path, identity).close()  # nothing was played: the directory is still free
+    (tmp_path / "journal.jsonl").write_text(json.dumps(lines_of(a="l")[0]) + "\n")
+    with pytest.raises(ConfigError, match=r"is of another evaluation \(sandbox.cpu_s is 10 there and 20 here\)"):
+        Evaluation(tmp_path, {**identity, "sandbox": {"kind": "local", "cpu_s": 20}})
+    with pytest.raises(ConfigError, match="2 of its tasks have other rows, or are not in both"):
+        Evaluation(tmp_path, {**identity, "tasks": {"a": "3", "b": "2", "c": "1"}})
+    Evaluation(tmp_path, identity).close()
+
+
+async def test_when_nothing_gets_a_verdict_it_stops(
+    tmp_path: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(play, "play", Script(lambda task, sample: LOST))
+    evaluation = Evaluation(tmp_path, {})
+    with pytest.raises(LostError, match="the last 9 episodes had no verdict; the last one: no_space: disk full"):
+        await go(evaluation, tasks, 10)
+    assert 9 <= len(evaluation.lines) < 20
+    evaluation.close()
+
+
+async def test_tokens_are_counted_from_the_tree_or_by_the_agent(tasks: list[Task]) -> None:
+    proxy = ProxyServer()
+    await proxy.start()
+    session = await proxy.open_session("e", char_policy(QueueEngine("one", "three")))
+    talk = [{"role": "user", "content": "hi"}]
+    prompts = sampled = 0
+    for said in ("one", "three"):
+        node = await session.prepare(play_request(talk), False).reply()
+        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        prompts, sampled = prompts + node.reply.input_tokens, sampled + node.reply.output_tokens
+    line = line_of(record_of(an_episode(tasks[0], "eval-2-x-1", RESOLVED, session), "eval", 0, "m", "kit"))
+    assert (line["tokens_in"], line["tokens_out"], line["sample"], line["calls"]) == (prompts, sampled, 2, 2)
+    await proxy.stop()
+    used = {"inputTokens": 3, "cacheReadInputTokens": 40, "cacheCreationInputTokens": 500, "outputTokens": 7}
+    events = [{"type": "result", "modelUsage": {"policy": used, "policy-side": {"inputTokens": 1000}}}]
+    line = line_of(record_of(an_episode(tasks[0], "eval-0-x-1", RESOLVED, events=events), "eval", 0, "m", ""))
+    assert (line["tokens_in"], line["tokens_out"]) == (1543, 7)
+
+
+def play_request(messages: list[dict[str, str]]) -> Any:
+    from rollout.proxy.messages import decode_request
+
+    return decode_request(json.dumps({"model": "policy", "max_tokens": 50, "messages": messages}).encode())
+
+
+# --- what it comes to
+
+
+def lines_of(**outcomes: str) -> list[play.Line]:
+    """Of each task a character per episode: r(esolved), f(ailed), l(ost)."""
+    verdicts = {"r": RESOLVED, "f": FAILED, "l": LOST}
+    task = Task.__new__(Task)
+    lines = []
+    for name, said in outcomes.items():
+        for sample, one in enumerate(said):
+            object.__setattr__(task, "instance_id", name)
+            episode = an_episode(task, f"eval-{sample}-{name}-0", verdicts[one])
+            lines.append(line_of(record_of(episode, "eval", 0, "m", "kit")))
+    return lines
+
+
+def rows(*names: str, **difficulty: str) -> dict[str, dict[str, Any]]:
+    return {name: {"row": name, "repo": f"r/{name[0]}", "difficulty": difficulty.get(name)} for name in names}
+
+
+def test_infrastructure_failures_count_apart() -> None:
+    lines = lines_of(a1="rr", a2="fl", b1="lr", b2="ll", c9="rr")
+    found = results.results("n", rows("a1", "a2", "b1", "b2", a1="easy", a2="hard"), 2, lines)
+    assert (found["tasks"], found["episodes"], found["resolved"], found["complete"]) == (4, 4, 3, False)
+    assert found["infra"] == {"episodes": 4, "attempts": {"no_space": 4}}
+    assert found["verdicts"] == {"resolved": 3, "tests_failed": 1}
+    # Means over the tasks that were graded: 1, 0 and 1; pass@2 only where two episodes were.
+    assert found["pass_at_1"]["value"] == pytest.approx(2 / 3) and found["pass_at_1"]["tasks"] == 3
+    assert found["pass_at_k"]["2"]["value"] == 1.0 and found["pass_at_k"]["2"]["tasks"] == 1
+    assert found["by_repo"]["r/a"]["pass_at_1"]["value"] == 0.5 and found["by_repo"]["r/b"]["episodes"] == 1
+    assert {name: one["resolved"] for name, one in found["by_difficulty"].items()} == {"easy": 2, "hard": 0}
+    assert found["by_task"]["b2"]["episodes"] == 0
+    assert found["spread"]["turns"]["sum"] == 8
+    json.dumps(found)
+    assert len(results.tables(found)) == 3
+
+
+def test_a_sample_that_was_lost_first_is_complete_when_it_is_graded() -> None:
+    found = results.results("n", rows("a"), 1, lines_of(a="l") + lines_of(a="f"))
+    assert found["complete"] and found["infra"] == {"episodes": 0, "attempts": {"no_space": 1}}
+    nothing = results.results("n", rows("a"), 1, lines_of(a="l"))
+    assert nothing["pass_at_1"] is None and len(results.tables(nothing)) == 1
+
+
+def test_swebench_reads_the_predictions(tmp_path: Path) -> None:
+    from swebench.harness.utils import get_predictions_from_file
+
+    lines = lines_of(a="rf", b="fl", c="lr")
+    results.write_all(tmp_path, results.results("org/m", rows("a", "b", "c"), 2, lines), lines)
+    for file, ids in (("preds.json", ["a", "b"]), ("preds.1.json", ["a", "c"])):
+        read = get_predictions_from_file(str(tmp_path / file), "", "test")
+        assert [one["instance_id"] for one in read] == ids
+        assert all(
+            one == {"instance_id": one["instance_id"], "model_name_or_path": "org/m", "model_patch": "a patch"}
+            for one in read
+        )
+
+
+def test_a_comparison_is_paired(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names = [f"t{i}" for i in range(12)]
+    old = {name: "r" if i < 3 else "f" for i, name in enumerate(names)}
+    new = {name: "r" if i >= 1 and i != 11 else "f" for i, name in enumerate(names)}
+    for name, outcomes in (("old", old), ("new", new)):
+        (tmp_path / name).mkdir()
+        lines = lines_of(**outcomes)
+        results.write_all(tmp_path / name, results.results(name, rows(*names), 1, lines), lines)
+    a, b = (compare.load(tmp_path / name) for name in ("old", "new"))
+    found = compare.compare(a, b, common=False)
+    assert found["test"] == "McNemar, exact"
+    assert (found["only_a"], found["only_b"]) == (["t0"], [f"t{i}" for i in (10, 3, 4, 5, 6, 7, 8, 9)])
+    assert (found["both"], found["neither"]) == (2, 1)
+    assert found["difference"]["value"] == pytest.approx(7 / 12)
+    assert found["p"] == pytest.approx(2 * (1 + 9) / 2**9)
+    assert compare.compare(a, a, common=False)["p"] == 1.0
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), "--json", str(tmp_path / "c.json")]) == 0
+    out = capfd.readouterr().out
+    assert "+0.583" in out and "p = 0.03906" in out and "solved by A only, 1: t0" in out
+    assert json.loads((tmp_path / "c.json").read_text()) == found
+
+
+def test_other_tasks_are_not_compared() -> None:
+    one = results.results("a", rows("t1", "t2", "t3"), 2, lines_of(t1="rr", t2="rf", t3="ll"))
+    changed = rows("t1", "t2", "t3", "t4")
+    changed["t1"]["row"] = "another"
+    two = results.results("b", changed, 2, lines_of(t1="rr", t2="rr", t3="ff", t4="ff"))
+    with pytest.raises(ConfigError, match="2 are the same, 2 are in one of both or have other rows; --common"):
+        compare.compare(one, two, common=False)
+    found = compare.compare(one, two, common=True)
+    assert found["tasks"] == 1 and found["left_out"] == {"other_tasks": 2, "without_verdict": 1}
+    assert found["test"] == "permutation over tasks, exact" and found["gap_by_task"] == {"t2": 0.5}
+    with pytest.raises(ConfigError, match="no task was graded in both"):
+        compare.compare(one, results.results("b", rows("t3"), 1, lines_of(t3="r")), common=True)

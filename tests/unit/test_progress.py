@@ -1,0 +1,71 @@
+"""What is shown of a run follows from what its directory holds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl import metrics, phases
+from rl.progress import RunProgress
+from tests.unit.test_metrics import STEP, episode
+
+VALUES = {key: value for key, value in STEP.items() if key != "step"}
+
+
+class Heard:
+    """A screen that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.now: tuple[Any, ...] = ()
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def show(self, what: str, done: int | None = None, total: int | None = None, note: str = "") -> None:
+        self.now = (what, done, total, note)
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> RunProgress:
+    """Of a run that is continued after step 1, with what its earlier process left."""
+    metrics.append_step(tmp_path, 1, 0.0, VALUES)
+    metrics.EpisodeLog(tmp_path).append(episode())
+    phases.note(tmp_path, 1, "update")
+    watch = RunProgress(tmp_path, 24, Heard())
+    watch.begin()
+    return watch
+
+
+def test_what_a_run_does(watch: RunProgress, tmp_path: Path) -> None:
+    heard, log = watch.screen, metrics.EpisodeLog(tmp_path)
+    watch.look()
+    assert (heard.lines, heard.now) == ([], ("starting trainer and engine", None, None, ""))
+    phases.note(tmp_path, 2, "rollout", 8)
+    for changes in ({"resolved": True}, {}, {"infra": True}, {"split": "val"}):
+        log.append(episode(**changes))
+    watch.look()
+    assert heard.now == ("step 2/24  rollout", 2, 8, "1 resolved, 1 unresolved, 1 infra")
+    phases.note(tmp_path, 2, "update")
+    watch.look()
+    assert heard.now == ("step 2/24  update", None, None, "")
+    metrics.append_step(tmp_path, 2, 100.0, VALUES)
+    metrics.append_step(tmp_path, 3, 160.0, VALUES)
+    phases.note(tmp_path, 4, "rollout", 8)
+    watch.look()
+    assert [line.split("  ")[0] for line in heard.lines] == ["step 2/24", "step 3/24"]
+    assert heard.now == ("step 4/24  rollout", 0, 8, "about 21 min to go")
+
+
+def test_the_thread_shows_the_last_record(watch: RunProgress, tmp_path: Path) -> None:
+    watch.start()
+    metrics.append_step(tmp_path, 24, time.time(), VALUES)
+    watch.finish()
+    assert [line.split("  ")[0] for line in watch.screen.lines] == ["step 24/24"]
+
+
+def test_finish_of_one_that_was_never_started(tmp_path: Path) -> None:
+    RunProgress(tmp_path, 24, Heard()).finish()

@@ -27,6 +27,8 @@ PERIOD_S = 5
 # What an end by an exception may take, Ray's included, before the process just ends.
 END_S = 60
 ANSWER_S = 10
+# What Ray may take to learn that a process has ended.
+RAY_S = 2
 DISMISSED = b"\0"
 
 
@@ -63,7 +65,10 @@ class Watch(threading.Thread):
 
     def look(self) -> str:
         try:
-            return dead_actor() or dead_engine(self.engines)
+            if (cause := dead_actor()) or not (cause := dead_engine(self.engines)):
+                return cause
+            time.sleep(RAY_S)  # nobody answers: Ray may be about to learn which process that was, and why it ended
+            return dead_actor() or cause
         except Exception as error:
             return f"Ray's head does not answer: {error}"
 

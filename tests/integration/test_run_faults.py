@@ -197,11 +197,12 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(tmp_p
 @pytest.mark.xdist_group("trainers-1")
 @pytest.mark.timeout(2400)
 def test_a_server_and_a_worker_of_the_trainer(tmp_path: Path) -> None:
-    for name in ("CPUHttpServer", "WorkerDict"):
+    # A busy machine may find that the server does not answer long before Ray says which process has ended.
+    for name, words in ("CPUHttpServer", r"CPUHttpServer|the inference server at"), ("WorkerDict", "WorkerDict"):
         run = Started(tmp_path, "run")
         run.until("starting trainer")
         run.in_a_step()
         run.find(f"ray::{name}").kill()
         said, code = run.ends()
-        assert name in one_line(said) and "died" in said and code == 1
+        assert re.search(f"({words}) .*died", one_line(said)) and code == 1
         assert "the same command goes on from the start" in said

@@ -125,6 +125,19 @@ def test_what_a_death_has_made_fail_is_told_as_the_death(monkeypatch: pytest.Mon
         raise OSError("pages of it")
 
 
+def test_a_server_that_does_not_answer_is_named_as_ray_names_it_if_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter(["", "the server's actor died: its process ended", "", "", ""])
+    monkeypatch.setattr(watch, "RAY_S", 0)
+    monkeypatch.setattr(watch, "dead_actor", lambda: next(said))
+    monkeypatch.setattr(watch, "dead_engine", lambda addresses: "a server died" if addresses else "")
+    looking = watch.Watch(lambda cause: None)
+    looking.engines = ["127.0.0.1:1"]
+    assert looking.look() == "the server's actor died: its process ended"
+    assert looking.look() == "a server died"
+    looking.engines = []
+    assert looking.look() == ""
+
+
 def test_a_trainer_that_cannot_be_interrupted_ends_all_the_same() -> None:
     script = """
 import time

@@ -78,7 +78,7 @@ def run_sft(
         out_dir: made if missing; the model ends up in ``out_dir/model``.
         epochs: passes over the rows; the last incomplete batch of each is dropped.
         lr: AdamW, cosine to a tenth after a warm-up of 5 % of the steps.
-        batch_size: rows per update.
+        batch_size: rows per update; all of them if there are fewer.
         max_length: longest row in tokens.
         seed: of data order.
         log: what the trainer prints goes there.
@@ -89,8 +89,12 @@ def run_sft(
     Raises:
         RuntimeError: the trainer failed; the message ends with the last line of the log.
     """
+    import pyarrow.parquet
+
     out_dir, log = Path(out_dir), Path(log)
     out_dir.mkdir(parents=True, exist_ok=True)
+    # Some of a warm start's episodes may have made no row: with less than one batch verl divides by zero.
+    batch_size = min(batch_size, pyarrow.parquet.read_metadata(rows).num_rows)
     checkpoints = out_dir / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch, open(log, "ab") as sink:

@@ -28,7 +28,6 @@ CPU_ENVIRONMENT = {
     # verl's FSDP engine is registered for "cuda" and "npu" only; all it does through the platform
     # interface works on the CPU.
     "VERL_ENGINE_DEVICE": "cuda",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training and generation take turns on the same cores
     "VLLM_NO_USAGE_STATS": "1",
     # Idle OpenMP threads sleep instead of spinning: engine, trainer and agents share the cores, and a

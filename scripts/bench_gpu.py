@@ -153,7 +153,9 @@ def engine_arguments(cfg: DictConfig) -> list[str]:
     arguments += ["--tensor-parallel-size", str(rollout.tensor_model_parallel_size)]
     if rollout.enforce_eager:
         arguments.append("--enforce-eager")
-    if cfg.trainer.device != "cpu":
+    if cfg.trainer.device == "cpu":
+        arguments += ["--kv-cache-memory-bytes", str(rollout.engine_kwargs.vllm.kv_cache_memory_bytes)]
+    else:
         arguments += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
     return arguments
 
@@ -218,7 +220,7 @@ def cache_tokens(cfg: DictConfig) -> int:
     made = plan(cfg)
     if cfg.trainer.device != "cpu":
         return made.kv_tokens
-    room = int(CPU_ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"]) * GIB
+    room = cfg.actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes
     return kv_tokens(made.shape, made.engine, room, block=128)
 
 

@@ -12,6 +12,9 @@ import pytest
 from rollout.sandbox import SandboxError
 from tests import slurm_kit
 
+# Ray has its workers at nice 15: beside the rest of the suite, what takes longest would get what is left of the cores.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
+
 # A timing is never a test.
 hypothesis.settings.register_profile("timeless", deadline=None)
 hypothesis.settings.load_profile("timeless")
@@ -55,18 +58,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """How ``make test`` shares the tests out (pytest-xdist, ``--dist loadgroup``): file by file, but files that start
-    trainers are in two groups, of about the same length."""
+    trainers are in two groups, of about the same length: the memory of a third at the same time is not there."""
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first; jobs on SLURM's nodes when the trainers are about to end."""
+    """What takes longest comes first."""
 
     def rank(item: pytest.Item) -> int:
         group = item.get_closest_marker("xdist_group")
-        if item.get_closest_marker("slurm"):
-            return 3
         return 0 if group and group.args[0] in TRAINERS else 1 if item.get_closest_marker("engine") else 2
 
     items.sort(key=rank)

@@ -100,6 +100,7 @@ class Server:
         if max_context is not None:
             command += ["--max-model-len", str(max_context)]
         vllm = {name: value for name, value in CPU_ENVIRONMENT.items() if not name.startswith("VERL")}
+        vllm["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, if vLLM is its CPU build
         with open(log, "ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _WITH_US, *command, *serve.args],

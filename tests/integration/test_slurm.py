@@ -14,7 +14,8 @@ from rl.quickstart.tasks import make_tasks
 from rollout import audit
 from tests.slurm_kit import Slurm, slurm
 
-pytestmark = pytest.mark.slurm
+# Two nodes on one machine take 10 GiB: beside one other trainer, never beside two.
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/slurm/train.sbatch"

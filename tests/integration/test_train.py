@@ -164,7 +164,7 @@ def test_a_step_in_containers_with_faults(tmp_path: Path) -> None:
     found = engine()
     image = made(task_images().base_image, found)
     small = ["quickstart.train_tasks=2", "quickstart.warm_episodes=8", "quickstart.sft.epochs=2"]
-    small += ["trainer.total_training_steps=1", "agent.timeout_s=30"]
+    small += ["trainer.total_training_steps=1", "agent.timeout_s=60"]
     process = start(tmp_path, "sandbox=docker", f"sandbox.base_image={image}", *small)
     try:
         read_until(process, "starting trainer")

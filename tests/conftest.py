@@ -12,9 +12,6 @@ import pytest
 from rollout.sandbox import SandboxError
 from tests import slurm_kit
 
-# Ray has its workers at nice 15: beside the rest of the suite, what takes longest would get what is left of the cores.
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
-
 # A timing is never a test.
 hypothesis.settings.register_profile("timeless", deadline=None)
 hypothesis.settings.load_profile("timeless")

@@ -36,7 +36,7 @@ def make_snapshot(directory: Path) -> Path:
     return directory
 
 
-async def sh(box: Sandbox, script: str, timeout_s: float = 30, **options: object) -> ExecResult:
+async def sh(box: Sandbox, script: str, timeout_s: float = 120, **options: object) -> ExecResult:
     return await box.exec(["bash", "-c", script], env={}, timeout_s=timeout_s, **options)  # type: ignore[arg-type]
 
 

@@ -86,11 +86,11 @@ async def attacked(kind: Kind, task: Task, attack: Attack) -> bytes:
         await box.close()
 
 
-async def graded(kind: Kind, task: Task, patch: bytes, rules: Rules = RULES, timeout_s: float = 60) -> Verdict:
+async def graded(kind: Kind, task: Task, patch: bytes, rules: Rules = RULES, timeout_s: float = 240) -> Verdict:
     return await grade(task, patch, lambda: kind.boot(task, None), timeout_s=timeout_s, rules=rules)
 
 
-async def outcome(kind: Kind, directory: Path, attack: Attack, timeout_s: float = 60) -> Verdict:
+async def outcome(kind: Kind, directory: Path, attack: Attack, timeout_s: float = 240) -> Verdict:
     task = make_task(directory, attack.command)
     return await graded(kind, task, await attacked(kind, task, attack), timeout_s=timeout_s)
 
@@ -357,7 +357,7 @@ async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(kind: K
         boxes.append(await kind.boot(task, None))
         return boxes[-1]
 
-    grading = asyncio.create_task(grade(task, patch, boot, timeout_s=60, rules=RULES))
+    grading = asyncio.create_task(grade(task, patch, boot, timeout_s=240, rules=RULES))
     while not alive(nap):
         assert not grading.done(), grading
         await asyncio.sleep(0.01)

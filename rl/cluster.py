@@ -125,9 +125,14 @@ class Signals:
         loop = asyncio.get_running_loop()
         self.early: asyncio.Future[None] = loop.create_future()
         self.asked: asyncio.Future[None] = loop.create_future()  # the first has come
+        self.install()
+
+    def install(self) -> None:
+        """To be called again when Ray was used in this process: ray.shutdown leaves SIGTERM to the kernel, which ends
+        the process where it is (ray 2.58)."""
         for number in stop.SIGNALS:
             # scancel reaches this process twice: from SLURM and from the batch script.
-            loop.add_signal_handler(number, self._on, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._on, number)
 
     def _on(self, number: int) -> None:
         if number in self.seen:
@@ -176,6 +181,7 @@ async def head(place: Place, cfg: DictConfig, overrides: list[str], run_dir: Pat
         for peer in nodes.peers.values():
             await peer.send(ray=address)
         await unless(guards, joined(address, [place.node, *nodes.peers], cfg))
+        signals.install()
         say("all nodes are there; starting rl.train")
         overrides = [*overrides, *_as_overrides({"run.dir": str(run_dir), **keys})]
         return await _train(address, overrides, signals, [nodes.failed, ended], say)

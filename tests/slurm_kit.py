@@ -39,7 +39,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-KillWait=20
+KillWait=90
 MinJobAge=3600
 TaskProlog={dir}/prolog
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0

@@ -118,7 +118,12 @@ def test_a_node_that_is_lost_is_named(cluster: Slurm, tmp_path: Path) -> None:
     )
     cluster.run("scancel", job)
     cluster.wait(job, "CANCELLED", seconds=200)
-    assert "raylet" in (tmp_path / "quickstart" / f"slurm-{job}" / "logs" / "n2" / "ray-start.log").read_text()
+    logs = tmp_path / "quickstart" / f"slurm-{job}" / "logs"
+    assert "raylet" in (logs / "n2" / "ray-start.log").read_text()
+    end = time.monotonic() + 200
+    while left := list(logs.glob("*/ray_dir*")):  # the notes of where Ray is: each node takes both along
+        assert time.monotonic() < end, f"{left}: not ended in order"
+        time.sleep(0.5)
 
 
 @pytest.mark.claude

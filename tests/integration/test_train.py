@@ -37,7 +37,6 @@ from tests.docker_kit import made, task_images
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("trainers-2")
 OVERRIDES = [
     "quickstart.train_tasks=4",
     "quickstart.heldout_tasks=2",
@@ -91,6 +90,7 @@ def gone(pids: set[int], seconds: float) -> bool:
 
 @pytest.mark.claude
 @pytest.mark.engine
+@pytest.mark.xdist_group("trainers-2")
 @pytest.mark.timeout(2400)
 def test_two_steps_survive_kill_9_and_a_lost_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = start(tmp_path)
@@ -157,6 +157,7 @@ def check_merged(run: Path, step: int) -> None:
 @pytest.mark.claude
 @pytest.mark.engine
 @pytest.mark.docker
+@pytest.mark.xdist_group("trainers-1")
 @pytest.mark.timeout(2400)
 def test_a_step_in_containers_with_faults(tmp_path: Path) -> None:
     """Warm start, held-out episodes and one GRPO step, every box a container without a network. In the step one of two

@@ -30,8 +30,8 @@ from verl.workers.rollout.replica import TokenOutput
 from rewards.grade import warm_up
 from rewards.task import load_tasks
 from rewards.verdict import Outcome
-from rl.metrics import EpisodeLog
-from rl.samples import SampleLog
+from rl.metrics.episodes import EpisodeLog
+from rl.metrics.samples import SampleLog
 from rl.setup import make_setup
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.engine import Completion, EngineError
@@ -244,7 +244,7 @@ def outputs(episode: Episode) -> list[AgentLoopOutput]:
 
 
 def metrics_line(episode: Episode, split: str, step: int) -> dict[str, Any]:
-    """One attempt as rl.metrics wants it (EPISODE_KEYS there)."""
+    """One attempt as rl.metrics.episodes wants it (EPISODE_KEYS there)."""
     verdict, session, seconds = episode.verdict, episode.session, episode.timing
     counters = session.counters if session else Counters()
     return {

@@ -7,19 +7,10 @@ checkpoint; a finished run (file ``done``) or one that is in use by another proc
 is left alone and a new directory is made. An explicit ``run.dir`` is used as it is, whatever is in it.
 """
 
-import errno
-import fcntl
-import hashlib
 import importlib.util
-import json
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from omegaconf import DictConfig, OmegaConf
-
-from rl.checkpoints import newest
 
 # What all processes of a run with trainer.device=cpu need in their environment. Here and not in rl.cpu,
 # because importing that imports verl, for which the environment must be complete.
@@ -70,100 +61,3 @@ def compose(overrides: list[str] = (), name: str = "train") -> DictConfig:
     register_resolvers()
     with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
         return hydra.compose(name, overrides=list(overrides))
-
-
-@dataclass
-class Run:
-    """An open run directory; ``lock`` is held until the process ends or ``close``."""
-
-    dir: Path
-    checkpoints: Path
-    resumed: bool
-    lock: IO
-
-    @property
-    def checkpoint_step(self) -> int:
-        """Step of the newest complete checkpoint, 0 if there is none."""
-        return newest(self.checkpoints)
-
-    def finish(self) -> None:
-        """Mark the run as finished: the same command then starts a new one."""
-        (self.dir / "done").touch()
-
-    def close(self) -> None:
-        self.lock.close()
-
-
-def _key(cfg: DictConfig) -> str:
-    plain = OmegaConf.to_container(cfg, resolve=False)
-    plain.pop("run", None)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _try_lock(directory: Path, required: bool = True) -> IO | None:
-    """The open lock file, None when another process has it. Where the disk has no locks it is not locked, or if that is
-    ``required`` RuntimeError."""
-    lock = open(directory / "run.lock", "w")  # noqa: SIM115  held until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            lock.close()
-            return None
-        if required:
-            lock.close()
-            raise RuntimeError(
-                f"{directory}: this disk has no file locks (Lustre without `flock`?); give run.dir"
-            ) from error
-    return lock
-
-
-def _read_key(directory: Path) -> str | None:
-    path = directory / "run.json"
-    return json.loads(path.read_text())["key"] if path.exists() else None
-
-
-def open_run(cfg: DictConfig) -> Run:
-    """Find or make the run directory, lock it, and set ``cfg.run.dir`` to its absolute path.
-
-    Raises:
-        RuntimeError: an explicit ``run.dir`` is in use by another process; or it was not given, and the disk has no
-            locks by which runs in use could be told.
-    """
-    key = _key(cfg)
-    if cfg.run.dir:
-        directory = Path(cfg.run.dir).resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = _try_lock(directory, required=False)
-        if lock is None:
-            raise RuntimeError(f"run directory {directory} is in use by another process")
-        return _opened(cfg, directory, key, lock)
-
-    parent = Path(cfg.run.root).resolve() / cfg.trainer.experiment_name
-    found = sorted((d for d in parent.iterdir() if d.is_dir()), reverse=True) if parent.is_dir() else []
-    for directory in found:
-        unfinished = _read_key(directory) == key and not (directory / "done").exists()
-        if unfinished and (lock := _try_lock(directory)):
-            return _opened(cfg, directory, key, lock)
-    directory = _made(parent, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    return _opened(cfg, directory, key, _try_lock(directory))
-
-
-def _made(parent: Path, name: str) -> Path:
-    """A new directory of that name, or of the next one with a number where others start in the same second."""
-    directory, number = parent / name, 1
-    while True:
-        try:
-            directory.mkdir(parents=True)
-            return directory
-        except FileExistsError:
-            number += 1
-            directory = parent / f"{name}_{number}"
-
-
-def _opened(cfg: DictConfig, directory: Path, key: str, lock: IO) -> Run:
-    resumed = _read_key(directory) is not None
-    if not resumed:
-        (directory / "run.json").write_text(json.dumps({"key": key, "started": time.time()}) + "\n")
-    cfg.run.dir = str(directory)
-    return Run(directory, Path(cfg.trainer.default_local_dir).resolve(), resumed, lock)

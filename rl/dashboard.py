@@ -1,9 +1,9 @@
 """Create the wandb workspace of a project: ``python -m rl.dashboard RUN|PROJECT|ENTITY/PROJECT``
 
-RUN is a run directory, whose config names the project. The panels are those of ``rl.panels``, by section, over all runs
-of the project, beside a table of sampled episodes. Runs that were offline are uploaded with ``wandb sync`` first. Needs
-``WANDB_API_KEY`` or ``wandb login``; ``--dry-run`` needs nothing and prints the workspace as JSON. Exit status: 0 done,
-1 wandb refused or was not reached, 2 the arguments are wrong.
+RUN is a run directory, whose config names the project. The panels are those of ``rl.metrics.panels``, by section, over
+all runs of the project, beside a table of sampled episodes. Runs that were offline are uploaded with ``wandb sync``
+first. Needs ``WANDB_API_KEY`` or ``wandb login``; ``--dry-run`` needs nothing and prints the workspace as JSON. Exit
+status: 0 done, 1 wandb refused or was not reached, 2 the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.panels import SECTIONS, Panel, pattern
+from rl.metrics.panels import SECTIONS, Panel, pattern
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot

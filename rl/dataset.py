@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rewards.task import load_tasks
-from rl.metrics import MAX_LABELS
+from rl.metrics.episodes import MAX_LABELS
 
 
 class TaskDataset(Dataset[dict[str, Any]]):

@@ -1,8 +1,9 @@
 """The curves of runs without any service: ``python -m rl.report RUN [RUN...] [--out PREFIX]``
 
-Draws the panels of ``rl.panels`` from the runs' metrics.jsonl into PREFIX.png, and the same with a summary, the last
-step's metrics and some episodes as they were played into PREFIX.html, which needs nothing else. PREFIX is RUN/report
-for one run, else ./report. A run may still be going on. Exit status: 0 done, 2 there is no such run or no step in it.
+Draws the panels of ``rl.metrics.panels`` from the runs' metrics.jsonl into PREFIX.png, and the same with a summary, the
+last step's metrics and some episodes as they were played into PREFIX.html, which needs nothing else. PREFIX is
+RUN/report for one run, else ./report. A run may still be going on. Exit status: 0 done, 2 there is no such run, or no
+step in it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.metrics import has_validation, read_jsonl, resolve_rate
-from rl.panels import SECTIONS, Panel
+from rl.metrics.episodes import has_validation, read_jsonl, resolve_rate
+from rl.metrics.panels import SECTIONS, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -234,7 +235,7 @@ pre {{ background: #f6f6f6; padding: .8rem; white-space: pre-wrap; overflow-wrap
 
 
 def page(runs: Runs, picture: bytes, samples: Sequence[dict[str, Any]]) -> str:
-    """The report as one HTML file. ``picture``: a PNG. ``samples``: rows of ``rl.samples``."""
+    """The report as one HTML file. ``picture``: a PNG. ``samples``: rows of ``rl.metrics.samples``."""
     image = base64.b64encode(picture).decode()
     summaries = {name: dict(summary(records)) for name, records in runs.items()}
     steps = {name: [r for r in records if "timing_s/step" in r] for name, records in runs.items()}

@@ -22,8 +22,13 @@ from rollout.proxy.parsers import VllmReplyParser
 from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy
-from rollout.sandbox import Sandbox, apptainer, apptainer_images, docker, images
-from rollout.sandbox.local import Limits, boot_local
+from rollout.sandbox import Sandbox
+from rollout.sandbox.apptainer import box as apptainer
+from rollout.sandbox.apptainer import images as apptainer_images
+from rollout.sandbox.directory import Limits
+from rollout.sandbox.docker import box as docker
+from rollout.sandbox.docker import images
+from rollout.sandbox.local.box import boot_local
 
 
 def agent_config(config: DictConfig) -> AgentConfig:

@@ -3,7 +3,7 @@
 The screen shows our lines only: what is being started, one line a step, a table at the end. What verl,
 vLLM and Ray print goes to ``run.log`` in the run directory (``rl.config`` says which directory that is and
 how the same command continues a killed run). Exit code: 0 done, 1 failed, 2 the config is wrong, 75 ended by
-a signal with nothing lost, 143 ended by a signal at once (``rl.stop``).
+a signal with nothing lost, 143 ended by a signal at once (``rl.run.stop``).
 """
 
 import contextlib
@@ -19,11 +19,13 @@ from collections.abc import Callable
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl import checkpoints, metrics, stop, watch
-from rl.config import CONFIGS, CPU_ENVIRONMENT, ConfigError, Run, open_run, register_resolvers
-from rl.progress import RunProgress, failed, finished
+from rl.config import CONFIGS, CPU_ENVIRONMENT, ConfigError, register_resolvers
+from rl.metrics import episodes as metrics
+from rl.run import checkpoints, stop, watch
+from rl.run.directory import Run, open_run
+from rl.run.progress import RunProgress, failed, finished
 from rl.screen import Screen, this_command
-from rollout.sandbox import local
+from rollout.sandbox import directory
 
 register_resolvers()
 
@@ -83,7 +85,7 @@ def complete(cfg: DictConfig, run: Run, ray_dir: str) -> None:
 
 
 def train(cfg: DictConfig, screen: Screen, last_words: Callable[[str], None]) -> None:
-    """Start or join Ray and run verl's trainer to its end. ``last_words``: see rl.watch.
+    """Start or join Ray and run verl's trainer to its end. ``last_words``: see rl.run.watch.
 
     The body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
     ``rl.trainer.run_trainer``). A cluster that was started here ends here; one that was joined stays.
@@ -114,7 +116,7 @@ def train(cfg: DictConfig, screen: Screen, last_words: Callable[[str], None]) ->
         run_trainer(cfg, last_words)
     finally:
         ray.shutdown()
-        local.sweep()  # a worker that was killed has left its boxes
+        directory.sweep()  # a worker that was killed has left its boxes
 
 
 def goes_on(run: Run) -> str:
@@ -143,7 +145,7 @@ def last_lines(error: BaseException, count: int = 3) -> str:
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
 def main(cfg: DictConfig) -> None:
     from rl.checks import check, check_family, check_loggers, check_model, check_packages, check_tasks
-    from rl.scratch import noted, remove_socket_directory, socket_directory
+    from rl.run.scratch import noted, remove_socket_directory, socket_directory
     from rl.setup import prepare_images
 
     screen = Screen()

@@ -2,8 +2,8 @@
 
 The mix-in
 
-- folds the episodes' own records (``rl.metrics``) into each step's metrics, appends metrics.jsonl, and puts a
-  few episodes into the loggers (``rl.samples``);
+- folds the episodes' own records (``rl.metrics.episodes``) into each step's metrics, appends metrics.jsonl, and puts a
+  few episodes into the loggers (``rl.metrics.samples``);
 - makes the number of optimizer updates per step what the config says (``train_batch_size /
   ppo_mini_batch_size``) however many rows the episodes gave. verl splits into mini-batches of a fixed
   number of rows, so 33 rows would be two updates where 32 are one;
@@ -11,7 +11,7 @@ The mix-in
 - weighs rows so that each episode counts once in the loss (``episode.weigh_by_episode``), and leaves out episodes
   that say nothing: those that a limit ended (``episode.mask_overlong``) and those that have nobody to be compared with;
 - lets a group whose episodes were all lost to the infrastructure be replaced like one that failed;
-- saves a checkpoint and ends between two steps when a signal asked for it (``rl.stop``).
+- saves a checkpoint and ends between two steps when a signal asked for it (``rl.run.stop``).
 """
 
 import logging
@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from rl import checkpoints, stop
-from rl import metrics as run_metrics
-from rl.gpus import Gpus
-from rl.phases import Phases
-from rl.samples import SampleReader, log_samples
-from rl.watch import Watch
+from rl.metrics import episodes as run_metrics
+from rl.metrics.gpus import Gpus
+from rl.metrics.samples import SampleReader, log_samples
+from rl.run import checkpoints, stop
+from rl.run.phases import Phases
+from rl.run.watch import Watch
 
 
 def row_weights(sessions: list[str], row_tokens: list[int]) -> list[float]:
@@ -114,7 +114,7 @@ class _Episodes:
         self.samples = SampleReader(self.run_dir)
         self.gpus: Gpus | None = None
         self.training = False
-        # Ours to remove, when the next one is complete (rl.checkpoints).
+        # Ours to remove, when the next one is complete (rl.run.checkpoints).
         self.keep = config.trainer.max_actor_ckpt_to_keep
         config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
         # Of one batch that was sampled: a step of the separate mode samples several, each of one mini-batch.
@@ -160,7 +160,7 @@ class _Episodes:
         stop.enter_steps()
 
     def on_step_begin(self):
-        """Raises rl.stop.Stopped when a signal asked for the end, with the step before this one saved."""
+        """Raises rl.run.stop.Stopped when a signal asked for the end, with the step before this one saved."""
         super().on_step_begin()
         if name := stop.asked():
             if self.saved_step < self.global_steps - 1:
@@ -172,7 +172,7 @@ class _Episodes:
             stop.end(stop.Stopped(name))
 
     def _save_checkpoint(self):
-        """Raises rl.checkpoints.NotSaved."""
+        """Raises rl.run.checkpoints.NotSaved."""
         directory, step = Path(self.config.trainer.default_local_dir).resolve(), self.global_steps
         try:
             super()._save_checkpoint()
@@ -298,7 +298,7 @@ class _Groups:
 
 def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
     """Train from start to end, in this process; Ray must be up. The body of verl's ``TaskRunnerV1.run``.
-    ``last_words``: see ``rl.watch.Watch``, which raises Died here.
+    ``last_words``: see ``rl.run.watch.Watch``, which raises Died here.
 
     In the driver's process and not in an actor of its own, as verl does it: one start of Python and one
     import of verl less, about 20 s of one core.

@@ -35,9 +35,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
 from rl.config import CPU_ENVIRONMENT, compose
-from rl.metrics import read_jsonl
+from rl.metrics.episodes import read_jsonl
 from rl.plan import plan
-from rl.planning.memory import kv_tokens
+from rl.plan.memory import kv_tokens
 from rl.screen import Screen
 from rl.setup import make_setup
 from rollout.episode import Episode, play

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from rewards.grade import grade, warm_up
 from rewards.task import Task
-from rollout.sandbox import images
-from rollout.sandbox.docker import boot_docker
-from rollout.sandbox.docker_engine import engine
+from rollout.sandbox.docker import images
+from rollout.sandbox.docker.box import boot_docker
+from rollout.sandbox.docker.engine import engine
 
 
 def _kit():

@@ -103,9 +103,9 @@ def measure(config: Any, tokens: int, checkpointing: bool) -> dict[str, float]:
 
 def activations() -> None:
     from rl.config import compose
-    from rl.planning import memory
-    from rl.planning.layout import trainer_of
-    from rl.planning.model import KNOWN, load_config, shape_of
+    from rl.plan import memory
+    from rl.plan.layout import trainer_of
+    from rl.plan.model import KNOWN, load_config, shape_of
 
     base = replace(trainer_of(compose(["+experiment=qwen3_4b"])), computed=2, sequence_parallel=1)
     print("bytes per token, bf16\n")
@@ -151,9 +151,9 @@ def sharding() -> None:
     from transformers import AutoModelForCausalLM
 
     from rl.config import compose
-    from rl.planning import memory
-    from rl.planning.layout import trainer_of
-    from rl.planning.model import load_config, shape_of
+    from rl.plan import memory
+    from rl.plan.layout import trainer_of
+    from rl.plan.model import load_config, shape_of
 
     cfg = compose(["+experiment=qwen3_coder_30b"])
     trainer = replace(trainer_of(cfg), sequence_parallel=1)  # Ulysses' copies are not in this model
@@ -200,9 +200,9 @@ def sharding() -> None:
 def cache() -> None:
     """Tokens that vLLM says its KV cache of so many bytes has, for shapes of the known models with few layers."""
     from rl.config import compose
-    from rl.planning.layout import engine_of, trainer_of
-    from rl.planning.memory import kv_tokens
-    from rl.planning.model import KNOWN, load_config, shape_of
+    from rl.plan.layout import engine_of, trainer_of
+    from rl.plan.memory import kv_tokens
+    from rl.plan.model import KNOWN, load_config, shape_of
     from rl.quickstart.policy import make_tokenizer
 
     cfg = compose(["+experiment=qwen3_4b"])
@@ -241,7 +241,7 @@ def cache() -> None:
 
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16}
-# rl.phases' names and the plan's.
+# rl.run.phases' names and the plan's.
 PHASES = {"log-probs": "log-probabilities", "update": "update", "sync": "weight sync"}
 
 
@@ -273,12 +273,12 @@ def make_model(out: Path, shape: dict[str, int]) -> None:
 def train(work: Path, name: str) -> dict[str, tuple[float, float]]:
     """Two steps of ``rl.train`` with the model ``work/name``: what the plan says of it and what was found, in bytes.
     Resident memory is what a process has to itself, at its peak in that phase of both steps."""
-    from rl import phases
     from rl.config import compose
-    from rl.metrics import read_jsonl
-    from rl.planning import host, memory
-    from rl.planning.layout import engine_of, trainer_of
-    from rl.planning.model import load_config, shape_of
+    from rl.metrics.episodes import read_jsonl
+    from rl.plan import host, memory
+    from rl.plan.layout import engine_of, trainer_of
+    from rl.plan.model import load_config, shape_of
+    from rl.run import phases
 
     directory = work / f"{name}-run"
     keys = ["+experiment=quickstart", "prepare=null", "~quickstart", f"run.dir={directory}"]

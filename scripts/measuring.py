@@ -33,7 +33,7 @@ def error(planned: float, measured: float) -> str:
 
 
 def own(ledger: Any) -> int:
-    """Bytes of the trainer's tensors in a phase of a plan (rl.planning.memory.Ledger)."""
+    """Bytes of the trainer's tensors in a phase of a plan (rl.plan.memory.Ledger)."""
     return sum(part.bytes for part in ledger.parts if "assumed" not in part.name and "engine" not in part.name)
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from rl.metrics import read_jsonl, resolve_rate
+from rl.metrics.episodes import read_jsonl, resolve_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = (

@@ -38,9 +38,10 @@ import pyarrow.parquet
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
-from rollout.sandbox import Sandbox, SandboxError, images
-from rollout.sandbox.docker import boot_docker
-from rollout.sandbox.docker_engine import PROJECT, Engine, engine
+from rollout.sandbox import Sandbox, SandboxError
+from rollout.sandbox.docker import images
+from rollout.sandbox.docker.box import boot_docker
+from rollout.sandbox.docker.engine import PROJECT, Engine, engine
 
 SUITE = "bookworm"
 PACKAGES = ("git", "python3", "python3-venv")

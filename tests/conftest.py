@@ -34,7 +34,7 @@ NEEDS = {
 @functools.cache
 def _engine_problem() -> str:
     """Why no container engine can be used, "" if one can."""
-    from rollout.sandbox.docker_engine import engine
+    from rollout.sandbox.docker.engine import engine
 
     try:
         engine()

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rollout.sandbox import images
-from rollout.sandbox.docker_engine import OWNER, PROJECT, Engine, engine
+from rollout.sandbox.docker import images
+from rollout.sandbox.docker.engine import OWNER, PROJECT, Engine, engine
 from rollout.sandbox.owner import me
 from tests.sandboxes import make_snapshot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from rl.panels import pattern
+from rl.metrics.panels import pattern
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import ExecResult, Sandbox, bwrap
+from rollout.sandbox import ExecResult, Sandbox
+from rollout.sandbox.local import bwrap
 
 BWRAP = pytest.param(
     "bwrap",

@@ -39,7 +39,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self.bucket_size = bucket_size
         self.is_master = is_master
-        # In the run's own directory, if there is one (rl.scratch.socket_directory): what a kill leaves goes with it.
+        # In the run's own directory, if there is one (rl.run.scratch): what a kill leaves goes with it.
         directory = os.environ.get("RL_SOCKET_DIR") or tempfile.gettempdir()
         self._path = Path(directory) / f"weights-{uuid.uuid4().hex[:12]}"
         self._receiving: zmq.Socket | None = None

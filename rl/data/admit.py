@@ -30,11 +30,10 @@ import pyarrow.parquet
 from rewards import grade as grading
 from rewards.rules import Rules
 from rewards.task import Task, TaskError, load_tasks
-from rl.data import report
-from rl.data.journal import Journal, JournalError
-from rl.data.report import Finding, Status
+from rl.batch import Journal, JournalError, workers
+from rl.data import findings as report
+from rl.data.findings import Finding, Status
 from rl.screen import Screen, this_command
-from rl.workers import workers
 from rollout.episode import Boot
 
 Done = Callable[[dict[str, Any]], None]

@@ -27,12 +27,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.grade import warm_up
 from rewards.task import Task
+from rl.batch import JournalError
 from rl.config import ConfigError
-from rl.data.journal import JournalError
 from rl.evaluate import compare, config, results, serve
 from rl.evaluate.config import Weights
 from rl.evaluate.play import Evaluation, Line, LostError, write
-from rl.scratch import remove_socket_directory, socket_directory
+from rl.run.scratch import remove_socket_directory, socket_directory
 from rl.screen import Screen, this_command
 from rollout.episode import Setup
 from rollout.proxy.forward import SideEndpoint

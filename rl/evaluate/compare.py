@@ -14,8 +14,8 @@ from typing import Any
 
 from rl.config import ConfigError
 from rl.evaluate.results import share
+from rl.evaluate.statistics import difference, estimate, sign_flip_p
 from rl.screen import Screen
-from rl.statistics import difference, estimate, sign_flip_p
 
 _SHOWN = 20
 

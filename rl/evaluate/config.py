@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task
 from rl import checks
-from rl.checkpoints import newest
 from rl.config import ConfigError, compose
+from rl.run.checkpoints import newest
 
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config: what an experiment sets is taken from it.

@@ -21,9 +21,8 @@ from typing import Any
 
 from rewards.task import Task
 from rewards.verdict import Outcome
+from rl.batch import Journal, workers
 from rl.config import ConfigError
-from rl.data.journal import Journal
-from rl.workers import workers
 from rollout.episode import Episode, Setup, play
 from rollout.records import Reader, Record, RecordWriter, record_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.evaluate.play import Line, write
-from rl.statistics import Estimate, estimate
+from rl.evaluate.statistics import Estimate, estimate
 
 if TYPE_CHECKING:
     from rich.table import Table

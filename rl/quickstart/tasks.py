@@ -34,7 +34,7 @@ import pyarrow.parquet
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
-from rollout.sandbox.local import boot_local
+from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.treediff import object_id
 
 CANDIDATES: dict[str, str] = {

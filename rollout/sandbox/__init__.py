@@ -8,8 +8,8 @@ Whatever goes wrong on our side (no disk, missing snapshot, a box that does not 
 `SandboxError`: never the policy's fault and never a reward. What a *program* in the box does (exit
 codes, timeouts, too much output) is an ordinary result.
 
-Implementations: `rollout.sandbox.local` (directories and processes of this machine), `rollout.sandbox.docker`
-(containers), `rollout.sandbox.apptainer` (containers without an engine and without root).
+Implementations: `rollout.sandbox.local.box` (directories and processes of this machine), `rollout.sandbox.docker.box`
+(containers), `rollout.sandbox.apptainer.box` (containers without an engine and without root).
 """
 
 from __future__ import annotations

@@ -22,9 +22,12 @@ from omegaconf import OmegaConf
 from rewards.task import Task
 from rl.setup import rules_from
 from rollout.episode import Boot
-from rollout.sandbox import Sandbox, docker, images
-from rollout.sandbox.docker_engine import engine
-from rollout.sandbox.local import Limits, LocalSandbox, boot_local
+from rollout.sandbox import Sandbox
+from rollout.sandbox.directory import Limits
+from rollout.sandbox.docker import box as docker
+from rollout.sandbox.docker import images
+from rollout.sandbox.docker.engine import engine
+from rollout.sandbox.local.box import LocalSandbox, boot_local
 from tests.docker_kit import made, task_images
 from tests.sandboxes import BWRAP, make_snapshot
 

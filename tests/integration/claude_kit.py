@@ -29,7 +29,7 @@ from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from rollout.proxy.tree import TrainingSequence
 from rollout.sandbox import Sandbox
-from rollout.sandbox.local import boot_local
+from rollout.sandbox.local.box import boot_local
 from tests.kit import END, CallParser, CharTokenizer, char_policy
 
 Script = Callable[[str], str]

@@ -23,13 +23,15 @@ from rewards.task import Task
 from rewards.verdict import Reason
 from rl.agent_loop import metrics_line, outputs
 from rl.config import compose
-from rl.metrics import fold
+from rl.metrics.episodes import fold
 from rl.setup import boot_from
 from rollout.agent.claude_code import AgentConfig, find_binary
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox import Sandbox, docker_engine, images
-from rollout.sandbox.docker import DockerSandbox
+from rollout.sandbox import Sandbox
+from rollout.sandbox.docker import engine as docker_engine
+from rollout.sandbox.docker import images
+from rollout.sandbox.docker.box import DockerSandbox
 from tests.docker_kit import left, made, task_images
 from tests.integration.claude_kit import call, in_turn, scripted
 from tests.kit import char_policy

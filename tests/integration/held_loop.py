@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl import agent_loop
-from rl.metrics import read_jsonl
+from rl.metrics.episodes import read_jsonl
 from rollout.episode import Episode
 from rollout.proxy.engine import Completion, Engine
 

@@ -24,7 +24,7 @@ import pytest
 
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import ExecResult, Sandbox
-from rollout.sandbox.docker_engine import PROJECT, engine
+from rollout.sandbox.docker.engine import PROJECT, engine
 from tests.docker_kit import made, task_images
 from tests.integration.attack_kit import Kind, boot_container, make_task
 from tests.integration.attack_kit import kind as kind

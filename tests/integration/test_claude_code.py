@@ -18,8 +18,9 @@ from rl.quickstart.tasks import CANDIDATES
 from rollout.agent.claude_code import AgentConfig, find_binary
 from rollout.episode import Setup, run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox import Sandbox, bwrap
-from rollout.sandbox.local import boot_local
+from rollout.sandbox import Sandbox
+from rollout.sandbox.local import bwrap
+from rollout.sandbox.local.box import boot_local
 from tests.integration.claude_kit import Moody, call, check_record, failing, scripted, slow
 from tests.kit import char_policy
 

@@ -20,10 +20,11 @@ import pytest_asyncio
 import uvloop
 from docker.errors import APIError
 
-from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError, images
-from rollout.sandbox.docker import DockerSandbox, Limits, boot_docker
-from rollout.sandbox.docker_engine import Engine, engine
-from rollout.sandbox.local import boot_local
+from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError
+from rollout.sandbox.docker import images
+from rollout.sandbox.docker.box import DockerSandbox, Limits, boot_docker
+from rollout.sandbox.docker.engine import Engine, engine
+from rollout.sandbox.local.box import boot_local
 from tests.docker_kit import REPOSITORY, history, left, small_image, task_images
 from tests.sandboxes import alive, sh
 
@@ -486,8 +487,8 @@ async def test_boot_failures_have_causes(image: str, tmp_path: Path, monkeypatch
 def test_containers_of_a_killed_process_are_reaped_and_no_others(image: str) -> None:
     program = f"""
         import asyncio, os, sys
-        from rollout.sandbox.docker import boot_docker
-        from rollout.sandbox.images import Source
+        from rollout.sandbox.docker.box import boot_docker
+        from rollout.sandbox.docker.images import Source
         async def main():
             box = await boot_docker(Source({image!r}))
             print(box.container, flush=True)

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import SandboxError, images
-from rollout.sandbox.docker import boot_docker
-from rollout.sandbox.docker_engine import PROJECT, Engine, engine
+from rollout.sandbox import SandboxError
+from rollout.sandbox.docker import images
+from rollout.sandbox.docker.box import boot_docker
+from rollout.sandbox.docker.engine import PROJECT, Engine, engine
 from tests.docker_kit import REPOSITORY, left, made, small_image, task_images
 from tests.sandboxes import sh
 
@@ -208,7 +209,7 @@ async def test_what_does_not_fit_the_budget_is_made_when_it_is_needed(found: Eng
 def test_processes_that_seal_the_same_image_at_once(found: Engine, tmp_path: Path) -> None:
     """With a cache each, so that no lock of one reaches the other, as on two machines."""
     tag = variant(found, "race", "echo race > /testbed/race")
-    program = "import sys; from rollout.sandbox import images; from rollout.sandbox.docker_engine import engine;"
+    program = "import sys; from rollout.sandbox import images; from rollout.sandbox.docker.engine import engine;"
     program += f"print(images.sealed(engine(), images.Source({tag!r})).ref)"
     runs = []
     for number in range(3):
@@ -334,6 +335,6 @@ def test_the_command_reports_every_task(found: Engine, tmp_path: Path) -> None:
     kit = task_images()
     task = asyncio.run(made(kit.make_task, found, kit.RECIPES[0]))
     kit.write_parquet(tmp_path / "tasks.parquet", [task])
-    command = [sys.executable, "-m", "rollout.sandbox.images", str(tmp_path / "tasks.parquet")]
+    command = [sys.executable, "-m", "rollout.sandbox.docker.images", str(tmp_path / "tasks.parquet")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout == f"images: 1 of 1 ready\n{task.instance_id}: no residue\n", done

@@ -22,13 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from rewards.grade import grade
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason
-from rl.cluster import log_directory, prepare_node
+from rl.cluster.__main__ import log_directory, prepare_node
 from rl.config import compose
 from rl.setup import boot_from, prepare_images
 from rollout.agent.claude_code import AgentConfig, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox.docker_engine import PROJECT, engine
+from rollout.sandbox.docker.engine import PROJECT, engine
 from tests.docker_kit import REPOSITORY, left, made, task_images
 from tests.integration.claude_kit import call, check_record, in_turn, scripted
 from tests.kit import char_policy

@@ -27,8 +27,9 @@ from rewards.verdict import Reason, Verdict
 from rollout import episode as episodes
 from rollout.episode import run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox import Sandbox, docker_engine
-from rollout.sandbox.docker_engine import engine
+from rollout.sandbox import Sandbox
+from rollout.sandbox.docker import engine as docker_engine
+from rollout.sandbox.docker.engine import engine
 from tests.docker_kit import REPOSITORY, left, made, task_images
 from tests.integration.claude_kit import call, in_turn
 from tests.integration.fault_kit import OwnEngine, Stand, repairing, running, used

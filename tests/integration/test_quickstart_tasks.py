@@ -17,7 +17,7 @@ from rewards.grade import grade
 from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome, Reason
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES, _puzzles, make_tasks
-from rollout.sandbox.local import Isolation, boot_local
+from rollout.sandbox.local.box import Isolation, boot_local
 from tests.sandboxes import BWRAP, ISOLATIONS, make_snapshot, sh
 
 

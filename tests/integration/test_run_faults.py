@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl.checkpoints import TRACKER
+from rl.run.checkpoints import TRACKER
 from tests.integration.test_train import read_until, start
 
 RUN = [

@@ -31,7 +31,7 @@ from rl.evaluate.config import find_weights
 from rl.evaluate.serve import merge
 from rollout import audit
 from rollout.records import Reader
-from rollout.sandbox.docker_engine import RUN, engine
+from rollout.sandbox.docker.engine import RUN, engine
 from tests import metric_docs
 from tests.docker_kit import made, task_images
 

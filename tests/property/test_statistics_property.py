@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.statistics import LEVEL, difference, estimate, pass_at_k, sign_flip_p, wilson
+from rl.evaluate.statistics import LEVEL, difference, estimate, pass_at_k, sign_flip_p, wilson
 
 Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 COUNTS = st.lists(

@@ -1,14 +1,14 @@
-"""rl.box_checks: each thing that can be wrong with boxes is one clear line, before one is booted."""
+"""rl.boxes: each thing that can be wrong with boxes is one clear line, before one is booted."""
 
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
 
-from rl import box_checks
+from rl import boxes as box_checks
 from rl.checks import check
-from rollout.sandbox import apptainer_cli
-from rollout.sandbox.docker_engine import Engine, engine
+from rollout.sandbox.apptainer import cli as apptainer_cli
+from rollout.sandbox.docker.engine import Engine, engine
 from tests.check_kit import good_config, refused, write
 from tests.datasets import snapshot_row as row
 from tests.docker_kit import small_image

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl import checkpoints
+from rl.run import checkpoints
 
 
 def saved(directory: Path, *steps: int, sealed: bool = True) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rl import stop
-from rl.cluster import Signals, Stopped, check_job, run_directory, sweep_line, unless
-from rl.cluster_link import Head, Link, NodeError, Place
-from rl.cluster_ray import check_gpus
+from rl.cluster.__main__ import Signals, Stopped, check_job, run_directory, sweep_line, unless
+from rl.cluster.link import Head, Link, NodeError, Place
+from rl.cluster.ray import check_gpus
+from rl.cluster.stage import copy, stage
 from rl.config import ConfigError, compose
-from rl.stage import copy, stage
+from rl.run import stop
 
 TASK = {
     "SLURM_JOB_ID": "10042",

@@ -6,8 +6,9 @@ import fcntl
 import pytest
 from omegaconf import OmegaConf
 
-from rl.checkpoints import seal
-from rl.config import Run, compose, open_run
+from rl.config import compose
+from rl.run.checkpoints import seal
+from rl.run.directory import Run, open_run
 
 OVERRIDES = ["+experiment=quickstart"]
 

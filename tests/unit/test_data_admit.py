@@ -21,12 +21,12 @@ import pytest
 
 from rewards.rules import Rules
 from rewards.task import Task, load_tasks
+from rl.batch import Journal, JournalError
 from rl.data.admit import findings, grade_tasks, main
-from rl.data.journal import Journal, JournalError
-from rl.data.report import Status, finding
+from rl.data.findings import Status, finding
 from rl.quickstart.tasks import make_tasks
 from rollout.sandbox import Sandbox, SandboxError
-from rollout.sandbox.local import boot_local
+from rollout.sandbox.local.box import boot_local
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from rewards.verdict import Outcome, Reason
 from rl.data.convert import convert
 from rl.data.patches import changes, from_commit, reverse
 from rl.data.sets import SETS, Options, Why
-from rollout.sandbox.local import boot_local
+from rollout.sandbox.local.box import boot_local
 from tests import datasets
 from tests.sandboxes import BWRAP
 

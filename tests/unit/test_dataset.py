@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl.dataset import TaskDataset
-from rl.metrics import MAX_LABELS
+from rl.metrics.episodes import MAX_LABELS
 from tests.unit.test_task import row, write
 
 

@@ -12,11 +12,11 @@ from aiohttp import web
 
 from rollout.proxy.engine import Engine, EngineError
 from rollout.proxy.messages import decode_request
-from rollout.proxy.replay import ReplayDifferenceError, ReplayEngine
 from rollout.proxy.session import Session
 from rollout.proxy.tree import Tree
 from rollout.proxy.vllm_http import VllmHttpEngine
 from rollout.records import NodeRecord, Record, node_records
+from rollout.replay import ReplayDifferenceError, ReplayEngine
 from tests.kit import CharTokenizer, QueueEngine, char_policy
 
 SAMPLING = {"max_tokens": 9, "temperature": 0.5, "stop": ["x"]}

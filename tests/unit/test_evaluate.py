@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason, Verdict
+from rl.batch import JournalError
 from rl.config import ConfigError, compose
-from rl.data.journal import JournalError
 from rl.evaluate import compare, config, play, results, serve
 from rl.evaluate.__main__ import main
 from rl.evaluate.play import Evaluation, LostError, line_of

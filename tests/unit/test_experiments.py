@@ -8,8 +8,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rl.checks import check, check_packages
+from rl.checks.keys import check_keys
 from rl.config import CONFIGS, ConfigError, compose
-from rl.keys import check_keys
 from tests.datasets import snapshot_row
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.gpus import GpuMeter
+from rl.metrics.gpus import GpuMeter
 
 
 class NvmlError(Exception):
@@ -35,7 +35,7 @@ def stand_in(*shares: int, works: bool = True) -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "gpu" not in request.keywords:
-        monkeypatch.setattr("rl.gpus.GpuMeter._run", lambda self: None)
+        monkeypatch.setattr("rl.metrics.gpus.GpuMeter._run", lambda self: None)
 
 
 @pytest.mark.parametrize(

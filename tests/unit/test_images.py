@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.sandbox import images
+from rollout.sandbox.docker import images
 
 
 @pytest.mark.parametrize(

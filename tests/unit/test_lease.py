@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import lease
+from rollout.sandbox.apptainer import lease
 from rollout.sandbox.owner import me
 
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl import metrics, report
-from rl.progress import step_line
+from rl import report
+from rl.metrics import episodes as metrics
+from rl.run.progress import step_line
 
 
 def episode(**changes) -> dict:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from rl import dashboard, metrics, report
-from rl.panels import SECTIONS, Panel, pattern
+from rl import dashboard, report
+from rl.metrics import episodes as metrics
+from rl.metrics.panels import SECTIONS, Panel, pattern
 from tests.metric_docs import best, documented
 from tests.unit.test_metrics import STEP
 

@@ -24,12 +24,11 @@ from rich.console import Console
 
 from rl.checks import check_plan
 from rl.config import ConfigError, compose
-from rl.plan import plan
-from rl.planning import host, memory
-from rl.planning.layout import engine_of, episodes_of, trainer_of
-from rl.planning.memory import GIB, Room
-from rl.planning.model import KNOWN, ModelUnknown, Shape, load_config, shape_of
-from rl.planning.report import show
+from rl.plan import host, memory, plan
+from rl.plan.layout import engine_of, episodes_of, trainer_of
+from rl.plan.memory import GIB, Room
+from rl.plan.model import KNOWN, ModelUnknown, Shape, load_config, shape_of
+from rl.plan.tables import show
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs/planning.md").read_text()

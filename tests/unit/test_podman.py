@@ -1,6 +1,6 @@
 """What podman is told, without podman."""
 
-from rollout.sandbox import podman
+from rollout.sandbox.docker import podman
 
 
 def test_its_filter_loses_namespaces_and_nothing_else() -> None:

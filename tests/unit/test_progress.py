@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rl import metrics, phases
-from rl.progress import RunProgress
+from rl.metrics import episodes as metrics
+from rl.run import phases
+from rl.run.progress import RunProgress
 from tests.unit.test_metrics import STEP, episode
 
 VALUES = {key: value for key, value in STEP.items() if key != "step"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
-from rl import samples
-from rl.samples import COLUMNS, EACH, SampleLog, SampleReader
+from rl.metrics import samples
+from rl.metrics.samples import COLUMNS, EACH, SampleLog, SampleReader
 from rollout.agent.claude_code import AgentRun
 from rollout.episode import Episode
 from tests.unit.test_task import row

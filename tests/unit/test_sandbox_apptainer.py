@@ -29,10 +29,12 @@ from rewards.verdict import Reason
 from rl.config import compose
 from rl.quickstart.tasks import make_tasks
 from rl.setup import boot_from, prepare_images
-from rollout.sandbox import SandboxError, apptainer_cli, apptainer_images
-from rollout.sandbox.apptainer import ApptainerSandbox, Limits, boot_apptainer
-from rollout.sandbox.apptainer_images import Cache, TarTree, evict, prepare, sealed
-from rollout.sandbox.images import Source, Wanted
+from rollout.sandbox import SandboxError
+from rollout.sandbox.apptainer import cli as apptainer_cli
+from rollout.sandbox.apptainer import images as apptainer_images
+from rollout.sandbox.apptainer.box import ApptainerSandbox, Limits, boot_apptainer
+from rollout.sandbox.apptainer.images import Cache, TarTree, evict, prepare, sealed
+from rollout.sandbox.sealing import Source, Wanted
 from rollout.sandbox.treediff import Directory
 from tests.docker_kit import history
 from tests.sandboxes import alive, make_snapshot, sh

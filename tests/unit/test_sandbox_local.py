@@ -16,8 +16,11 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError, bwrap, local
-from rollout.sandbox.local import Isolation, Limits, LocalSandbox, boot_local
+from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError
+from rollout.sandbox.directory import Limits
+from rollout.sandbox.local import box as local
+from rollout.sandbox.local import bwrap
+from rollout.sandbox.local.box import Isolation, LocalSandbox, boot_local
 from tests.sandboxes import BWRAP, ISOLATIONS, alive, make_snapshot, sh
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -475,7 +478,7 @@ def test_directories_of_a_killed_process_are_swept(snapshot: Path, tmp_path: Pat
         program = f"""
             import asyncio, os
             from pathlib import Path
-            from rollout.sandbox.local import boot_local
+            from rollout.sandbox.local.box import boot_local
             async def main():
                 box = await boot_local(Path({str(snapshot)!r}), isolation="none")
                 {end}
@@ -498,7 +501,7 @@ def test_what_a_killed_process_was_starting_is_swept(snapshot: Path, tmp_path: P
     program = f"""
         import asyncio
         from pathlib import Path
-        from rollout.sandbox.local import boot_local
+        from rollout.sandbox.local.box import boot_local
         async def main():
             box = await boot_local(Path({str(snapshot)!r}), isolation="bwrap")
             print("booted", flush=True)
@@ -516,6 +519,6 @@ def test_what_a_killed_process_was_starting_is_swept(snapshot: Path, tmp_path: P
         time.sleep(delay / 2000)
         worker.kill()
         worker.communicate()
-    end_all = [sys.executable, "-c", "from rollout.sandbox import local; local.sweep()"]
+    end_all = [sys.executable, "-c", "from rollout.sandbox import directory; directory.sweep()"]
     subprocess.run(end_all, env=environment, check=True)
     assert not alive(nap) and list(temporary.iterdir()) == []

@@ -1,4 +1,4 @@
-"""rl.scratch: where a run's processes keep what is temporary."""
+"""rl.run.scratch: where a run's processes keep what is temporary."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, subprocess, sys, tempfile
 from pathlib import Path
-from rl.scratch import remove_socket_directory, socket_directory
-from rollout.sandbox import local
+from rl.run.scratch import remove_socket_directory, socket_directory
+from rollout.sandbox import directory
 
 note, outside = Path(sys.argv[1]), Path(os.environ.get("RL_BOX_DIR") or os.environ["TMPDIR"])
 sockets = Path(socket_directory(note))
@@ -18,7 +18,7 @@ assert sockets == Path(note.read_text()) and sockets.is_dir()
 assert os.environ["RL_SOCKET_DIR"] == os.environ["VLLM_RPC_BASE_PATH"] == str(sockets)
 here, child = (Path(tempfile.mkdtemp()), Path(subprocess.check_output(["mktemp", "-d"], text=True).strip()))
 assert here.parent == child.parent and here.parent.parent == outside and here.parent != sockets
-assert local._workspace(os.getpid()).parent == outside
+assert directory._workspace(os.getpid()).parent == outside
 if len(sys.argv) == 2:
     subprocess.run([sys.executable, "-c", os.environ["PROGRAM"], f"{note}-of-rl.train", "inner"], check=True)
     assert here.exists()
@@ -37,6 +37,8 @@ def test_temporary_files_go_with_the_run_and_boxes_are_beside_them(tmp_path: Pat
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "note")], env=environment, check=True)
     left = [path for path in outside.iterdir() if path.name.startswith("rl-tmp-")]
     assert [str(path) for path in left] == [(tmp_path / "note-of-rl.train_tmp").read_text()]
-    end = "import sys; from pathlib import Path; from rl.scratch import *; remove_socket_directory(Path(sys.argv[1]))"
+    end = (
+        "import sys; from pathlib import Path; from rl.run.scratch import *; remove_socket_directory(Path(sys.argv[1]))"
+    )
     subprocess.run([sys.executable, "-c", end, str(tmp_path / "note-of-rl.train")], env=environment, check=True)
     assert not left[0].exists() and not list(tmp_path.glob("note*"))

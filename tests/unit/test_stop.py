@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl import stop
+from rl.run import stop
 
 # A trainer of steps that end when they are told to; it says what the trainer and rl.train make of the signals.
 RUN = """

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transfer_queue import KVBatchMeta
 
-from rl import phases
 from rl.config import compose
+from rl.run import phases
 from rl.trainer import left_out, row_weights, trainer_class
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rl import watch
+from rl.run import watch
 
 # A run that ends as it is told, with a child that holds on to nothing.
 RUN = """
 import os, pathlib, subprocess, sys, time
-from rl.watch import Witness
+from rl.run.watch import Witness
 scratch, out = pathlib.Path(sys.argv[1]), os.dup(1)
 lock = open(scratch.parent / "lock", "w")
 step = 0

@@ -1,0 +1,1 @@
+"""One Ray cluster over the nodes of a job (``python -m rl.cluster`` under SLURM)."""

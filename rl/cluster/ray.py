@@ -1,0 +1,183 @@
+"""Ray on the nodes of a job: starting and ending it on one, and seeing from the head that all are there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+from omegaconf import DictConfig
+
+from rl.cluster.link import NodeError, Place
+from rl.run.scratch import remove_socket_directory, socket_directory
+from rollout.sandbox import directory
+
+# For Ray to end by itself. SLURM gives a job that is cancelled 30 s by default (KillWait), for all that is done then.
+_STOP_S = 12.0
+_LIBC = ctypes.CDLL(None)
+
+
+class RayNode:
+    """Ray's processes on one node, in a session of their own: signals to the job's tasks do not reach them."""
+
+    def __init__(self, place: Place, cfg: DictConfig, logs: Path) -> None:
+        self._place, self._cfg, self._logs = place, cfg, logs
+        self._note = logs / "ray_dir"
+        self._directory = socket_directory(self._note)
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Future[None] | None = None
+
+    async def start(self, address: str, *how: str) -> asyncio.Future[None]:
+        """Start it; what is returned fails with a NodeError when it ends, which it does not by itself.
+
+        address: of this node. how: --head and its port, or --address of the head.
+        """
+        given = self._cfg.ray_kwargs.ray_init
+        options = {
+            "node-ip-address": address,
+            "node-name": self._place.node,
+            "temp-dir": self._directory,
+            # Any free ports: other jobs and other nodes may be on the same machine.
+            "min-worker-port": 0,
+            "max-worker-port": 0,
+            "dashboard-agent-listen-port": free_port(),
+            "num-cpus": given.num_cpus,
+            "num-gpus": given.num_gpus,
+            "object-store-memory": given.get("object_store_memory"),
+        }
+        arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        environment = os.environ | {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # When it is told to end there is nothing to wait for.
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        }
+        with open(self._logs / "ray-start.log", "ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *how, *arguments),
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        self._watch = asyncio.ensure_future(self._ended(self._process))
+        return self._watch
+
+    async def _ended(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        raise NodeError(f"{self._place.node}: Ray has ended (exit code {code}); see {self._logs / 'ray-start.log'}")
+
+    async def stop(self) -> None:
+        """End all of it; keep the logs, with the attempt's number."""
+        if self._watch:
+            self._watch.cancel()
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(self._process.pid).children(recursive=True)
+                self._process.terminate()
+                try:
+                    await asyncio.wait_for(self._process.wait(), _STOP_S)
+                except TimeoutError:
+                    self._process.kill()
+                _, alive = await asyncio.to_thread(psutil.wait_procs, started, 5)
+                for process in alive:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+        await asyncio.to_thread(directory.sweep)  # a worker that was killed has left its boxes
+        with contextlib.suppress(OSError, shutil.Error):  # what Ray still writes; a shared disk that is full
+            for session in Path(self._directory).glob("session_2*"):
+                shutil.copytree(session / "logs", self._logs / f"ray-{self._place.attempt}", dirs_exist_ok=True)
+        for _ in range(20):  # where Ray ended by itself, what it had started ends a little later and writes until then
+            shutil.rmtree(self._directory, ignore_errors=True)
+            await asyncio.sleep(0.25)
+            if not Path(self._directory).exists():
+                break
+        remove_socket_directory(self._note)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return one.getsockname()[1]
+
+
+def end_with_parent() -> None:
+    """In a child, before it becomes another program: get SIGTERM when this process dies, however it does."""
+    _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def gpu_nodes(cfg: DictConfig) -> int:
+    """Nodes that the config puts the trainer and its engines on; a job may have more, which only run episodes."""
+    separate = cfg.trainer.v1.trainer_mode == "separate_async"
+    return cfg.trainer.nnodes + (cfg.actor_rollout_ref.rollout.nnodes if separate else 0)
+
+
+def reachable(address: str) -> str:
+    """Ray wants an address that is not the loopback's, even where all nodes are one machine."""
+    import ray.util
+
+    return ray.util.get_node_ip_address() if address.startswith("127.") else address
+
+
+async def answers(address: str, port: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(address, port)
+            writer.close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise NodeError(f"Ray does not answer at {address}:{port} in {seconds:.0f} s") from error
+            await asyncio.sleep(0.2)
+
+
+async def joined(address: str, names: list[str], cfg: DictConfig) -> None:
+    """Each node is in the Ray cluster, and enough of them have their GPUs. Raises NodeError."""
+    over = threading.Event()
+    try:
+        await asyncio.to_thread(_watch_nodes, address, names, cfg, over)
+    finally:
+        over.set()
+
+
+def _watch_nodes(address: str, names: list[str], cfg: DictConfig, over: threading.Event) -> None:
+    import ray
+
+    end = time.monotonic() + cfg.cluster.start_timeout_s
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError) as error:
+        raise NodeError(f"{names[0]}: Ray does not let its own node in: {error}") from error
+    try:
+        while True:
+            found = {node["NodeName"]: node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]}
+            missing = sorted(set(names) - set(found))
+            if not missing or over.wait(0.5):
+                break
+            if time.monotonic() > end:
+                raise NodeError(f"{', '.join(missing)}: not in the Ray cluster in {cfg.cluster.start_timeout_s:.0f} s")
+    finally:
+        ray.shutdown()
+    if not over.is_set():
+        check_gpus(cfg, found)
+
+
+def check_gpus(cfg: DictConfig, found: Mapping[str, float]) -> None:
+    """Enough nodes have their GPUs. found: GPUs by node. Raises NodeError."""
+    wanted = cfg.trainer.n_gpus_per_node
+    few = {name: count for name, count in found.items() if count < wanted}
+    if len(found) - len(few) < gpu_nodes(cfg):
+        counts = ", ".join(f"{name}: {count:.0f} GPUs" for name, count in sorted(few.items()))
+        raise NodeError(f"{counts}; trainer.n_gpus_per_node is {wanted}, on {gpu_nodes(cfg)} nodes")

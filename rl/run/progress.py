@@ -1,0 +1,142 @@
+"""What a person sees of a training run, read from its directory: a line a step, what is done now, how it ended."""
+
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+from rl import report
+from rl.metrics import episodes as metrics
+from rl.run import phases
+from rl.screen import Screen, this_command
+
+_LOOK_S = 1.0
+
+
+class RunProgress(threading.Thread):
+    """Shows on ``screen`` what the trainer writes into ``run_dir``, from ``start`` to ``finish``."""
+
+    def __init__(self, run_dir: Path, total_steps: int, screen: Screen):
+        super().__init__(daemon=True)
+        self.run_dir, self.total_steps, self.screen = run_dir, total_steps, screen
+        self.stop = threading.Event()
+
+    def start(self) -> None:
+        self.begin()
+        super().start()
+
+    def begin(self) -> None:
+        # What a run that is continued has shown before is not shown again.
+        self.began = time.time()
+        self.steps = metrics.Tail(self.run_dir / "metrics.jsonl", from_end=True)
+        self.episodes = metrics.EpisodeReader(self.run_dir)
+        self.counts = {split: Counter[str]() for split in ("train", "val")}
+        self.seen: list[tuple[int, float]] = []  # steps and when they ended
+
+    def run(self) -> None:
+        while not self.stop.wait(_LOOK_S):
+            self.look()
+        self.look()
+
+    def finish(self) -> None:
+        """Show what is left and end; nothing if it was never started."""
+        self.stop.set()
+        if self.is_alive():
+            self.join()
+
+    def look(self) -> None:
+        for split, counts in self.counts.items():
+            for episode in self.episodes.take(split):
+                counts["infra" if episode["infra"] else "resolved" if episode["resolved"] else "unresolved"] += 1
+        for record in self.steps.take():
+            self.screen.say(step_line(record, self.total_steps))
+            self.seen.append((record["step"], record["time"]))
+            self.counts["val"].clear()
+            self.counts["train"].clear()
+        self.show(phases.read(self.run_dir))
+
+    def show(self, phase: phases.Phase | None) -> None:
+        if phase is None or phase.since < self.began:
+            self.screen.show("starting trainer and engine")
+            return
+        what = f"step {phase.step}/{self.total_steps}  {phase.name}"
+        if not phase.episodes:
+            self.screen.show(what, note=self.left())
+            return
+        counts = self.counts["val" if phase.name == "held-out" else "train"]
+        parts = [f"{counts[name]} {name}" for name in ("resolved", "unresolved", "infra") if counts[name]]
+        done = counts["resolved"] + counts["unresolved"]
+        note = ", ".join(part for part in (*parts, self.left()) if part)
+        self.screen.show(what, done, phase.episodes, note)
+
+    def left(self) -> str:
+        """How long the run will take at the pace of its last steps; empty before two steps were seen."""
+        if len(self.seen) < 2:
+            return ""
+        (first, began), (last, ended) = self.seen[-6:][0], self.seen[-1]
+        seconds = (self.total_steps - last) * (ended - began) / (last - first)
+        return f"about {seconds / 60:.0f} min to go" if seconds >= 90 else f"about {seconds:.0f} s to go"
+
+
+def step_line(record: dict, total_steps: int) -> str:
+    """One line for a person: what happened in this step."""
+    parts = [f"step {record['step']}/{total_steps}"]
+    held_out = metrics.resolve_rate(record, "val")
+    if "timing_s/step" not in record:
+        return f"{parts[0]}  held-out resolved {_percent(held_out)}"
+    parts.append(f"resolved {_percent(metrics.resolve_rate(record, 'train'))}")
+    parts.append(f"reward {_number(record, 'critic/score/mean', '{:.3f}')}")
+    if "episode/rows" in record:
+        parts.append(f"rows/ep {_number(record, 'episode/rows', '{:.2f}')}")
+        parts.append(
+            f"tokens/ep {_number(record, 'episode/tokens_context', '{:.0f}')}"
+            f"+{_number(record, 'episode/tokens_sampled', '{:.0f}')}"
+        )
+    names = {"rollout": "gen", "logp": "old_log_prob", "update": "update_actor", "sync": "update_weights"}
+    times = " ".join(f"{name} {_number(record, f'timing_s/{key}')}" for name, key in names.items())
+    parts.append(f"{_number(record, 'timing_s/step')} s ({times})")
+    parts.append(f"pearson {_number(record, 'training/rollout_actor_probs_pearson_corr', '{:.4f}')}")
+    if record.get("infra/failures"):
+        parts.append(f"infra {record['infra/failures']:.0f}")
+    if held_out is not None:
+        parts.append(f"held-out resolved {_percent(held_out)}")
+    return "  ".join(parts)
+
+
+def _number(record: dict, key: str, form: str = "{:.1f}") -> str:
+    value = record.get(key)
+    return "-" if value is None else form.format(value)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def finished(run_dir: Path, minutes: float, screen: Screen) -> None:
+    """Curves, a summary, and what to do next with a run that is done."""
+    from rich.table import Table
+
+    records = metrics.read_jsonl(run_dir / "metrics.jsonl")
+    report.curve(records, run_dir / "curve.png")
+    table = Table(title=f"{run_dir.parent.name} {run_dir.name}", show_header=False)
+    for label, value in [*report.summary(records), ("minutes", f"{minutes:.1f}")]:
+        table.add_row(label, value)
+    screen.print(table)
+    python = sys.orig_argv[0]
+    hints = [("curve", str(run_dir / "curve.png")), ("checkpoints", str(run_dir / "checkpoints"))]
+    hints.append(("all curves", f"{python} -m rl.report {run_dir}"))
+    hints.append(("audit", f"{python} -m rollout.audit {run_dir}"))
+    if (run_dir / "wandb").is_dir() and os.environ.get("WANDB_MODE") == "offline":
+        hints.append(("to wandb", f"{python} -m wandb sync {run_dir / 'wandb'}/offline-run-*"))
+    if (run_dir / "tensorboard").is_dir():
+        hints.append(("tensorboard", f"{python} -m tensorboard.main --logdir {run_dir / 'tensorboard'}"))
+    screen.next(*hints)
+
+
+def failed(cause: str, screen: Screen) -> None:
+    """The cause, and how to go on."""
+    screen.clear()
+    print(cause, file=sys.stderr, flush=True)
+    screen.next(("continue", this_command()))

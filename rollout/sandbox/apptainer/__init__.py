@@ -1,0 +1,1 @@
+"""Sandboxes by apptainer or SingularityCE: no engine, no root."""

@@ -1,0 +1,130 @@
+"""Single files of a container, through the engine's archive calls.
+
+The engine follows links in all but the last part of a path (never out of the container). The agent may have put a
+link anywhere, so every part is looked at first; no program runs in the box meanwhile.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from docker.errors import NotFound
+
+from rollout.sandbox import SandboxError
+from rollout.sandbox.docker.engine import Engine
+
+# Bits of Go's FileMode, which the engine speaks.
+_GO_DIRECTORY, _GO_TYPE = 1 << 31, 0x8F280000
+
+
+def write(
+    engine: Engine, container: str, base: str, relative: PurePosixPath, data: bytes, owner: tuple[int, int]
+) -> None:
+    """Write base/relative with mode 0644; missing directories are made. SandboxError put_failed where a part of
+    the path is no directory."""
+    place, missing = PurePosixPath(base), list(relative.parts[:-1])
+    status = engine.stat(container, base)
+    while True:
+        if not is_directory(status):
+            raise SandboxError("put_failed", f"{place} is no directory")
+        if not missing or (status := engine.stat(container, str(place / missing[0]))) is None:
+            break
+        place /= missing.pop(0)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for depth in range(1, len(missing) + 1):
+            tar.addfile(_member("/".join(missing[:depth]), owner, tarfile.DIRTYPE, 0o755))
+        file = _member("/".join([*missing, relative.name]), owner, tarfile.REGTYPE, 0o644)
+        file.size = len(data)
+        tar.addfile(file, io.BytesIO(data))
+    engine.client.put_archive(container, str(place), buffer.getvalue())
+
+
+def read(engine: Engine, container: str, base: str, relative: PurePosixPath) -> bytes:
+    """Read the regular file base/relative; FileNotFoundError where none is."""
+    place = PurePosixPath(base)
+    for part in ("", *relative.parts[:-1]):
+        place /= part
+        if not is_directory(engine.stat(container, str(place))):
+            raise FileNotFoundError(f"no regular file at {place}/...")
+    path = str(place / relative.name)
+    status = engine.stat(container, path)
+    if status is None or status["mode"] & _GO_TYPE:
+        raise FileNotFoundError(f"no regular file at {path}")
+    with archive(engine, container, path) as members:
+        for tar, member in members:
+            source = tar.extractfile(member)
+            if source is not None:
+                return source.read()
+    raise FileNotFoundError(f"no regular file at {path}")
+
+
+def packed(snapshot: Path, place: str, empty: Iterable[str], owner: tuple[int, int]) -> bytes:
+    """An archive for the root of a container: a copy of a directory at `place`, and some empty directories."""
+
+    def owned(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid, member.gid = owner
+        member.uname = member.gname = ""
+        return member
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
+        tar.add(snapshot, place.lstrip("/"), filter=owned)
+        for directory in empty:
+            tar.addfile(_member(directory.lstrip("/"), owner, tarfile.DIRTYPE, 0o755))
+    return buffer.getvalue()
+
+
+@contextmanager
+def archive(engine: Engine, container: str, path: str) -> Generator[Iterable[tuple[tarfile.TarFile, tarfile.TarInfo]]]:
+    """The members of a path, or of everything below it, as they come. FileNotFoundError when nothing is there."""
+    try:
+        answer = engine.archive(container, path)
+    except NotFound as error:
+        raise FileNotFoundError(path) from error
+    body = _Body(answer.iter_content(1 << 18))
+    try:
+        with tarfile.open(fileobj=cast(io.BufferedIOBase, body), mode="r|", errors="surrogateescape") as tar:
+            yield ((tar, member) for member in tar)
+    except tarfile.TarError as error:
+        raise SandboxError("docker_failed", f"the archive of {path} is broken: {error}") from error
+    finally:
+        answer.close()  # ends the request when the rest is not wanted
+
+
+class _Body:
+    """Chunks, as a file that tarfile can read."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def read(self, size: int) -> bytes:
+        parts, wanted = [self._rest], size - len(self._rest)
+        while wanted > 0:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            parts.append(chunk)
+            wanted -= len(chunk)
+        whole = b"".join(parts)
+        self._rest = whole[size:]
+        return whole[:size]
+
+
+def is_directory(status: Mapping[str, Any] | None) -> bool:
+    """Whether `Engine.stat` found a directory, and no link to one."""
+    return status is not None and bool(status["mode"] & _GO_DIRECTORY)
+
+
+def _member(name: str, owner: tuple[int, int], kind: bytes, mode: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.mode, member.mtime = kind, mode, int(time.time())
+    member.uid, member.gid = owner
+    return member

@@ -15,7 +15,9 @@ test: setup
 lint: setup
 	@.venv/bin/ruff check
 	@.venv/bin/ruff format --check
+	@.venv/bin/lint-imports --no-cache
 	@.venv/bin/ty check --python .venv
+	@.venv/bin/python scripts/budget.py
 
 format: setup
 	@.venv/bin/ruff check --fix

@@ -1,0 +1,132 @@
+"""Print how much Python each part of the project has beside its budget. The exit status is 1 if a budget is exceeded.
+
+A line of code is one that is neither blank nor a comment nor part of a docstring. A budget is there so that growth is a
+decision: whoever raises one says in the commit what the project gets for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Lines of code per directory. A directory that is not named here counts in the one above it.
+WINGS = {
+    "rl": 1900,
+    "rl/checks": 500,
+    "rl/cluster": 650,
+    "rl/cpu": 300,
+    "rl/data": 1150,
+    "rl/evaluate": 950,
+    "rl/metrics": 500,
+    "rl/plan": 1050,
+    "rl/quickstart": 550,
+    "rl/run": 550,
+    "rollout": 650,
+    "rollout/agent": 150,
+    "rollout/proxy": 2100,
+    "rollout/sandbox": 850,
+    "rollout/sandbox/apptainer": 600,
+    "rollout/sandbox/docker": 1150,
+    "rollout/sandbox/local": 250,
+    "rewards": 700,
+    "scripts": 1600,
+}
+EVERYTHING = 14_000
+
+# What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
+ONE_TASK = (
+    "rl/agent_loop.py",
+    "rl/trainer.py",
+    "rollout/episode.py",
+    "rollout/records.py",
+    "rollout/agent/*.py",
+    "rollout/proxy/messages.py",
+    "rollout/proxy/tree.py",
+    "rollout/proxy/session.py",
+    "rollout/proxy/render.py",
+    "rollout/proxy/parsers.py",
+    "rollout/proxy/server.py",
+    "rollout/proxy/secret.py",
+    "rollout/proxy/engine.py",
+    "rollout/sandbox/*.py",
+    "rollout/sandbox/local/*.py",
+    "rewards/*.py",
+)
+ONE_TASK_BUDGET = 5_000
+
+LONGEST_FILE = 500
+# Files of more lines (of any kind), with the reason.
+LONG_FILES: dict[str, str] = {}
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+
+
+class Size(NamedTuple):
+    """Lines of a file: of code, of code and docstrings, and all."""
+
+    code: int
+    documented: int
+    all: int
+
+
+def measure(path: Path) -> Size:
+    """Count the lines of a Python file."""
+    text = path.read_text()
+    documents: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
+            documents.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    lines = text.splitlines()
+    filled = {number for number in code if number <= len(lines) and lines[number - 1].strip()}
+    return Size(len(filled - documents), len(filled), len(lines))
+
+
+def wing(path: str) -> str:
+    """Return the most specific key of WINGS that a file counts in."""
+    return max((name for name in WINGS if path.startswith(f"{name}/")), key=len)
+
+
+def main() -> int:
+    """Print the table; return 1 if a budget is exceeded or a file is too long, else 0."""
+    sizes = {
+        str(path.relative_to(ROOT)): measure(path)
+        for top in ("rl", "rollout", "rewards", "scripts")
+        for path in sorted((ROOT / top).rglob("*.py"))
+    }
+    way = {str(path.relative_to(ROOT)) for pattern in ONE_TASK for path in ROOT.glob(pattern)}
+    rows = [(name, [size for path, size in sizes.items() if wing(path) == name], WINGS[name]) for name in WINGS]
+    rows.append(("everything", list(sizes.values()), EVERYTHING))
+    rows.append(("the way of one task", [sizes[path] for path in sorted(way)], ONE_TASK_BUDGET))
+
+    failures = [f"{pattern} in ONE_TASK names no file" for pattern in ONE_TASK if not any(ROOT.glob(pattern))]
+    print(f"{'lines of':<26} {'files':>6} {'code':>7} {'budget':>7} {'with docstrings':>16}")
+    for name, counted, budget in rows:
+        code = sum(size.code for size in counted)
+        documented = sum(size.documented for size in counted)
+        print(f"{name:<26} {len(counted):>6} {code:>7,} {budget:>7,} {documented:>16,}")
+        if code > budget:
+            failures.append(f"{name} has {code:,} lines of code; its budget is {budget:,}")
+    tests = {str(path.relative_to(ROOT)): measure(path) for path in sorted((ROOT / "tests").rglob("*.py"))}
+    for path, size in {**sizes, **tests}.items():
+        if size.all > LONGEST_FILE and path not in LONG_FILES:
+            failures.append(f"{path} has {size.all} lines; split it, or give a reason in LONG_FILES")
+        if size.all <= LONGEST_FILE and path in LONG_FILES:
+            failures.append(f"{path} has {size.all} lines: take it out of LONG_FILES")
+    for failure in failures:
+        print(f"budget: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,6 +32,7 @@ from rewards.task import load_tasks
 from rewards.verdict import Outcome
 from rl.metrics.episodes import EpisodeLog
 from rl.metrics.samples import SampleLog
+from rl.run.programs import last_lines
 from rl.setup import make_setup
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.engine import Completion, EngineError
@@ -71,8 +72,7 @@ class VerlEngine:
             raise
         except Exception as error:  # Ray and the server raise many kinds; all of them mean: no reply
             # A remote error's text is a whole traceback, whose last line says what it was.
-            lines = str(error).strip().splitlines() or [""]
-            raise EngineError(f"{type(error).__name__}: {lines[-1].strip()}") from error
+            raise EngineError(f"{type(error).__name__}: {last_lines(str(error))}") from error
         if out.stop_reason in ("aborted", "abort"):
             raise EngineError(f"the server ended the reply after {len(out.token_ids)} tokens")
         if out.log_probs is None or len(out.log_probs) != len(out.token_ids):

@@ -12,7 +12,6 @@ import argparse
 import base64
 import html
 import itertools
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.metrics.episodes import has_validation, read_jsonl, resolve_rate
 from rl.metrics.panels import SECTIONS, Panel
+from rollout import files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,9 +162,8 @@ def curve(records: list[dict], path: Path) -> None:
 
 
 def _save(picture: Figure, path: Path) -> None:
-    new = path.with_name(f".{path.name}.new")
-    picture.savefig(new, dpi=110, format="png")
-    os.replace(new, path)
+    with files.replacing(path) as new:
+        picture.savefig(new, dpi=110, format="png")
 
 
 def summary(records: list[dict]) -> list[tuple[str, str]]:
@@ -302,9 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in read_jsonl(path)
     ]
     text = page(runs, png.read_bytes(), sorted(samples, key=lambda one: one["step"])[-_SAMPLES:])
-    new = page_path.with_name(f".{page_path.name}.new")
-    new.write_text(text)
-    os.replace(new, page_path)
+    files.write(page_path, text)
     print(f"{png}\n{page_path}")
     return 0
 

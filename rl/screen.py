@@ -154,3 +154,8 @@ class Screen:
 def this_command() -> str:
     """The command that started this process, as it can be typed again."""
     return shlex.join(sys.orig_argv)
+
+
+def to_go(seconds: float) -> str:
+    """Return the text that tells how long something will still take."""
+    return f"about {seconds / 60:.0f} min to go" if seconds >= 90 else f"about {seconds:.0f} s to go"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config import CPU_ENVIRONMENT
+from rl.run.programs import end_of_log
 
 
 class TokenRows:
@@ -151,8 +152,7 @@ def run_sft(
             environment |= CPU_ENVIRONMENT
         finished = subprocess.run(command, env=environment, stdout=sink, stderr=sink)
     if finished.returncode != 0:
-        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-        raise RuntimeError(f"SFT failed, see {log}: {lines[-1]}")
+        raise RuntimeError(f"SFT failed, see {log}: {end_of_log(log)}")
     saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
     model = out_dir / "model"
     shutil.rmtree(model, ignore_errors=True)

@@ -23,6 +23,7 @@ from rl.config import CONFIGS, CPU_ENVIRONMENT, ConfigError, register_resolvers
 from rl.metrics import episodes as metrics
 from rl.run import checkpoints, stop, watch
 from rl.run.directory import Run, open_run
+from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.screen import Screen, this_command
 from rollout.sandbox import directory
@@ -136,12 +137,6 @@ def stopped(end: stop.Ended, run: Run, screen: Screen) -> int:
     return stop.CUT_SHORT
 
 
-def last_lines(error: BaseException, count: int = 3) -> str:
-    """The end of an error's text: with Ray that is the cause, after pages of traceback."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    return "\n".join(lines[-count:])
-
-
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
 def main(cfg: DictConfig) -> None:
     from rl.checks import check, check_family, check_loggers, check_model, check_packages, check_tasks
@@ -210,7 +205,7 @@ def main(cfg: DictConfig) -> None:
         sys.exit(code)
     if failure is not None:
         plain = isinstance(failure, KeyboardInterrupt) and not isinstance(failure, stop.Ended)
-        cause = "interrupted" if plain else last_lines(failure)
+        cause = "interrupted" if plain else last_lines(str(failure), 3) or repr(failure)
         failed(f"{cause}; {goes_on(run)}; log: {run.dir / 'run.log'}", screen)
         sys.exit(1)
     run.finish()

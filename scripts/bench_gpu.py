@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from measuring import GIB, TRAINER, Watch, error, own, row, server
+from measuring import GIB, TRAINER, Watch, error, own, row
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
@@ -38,6 +38,7 @@ from rl.config import CPU_ENVIRONMENT, compose
 from rl.metrics.episodes import read_jsonl
 from rl.plan import plan
 from rl.plan.memory import kv_tokens
+from rl.run.vllm_server import vllm_server
 from rl.screen import Screen
 from rl.setup import make_setup
 from rollout.episode import Episode, play
@@ -190,7 +191,9 @@ def throughput(cfg: DictConfig, work: Path, count: int) -> None:
         **(CPU_ENVIRONMENT if cfg.trainer.device == "cpu" else {}),
     }
     concurrent = plan(cfg).episodes.concurrent  # as in the run
-    with server(Path(cfg.actor_rollout_ref.model.path), work / "vllm.log", *engine_arguments(cfg), extra=extra) as url:
+    model = cfg.actor_rollout_ref.model.path
+    with vllm_server(model, work / "vllm.log", *engine_arguments(cfg), environment=extra) as server:
+        url = server.url
         asyncio.run(episodes(cfg, tasks, url, min(4, count), concurrent))  # imports, first compilations, first boxes
         whole, calls, played = asyncio.run(episodes(cfg, tasks, url, count, concurrent))
         raw = asyncio.run(replay(calls, url, concurrent))

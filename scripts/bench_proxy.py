@@ -22,7 +22,6 @@ import platform
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,8 +34,10 @@ from typing import Any
 
 import psutil
 import uvloop
-from measuring import answers, server
 from proxy_load import Load, Talk, play
+
+from rl.run.programs import free_port
+from rl.run.vllm_server import answers, vllm_server
 
 SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</parameter>\n</function>\n</tool_call>"
 
@@ -109,7 +110,7 @@ async def lightning(backend: int) -> None:
     rollout = await store.start_rollout(input={})  # what it records a call under, taken from the path
     proxy = LLMProxy(
         host="127.0.0.1",
-        port=(port := _free_port()),
+        port=(port := free_port()),
         model_list=[{"model_name": "policy", "litellm_params": params}],
         store=store,
         launch_mode="thread",
@@ -177,12 +178,6 @@ class Table:
         return head + "".join(f"| {' | '.join(row)} |\n" for row in self.rows)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def role(*argv: str, cores: set[int]) -> Generator[tuple[subprocess.Popen[str], int, str]]:
     """One of the roles above as a process on ``cores``: process, port, and what comes before a path."""
@@ -215,8 +210,8 @@ def vllm(model: str) -> Generator[int]:
         argv = ["--max-model-len", "200000", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", "--uvicorn-log-level", "warning"]
         env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-        with server(Path(directory), Path(directory) / "server.log", *argv, extra=env, start_s=300) as url:
-            yield int(url.rpartition(":")[2])
+        with vllm_server(directory, Path(directory) / "server.log", *argv, environment=env, timeout_s=300) as server:
+            yield int(server.url.rpartition(":")[2])
 
 
 def shoot(load: Load, cores: set[int]) -> dict[str, Any]:
@@ -332,7 +327,7 @@ def peers(table: Table, model: str, mine: set[int], others: set[int]) -> None:
 
 @contextlib.contextmanager
 def stand_alone(argv: list[str]) -> Generator[int]:
-    command = [sys.executable, "-m", "rollout.proxy", *argv, "--port", str(port := _free_port())]
+    command = [sys.executable, "-m", "rollout.proxy", *argv, "--port", str(port := free_port())]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 180

@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import ENGINE, GIB, TRAINER, Watch, error, own, row, server
+from measuring import ENGINE, GIB, TRAINER, Watch, error, own, row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from rl.run.vllm_server import vllm_server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -227,7 +229,7 @@ def cache() -> None:
             log = Path(directory) / "server.log"
             arguments = ["--dtype", dtype, "--max-model-len", "4096", "--enforce-eager", "--load-format", "dummy"]
             extra = {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            with server(Path(directory), log, *arguments, extra=extra):
+            with vllm_server(directory, log, *arguments, environment=extra):
                 said = re.search(r"KV cache size: ([0-9,]+) tokens", log.read_text())
                 assert said is not None
             measured = int(said[1].replace(",", ""))

@@ -1,20 +1,12 @@
-"""What the measuring scripts share: a vLLM server, memory of processes, rows of Markdown."""
+"""This module holds what the measuring scripts share: memory of processes, rows of Markdown."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -35,50 +27,6 @@ def error(planned: float, measured: float) -> str:
 def own(ledger: Any) -> int:
     """Bytes of the trainer's tensors in a phase of a plan (rl.plan.memory.Ledger)."""
     return sum(part.bytes for part in ledger.parts if "assumed" not in part.name and "engine" not in part.name)
-
-
-@contextlib.contextmanager
-def server(
-    model: Path, log: Path, *arguments: str, extra: dict[str, str] | None = None, start_s: float = 600
-) -> Iterator[str]:
-    """A vLLM server of ``model``, named "policy", that answers: its URL. What it prints goes to ``log``.
-
-    Raises:
-        RuntimeError: it ended, or was not there after ``start_s`` seconds; the message is the end of its log.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--served-model-name", "policy", "--host", "127.0.0.1", *arguments]
-    sockets = tempfile.mkdtemp(prefix="rl-")  # vLLM leaves them behind
-    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_RPC_BASE_PATH": sockets, **(extra or {})}
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        end = time.monotonic() + start_s
-        while not answers(f"{url}/health"):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(log.read_text(errors="replace")[-3000:])
-            time.sleep(0.5)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        shutil.rmtree(sockets)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False
 
 
 class Watch(threading.Thread):

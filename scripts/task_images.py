@@ -38,6 +38,7 @@ import pyarrow.parquet
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
+from rollout.files import write
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import boot_docker
@@ -159,8 +160,7 @@ async def make_task(found: Engine, recipe: Recipe) -> Task:
             raise RuntimeError(f"{recipe.instance_id}: no test fails with the bug")
         task = Task.from_row(row, Path())
         await verify(task)
-        row_file.with_suffix(".new").write_text(json.dumps(task.to_row()))
-        row_file.with_suffix(".new").replace(row_file)
+        write(row_file, json.dumps(task.to_row()))
     return Task.from_row(json.loads(row_file.read_text()), Path())
 
 

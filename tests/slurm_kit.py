@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from rl.run.programs import free_ports
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 CONF = """\
@@ -58,14 +60,6 @@ def problem() -> str:
     return "" if os.getuid() == 0 else "slurmd needs root"
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 class Slurm:
     """Two nodes, n1 and n2, in one partition."""
 
@@ -86,7 +80,7 @@ class Slurm:
         prolog = self.directory / "prolog"
         prolog.write_text(f"#!/bin/sh\necho export NODE_DISK={self.directory}/disk-$SLURMD_NODENAME\n")
         prolog.chmod(0o755)
-        self.conf.write_text(CONF.format(host=socket.gethostname(), ports=_free_ports(3), dir=self.directory))
+        self.conf.write_text(CONF.format(host=socket.gethostname(), ports=free_ports(3), dir=self.directory))
         self._daemon("slurmctld", "-D", "-i")
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node)

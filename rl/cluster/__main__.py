@@ -35,10 +35,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.checks import check, check_tasks
 from rl.cluster.link import Head, Link, NodeError, Place
-from rl.cluster.ray import RayNode, answers, end_with_parent, free_port, gpu_nodes, joined, reachable
+from rl.cluster.ray import RayNode, answers, gpu_nodes, joined, reachable
 from rl.cluster.stage import stage
 from rl.config import ConfigError, compose
 from rl.run import stop
+from rl.run.programs import free_port, tied
 from rl.setup import prepare_images
 from rollout.sandbox import SandboxError
 
@@ -240,11 +241,10 @@ async def _train(
     """Run rl.train to its end; the job's exit code. When a node is lost, that is said at once; rl.train may still say
     what it lost."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rl.train", *overrides),
+        *tied(sys.executable, "-m", "rl.train", *overrides),
         env=os.environ | {"RAY_ADDRESS": address},
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=end_with_parent,
     )
     signals.hand_to(process)
     ended = asyncio.ensure_future(process.wait())

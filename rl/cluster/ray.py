@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
-import signal
-import socket
 import sys
 import threading
 import time
@@ -19,12 +16,12 @@ import psutil
 from omegaconf import DictConfig
 
 from rl.cluster.link import NodeError, Place
+from rl.run.programs import free_port, tied
 from rl.run.scratch import remove_socket_directory, socket_directory
 from rollout.sandbox import directory
 
 # For Ray to end by itself. SLURM gives a job that is cancelled 30 s by default (KillWait), for all that is done then.
 _STOP_S = 12.0
-_LIBC = ctypes.CDLL(None)
 
 
 class RayNode:
@@ -63,13 +60,12 @@ class RayNode:
         }
         with open(self._logs / "ray-start.log", "ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *how, *arguments),
+                *tied(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *how, *arguments),
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
             )
         self._watch = asyncio.ensure_future(self._ended(self._process))
         return self._watch
@@ -104,17 +100,6 @@ class RayNode:
             if not Path(self._directory).exists():
                 break
         remove_socket_directory(self._note)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return one.getsockname()[1]
-
-
-def end_with_parent() -> None:
-    """In a child, before it becomes another program: get SIGTERM when this process dies, however it does."""
-    _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def gpu_nodes(cfg: DictConfig) -> int:

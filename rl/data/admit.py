@@ -34,6 +34,7 @@ from rl.batch import Journal, JournalError, workers
 from rl.data import findings as report
 from rl.data.findings import Finding, Status
 from rl.screen import Screen, this_command
+from rollout import files
 from rollout.episode import Boot
 
 Done = Callable[[dict[str, Any]], None]
@@ -133,9 +134,8 @@ def write_admitted(source: Path, out: Path, tasks: Sequence[Task], admitted: set
     ]
     table = table.set_column(table.column_names.index("image"), "image", [images])
     table = table.filter(pyarrow.array([task.instance_id in admitted for task in tasks]))
-    temporary = out.with_name(f".{out.name}.tmp")
-    pyarrow.parquet.write_table(table, temporary)
-    os.replace(temporary, out)
+    with files.replacing(out) as new:
+        pyarrow.parquet.write_table(table, new)
 
 
 class Progress:
@@ -196,10 +196,7 @@ def admit(
         ("json", json.dumps(report.to_dict(str(source), tries, found, seconds), indent=1) + "\n"),
         ("md", report.to_markdown(str(source), tries, found, seconds)),
     ):
-        path = out.with_name(f"{out.stem}.admission.{suffix}")
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        files.write(out.with_name(f"{out.stem}.admission.{suffix}"), text)
     admitted = {one.instance_id for one in found if one.status is Status.PASS}
     if admitted:
         write_admitted(source, out, tasks, admitted)

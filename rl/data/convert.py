@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
 from rl.data.select import Selection, split
 from rl.data.sets import SETS, Options, Refused, Row, Why
 from rl.data.source import SourceError, read_rows
+from rollout.files import replacing, write
 
 # Beside what a task has: the set that a row is from.
 _SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in (*COLUMNS, *OPTIONAL, "set")])
@@ -71,12 +71,10 @@ def _check(row: Row) -> None:
 
 def write_tasks(path: Path, rows: Sequence[Row]) -> None:
     """Write rows with lists as JSON texts. The same rows give the same bytes; the file appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with pyarrow.parquet.ParquetWriter(temporary, _SCHEMA) as file:
+    with replacing(path) as new, pyarrow.parquet.ParquetWriter(new, _SCHEMA) as file:
         for start in range(0, len(rows), _ROW_GROUP):
             texts = [_texts(row) for row in rows[start : start + _ROW_GROUP]]
             file.write_table(pyarrow.Table.from_pylist(texts, schema=_SCHEMA))
-    os.replace(temporary, path)
 
 
 def _texts(row: Row) -> dict[str, Any]:
@@ -121,16 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "written": {path.name: len(part) for path, part in files.items()},
         "rows": [vars(refusal) for refusal in refused],
     }
-    _write_json(report, summary)
+    write(report, json.dumps(summary, indent=1) + "\n")
     _show(summary, refused)
     print(f"{' '.join(map(str, files)) or 'nothing written'}; every refused row: {report}")
     return 0 if rows else 1
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def _show(summary: Mapping[str, Any], refused: Sequence[Refusal]) -> None:

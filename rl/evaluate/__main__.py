@@ -31,9 +31,11 @@ from rl.batch import JournalError
 from rl.config import ConfigError
 from rl.evaluate import compare, config, results, serve
 from rl.evaluate.config import Weights
-from rl.evaluate.play import Evaluation, Line, LostError, write
+from rl.evaluate.play import Evaluation, Line, LostError
 from rl.run.scratch import remove_socket_directory, socket_directory
-from rl.screen import Screen, this_command
+from rl.run.vllm_server import SERVED_AS, VllmServer
+from rl.screen import Screen, this_command, to_go
+from rollout import files
 from rollout.episode import Setup
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.passthrough import PassThrough
@@ -69,7 +71,7 @@ class Progress:
         parts = [f"{self.resolved} resolved"] + [f"{self.lost} lost attempts"] * bool(self.lost)
         if self.done >= 2:
             left = (self.total - self.done) * (time.monotonic() - self._began) / self.done
-            parts.append(f"about {left / 60:.0f} min to go" if left >= 90 else f"about {left:.0f} s to go")
+            parts.append(to_go(left))
         self.screen.show("episodes", self.done, self.total, ", ".join(parts))
 
 
@@ -87,7 +89,7 @@ async def evaluate(cfg: DictConfig, weights: Weights | None, tasks: list[Task], 
         for task in tasks[: cfg.limit]
     }
     try:
-        write(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        files.write(directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True), synced=True)
         wanted = evaluation.wanted(tasks[: cfg.limit], cfg.samples)
         there = len(rows) * cfg.samples - len(wanted)
         screen.say(f"{len(wanted)} episodes to play{f', {there} are there' if there else ''}, in {directory}")
@@ -144,7 +146,7 @@ async def _play(
                 screen.show("merging the checkpoint's shards")
                 await asyncio.to_thread(serve.merge, weights.sharded, Path(weights.model), out / "merge.log")
             screen.say("starting the vLLM server (its output: vllm.log)")
-            server = serve.Server(weights.model, cfg.max_context, cfg.serve, out / "vllm.log")
+            server = serve.start_server(weights.model, cfg.max_context, cfg.serve, out / "vllm.log")
             stack.callback(server.close)
         screen.show("loading")
         warming = asyncio.create_task(asyncio.to_thread(warm_up))
@@ -188,7 +190,7 @@ async def _by_tokens(
     cfg: DictConfig,
     weights: Weights | None,
     served: serve.Served | None,
-    server: serve.Server | None,
+    server: VllmServer | None,
     out: Path,
     stack: contextlib.AsyncExitStack,
 ) -> Setup:
@@ -196,13 +198,13 @@ async def _by_tokens(
     from rl.setup import setup_around
     from rollout.proxy.vllm_http import VllmHttpEngine
 
-    url, model = (server.url, serve.SERVED_AS) if server else (str(cfg.endpoint), str(cfg.model))
+    url, model = (server.url, SERVED_AS) if server else (str(cfg.endpoint), str(cfg.model))
     engine = VllmHttpEngine(url, model, config.key(cfg) if server is None else None)
     stack.push_async_callback(engine.close)
     tokenizer = _tokenizer(cfg, weights, served)
     setup, sampling = await asyncio.to_thread(_load, cfg, tokenizer, engine, out)
     if server is not None:
-        await server.ready(cfg.serve.timeout_s)
+        await asyncio.to_thread(server.wait, cfg.serve.timeout_s)
         served = await serve.ask_server(url, model, None)
     assert served is not None
     if setup.policy.side_endpoint is not None:

@@ -23,6 +23,7 @@ from rewards.task import Task
 from rewards.verdict import Outcome
 from rl.batch import Journal, workers
 from rl.config import ConfigError
+from rollout import files
 from rollout.episode import Episode, Setup, play
 from rollout.records import Reader, Record, RecordWriter, record_of
 
@@ -46,7 +47,7 @@ class Evaluation:
             about = directory / "evaluation.json"
             played = self.lines or any((directory / "episodes").glob("*"))
             if not about.exists() or not played:  # a first try that failed binds to nothing
-                write(about, json.dumps(identity, indent=1) + "\n")
+                files.write(about, json.dumps(identity, indent=1) + "\n", synced=True)
             elif changed := _changed(json.loads(about.read_text()), identity):
                 raise ConfigError(f"out: {directory} is of another evaluation ({changed}); give another directory")
             known = {line["episode"] for line in self.lines}
@@ -156,16 +157,6 @@ def _tokens(record: Record) -> tuple[int, int]:
             prompts += sum(used.get(f"{kind}InputTokens", 0) for kind in ("cacheRead", "cacheCreation"))
             prompts, sampled = prompts + used.get("inputTokens", 0), sampled + used.get("outputTokens", 0)
     return prompts, sampled
-
-
-def write(path: Path, text: str) -> None:
-    """The whole file or none."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _changed(before: Any, now: Any, path: str = "") -> str:

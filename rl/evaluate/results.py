@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.evaluate.play import Line, write
+from rl.evaluate.play import Line
 from rl.evaluate.statistics import Estimate, estimate
+from rollout import files
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,10 +97,10 @@ def predictions(name: str, lines: Sequence[Line], sample: int) -> list[dict[str,
 
 def write_all(directory: Path, found: Mapping[str, Any], lines: Sequence[Line]) -> None:
     """results.json; preds.json of each task's first episode, preds.1.json of its second, ..."""
-    write(directory / "results.json", json.dumps(found, indent=1) + "\n")
+    files.write(directory / "results.json", json.dumps(found, indent=1) + "\n", synced=True)
     for sample in range(found["samples"]):
         path = directory / (f"preds.{sample}.json" if sample else "preds.json")
-        write(path, json.dumps(predictions(found["name"], lines, sample), indent=1) + "\n")
+        files.write(path, json.dumps(predictions(found["name"], lines, sample), indent=1) + "\n", synced=True)
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:

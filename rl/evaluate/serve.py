@@ -4,16 +4,12 @@ whether it is what the config says."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +18,13 @@ from typing import Any
 import aiohttp
 
 from rl.config import CPU_ENVIRONMENT, ConfigError
+from rl.run.programs import end_of_log
+from rl.run.vllm_server import ServeError, VllmServer
 from rollout.proxy.engine import EngineError
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.vllm_http import VllmHttpEngine
 
-# The program gets SIGTERM when this process ends, however it does; what it starts is its own to end.
-_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, sys.argv[1:])"
-SERVED_AS = "policy"
 _ASK_S = 60.0
-_END_S = 30.0
-
-
-class ServeError(Exception):
-    """The policy cannot be served: a line that says what failed and where to read more."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ def merge(sharded: Path, target: Path, log: Path) -> None:
             with open(log, "ab") as out:
                 done = subprocess.run(command, env={**os.environ, **CPU_ENVIRONMENT}, stdout=out, stderr=out)
             if done.returncode:
-                raise ServeError(f"{sharded} cannot be merged: {_last_line(log)}; the whole log: {log}")
+                raise ServeError(f"{sharded} cannot be merged: {end_of_log(log)}; the whole log: {log}")
             _add_adapter(making)
             making.rename(target)
         finally:
@@ -83,63 +73,15 @@ def _add_adapter(model: Path) -> None:
     shutil.rmtree(adapter)
 
 
-class Server:
-    """A vLLM server on a free port of this machine. ``close`` ends it; so does the end of this process."""
-
-    def __init__(self, model: str, max_context: int | None, serve: Any, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", serve.dtype]
-        command += ["--tensor-parallel-size", str(serve.tensor_parallel_size)]
-        command += ["--served-model-name", SERVED_AS, "--logprobs-mode", "processed_logprobs"]
-        if serve.enforce_eager:
-            command.append("--enforce-eager")
-        if max_context is not None:
-            command += ["--max-model-len", str(max_context)]
-        vllm = {name: value for name, value in CPU_ENVIRONMENT.items() if not name.startswith("VERL")}
-        vllm["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, if vLLM is its CPU build
-        with open(log, "ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _WITH_US, *command, *serve.args],
-                env={**vllm, **os.environ},
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-
-    async def ready(self, timeout_s: float) -> None:
-        """Wait until it answers. Raises ServeError."""
-        end = time.monotonic() + timeout_s
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
-            while True:
-                self.check()
-                if time.monotonic() > end:
-                    raise ServeError(f"the vLLM server does not answer after {timeout_s:g} s; its log: {self.log}")
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with http.get(f"{self.url}/health") as response:
-                        if response.status == 200:
-                            return
-                await asyncio.sleep(0.5)
-
-    def check(self) -> None:
-        """Raises ServeError if it has ended."""
-        if self._process.poll() is not None:
-            raise ServeError(f"the vLLM server has ended: {_last_line(self.log)}; the whole log: {self.log}")
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(_END_S)
-            end = time.monotonic() + 5
-            while time.monotonic() < end:  # the engine, and who removes its shared memory
-                os.killpg(self._process.pid, 0)
-                time.sleep(0.05)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(_END_S)
+def start_server(model: str, max_context: int | None, serve: Any, log: Path) -> VllmServer:
+    """Start a vLLM server of ``model`` as the config's group ``serve`` says."""
+    arguments = ["--dtype", serve.dtype, "--tensor-parallel-size", str(serve.tensor_parallel_size)]
+    arguments += ["--logprobs-mode", "processed_logprobs"]
+    if serve.enforce_eager:
+        arguments.append("--enforce-eager")
+    if max_context is not None:
+        arguments += ["--max-model-len", str(max_context)]
+    return VllmServer(model, log, *arguments, *serve.args)
 
 
 async def ask_server(url: str, model: str | None, key: str | None) -> Served:
@@ -206,8 +148,3 @@ async def _get(url: str, headers: dict[str, str]) -> Any:
 
 def _list(names: Sequence[str] | dict[str, Any]) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
-    return lines[-1].strip()[:300]

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rollout import files
+
 EPISODE_KEYS = {
     "step": "trainer step (weights) the episode belongs to",
     "split": "'train' or 'val'",
@@ -256,9 +258,7 @@ def rewind(run_dir: str | Path, step: int) -> None:
         if not path.exists():
             continue
         kept = [r for r in read_jsonl(path) if r["step"] <= step]
-        new = path.with_suffix(".new")
-        new.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        os.replace(new, path)
+        files.write(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def has_validation(record: dict) -> bool:

@@ -13,6 +13,9 @@ import os
 import shutil
 from pathlib import Path
 
+from rl.run.programs import last_lines
+from rollout import files
+
 SEAL = "complete"
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -23,7 +26,7 @@ class NotSaved(Exception):
     def __init__(self, directory: Path, step: int, cause: BaseException) -> None:
         free = shutil.disk_usage(directory).free
         discard(directory, step)
-        why = (str(cause).strip().splitlines() or [repr(cause)])[-1].strip()
+        why = last_lines(str(cause)) or repr(cause)
         super().__init__(
             f"the checkpoint of step {step} could not be written with {free / 2**20:.1f} MiB free in {directory}: {why}"
         )
@@ -45,7 +48,7 @@ def tidy(directory: Path, keep: int | None) -> list[int]:
         shutil.rmtree(aside)
     drop_old(directory, keep)
     if complete:
-        _write(directory / TRACKER, str(max(complete)))
+        files.write(directory / TRACKER, str(max(complete)), synced=True)
     else:
         (directory / TRACKER).unlink(missing_ok=True)
     return left
@@ -55,8 +58,8 @@ def seal(directory: Path, step: int) -> None:
     """Mark the checkpoint of ``step``, which verl has just written, as complete."""
     place = _place(directory, step)
     for path in [*place.rglob("*"), place, directory]:
-        _sync(path)
-    _write(place / SEAL, "")
+        files.sync(path)
+    files.write(place / SEAL, "", synced=True)
 
 
 def drop_old(directory: Path, keep: int | None) -> None:
@@ -88,19 +91,3 @@ def _complete(directory: Path) -> list[int]:
 
 def _place(directory: Path, step: int) -> Path:
     return directory / f"global_step_{step}"
-
-
-def _write(path: Path, text: str) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text)
-    _sync(new)
-    os.replace(new, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -4,10 +4,11 @@
 """
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rollout import files
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,7 @@ class Phase:
 
 
 def note(run_dir: Path, step: int, name: str, episodes: int = 0) -> None:
-    new = run_dir / "phase.json.new"
-    new.write_text(json.dumps(asdict(Phase(step, name, episodes, time.time()))))
-    os.replace(new, run_dir / "phase.json")
+    files.write(run_dir / "phase.json", json.dumps(asdict(Phase(step, name, episodes, time.time()))))
 
 
 def read(run_dir: Path) -> Phase | None:

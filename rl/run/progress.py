@@ -10,7 +10,7 @@ from pathlib import Path
 from rl import report
 from rl.metrics import episodes as metrics
 from rl.run import phases
-from rl.screen import Screen, this_command
+from rl.screen import Screen, this_command, to_go
 
 _LOOK_S = 1.0
 
@@ -77,7 +77,7 @@ class RunProgress(threading.Thread):
             return ""
         (first, began), (last, ended) = self.seen[-6:][0], self.seen[-1]
         seconds = (self.total_steps - last) * (ended - began) / (last - first)
-        return f"about {seconds / 60:.0f} min to go" if seconds >= 90 else f"about {seconds:.0f} s to go"
+        return to_go(seconds)
 
 
 def step_line(record: dict, total_steps: int) -> str:

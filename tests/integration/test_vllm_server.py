@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +17,7 @@ import psutil
 import pytest
 
 from rl.quickstart.policy import make_policy
+from rl.run.vllm_server import vllm_server
 from rollout.proxy.engine import EngineError
 from rollout.proxy.vllm_http import VllmHttpEngine
 
@@ -43,47 +39,13 @@ class Running:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model_dir = tmp_path_factory.mktemp("policy") / "model"
     make_policy(model_dir, seed=1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
-    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--max-model-len", "4096", "--max-num-seqs", "4", "--enforce-eager"]
-    command += ["--logprobs-mode", "processed_logprobs"]
+    arguments = ["--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "4", "--enforce-eager"]
+    arguments += ["--logprobs-mode", "processed_logprobs"]
     left = str(tmp_path_factory.mktemp("left"))  # what it leaves behind
-    environment = {
-        **os.environ,
-        "TMPDIR": left,
-        "VLLM_RPC_BASE_PATH": left,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    environment = {"TMPDIR": left, "HF_HUB_OFFLINE": "1"}
     log = model_dir.with_name("server.log")
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        end = time.monotonic() + 300
-        while True:
-            assert process.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
-                break
-            time.sleep(0.5)
-        yield Running(process, url, model_dir)
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The server and its engine process."""
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(20)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(20)
+    with vllm_server(str(model_dir), log, *arguments, environment=environment, timeout_s=300) as running:
+        yield Running(running.process, running.url, model_dir)
 
 
 @pytest.fixture

@@ -111,8 +111,8 @@ def batch(directory: Path, cwd: Path, **environment: str) -> tuple[int, list[str
 def test_one_variable_says_how_the_trainers_environment_is_started(tmp_path: Path) -> None:
     """What srun is asked for. That apptainer and pyxis do it is not shown."""
     clone = tmp_path / "a clone"
-    (clone / "rl").mkdir(parents=True)
-    (clone / "rl" / "cluster.py").touch()
+    (clone / "rl" / "cluster").mkdir(parents=True)
+    (clone / "rl" / "cluster" / "__main__.py").touch()
     end = ["-m", "rl.cluster", "+experiment=x", "a=b c"]
     code, arguments, _ = batch(tmp_path, clone)
     assert code == 0 and arguments[0] == "--nodes=2" and arguments[-5:] == [f"{clone}/.venv/bin/python", *end]

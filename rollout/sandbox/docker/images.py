@@ -22,7 +22,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -32,6 +31,7 @@ from urllib.parse import quote, unquote
 from docker.errors import APIError, DockerException, NotFound
 
 from rewards.task import load_tasks
+from rollout.files import write
 from rollout.sandbox import SandboxError
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker.engine import PROJECT, Engine, cache_dir, checked, engine
@@ -314,10 +314,7 @@ def _note(kind: str, name: str) -> None:
     if file.exists():
         os.utime(file)
         return
-    handle, temporary = tempfile.mkstemp(dir=file.parent)
-    with open(handle, "w") as stream:
-        json.dump({"kind": kind, "name": name}, stream)
-    os.replace(temporary, file)
+    write(file, json.dumps({"kind": kind, "name": name}))
 
 
 def _file(kind: str, name: str) -> Path:

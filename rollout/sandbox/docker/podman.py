@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import docker
 
+from rollout.files import write
 from rollout.sandbox import failed
 
 # What podman allows to all: to make namespaces, in which a process has all capabilities, and to use the keys that all
@@ -54,10 +53,7 @@ def seccomp(client: docker.APIClient, directory: Path) -> Path | None:
     except OSError as error:
         raise failed("boot_failed", f"podman's filter of system calls cannot be read here: {error}") from error
     file = directory / "seccomp.json"
-    handle, temporary = tempfile.mkstemp(dir=directory)
-    with open(handle, "w") as stream:
-        json.dump(profile, stream)
-    os.replace(temporary, file)  # other processes write the same
+    write(file, json.dumps(profile))  # other processes write the same
     return file
 
 

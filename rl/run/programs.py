@@ -1,0 +1,41 @@
+"""This module helps to start other programs: free ports, an end together with this process, the last lines of a log."""
+
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+_TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+def tied(*command: str) -> list[str]:
+    """Return a command that runs ``command`` and sends it SIGTERM when the process that started it ends in any way.
+
+    What the program starts itself is its own to end. Start it in the main thread: for the kernel, the parent is the
+    thread (PR_SET_PDEATHSIG).
+    """
+    return [sys.executable, "-I", "-S", "-c", _TIED, *command]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different TCP ports on which nobody listens on any address of this machine."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def free_port() -> int:
+    """Return a TCP port on which nobody listens on any address of this machine."""
+    return free_ports(1)[0]
+
+
+def last_lines(text: str, count: int = 1) -> str:
+    """Return the last lines of ``text`` that are not blank; "" if there are none."""
+    return "\n".join([line for line in text.splitlines() if line.strip()][-count:]).strip()
+
+
+def end_of_log(log: Path) -> str:
+    """Return the last line of a log that is not blank, at most 300 characters of it."""
+    return last_lines(log.read_text(errors="replace"))[:300] or "no output"

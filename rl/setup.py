@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from rewards.rules import Rules
 from rewards.shape import Shape
 from rewards.task import Task
-from rollout.agent.claude_code import AgentConfig, find_binary
+from rollout.agent import Agent
+from rollout.agent.claude_code import ClaudeCode
 from rollout.episode import Boot, Setup
 from rollout.proxy.engine import Engine
 from rollout.proxy.forward import SideEndpoint
@@ -30,21 +31,23 @@ from rollout.sandbox.docker import box as docker
 from rollout.sandbox.docker import images
 from rollout.sandbox.local.box import boot_local
 
+# How each kind of agent (``agent.kind``) is made, from the values of its configs/agent/*.yaml and the limits of a reply
+# and of the context. Raises FileNotFoundError when the agent's program is not there.
+AGENTS: dict[str, Callable[..., Agent]] = {"claude_code": ClaudeCode.of}
 
-def agent_config(config: DictConfig) -> AgentConfig:
-    """Raises FileNotFoundError when there is no Claude Code binary."""
-    agent = config.agent
-    return AgentConfig(
-        binary=find_binary(agent.binary),
-        max_turns=agent.max_turns,
-        timeout_s=agent.timeout_s,
-        max_tokens=config.proxy.max_tokens or config.data.max_response_length,
-        system_prompt=agent.system_prompt,
-        tools=tuple(agent.tools) if agent.tools is not None else None,
-        bare=agent.bare,
-        max_context=config.actor_rollout_ref.rollout.max_model_len,
-        extra_args=tuple(agent.extra_args),
-    )
+
+def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
+    """Return the agent of a config. Raises ValueError for an unknown kind and FileNotFoundError without its program."""
+    settings: dict[str, Any] = OmegaConf.to_container(config.agent, resolve=True)
+    kind = settings.pop("kind", "claude_code")  # configs of earlier runs do not name it
+    if kind not in AGENTS:
+        raise ValueError(f"agent.kind is {kind!r}; it must be one of {', '.join(AGENTS)}")
+    return AGENTS[kind](max_tokens=max_tokens, max_context=max_context, **settings)
+
+
+def agent_config(config: DictConfig) -> Agent:
+    max_tokens = config.proxy.max_tokens or config.data.max_response_length
+    return agent_from(config, max_tokens, config.actor_rollout_ref.rollout.max_model_len)
 
 
 def boot_from(config: DictConfig, binary: Path) -> Boot:

@@ -1,7 +1,7 @@
 """One episode, from sandbox boot to verdict. ``run_episode`` is the whole of it, on one screen.
 
-An episode ends in one of two ways (invariant 3): with a verdict the policy is responsible for, or as an
-infrastructure failure, which is never a reward. The table is in docs/failures.md.
+An episode ends in one of two ways (invariant 3): with a verdict on the policy's work, or with an infrastructure
+failure, which is never a reward. docs/failures.md lists both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rewards.rules import Rules
 from rewards.shape import Effort, Shape
 from rewards.task import Task, TaskError
 from rewards.verdict import Reason, Verdict
-from rollout.agent.claude_code import AgentConfig, AgentRun, run_agent
+from rollout.agent import Agent, AgentRun, Status, run_agent
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import TrainingSequence
@@ -30,31 +30,32 @@ from rollout.sandbox import PatchTooLarge, Sandbox, SandboxError
 
 log = logging.getLogger(__name__)
 
-# boot(task, socket_dir): a fresh box with the task's work tree; socket_dir is visible in it under the same path.
+# boot(task, socket_dir) returns a fresh box with the task's work tree. Given a socket_dir, the box is for the agent: it
+# shows that directory and the agent's binary under their own paths. Without one it is for grading.
 Boot = Callable[[Task, Path | None], Awaitable[Sandbox]]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all episodes of a process share."""
+    """A set-up is what all episodes of a process share."""
 
     policy: Policy
     proxy: ProxyServer
     boot: Boot
-    agent: AgentConfig
-    prompt: str = "{problem_statement}"
+    agent: Agent
     grade_timeout_s: float = 60.0
     rules: Rules = field(default_factory=Rules)
     shape: Shape | None = None  # None: the reward is 1 if resolved, else 0
     infra_retries: int = 1
-    # Where sockets are made: a short path (sun_path has 108 bytes) that goes with the run. None: the system's.
+    # Directory for the sessions' sockets: a short path (sun_path has 108 bytes) that is removed with the run. None: the
+    # system's temporary directory.
     scratch: Path | None = None
 
 
 @dataclass
 class Episode:
-    """What is left of one attempt. ``session`` holds every token; ``rows`` are the training sequences, empty
-    when the infrastructure failed. ``timing``: seconds by phase (boot, agent, diff, grade, total)."""
+    """An episode is what one attempt on a task left behind. ``session`` holds every token; ``rows`` are the training
+    sequences, empty after an infrastructure failure. ``timing``: seconds by phase (boot, agent, diff, grade, total)."""
 
     id: str
     task: Task
@@ -69,43 +70,42 @@ class Episode:
 
     @property
     def overlong(self) -> bool:
-        """A limit ended the agent's work: out of turns, of time, of context, or of tokens for one reply."""
+        """Tell whether a limit ended the agent's work: turns, time, context, or the tokens of one reply."""
         if self.agent is None or self.session is None:
             return False
         counters = self.session.counters
-        out_of_tokens = self.agent.status == "error" and bool(counters.context_full or counters.cut_replies)
-        return self.agent.status in ("max_turns", "timeout") or out_of_tokens
+        out_of_tokens = self.agent.status is Status.ERROR and bool(counters.context_full or counters.cut_replies)
+        return self.agent.status in (Status.MAX_TURNS, Status.TIMEOUT) or out_of_tokens
 
 
 async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 0) -> Episode:
-    """Play ``task`` once. Never raises for what an episode can run into; cancellation cleans up and passes on."""
+    """Play ``task`` once. No failure of an episode is raised: each is a verdict. A cancellation cleans up first."""
     began = time.time()
-    watch = _Watch()
-    session, run, patch, rows, fresh, home = None, None, b"", [], None, None
+    watch = _Stopwatch()
+    session, run, patch, rows, grading, home = None, None, b"", [], None, None
     try:
         home = Path(tempfile.mkdtemp(prefix="cc-", dir=setup.scratch))  # holds the session's socket
         with watch("total"):
             with watch("boot"):
                 box = await setup.boot(task, home)
-            fresh = _Ahead(setup.boot(task, None))  # the grading box, while the agent works
+            grading = _Booting(setup.boot(task, None))  # boots while the agent works
             try:
                 session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
                 with watch("agent"):
-                    prompt = setup.prompt.format(problem_statement=task.problem_statement)
-                    run = await run_agent(box, setup.agent, prompt, session.secret, socket=home / "s")
+                    run = await run_agent(box, setup.agent, task.problem_statement, session.secret, home / "s")
                 verdict = infra_failure(run, session)
                 if verdict is None:
                     with watch("diff"):
                         patch = await box.diff()
-                        if not patch:  # nothing was changed, or nothing could be
-                            await fresh.check()
+                        if not patch:  # the agent changed nothing, or the disk is full and it could not
+                            await grading.check()
             finally:
                 if session is not None:
                     await setup.proxy.close_session(session)
                 await box.close()
             if verdict is None:
                 with watch("grade"):
-                    verdict = await grade(task, patch, fresh.take, timeout_s=setup.grade_timeout_s, rules=setup.rules)
+                    verdict = await grade(task, patch, grading.take, timeout_s=setup.grade_timeout_s, rules=setup.rules)
     except PatchTooLarge as error:
         verdict = Verdict(Reason.PATCH_TOO_LARGE, str(error))
     except SandboxError as error:
@@ -118,8 +118,8 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         verdict = Verdict(Reason.NO_SPACE if full else Reason.PROXY_FAILED, str(error))
     finally:
-        if fresh is not None:
-            await fresh.close()
+        if grading is not None:
+            await grading.close()
         if home is not None:
             shutil.rmtree(home, ignore_errors=True)
     if setup.shape is not None:
@@ -132,7 +132,7 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
 
 
 async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], None]) -> Episode:
-    """run_episode, again after an infrastructure failure. ``keep`` sees every attempt, also the failed ones."""
+    """Run the episode, again after an infrastructure failure, and return the last attempt. ``keep`` gets every one."""
     for attempt in range(setup.infra_retries + 1):
         episode = await run_episode(setup, task, episode_id if not attempt else f"{episode_id}.{attempt}", attempt)
         keep(episode)
@@ -143,18 +143,21 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
 
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
-    """The verdict of a run that says nothing about the policy: the agent could not start, or the engine or the proxy
-    failed it. Everything else the policy did itself (no patch, out of turns or time, context full) and is graded."""
-    if run.status != "finished" and session.closed:  # not by us, yet
+    """Return the verdict of a run that says nothing about the policy: the agent could not start, or the engine or the
+    proxy failed it. None for all others, which are graded: no patch, out of turns or time, a full context are the
+    policy's doing."""
+    if run.status is Status.FINISHED:
+        return None
+    if session.closed:  # and not by us: we have not closed it yet
         return Verdict(Reason.PROXY_FAILED, f"the proxy closed the session while the agent worked; {run.detail}")
-    if run.status == "crashed" and not session.counters.calls:
+    if run.status is Status.CRASHED and not session.counters.calls:
         return Verdict(Reason.AGENT_CRASHED, run.detail)
-    if run.status != "finished" and session.counters.engine_errors:
+    if session.counters.engine_errors:
         return Verdict(Reason.ENGINE_FAILED, f"{session.counters.engine_errors} calls failed; {run.detail}")
     return None
 
 
-class _Ahead:
+class _Booting:
     """A box that boots while something else is done. ``close`` ends one that nobody took."""
 
     def __init__(self, boot: Awaitable[Sandbox]) -> None:
@@ -162,26 +165,26 @@ class _Ahead:
         self._taken = False
 
     async def take(self) -> Sandbox:
-        box = await asyncio.shield(self._booting)  # whoever is cancelled here leaves it to `close`
+        box = await asyncio.shield(self._booting)  # a caller that is cancelled here leaves the box to `close`
         self._taken = True
         return box
 
     async def check(self) -> None:
-        """Raises SandboxError if a box can not be booted or written to now: the disk of the machine may be full."""
+        """Raise SandboxError if the box cannot be booted or written to: the machine's disk may be full."""
         box = await asyncio.shield(self._booting)
         await box.put(f"{box.tmpdir}/space", bytes(1 << 16))
 
     async def close(self) -> None:
         if self._taken:
             return
-        self._booting.cancel()  # a boot that is cancelled cleans up after itself
+        self._booting.cancel()  # a cancelled boot cleans up after itself
         await asyncio.wait([self._booting])
         if not self._booting.cancelled() and self._booting.exception() is None:
             await self._booting.result().close()
 
 
-class _Watch:
-    """Wall time of ``with`` blocks in ``seconds``, also of those that fail."""
+class _Stopwatch:
+    """A stopwatch keeps the wall time of ``with`` blocks in ``seconds``, also of those that raise."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -116,7 +116,7 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         nodes=node_records(session.tree) if session else [],
         rows=row_records(episode.rows),
         verdict=episode.verdict.to_dict(),
-        agent={"status": run.status, "turns": run.turns, "detail": run.detail} if run else {},
+        agent={"status": run.status.value, "turns": run.turns, "detail": run.detail} if run else {},
         patch=episode.patch,
         timing=episode.timing,
         counters=asdict(session.counters) if session else {},

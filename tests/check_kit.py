@@ -38,7 +38,9 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
             "cluster": {"start_timeout_s": 60},
             "prepare": None,
             "episode": {"infra_retries": 2},
-            "agent": {"binary": str(binary), "max_turns": 5, "timeout_s": 60},
+            "agent": OmegaConf.merge(
+                OmegaConf.load(REPOSITORY / "configs/agent/claude_code.yaml"), {"binary": str(binary)}
+            ),
             "sandbox": {
                 "kind": "local",
                 "isolation": "auto",

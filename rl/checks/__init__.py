@@ -19,8 +19,7 @@ from rewards.task import Task, TaskError, load_tasks
 from rl.boxes import box_numbers, check_boxes, check_images, writable
 from rl.checks.keys import check_keys
 from rl.config import ConfigError
-from rl.setup import is_snapshot, rules_from, shape_from
-from rollout.agent.claude_code import find_binary
+from rl.setup import agent_from, is_snapshot, rules_from, shape_from
 from rollout.proxy.parsers import FORMATS
 
 GIB = 2**30
@@ -350,8 +349,8 @@ def _check_cpu(cfg: DictConfig) -> None:
 
 def _check_agent(cfg: DictConfig) -> None:
     try:
-        find_binary(cfg.agent.binary)
-    except FileNotFoundError as error:
+        agent_from(cfg, max_tokens=1, max_context=1)  # its limits are not looked at
+    except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -1,1 +1,82 @@
-"""The agent: Claude Code as a process inside a sandbox."""
+"""An agent is a program that works on a task inside a sandbox and reaches its model through a proxy session.
+
+``Agent`` is all that an episode needs to know of one; ``rollout.agent.claude_code`` is the first. Another one is a
+module here, an entry in ``rl.setup.AGENTS`` and a configs/agent/NAME.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout.sandbox import ExecResult, Sandbox
+
+_OUTPUT_CAP = 64 << 20  # bytes: an agent's event stream repeats every tool result
+
+
+class Status(StrEnum):
+    """A status says how an agent's run ended. Records hold these values."""
+
+    FINISHED = "finished"
+    MAX_TURNS = "max_turns"
+    ERROR = "error"  # the agent reports an error; ``AgentRun.detail`` has its words
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"  # the output holds no result
+
+
+@dataclass(frozen=True)
+class AgentRun:
+    """An agent run is what the agent's output tells. ``turns``: calls of the main thread that were acted on, 0 if
+    unknown; ``detail``: the last answer, or what went wrong; ``events``: the agent's event stream, one dict a line."""
+
+    status: Status
+    turns: int
+    detail: str
+    events: list[dict[str, Any]]
+
+
+class Agent(Protocol):
+    """An agent with its settings. Implementations are frozen dataclasses."""
+
+    @property
+    def binary(self) -> Path:
+        """The executable on this machine; boxes show it, read-only, under the same path."""
+        ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Wall seconds after which a run is ended."""
+        ...
+
+    def argv(self, prompt: str) -> list[str]:
+        """Return the command line of a run on ``prompt``."""
+        ...
+
+    def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
+        """Return the agent's variables. ``secret`` opens the proxy session, which is reached at the unix socket
+        ``socket`` or at ``base_url``."""
+        ...
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return the files that a run needs in its box, by their paths relative to HOME."""
+        ...
+
+    def result(self, done: ExecResult) -> AgentRun:
+        """Return what the ended process came to."""
+        ...
+
+
+async def run_agent(box: Sandbox, agent: Agent, prompt: str, secret: str, socket: Path) -> AgentRun:
+    """Run ``agent`` on ``prompt`` in ``box`` until it ends or its time is up. Raises SandboxError."""
+    for path, content in agent.files().items():
+        await box.put(f"{box.home}/{path}", content)
+    done = await box.exec(
+        agent.argv(prompt),
+        env=agent.environment(secret, socket=socket),
+        timeout_s=agent.timeout_s,
+        output_cap=_OUTPUT_CAP,
+    )
+    return agent.result(done)

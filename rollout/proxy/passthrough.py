@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
+from rollout import SIDE_MODEL
 from rollout.proxy.forward import BrokenOffError, SideEndpoint
 from rollout.proxy.messages import RequestError, decode_request
 from rollout.proxy.server import ProxyServer
-from rollout.proxy.session import SIDE_MODEL, Policy
+from rollout.proxy.session import Policy
 
 # Anthropic's words for a prompt that does not fit. Claude Code compacts on it: the policy's affair, not a failure.
 _FULL = b"prompt is too long"

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 
+from rollout import SIDE_MODEL
 from rollout.proxy.engine import EngineError
 from rollout.proxy.messages import (
     Reply,
@@ -31,7 +32,7 @@ from rollout.proxy.messages import (
 )
 from rollout.proxy.metrics import Metrics
 from rollout.proxy.secret import issued
-from rollout.proxy.session import SIDE_MODEL, Policy, Session, Turn, closed_error
+from rollout.proxy.session import Policy, Session, Turn, closed_error
 from rollout.proxy.tree import Node
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion, Engine, TextCodec
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.messages import Conversation, Reply, RequestError, Seen, WireRequest, conversation, text_key
@@ -22,9 +23,6 @@ from rollout.proxy.parsers import ReplyParser
 from rollout.proxy.render import Renderer, RenderError
 from rollout.proxy.secret import issue
 from rollout.proxy.tree import Match, Node, Tree
-
-# The model name of Claude Code's small slot (rollout.agent.claude_code): titles, summaries and the like.
-SIDE_MODEL = "policy-side"
 
 # A renderer looks at no more than a few of the last ids (an end-of-turn token and its newline).
 _TAIL = 8

@@ -21,7 +21,8 @@ from aiohttp import web
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rollout import records
-from rollout.agent.claude_code import AgentConfig, AgentRun, find_binary, run_agent
+from rollout.agent import AgentRun, run_agent
+from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.audit import audit_heard, audit_text, audit_tokens
 from rollout.episode import Episode
 from rollout.proxy.engine import Completion, EngineError, ScriptedEngine
@@ -113,15 +114,15 @@ class Stage:
     task: Task
     box: Sandbox
     session: Session
-    agent: AgentConfig
+    agent: ClaudeCode
     socket: Path
     requests: list[Sent] = field(default_factory=list)
     runs: list[AgentRun] = field(default_factory=list)
 
     async def play(self, prompt: str, *extra: str, **settings: Any) -> AgentRun:
-        """Start Claude Code on ``prompt`` and wait for its end; ``settings`` change its AgentConfig."""
+        """Start Claude Code on ``prompt`` and wait for its end; ``settings`` change its ClaudeCode."""
         agent = replace(self.agent, extra_args=extra, **settings)
-        self.runs.append(await run_agent(self.box, agent, prompt, self.session.secret, socket=self.socket))
+        self.runs.append(await run_agent(self.box, agent, prompt, self.session.secret, self.socket))
         return self.runs[-1]
 
     @property
@@ -150,7 +151,7 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     """A proxy, a session and a box with the work tree of ``task``, all gone at the end.
 
-    ``agent``: AgentConfig's fields; as they are, Claude Code runs with its full prompt and all its tools.
+    ``agent``: ClaudeCode's fields; by default, Claude Code runs with its full prompt and all its tools.
     """
     binary = find_binary(None)
     settings = {"binary": binary, "max_turns": 12, "timeout_s": 60.0, "max_tokens": 2000, **agent}
@@ -164,7 +165,7 @@ async def stage(
         try:
             policy = char_policy(engine, max_tokens=max_tokens, max_context=max_context)
             session = await server.open_session("stage", policy, socket)
-            yield Stage(task, box, session, AgentConfig(**settings), socket, listener.requests)
+            yield Stage(task, box, session, ClaudeCode(**settings), socket, listener.requests)
         finally:
             await box.close()
             await server.stop()

@@ -25,7 +25,7 @@ from rl.agent_loop import metrics_line, outputs
 from rl.config import compose
 from rl.metrics.episodes import fold
 from rl.setup import boot_from
-from rollout.agent.claude_code import AgentConfig, find_binary
+from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import Sandbox
@@ -85,7 +85,7 @@ class Stand:
             "bare": True,
             "tools": ("Edit", "Read", "Bash"),
         }
-        config = AgentConfig(binary, system_prompt="Repair the code.", **{**settings, **agent})
+        config = ClaudeCode(binary, system_prompt="Repair the code.", **{**settings, **agent})
         return Setup(char_policy(scripted(script)), self.proxy, boot, config, grade_timeout_s=60, scratch=self.scratch)
 
     def sleeping(self) -> Callable[[str], str]:

@@ -15,7 +15,7 @@ from rewards.rules import Rules
 from rewards.shape import Shape
 from rewards.task import Task
 from rl.quickstart.tasks import CANDIDATES
-from rollout.agent.claude_code import AgentConfig, find_binary
+from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Setup, run_episode
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import Sandbox
@@ -47,7 +47,7 @@ def setup(proxy: ProxyServer, engine: Any, isolation: str = "auto", **agent: Any
         )
 
     settings = {"max_turns": 8, "timeout_s": 60, "max_tokens": 2000, "tools": ("Edit", "Read", "Bash"), "bare": True}
-    config = AgentConfig(binary=binary, system_prompt="Repair the code.", **{**settings, **agent})
+    config = ClaudeCode(binary=binary, system_prompt="Repair the code.", **{**settings, **agent})
     return Setup(policy=char_policy(engine), proxy=proxy, boot=boot, agent=config, grade_timeout_s=30)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rewards.task import Task
+from rollout import SIDE_MODEL
 from rollout.proxy.messages import conversation, decode_request
-from rollout.proxy.session import SIDE_MODEL
 from tests.integration.claude_kit import (
     Moody,
     Script,

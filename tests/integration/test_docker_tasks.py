@@ -25,7 +25,7 @@ from rewards.verdict import Reason
 from rl.cluster.__main__ import log_directory, prepare_node
 from rl.config import compose
 from rl.setup import boot_from, prepare_images
-from rollout.agent.claude_code import AgentConfig, find_binary
+from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox.docker.engine import PROJECT, engine
@@ -152,9 +152,7 @@ async def proxy() -> AsyncIterator[ProxyServer]:
 
 def setup(proxy: ProxyServer, config: DictConfig, engine: Any) -> Setup:
     binary = find_binary(None)
-    agent = AgentConfig(
-        binary, 8, 90, 2000, system_prompt="Repair the code.", tools=("Edit", "Read", "Bash"), bare=True
-    )
+    agent = ClaudeCode(binary, 8, 90, 2000, system_prompt="Repair the code.", tools=("Edit", "Read", "Bash"), bare=True)
     return Setup(char_policy(engine), proxy, boot_from(config, binary), agent, grade_timeout_s=120)
 
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from rl.quickstart.policy import make_tokenizer
-from rollout.agent.claude_code import AgentConfig, command, environment, find_binary
+from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.proxy import standalone
 from rollout.proxy.standalone import Options, StandAlone
 from tests.integration.claude_kit import Moody, call, in_turn, scripted
@@ -190,12 +190,12 @@ async def test_claude_code_goes_on_with_a_restarted_proxy(tmp_path: Path) -> Non
 
 async def claude(port: int | None, directory: Path, max_tokens: int) -> asyncio.subprocess.Process:
     """Claude Code at work in a directory, with the proxy at a port."""
-    config = AgentConfig(
+    agent = ClaudeCode(
         find_binary(None), 4, 60, max_tokens, system_prompt="Repair the code.", tools=("Edit", "Read"), bare=True
     )
-    env = environment(config, "token", base_url=f"http://127.0.0.1:{port}")
+    env = agent.environment("token", base_url=f"http://127.0.0.1:{port}")
     return await asyncio.create_subprocess_exec(
-        *command(config, "Say something."),
+        *agent.argv("Say something."),
         env=env | {"HOME": str(directory), "PATH": "/usr/bin:/bin"},
         cwd=directory,
         stdin=subprocess.DEVNULL,

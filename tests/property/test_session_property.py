@@ -16,8 +16,9 @@ import hypothesis.strategies as st
 from hypothesis import Phase, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from rollout import SIDE_MODEL
 from rollout.proxy.messages import decode_request
-from rollout.proxy.session import SIDE_MODEL, Session, Turn
+from rollout.proxy.session import Session, Turn
 from rollout.proxy.tree import Node
 from tests.kit import CharRenderer, QueueEngine, char_policy
 

@@ -1,42 +1,44 @@
+"""Claude Code as an agent: its environment, command line and result, and how any agent is run in a box."""
+
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from rollout.agent.claude_code import AgentConfig, command, environment, find_binary, run_agent
+from rl.setup import agent_from
+from rollout.agent import AgentRun, Status, run_agent
+from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.sandbox import ExecResult
 
-CONFIG = AgentConfig(binary=Path("/bin/claude"), max_turns=3, timeout_s=9, max_tokens=64)
+AGENT = ClaudeCode(binary=Path("/bin/claude"), max_turns=3, timeout_s=9, max_tokens=64)
 
 
 def test_the_environment_is_built_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ANTHROPIC_API_KEY", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "real")
-    env = environment(CONFIG, "secret", socket=Path("/s/p"))
+    env = AGENT.environment("secret", socket=Path("/s/p"))
     assert "real" not in env.values() and "PATH" not in env
     assert (env["ANTHROPIC_AUTH_TOKEN"], env["ANTHROPIC_UNIX_SOCKET"]) == ("secret", "/s/p")
     # No name that resolves: a binary that ignored the socket would reach nothing.
     assert env["ANTHROPIC_BASE_URL"] == "http://proxy.invalid"
 
 
-def test_without_a_socket_the_base_url_is_the_way() -> None:
-    env = environment(CONFIG, "secret", base_url="http://127.0.0.1:1")
+def test_without_a_socket_the_session_is_at_the_base_url() -> None:
+    env = AGENT.environment("secret", base_url="http://127.0.0.1:1")
     assert "ANTHROPIC_UNIX_SOCKET" not in env and env["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
 
 
-def test_the_command_says_what_the_config_says() -> None:
-    plain = command(CONFIG, "fix it")
+def test_the_command_line_has_what_the_settings_ask_for() -> None:
+    plain = AGENT.argv("fix it")
     assert plain[:3] == ["/bin/claude", "-p", "fix it"] and "--bare" not in plain and "--tools" not in plain
-    config = AgentConfig(
-        binary=Path("/bin/claude"), max_turns=3, timeout_s=9, max_tokens=64,
-        system_prompt="s", tools=("Edit", "Read"), bare=True, extra_args=("--x",),
-    )  # fmt: skip
-    argv = command(config, "fix it")
+    agent = replace(AGENT, system_prompt="s", tools=("Edit", "Read"), bare=True, extra_args=("--x",))
+    argv = agent.argv("fix it")
     assert argv[argv.index("--tools") + 1] == "Edit,Read" and argv[argv.index("--system-prompt") + 1] == "s"
     assert "--bare" in argv and argv[-1] == "--x"
 
@@ -55,16 +57,37 @@ def test_the_wheel_carries_a_binary() -> None:
     assert os.access(find_binary(None), os.X_OK)
 
 
+def test_the_config_names_the_agent(tmp_path: Path) -> None:
+    (tmp_path / "claude").touch(mode=0o755)
+    settings = {
+        "binary": str(tmp_path / "claude"), "max_turns": 3, "timeout_s": 9, "system_prompt": None,
+        "tools": ["Edit"], "bare": False, "extra_args": ["--x"],
+    }  # fmt: skip
+    made = agent_from(OmegaConf.create({"agent": {"kind": "claude_code", **settings}}), 64, 4096)
+    wanted = replace(AGENT, binary=tmp_path / "claude", max_context=4096, tools=("Edit",), extra_args=("--x",))
+    assert made == wanted
+    assert agent_from(OmegaConf.create({"agent": settings}), 64, 4096) == wanted  # a run of an earlier version
+    with pytest.raises(ValueError, match=r"agent\.kind is 'codex'; it must be one of claude_code"):
+        agent_from(OmegaConf.create({"agent": {"kind": "codex", **settings}}), 64, 4096)
+
+
 class Box:
-    """Answers exec with a prepared result."""
+    """Answers exec with a prepared result, and keeps what it was given."""
+
+    home = "/home/agent"
 
     def __init__(self, **result: Any) -> None:
         fields: dict[str, Any] = {
             "returncode": 0, "stdout": b"", "stderr": b"", "timed_out": False, "truncated": False, "wall_s": 1.0,
         }  # fmt: skip
         self.result = ExecResult(**{**fields, **result})
+        self.given: list[Any] = []
+
+    async def put(self, path: str, data: bytes) -> None:
+        self.given.append((path, data))
 
     async def exec(self, argv: Any, **options: Any) -> ExecResult:
+        self.given.append((argv, options["env"], options["timeout_s"]))
         return self.result
 
 
@@ -83,12 +106,38 @@ def result(**fields: Any) -> bytes:
     ],
 )
 async def test_how_a_run_ended(box: Any, status: str, turns: int) -> None:
-    run = await run_agent(box, CONFIG, "fix it", "secret", socket=Path("/s"))
+    run = await run_agent(box, AGENT, "fix it", "secret", Path("/s"))
     assert (run.status, run.turns) == (status, turns)
-    assert status != "crashed" or "boom" in run.detail
+    assert run.status is not Status.CRASHED or "boom" in run.detail
+
+
+async def test_another_agent_is_a_class_of_its_own() -> None:
+    @dataclass(frozen=True)
+    class Other:
+        binary: Path
+        timeout_s: float
+
+        def argv(self, prompt: str) -> list[str]:
+            return [str(self.binary), "exec", prompt]
+
+        def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
+            return {"KEY": secret, "SOCKET": str(socket)}
+
+        def files(self) -> dict[str, bytes]:
+            return {".other/config.toml": b"x = 1"}
+
+        def result(self, done: ExecResult) -> AgentRun:
+            return AgentRun(Status.FINISHED, 1, done.stdout.decode(), [])
+
+    box: Any = Box(stdout=b"done")
+    run = await run_agent(box, Other(Path("/bin/other"), 7), "fix it", "secret", Path("/s"))
+    assert run == AgentRun(Status.FINISHED, 1, "done", [])
+    file, started = box.given
+    assert file == ("/home/agent/.other/config.toml", b"x = 1")
+    assert started == (["/bin/other", "exec", "fix it"], {"KEY": "secret", "SOCKET": "/s"}, 7)
 
 
 def test_only_a_window_with_room_to_compact_is_told() -> None:
     name = "CLAUDE_CODE_MAX_CONTEXT_TOKENS"
-    assert name not in environment(replace(CONFIG, max_context=4096), "secret")
-    assert environment(replace(CONFIG, max_context=131072), "secret")[name] == "131072"
+    assert name not in replace(AGENT, max_context=4096).environment("secret")
+    assert replace(AGENT, max_context=131072).environment("secret")[name] == "131072"

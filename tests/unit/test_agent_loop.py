@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rewards.verdict import Reason, Verdict
-from rollout.agent.claude_code import AgentRun
+from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.session import Session
 from rollout.proxy.tree import TrainingSequence
@@ -20,7 +20,7 @@ def episode(status: str = "finished", verdict: Verdict | None = None, **counters
     session = Session("e", char_policy(QueueEngine()))
     for name, value in counters.items():
         setattr(session.counters, name, value)
-    run = AgentRun(status, 2, "", [], 1.0)
+    run = AgentRun(Status(status), 2, "", [])
     task: Any = None  # nobody looks at it
     return Episode("e", task, 0, 0.0, verdict or Verdict(None), session, run, b"", [ROW], {})
 

@@ -24,7 +24,7 @@ from rl.evaluate import compare, config, play, results, serve
 from rl.evaluate.__main__ import main
 from rl.evaluate.play import Evaluation, LostError, line_of
 from rl.quickstart.tasks import make_tasks
-from rollout.agent.claude_code import AgentRun
+from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.server import ProxyServer
@@ -248,7 +248,7 @@ def test_what_does_not_decide_an_episode_is_not_part_of_an_evaluation(tasks_file
 
 
 def an_episode(task: Task, name: str, verdict: Verdict, session: Session | None = None, **agent: Any) -> Episode:
-    run = AgentRun("finished", 2, "", agent.get("events", []), 1.0)
+    run = AgentRun(Status.FINISHED, 2, "", agent.get("events", []))
     rows = session.tree.sequences() if session else []
     return Episode(name, task, 0, 1.0, verdict, session, run, b"a patch", rows, {"total": 2.0, "agent": 1.5})
 

@@ -9,9 +9,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rollout import SIDE_MODEL
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.server import ProxyServer
-from rollout.proxy.session import SIDE_MODEL, Session
+from rollout.proxy.session import Session
 from tests.kit import QueueEngine, char_policy
 
 

@@ -8,7 +8,7 @@ from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rl.metrics import samples
 from rl.metrics.samples import COLUMNS, EACH, SampleLog, SampleReader
-from rollout.agent.claude_code import AgentRun
+from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from tests.unit.test_task import row
 
@@ -31,7 +31,7 @@ EVENTS = [
 
 
 def episode(verdict: Verdict, patch: bytes = b"+x\n", events: list | None = None) -> Episode:
-    run = AgentRun("finished", 3, "", EVENTS if events is None else events, 1.0)
+    run = AgentRun(Status.FINISHED, 3, "", EVENTS if events is None else events)
     task = Task.from_row(row(), Path())
     return Episode("train-1-a-0-0000", task, 0, 0.0, verdict, None, run, patch, [], {})
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import RequestError, decode_request
 from rollout.proxy.parsers import Parsed
-from rollout.proxy.session import SIDE_MODEL, Policy, Session, call_seed
+from rollout.proxy.session import Policy, Session, call_seed
 from rollout.proxy.tree import Node
 from tests.kit import END, CallParser, CharRenderer, CharTokenizer, QueueEngine, char_policy
 

@@ -209,7 +209,7 @@ async def test_what_does_not_fit_the_budget_is_made_when_it_is_needed(found: Eng
 def test_processes_that_seal_the_same_image_at_once(found: Engine, tmp_path: Path) -> None:
     """With a cache each, so that no lock of one reaches the other, as on two machines."""
     tag = variant(found, "race", "echo race > /testbed/race")
-    program = "import sys; from rollout.sandbox import images; from rollout.sandbox.docker.engine import engine;"
+    program = "import sys; from rollout.sandbox.docker import images; from rollout.sandbox.docker.engine import engine;"
     program += f"print(images.sealed(engine(), images.Source({tag!r})).ref)"
     runs = []
     for number in range(3):

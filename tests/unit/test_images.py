@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.sandbox.docker import images
+from rollout.sandbox import sealing
 
 
 @pytest.mark.parametrize(
@@ -15,12 +15,12 @@ from rollout.sandbox.docker import images
     [(1, ["3 of 3"]), (6, ["1 of 3", "2 of 3", "3 of 3"])],  # between two images
 )
 async def test_each_line_is_said_once(monkeypatch: pytest.MonkeyPatch, seconds: int, lines: list[str]) -> None:
-    monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=itertools.count(step=seconds).__next__))
+    monkeypatch.setattr(sealing, "time", SimpleNamespace(monotonic=itertools.count(step=seconds).__next__))
     said: list[str] = []
 
-    async def make(wanted: images.Wanted) -> dict:
+    async def make(wanted: sealing.Wanted) -> dict:
         return {}
 
-    wanted = [images.Wanted(name, images.Source("image")) for name in "abc"]
-    await images.ahead(wanted, make, parallel=1, say=said.append, count=None)
+    wanted = [sealing.Wanted(name, sealing.Source("image")) for name in "abc"]
+    await sealing.ahead(wanted, make, parallel=1, say=said.append, count=None)
     assert said == [f"images: {line} ready" for line in lines]

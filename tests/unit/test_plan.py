@@ -402,7 +402,7 @@ def test_the_command(tmp_path: Path) -> None:
     """2 and a line per problem; neither verl nor vLLM is imported, and nothing is written."""
     code = """
 import sys
-from rl.plan import main
+from rl.plan.__main__ import main
 try:
     main()
 finally:

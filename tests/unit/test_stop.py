@@ -11,7 +11,7 @@ from rl.run import stop
 # A trainer of steps that end when they are told to; it says what the trainer and rl.train make of the signals.
 RUN = """
 import sys, time
-from rl import stop
+from rl.run import stop
 stop.install(float(sys.argv[1]), lambda line: print("said", line, flush=True))
 try:
     print("started", flush=True)

@@ -103,7 +103,7 @@ def test_a_death_ends_whatever_the_trainer_waits_for() -> None:
     """In a process of its own: a minute later the watch would end this one."""
     script = """
 import time
-from rl import watch
+from rl.run import watch
 watch.PERIOD_S = 0.05
 watch.dead_actor = lambda: "a worker died"
 try:
@@ -141,7 +141,7 @@ def test_a_server_that_does_not_answer_is_named_as_ray_names_it_if_it_does(monke
 def test_a_trainer_that_cannot_be_interrupted_ends_all_the_same() -> None:
     script = """
 import time
-from rl import watch
+from rl.run import watch
 watch.PERIOD_S = watch.END_S = 0.2
 watch.dead_actor = lambda: 1 / 0
 try:

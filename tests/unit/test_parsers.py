@@ -320,7 +320,8 @@ def test_names_that_are_not_known_and_tokenizers_that_do_not_fit() -> None:
 
 
 def test_importing_the_proxy_imports_neither_vllm_nor_torch() -> None:
-    modules = "proxy.parsers proxy.engine proxy.vllm_http replay proxy.session proxy.server proxy.tree proxy.messages proxy.render"
+    modules = "replay proxy.parsers proxy.engine proxy.vllm_http proxy.session proxy.server proxy.tree proxy.messages "
+    modules += "proxy.render"
     code = (
         f"import importlib, sys; [importlib.import_module('rollout.' + m) for m in '{modules}'.split()];"
         "heavy = {'vllm', 'torch', 'verl', 'transformers', 'ray'} & set(sys.modules); assert not heavy, heavy"

@@ -123,7 +123,8 @@ async def lightning(backend: int) -> None:
 async def stages(model: str, turns: int) -> None:
     """One episode of ``turns`` without HTTP: milliseconds by stage and turn, as JSON."""
     from rollout.proxy import session as module
-    from rollout.proxy.messages import decode_request, reply_events
+    from rollout.proxy.messages import decode_request
+    from rollout.proxy.replies import reply_events
     from rollout.proxy.session import Session
     from rollout.proxy.tree import Tree
 

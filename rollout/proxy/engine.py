@@ -1,4 +1,8 @@
-"""What turns prompt ids into sampled ids. verl's client is behind the same protocol in ``rl/agent_loop.py``."""
+"""This module defines what a session asks of an inference engine: prompt ids in, sampled ids and logprobs out.
+
+Implementations are ``VllmHttpEngine`` (a vLLM server), ``rollout.replay.ReplayEngine`` (a recorded episode),
+``ScriptedEngine`` below, and, in ``rl/``, verl's rollout client.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Completion:
-    """``ids``: sampled tokens, the end-of-turn token included when it was sampled. ``logprobs``: one per id,
-    natural log, of the distribution that was sampled from. ``versions``: the weight version that sampled each id,
-    or empty where the engine does not know it. ``cached``: how many of the prompt's tokens the engine found in its
-    prefix cache, None where it does not tell. ``experts``: which experts the engine sent each token of prompt and
-    reply to, the last one left out, as an array (tokens, layers, experts per token); None unless that is recorded."""
+    """A Completion is what an engine sampled for one prompt.
+
+    ``ids``: the sampled tokens, with the end-of-turn token if it was sampled. ``logprobs``: the natural logarithm of
+    each id's probability in the distribution that it was sampled from. ``versions``: the version of the weights that
+    sampled each id, empty if the engine does not know it. ``cached``: the number of prompt tokens that were in the
+    engine's prefix cache, None if it does not say. ``experts``: the experts to which the engine routed each token of
+    prompt and reply except the last, as an array of shape (tokens, layers, experts per token), None if not recorded.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -23,32 +30,39 @@ class Completion:
 
 
 class EngineError(Exception):
-    """The engine could not answer. An infrastructure failure: the client is told to retry (529)."""
+    """The engine could not answer. This is an infrastructure failure; the client is told to retry (status 529)."""
 
 
 class Engine(Protocol):
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
-        """Sample one reply. ``request_id`` is the same for all calls of an episode (prefix-cache affinity).
+    """An Engine samples replies."""
 
-        ``sampling`` always has ``max_tokens``, and ``stop`` (strings) when the agent has stop sequences; the rest is
-        the trainer's. What follows a stop sequence may be returned too. Cancelling the call ends the generation and
-        frees its place in the engine. Raises EngineError.
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        """Sample one reply.
+
+        ``request_id`` is the same for all calls of an episode, so that they reach the replica that has their prefix
+        cached. ``sampling`` always has ``max_tokens``, and ``stop`` (a list of strings) if the agent has stop
+        sequences; the other parameters are the trainer's. The result may go on after a stop sequence. Cancelling the
+        call aborts the generation in the engine. Raises EngineError.
         """
         ...
 
 
 class TextCodec(Protocol):
-    """The two methods of a Hugging Face tokenizer that are needed here."""
+    """A TextCodec has the two methods of a Hugging Face tokenizer that are needed here."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
+        """Return the token ids of ``text``."""
+        ...
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
+        """Return the text of ``ids``."""
+        ...
 
 
 class ScriptedEngine:
-    """Plays a script: ``script(prompt text) -> reply text``, both with special tokens spelled out.
+    """A ScriptedEngine replies with ``script(text of the prompt)``; both texts have special tokens spelled out.
 
-    Serves warm starts and tests; its logprobs are 0.0 because a script is certain of what it says.
+    Warm starts and tests use it. Its logprobs are 0.0, because the reply to a prompt is certain.
     """
 
     def __init__(self, tokenizer: TextCodec, end_id: int, script: Callable[[str], str]) -> None:
@@ -57,6 +71,7 @@ class ScriptedEngine:
         self.script = script
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        """Return the script's reply and an end token, cut at ``max_tokens``; other parameters are ignored."""
         text = self.script(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.end_id]
         ids = ids[: sampling["max_tokens"]]

@@ -1,23 +1,22 @@
-"""The Anthropic Messages wire format: requests in, replies out. Plain data, no I/O.
+"""This module reads requests in the Anthropic Messages wire format. It does no I/O.
 
-Two forms of a conversation come out of a request:
+A request's conversation is represented in two forms:
 
-* *spans*, what the session tree compares: the conversation cut at every change between context (user,
-  tool result, system) and assistant. Claude Code rewrites what it echoes (a list of text blocks becomes a
-  string, ``cache_control`` moves, reminders are appended to old messages), so a span's key leaves out
-  everything that is known to change and keeps everything that carries meaning.
-* *chat messages*, what a chat template renders (OpenAI roles: system, user, assistant, tool).
+* *Spans* are what the session tree compares. The conversation is cut wherever it changes between context (user
+  messages, tool results, system messages) and the assistant. Claude Code rewrites the history that it sends back: a
+  list of text blocks becomes a string, ``cache_control`` moves, reminders are appended to old messages. A span's key
+  therefore leaves out everything that is known to change and keeps everything that carries meaning.
+* *Chat messages* are what a chat template renders (OpenAI's roles: system, user, assistant, tool).
 
-A request repeats the whole conversation, so most of every body was seen before, byte for byte. Messages are cut
-out of the body unread (``msgspec.Raw``); ``Seen`` remembers what each of them came to by a hash of its bytes, and
-only what is new is decoded.
+Every request repeats the whole conversation, so most of each body has been seen before, byte for byte. Messages are
+cut out of the body without being decoded (``msgspec.Raw``). ``Seen`` remembers, by a hash of a message's bytes, what
+decoding it gave, so that only new messages are decoded.
 
-Source of the format: https://docs.anthropic.com/en/api/messages and what Claude Code 2.1 sends.
+The format is documented at https://docs.anthropic.com/en/api/messages; details follow what Claude Code 2.1 sends.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -33,12 +32,12 @@ ChatMessage = dict[str, Any]
 Block = dict[str, Any]
 
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
-# Claude Code puts this in place of a reply that had no content at all.
+# Claude Code sends "(no content)" in place of a reply that had no content at all; this is that text squeezed.
 _NO_CONTENT = "(nocontent)"
 
 
 class RequestError(Exception):
-    """A request that cannot be answered. ``status`` and ``kind`` follow Anthropic's error table."""
+    """A request cannot be answered. ``status`` (HTTP) and ``kind`` are those of Anthropic's table of errors."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -46,26 +45,33 @@ class RequestError(Exception):
         self.kind = kind
 
     def body(self) -> bytes:
+        """Return the JSON body of the error response."""
         return msgspec.json.encode({"type": "error", "error": {"type": self.kind, "message": str(self)}})
 
 
 class WireMessage(msgspec.Struct):
+    """A WireMessage is one message of a request, decoded."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
 class WireTool(msgspec.Struct, omit_defaults=True):
+    """A WireTool is the definition of a tool that the client offers."""
+
     name: str
     input_schema: dict[str, Any] = {}
     description: str = ""
 
 
 class WireToolChoice(msgspec.Struct):
+    """A WireToolChoice says whether the reply may, must or must not call tools."""
+
     type: Literal["auto", "any", "tool", "none"]
 
 
 class WireRequest(msgspec.Struct):
-    """The fields of a request that matter here; everything else is accepted and ignored."""
+    """A WireRequest holds the fields of a request that are used; all other fields are accepted and ignored."""
 
     messages: list[msgspec.Raw]
     model: str = ""
@@ -84,8 +90,10 @@ _tools_decoder = msgspec.json.Decoder(list[WireTool] | None)
 
 
 def decode_request(body: bytes) -> WireRequest:
-    """Read a request body as far as it is the same for every conversation. Raises RequestError naming the field
-    that is wrong; ``conversation`` does the same for what is inside messages, system and tools."""
+    """Decode a request's body, except for its messages, system prompt and tools, which ``conversation`` decodes.
+
+    Both functions raise RequestError, which names the field that is wrong.
+    """
     request = _decoded(_request_decoder, body, "")
     if not request.messages:
         raise RequestError("messages: at least one message is required")
@@ -103,10 +111,11 @@ def _decoded(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw, fiel
 
 
 class Span:
-    """A run of consecutive messages of one side.
+    """A Span is a run of consecutive messages of one side, which is either context or the assistant.
 
-    ``key`` identifies the content up to the rewrites a client makes; ``tool_ids`` are the tool_use ids of an
-    assistant span (ours come back unchanged, whatever else was rewritten); ``chat`` is what the template sees.
+    ``first`` is the index of its first message in the request. ``key`` identifies its content and is the same for all
+    the ways in which clients are known to rewrite it. ``tool_ids`` are the tool_use ids of an assistant span; clients
+    send the ids that we issued back unchanged, whatever else they rewrite.
     """
 
     __slots__ = ("_messages", "_raws", "assistant", "first", "key", "tool_ids")
@@ -119,14 +128,14 @@ class Span:
 
     @classmethod
     def of(cls, messages: list[WireMessage], assistant: bool) -> Span:
-        """One that no client sent in this form."""
+        """Make a span of messages that no client sent in this form."""
         span = cls((), 0, assistant)
         span._messages = messages
         span.key, span.tool_ids = _identity(span)
         return span
 
     def messages(self) -> list[WireMessage]:
-        """The run's messages, decoded when they are first asked for. Raises RequestError."""
+        """Return the span's messages, which are decoded on the first call. Raises RequestError."""
         if self._messages is None:
             self._messages = [
                 _decoded(_message_decoder, raw, f"messages[{self.first + i}]") for i, raw in enumerate(self._raws)
@@ -135,6 +144,7 @@ class Span:
 
     @property
     def chat(self) -> list[ChatMessage]:
+        """Return the span as chat messages. Raises RequestError."""
         chat: list[ChatMessage] = []
         for message in self.messages():
             blocks = _blocks(message.content)
@@ -142,12 +152,12 @@ class Span:
         return chat
 
 
-# Spans with more blocks are not looked through for an insertion; Claude Code's have a few.
+# Spans with more blocks than this are not searched for inserted ones; Claude Code's have a few.
 _MAX_PARTED = 16
 
 
 def partings(span: Span) -> Iterator[tuple[Span, Span]]:
-    """Every way to take a run of blocks out of a context span: what stays, and what was taken out."""
+    """Yield every way to take a run of blocks out of a context span, as (the span without them, the blocks)."""
     blocks = [(message.role, block) for message in span.messages() for block in _blocks(message.content)]
     last = len(blocks) if len(blocks) <= _MAX_PARTED else 0
     for end in range(last, 0, -1):
@@ -168,7 +178,7 @@ def _from_blocks(blocks: list[tuple[Any, Block]]) -> Span:
 
 @dataclass(frozen=True)
 class Head:
-    """System prompt and tools of a request. ``key`` identifies them."""
+    """A Head is the system prompt and the tools (in chat form) of a request. ``key`` identifies both."""
 
     key: bytes
     system: str
@@ -177,31 +187,33 @@ class Head:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A request in the form that the session tree works on."""
+    """A Conversation is a request in the form that the session tree works on."""
 
     head: Head
     spans: tuple[Span, ...]
 
 
 class Seen:
-    """What the messages of one session came to, by a hash of their bytes; a few dozen bytes for each.
+    """Seen remembers what decoding the messages of one session gave, in a few dozen bytes per message.
 
-    ``limit``: the most entries of a kind; over it that memory starts anew, which costs time and nothing else.
+    The keys are hashes of the messages' bytes. A dictionary that has ``limit`` entries is emptied before the next one
+    is added; after that, messages are decoded again, which costs time but changes no result.
     """
 
     def __init__(self, limit: int = 100_000) -> None:
         self.limit = limit
-        self.sides: dict[bytes, bool] = {}  # a message -> is it an assistant's?
-        self.spans: dict[bytes, tuple[bytes, frozenset[str]]] = {}  # the messages of a run -> key, tool ids
+        self.sides: dict[bytes, bool] = {}  # message -> whether it is the assistant's
+        self.spans: dict[bytes, tuple[bytes, frozenset[str]]] = {}  # messages of a span -> its key and tool_use ids
         self.heads: dict[bytes, Head] = {}
 
     def keep(self, kind: dict[bytes, Any], digest: bytes, value: Any, limit: int | None = None) -> None:
+        """Store ``value`` in ``kind``, one of the three dictionaries, which may have a ``limit`` of its own."""
         if len(kind) >= (limit or self.limit):
             kind.clear()
         kind[digest] = value
 
 
-# Whoever writes a message must not be able to compute the hash of another one.
+# The seed is random so that nobody can write a message whose hash is that of another message.
 _SEED = secrets.randbits(64)
 
 
@@ -210,9 +222,9 @@ def _hash(data: bytes | msgspec.Raw) -> bytes:
 
 
 def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation:
-    """Cut a request into spans. Adjacent messages of one side are one span, however the client splits them.
+    """Cut a request into spans: adjacent messages of one side are one span, however the client splits them.
 
-    Raises RequestError naming the field that is wrong.
+    Raises RequestError, which names the field that is wrong.
     """
     seen = seen or Seen()
     digests = [_hash(raw) for raw in request.messages]
@@ -249,13 +261,13 @@ def _head(request: WireRequest, seen: Seen) -> Head:
         wire = _decoded(_tools_decoder, request.tools, "tools") or []
         tools = tuple(_chat_tool(tool) for tool in wire)
         key = _digest(["head", _squeeze(system), json.dumps(tools, sort_keys=True)])
-        # Not the full limit: a head is as large as a prompt, and an agent has a handful of them.
+        # A head can be as large as a prompt, and an agent has only a few.
         head = Head(key, system, tools)
         seen.keep(seen.heads, digest, head, limit=32)
     return head
 
 
-# What a block must have to be read: field -> type.
+# The fields that a block of each type must have, with the types of their values.
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "text": {"text": str},
     "thinking": {"thinking": str},
@@ -280,7 +292,7 @@ def _check_blocks(content: str | list[Block], field: str) -> None:
 
 
 def text_key(text: str) -> bytes:
-    """The key of an assistant span that is only text: what is left of it after white space and reminders."""
+    """Return the key of an assistant span without calls: its text without white space and reminders, hashed."""
     squeezed = _squeeze(text)
     return _digest(["assistant", "" if squeezed == _NO_CONTENT else squeezed])
 
@@ -296,7 +308,7 @@ def _span(span: Span, digests: Sequence[bytes], seen: Seen) -> Span:
 
 
 def _identity(span: Span) -> tuple[bytes, frozenset[str]]:
-    """Key and tool_use ids of a span that was not seen before."""
+    """Compute the key and the tool_use ids of a span."""
     parts: list[str] = ["assistant" if span.assistant else "context"]
     tool_ids: set[str] = set()
     for message in span.messages():
@@ -309,14 +321,14 @@ def _identity(span: Span) -> tuple[bytes, frozenset[str]]:
                 parts.append(f"tool_result:{block.get('tool_use_id')}:{_squeeze(_text_of(block.get('content', '')))}")
             elif kind == "text":
                 parts.append(_squeeze(block.get("text", "")))
-            elif kind not in ("thinking", "redacted_thinking"):  # stripped from echoes at the client's will
+            elif kind not in ("thinking", "redacted_thinking"):  # clients send thinking back, or not, as they like
                 parts.append(f"{kind}:{json.dumps(block.get('source'), sort_keys=True)}")
     if span.assistant and not tool_ids:
         return text_key("".join(parts[1:])), frozenset()
-    if not any(parts[1:]):  # all of it is reminders: then they are what it says (how a background agent ended)
+    if not any(parts[1:]):  # only reminders, such as the news that a background agent has ended: they are the content
         texts = (_text_of(message.content) for message in span.messages())
         parts.append("".join("".join(texts).split()))
-    # Text blocks are merged and split by the client: only tool results and images keep their borders.
+    # Clients merge and split text blocks; only tool results and images keep their borders.
     return _digest(_merge_text(parts)), frozenset(tool_ids)
 
 
@@ -336,15 +348,14 @@ def _blocks(content: str | list[Block]) -> list[Block]:
 
 
 def _text_of(content: str | list[Block] | None) -> str:
-    """Flatten a system prompt or a tool result to text; what is not text gets a placeholder one can read."""
+    """Flatten a system prompt or a tool result to text, with a placeholder for each block that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(b["text"] if b["type"] == "text" else _placeholder(b) for b in content)
 
 
 def _placeholder(block: Block) -> str:
-    """What a policy that reads text is told about a block that is none."""
-    if block["type"] == "tool_reference":  # ToolSearch's answer: a tool that can be called from now on
+    if block["type"] == "tool_reference":  # an answer of ToolSearch: this tool can be called from now on
         return f"[tool {block.get('tool_name')}]"
     source = block.get("source")
     media = source.get("media_type") if isinstance(source, dict) else None
@@ -352,7 +363,7 @@ def _placeholder(block: Block) -> str:
 
 
 def _context_chat(role: str, blocks: list[Block]) -> Iterator[ChatMessage]:
-    """Tool results become tool messages; the text around them one message of the sender's role, in order."""
+    """Yield a tool message for each tool result, and the text between them as messages of the sender's role."""
     texts: list[str] = []
 
     def flush() -> Iterator[ChatMessage]:
@@ -408,97 +419,3 @@ def _digest(parts: list[str]) -> bytes:
         digest.update(part.encode("utf-8", "surrogatepass"))
         digest.update(b"\0")
     return digest.digest()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One sampled assistant message as the client gets it.
-
-    ``blocks``: Anthropic content blocks; ``stop_reason``: end_turn, tool_use, max_tokens or stop_sequence, and then
-    ``stop_sequence`` says which.
-    """
-
-    id: str
-    blocks: tuple[Block, ...]
-    stop_reason: str
-    input_tokens: int
-    output_tokens: int
-    stop_sequence: str | None = None
-
-    # Both are asked for with every later request of the conversation.
-    @functools.cached_property
-    def tool_ids(self) -> frozenset[str]:
-        return frozenset(b["id"] for b in self.blocks if b["type"] == "tool_use")
-
-    @functools.cached_property
-    def text(self) -> str:
-        return "".join(b["text"] for b in self.blocks if b["type"] == "text")
-
-
-def reply_json(reply: Reply, model: str) -> dict[str, Any]:
-    """The body of a non-streaming reply."""
-    return {
-        "id": reply.id,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": [_signed(block, reply.id) for block in reply.blocks],
-        "stop_reason": reply.stop_reason,
-        "stop_sequence": reply.stop_sequence,
-        "usage": {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens},
-    }
-
-
-def _signed(block: Block, reply_id: str) -> Block:
-    """Clients send thinking back only with a signature. Ours is the reply's id and nobody checks it."""
-    return {**block, "signature": reply_id} if block["type"] == "thinking" else block
-
-
-def reply_start_event(reply_id: str, model: str, input_tokens: int) -> bytes:
-    """The first server-sent event; it can go out before the reply is sampled."""
-    message = {
-        "id": reply_id,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {"input_tokens": input_tokens, "output_tokens": 0},
-    }
-    return sse("message_start", {"message": message})
-
-
-def reply_events(reply: Reply) -> bytes:
-    """All server-sent events of a sampled reply after ``message_start``, as one buffer."""
-    out: list[bytes] = []
-    for index, block in enumerate(reply.blocks):
-        if block["type"] == "tool_use":
-            start: Block = {**block, "input": {}}
-            delta: Block = {
-                "type": "input_json_delta",
-                "partial_json": json.dumps(block["input"], ensure_ascii=False),
-            }
-        elif block["type"] == "thinking":
-            start = {"type": "thinking", "thinking": "", "signature": ""}
-            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        else:
-            start = {"type": "text", "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        out.append(sse("content_block_start", {"index": index, "content_block": start}))
-        out.append(sse("content_block_delta", {"index": index, "delta": delta}))
-        if block["type"] == "thinking":
-            out.append(
-                sse(
-                    "content_block_delta", {"index": index, "delta": {"type": "signature_delta", "signature": reply.id}}
-                )
-            )
-        out.append(sse("content_block_stop", {"index": index}))
-    end = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
-    out.append(sse("message_delta", {"delta": end, "usage": {"output_tokens": reply.output_tokens}}))
-    out.append(sse("message_stop", {}))
-    return b"".join(out)
-
-
-def sse(event: str, data: dict[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event.encode(), msgspec.json.encode({"type": event, **data}))

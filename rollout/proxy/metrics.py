@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rollout.proxy.messages import Reply
+from rollout.proxy.replies import Reply
 from rollout.proxy.session import Counters, Session
 
 _PATHS = ("/v1/messages", "/v1/messages/count_tokens")

@@ -1,8 +1,8 @@
-"""Chat messages to token ids, each message once.
+"""This module encodes chat messages with the policy's chat template, each message once.
 
-The chat template's borders are the model family's business; verl keeps one builder per family
-(``verl.utils.tokenizer.continuous_token``), which encodes only what was appended. Imported when a renderer is
-made, so that the proxy's core stays free of verl.
+What stands between two turns differs from one model family to the next. verl has one builder per family
+(``verl.utils.tokenizer.continuous_token``) that encodes only what is appended to a conversation. It is the only part
+of verl that ``rollout`` uses, and it is imported when a renderer is made, not with this module.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollout.proxy.messages import ChatMessage
+from rollout.proxy.messages import ChatMessage, RequestError
 
-# Of conversations that are remembered: the bytes of one, and how many.
-_SHORT, _REMEMBERED = 2000, 1000
-
-
-class RenderError(Exception):
-    """The model's chat template cannot write these messages; the message says why."""
+# The encodings of this many conversations of at most this many bytes are remembered (see _remembering).
+_REMEMBERED, _SHORT = 1000, 2000
 
 
 class Renderer(Protocol):
+    """A Renderer turns chat messages into the token ids of prompts."""
+
     def start(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
-        """Ids of a whole first prompt, generation prompt included. Raises RenderError."""
+        """Return the ids of a first prompt, which ends with the generation prompt. Raises RequestError."""
         ...
 
     def extend(self, tail: Sequence[int], ended: bool, messages: list[ChatMessage]) -> list[int]:
-        """Ids to append to a prompt whose last ids are ``tail``, generation prompt included. Raises RenderError.
+        """Return the ids that add ``messages`` and a generation prompt to a path whose last ids are ``tail``.
 
-        ``ended`` is False when the reply before was cut and did not close its turn.
+        ``ended`` is False if the last reply was cut, so that its turn must be closed first. Raises RequestError.
         """
         ...
 
 
 def known_family(model_type: str) -> str | None:
-    """verl's name for the chat-template family of a config.json's ``model_type``; None if it has no builder that was
-    checked to keep prefixes, and would take a generic one."""
+    """Return verl's name for the chat-template family of ``model_type`` (from config.json).
+
+    None means that verl has no builder for it that is known to keep prefixes, only the generic one.
+    """
     from verl.utils.tokenizer.continuous_token_wiring import (
         ContinuousTokenModelFamily,
         infer_continuous_token_model_family,
@@ -49,7 +49,7 @@ def known_family(model_type: str) -> str | None:
 
 
 def generation_config(model: str) -> dict[str, Any]:
-    """What the model's generation_config.json says; nothing if it has none. ``model``: directory or hub name."""
+    """Read a model's generation_config.json; return {} if there is none. ``model`` is a directory or hub name."""
     from transformers import GenerationConfig
 
     try:
@@ -59,17 +59,19 @@ def generation_config(model: str) -> dict[str, Any]:
 
 
 def end_ids(tokenizer: Any, generation: dict[str, Any]) -> frozenset[int]:
-    """The ids that end a reply: the tokenizer's, and all that ``generation`` (see generation_config) names. These are
-    the ids at which vLLM stops."""
+    """Return the ids that end a reply, at which vLLM stops too.
+
+    They are the tokenizer's end-of-sequence id and those that ``generation`` names (see generation_config).
+    """
     named = generation.get("eos_token_id") or []
     return frozenset({tokenizer.eos_token_id, *([named] if isinstance(named, int) else named)})
 
 
 class ChatTemplateRenderer:
-    """A Renderer over a Hugging Face tokenizer and verl's builder for ``model_type`` (config.json's).
+    """A ChatTemplateRenderer uses a Hugging Face tokenizer and verl's builder for ``model_type`` (from config.json).
 
-    Raises ValueError for a model type without a builder of its own, unless ``any_family``: the generic builder may
-    then write other borders between turns than the chat template does.
+    A model type without a builder of its own raises ValueError unless ``any_family`` is set; with the generic builder,
+    the ids between two turns may differ from those that the chat template writes.
     """
 
     def __init__(
@@ -86,15 +88,18 @@ class ChatTemplateRenderer:
         template = str(tokenizer.chat_template)
         self._ids_are_written = any(word in template for word in ("tool_call_id", ".id", "'id'", '"id"'))
         self._closing = self._end_of_turn()
-        self._system_anywhere = True  # until the template refuses one behind the first message
+        self._system_anywhere = True  # until the template refuses a system message that is not the first message
 
     def start(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
+        """Implement Renderer.start."""
+
         def build(first: list[ChatMessage]) -> list[int]:
             return list(self.builder.build_initial_tokens(first, tools=tools or None))
 
         return self._written(build, messages, first=1)
 
     def extend(self, tail: Sequence[int], ended: bool, messages: list[ChatMessage]) -> list[int]:
+        """Implement Renderer.extend."""
         closed = list(tail) if ended else [*tail, *self._closing]
         if not self._ids_are_written:
             messages = [
@@ -103,8 +108,8 @@ class ChatTemplateRenderer:
 
         def build(more: list[ChatMessage]) -> list[int]:
             merged = self.builder.merge_context_tokens([], more, closed)
-            # Where the token that ends a turn is the one that begins the next (GLM), a builder takes it off the
-            # prefix. What was sampled stays; the context goes on behind it, without that token if it is the same.
+            # If the token that ends a turn also begins the next one (GLM), the builder removes it from the prefix.
+            # Sampled tokens must stay, so the context is appended after it, without that token if it is the same.
             keep = len(closed) - merged.removed_prefix_token_count
             appended = merged.token_ids[keep:]
             same = 0
@@ -115,22 +120,22 @@ class ChatTemplateRenderer:
         return self._written(build, messages, first=0)
 
     def _written(self, build: Any, messages: list[ChatMessage], first: int) -> list[int]:
-        """``build``, with system messages from index ``first`` on as the user's where the template wants it so."""
+        """Call ``build``; if the template refuses system messages from index ``first`` on, make them the user's."""
         as_user = [*messages[:first], *(_as_user(message) for message in messages[first:])]
         try:
             if self._system_anywhere and as_user != messages:
                 try:
                     return build(messages)
-                except Exception:  # jinja's and verl's own kinds; what it was shows in the second try
+                except Exception:  # of jinja or verl; if the system message is not the cause, build fails again
                     ids = build(as_user)
                     self._system_anywhere = False
                     return ids
             return build(as_user)
         except Exception as error:
-            raise RenderError(f"the model's chat template cannot write these messages: {error}") from error
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
     def _end_of_turn(self) -> list[int]:
-        """What closes an assistant's turn that was cut: the first id behind its text, nothing where no token does."""
+        """Return what closes a cut assistant turn: the first id after its text, or nothing if that is not special."""
         one, other = (
             self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}],
@@ -146,8 +151,11 @@ class ChatTemplateRenderer:
 
 
 def _remembering(tokenizer: Any) -> Any:
-    """A copy that remembers what short conversations without a generation prompt are in ids: verl's builders take what
-    is new from the difference to a synthetic one, the same in every turn, which is a third of the turn's encoding."""
+    """Return a copy of the tokenizer that remembers the ids of short conversations without a generation prompt.
+
+    verl's builders find the new ids of a turn by comparing with a synthetic conversation, which is the same in every
+    turn; encoding it again is a third of the work of the turn's encoding.
+    """
     known: dict[bytes, Any] = {}
     apply = tokenizer.apply_chat_template
 
@@ -170,9 +178,10 @@ def _remembering(tokenizer: Any) -> Any:
 
 
 def unknown_family(model_type: str) -> str:
+    """Return the error message for a model type whose family is not known."""
     return (
-        f"model type {model_type!r} has no chat-template family that is known to keep prefixes; "
-        "set proxy.any_family=true to train it all the same (borders between turns may differ from its template's)"
+        f"model type {model_type!r} has no chat-template family that is known to keep prefixes; set "
+        "proxy.any_family=true to train it anyway (the tokens between turns may then differ from its template's)"
     )
 
 

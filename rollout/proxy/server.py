@@ -20,19 +20,11 @@ from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import EngineError
-from rollout.proxy.messages import (
-    Reply,
-    RequestError,
-    WireRequest,
-    decode_request,
-    reply_events,
-    reply_json,
-    reply_start_event,
-    sse,
-)
+from rollout.proxy.messages import RequestError, WireRequest, decode_request
 from rollout.proxy.metrics import Metrics
+from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 from rollout.proxy.secret import issued
-from rollout.proxy.session import Policy, Session, Turn, closed_error
+from rollout.proxy.session import Call, Policy, Session, closed_error
 from rollout.proxy.tree import Node
 
 log = logging.getLogger(__name__)
@@ -186,10 +178,10 @@ class ProxyServer:
             # One at a time up to the engine: of many that come at once the first is sampled while the others are
             # encoded, not after all of them were.
             async with self._entrance:
-                turn = session.prepare(wire, retry)
-                sampled = waiting.enter_context(session.sampling(turn))
+                call = session.prepare(wire, retry)
+                sampled = waiting.enter_context(session.sampling(call))
                 await asyncio.sleep(0)  # the generation begins
-            response, node = await (self._stream if wire.stream else self._whole)(request, wire, turn, sampled)
+            response, node = await (self._stream if wire.stream else self._whole)(request, wire, call, sampled)
         if node is not None and not transport.is_closing():
             node.delivered = True
         if self.metrics is not None and node is not None and node.reply is not None:
@@ -197,22 +189,22 @@ class ProxyServer:
         return response
 
     async def _whole(
-        self, request: web.Request, wire: WireRequest, turn: Turn, sampled: asyncio.Future[Node]
+        self, request: web.Request, wire: WireRequest, call: Call, sampled: asyncio.Future[Node]
     ) -> tuple[web.StreamResponse, Node | None]:
         if not sampled.done():
             await asyncio.wait([sampled])
         node = self._node(sampled)
         began = time.perf_counter()
         body = msgspec.json.encode(reply_json(_reply(node), wire.model))
-        turn.session.counters.overhead_s += time.perf_counter() - began
+        call.session.counters.overhead_s += time.perf_counter() - began
         return await _send(request, web.Response(body=body, content_type="application/json")), node
 
     async def _stream(
-        self, request: web.Request, wire: WireRequest, turn: Turn, sampled: asyncio.Future[Node]
+        self, request: web.Request, wire: WireRequest, call: Call, sampled: asyncio.Future[Node]
     ) -> tuple[web.StreamResponse, Node | None]:
         """The reply as server-sent events. No node if it could not be sampled after the first ping."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        out = reply_start_event(turn.message_id, wire.model, turn.context.length)
+        out = reply_start_event(call.message_id, wire.model, call.context.length)
         # Within the first ping the status is still open, so that a failing engine is an HTTP 529.
         if not sampled.done():
             await asyncio.wait([sampled], timeout=self.ping_s)
@@ -220,7 +212,7 @@ class ProxyServer:
             node = self._node(sampled)
             began = time.perf_counter()
             out += reply_events(_reply(node))
-            turn.session.counters.overhead_s += time.perf_counter() - began
+            call.session.counters.overhead_s += time.perf_counter() - began
             return await _send(request, web.Response(body=out, headers=headers)), node
         node: Node | None = None
         response = web.StreamResponse(headers=headers)
@@ -236,7 +228,7 @@ class ProxyServer:
         except Exception as error:
             failed = _as_request_error(error, request)
             out += sse("error", {"error": {"type": failed.kind, "message": str(failed)}})
-        turn.session.counters.overhead_s += time.perf_counter() - began
+        call.session.counters.overhead_s += time.perf_counter() - began
         await _taken(request, response.write_eof(out))
         return response, node
 

@@ -1,6 +1,6 @@
-"""One episode's side of the proxy: a request becomes tokens, tokens become a reply, the tree keeps both.
+"""A session is one episode's side of the proxy: requests become tokens, tokens become replies, the tree keeps both.
 
-No HTTP in here: ``server.py`` reads and writes, a test can call ``Session.answer`` directly.
+There is no HTTP here: ``server.py`` receives requests and sends replies, and a test can call ``Session.prepare``.
 """
 
 from __future__ import annotations
@@ -13,29 +13,34 @@ import secrets
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion, Engine, TextCodec
-from rollout.proxy.forward import SideEndpoint
-from rollout.proxy.messages import Conversation, Reply, RequestError, Seen, WireRequest, conversation, text_key
-from rollout.proxy.parsers import ReplyParser
-from rollout.proxy.render import Renderer, RenderError
+from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation, text_key
+from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
 from rollout.proxy.tree import Match, Node, Tree
 
-# A renderer looks at no more than a few of the last ids (an end-of-turn token and its newline).
+if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modules import
+    from rollout.proxy.forward import SideEndpoint
+    from rollout.proxy.parsers import ReplyParser
+    from rollout.proxy.render import Renderer
+
+# A renderer reads only a few of the last ids of a path: an end-of-turn token and its newline.
 _TAIL = 8
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a session needs to speak for a policy. ``sampling``: the trainer's parameters (temperature, top_p,
-    ...); a ``seed`` among them is the episode's, and each call gets one of its own from it (``call_seed``).
-    ``max_tokens`` per reply and ``max_context`` (prompt and reply together) are upper bounds that the
-    agent's own max_tokens can only tighten. ``train_side_calls``: False serves calls on the small model's slot
-    without training on them; with ``side_endpoint`` they do not come to the policy at all.
-    ``max_session_tokens``: the most that one session may hold, all branches together."""
+    """A Policy is what a session needs to answer with a model.
+
+    ``end_ids``: the ids that end a reply. ``max_tokens`` per reply and ``max_context`` (prompt and reply together):
+    limits that the agent's own max_tokens can only lower. ``train_side_calls``: whether side calls are trained on; if
+    ``side_endpoint`` is set, it answers them and the policy never sees them. ``max_session_tokens``: the most tokens
+    that one session may hold, over all branches of its tree. ``sampling``: the trainer's parameters (temperature,
+    top_p, ...); a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``).
+    """
 
     engine: Engine
     renderer: Renderer
@@ -52,9 +57,14 @@ class Policy:
 
 @dataclass
 class Counters:
-    """Totals of one session; times in seconds. ``overhead_s`` is the proxy's own work, the engine left out.
-    ``aborted``: generations that nobody waited for any more. ``cache_queries``: prompt tokens of the calls whose engine
-    told how many of them were in its prefix cache, ``cache_hits``: those."""
+    """Counters are the totals of one session; times are in seconds.
+
+    ``retries``: calls that the client marked as retries. ``aborted``: generations that were cancelled because nobody
+    waited for them any more. ``overhead_s``: the proxy's own work, without the engine. ``malformed_calls``: replies
+    with a tool call that could not be read. ``cut_replies``: replies that reached their token limit. ``context_full``:
+    requests refused because the context was full. ``cache_queries``: prompt tokens of the calls for which the engine
+    reported its prefix cache, and ``cache_hits``: those of them that were in it.
+    """
 
     calls: int = 0
     retries: int = 0
@@ -71,43 +81,51 @@ class Counters:
 
 
 def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
-    """The seed of one call of an episode: of the episode's ``seed``, the prompt and the number of replies that this
-    very prompt had before. So what is sampled does not depend on what other calls are under way."""
-    said = b"".join(number.to_bytes(8, "little") for number in (seed, before, *prompt_ids))
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1  # as many bits as engines take
+    """Derive the seed of one call from the episode's ``seed``, the prompt, and the number of replies that it has.
+
+    What is sampled therefore does not depend on which other calls are in progress. The result has 63 bits.
+    """
+    data = b"".join(number.to_bytes(8, "little") for number in (seed, before, *prompt_ids))
+    return (
+        int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    )  # engines take a signed 64-bit integer
 
 
 def closed_error() -> RequestError:
+    """Return the error for a request to a closed session."""
     return RequestError("this session is closed", 410, "not_found_error")
 
 
 class Session:
-    """The calls of one episode. ``secret`` is what its agent authenticates with."""
+    """A Session answers the calls of one episode. Its agent authenticates with ``secret``."""
 
     def __init__(self, episode_id: str, policy: Policy) -> None:
         self.episode_id = episode_id
         self.policy = policy
         self.secret = issue()
         seed = policy.sampling.get("seed")
-        # Some chat templates write the ids of tool calls: where samples are to repeat, so must the ids.
+        # Some chat templates write the ids of tool calls into the prompt, so with a seed the ids must repeat, too.
         self._id = secrets.token_hex(8) if seed is None else f"{seed:016x}"
         self.tree = Tree()
         self.counters = Counters()
         self.closed = False
-        self.tools: dict[str, dict[str, Any]] = {}  # every tool the agent offered, by name
-        self._names: dict[Any, str] = {}  # of the tools that were called, by tool_use id
-        self._said: dict[frozenset[str] | bytes, Node] = {}  # replies, by what their echo is known by
+        self.tools: dict[str, dict[str, Any]] = {}  # every tool that the agent offered, by name
+        self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
+        self._replies: dict[frozenset[str] | bytes, Node] = {}  # tool_use ids, or else key of the text -> sampled node
         self._seen = Seen()
-        self._jobs: dict[int, _Job] = {}  # generations under way, by context node
-        self._counted: tuple[Any, list[int]] | None = None  # what count() encoded last, and for which place
+        self._generations: dict[int, _Generation] = {}  # those in progress, by the index of their context node
+        self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
 
     @property
     def overhead_ms(self) -> float | None:
-        """Mean milliseconds per call that the proxy itself took; None before the first call."""
+        """Return the proxy's own work per call, a mean in milliseconds; None before the first call."""
         return 1e3 * self.counters.overhead_s / self.counters.calls if self.counters.calls else None
 
-    def prepare(self, request: WireRequest, retry: bool) -> Turn:
-        """Match and encode a request; no waiting. Raises RequestError."""
+    def prepare(self, request: WireRequest, retry: bool) -> Call:
+        """Match a request with the tree and encode what is new in it.
+
+        ``retry``: the client says that it asks this again. Raises RequestError.
+        """
         if self.closed:
             raise closed_error()
         began = time.perf_counter()
@@ -118,40 +136,40 @@ class Session:
             ids = self._encode(talk, match)
             if self.tree.tokens + len(ids) > self.policy.max_session_tokens:
                 limit = self.policy.max_session_tokens
-                raise RequestError(f"this session holds all the {limit} tokens it may", 413, "request_too_large")
+                raise RequestError(f"the session would hold over {limit} tokens, its limit", 413, "request_too_large")
             context = self.tree.add_context(match.base, talk.head.key, match.rest, ids)
         limit = min(self.policy.max_tokens, self.policy.max_context - context.length)
         if request.max_tokens > 0:
             limit = min(limit, request.max_tokens)
         if limit < 1:
             self.counters.context_full += 1
-            # Claude Code knows this wording and compacts instead of giving up.
+            # Claude Code recognises this wording and compacts the conversation instead of giving up.
             raise RequestError(f"prompt is too long: {context.length} tokens > {self.policy.max_context} maximum")
         side = request.model == SIDE_MODEL
         self.counters.calls += 1
         self.counters.retries += retry
         self.counters.side_calls += side
         self.tools.update((tool["function"]["name"], tool) for tool in talk.head.tools)
+        # A retry, or a request whose reply never reached the client, gets the reply that was sampled for it.
         before = next((child for child in context.children if retry or not child.delivered), None)
-        turn = Turn(
+        call = Call(
             session=self,
             context=context,
-            # A client that forbids tools for this reply gets what looks like a call as text.
+            # If the client forbids tools for this reply, what looks like a call stays text.
             tools=() if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools,
             max_tokens=limit,
             stop=tuple(stop for stop in request.stop_sequences if stop),
             trained=self.policy.train_side_calls or not side,
-            before=before,
-            # The same for everyone who waits for this sample.
+            # All clients that wait for the same generation are sent the same id.
             message_id=before.reply.id
             if before and before.reply
             else f"msg_{self._id}{context.index:04x}{len(context.children):02x}",
         )
         self.counters.overhead_s += time.perf_counter() - began
-        return turn
+        return call
 
     def count(self, request: WireRequest) -> int:
-        """Prompt tokens that this request would have; nothing is added to the tree. Raises RequestError."""
+        """Return the number of prompt tokens of a request without adding it to the tree. Raises RequestError."""
         talk = conversation(request, self._seen)
         match = self.tree.match(talk.head.key, talk.spans)
         if match.context is not None:
@@ -161,77 +179,78 @@ class Session:
         return (match.base.length if match.base else 0) + len(ids)
 
     def close(self) -> None:
-        """No further request is answered; generations under way are aborted."""
+        """Refuse further requests and abort the generations in progress."""
         self.closed = True
-        for job in self._jobs.values():
-            job.task.cancel()
+        for generation in self._generations.values():
+            generation.task.cancel()
 
     def _encode(self, talk: Conversation, match: Match) -> list[int]:
         if self._counted is not None and self._counted[0] == _place(talk, match):
             return self._counted[1]
         base, ids, messages = match.base, [], []
         for span in match.rest:
-            said = self._said.get(span.tool_ids or span.key) if span.assistant and messages else None
-            if said is None:
+            reply = self._replies.get(span.tool_ids or span.key) if span.assistant and messages else None
+            if reply is None:
                 messages += span.chat
                 continue
-            # A reply of ours in a new place (Claude Code keeps the last ones over a compaction): its own tokens.
-            ids += [*self._render(talk, base, messages), *said.ids]
-            base, messages = said, []
+            # A reply of ours in a new place (Claude Code keeps the last ones when it compacts) keeps its own tokens.
+            ids += [*self._render(talk, base, messages), *reply.ids]
+            base, messages = reply, []
         return [*ids, *self._render(talk, base, messages)]
 
     def _render(self, talk: Conversation, base: Node | None, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of ``messages`` behind the reply ``base``, or of a first prompt. Raises RequestError."""
+        """Encode ``messages`` after the reply ``base``, or as a first prompt if that is None. Raises RequestError."""
         for message in messages:
             if name := self._names.get(message.get("tool_call_id")):
-                message["name"] = name  # some templates write it, and a tool result has the call's id only
-        try:
-            if base is None:
-                system = [{"role": "system", "content": talk.head.system}] if talk.head.system else []
-                return self.policy.renderer.start(system + messages, list(talk.head.tools))
-            return self.policy.renderer.extend(base.ids[-_TAIL:], base.ended, messages)
-        except RenderError as error:
-            raise RequestError(f"messages: {error}") from error
+                message["name"] = name  # some templates write it, and a tool result has only the call's id
+        if base is None:
+            system = [{"role": "system", "content": talk.head.system}] if talk.head.system else []
+            return self.policy.renderer.start(system + messages, list(talk.head.tools))
+        return self.policy.renderer.extend(base.ids[-_TAIL:], base.ended, messages)
 
     @contextlib.contextmanager
-    def sampling(self, turn: Turn) -> Generator[asyncio.Future[Node]]:
-        """Ask the engine; who asks for the same again joins the generation under way. When the last one leaves before
-        it is done, it is aborted: what nobody receives is not worth sampling. The future, which is not to be
-        cancelled, ends with the node, an EngineError, or cancelled when the session is closed."""
-        for child in turn.context.children:
-            if child.reply is not None and child.reply.id == turn.message_id:
+    def sampling(self, call: Call) -> Generator[asyncio.Future[Node]]:
+        """Start sampling a call's reply, or join the generation that is already in progress for the same context.
+
+        Yields a future of the sampled node, which the caller must not cancel. It ends with an EngineError if the
+        engine fails, and is cancelled when the session is closed. When the last caller leaves the block before the
+        generation is done, it is aborted, because nobody would receive the reply.
+        """
+        for child in call.context.children:
+            if child.reply is not None and child.reply.id == call.message_id:
                 known = asyncio.get_running_loop().create_future()
                 known.set_result(child)
                 yield known
                 return
-        job = self._jobs.get(turn.context.index)
-        if job is None:
-            job = self._jobs[turn.context.index] = _Job(asyncio.create_task(self._generate(turn)))
-            job.task.add_done_callback(lambda _: self._forget(turn.context.index, job))
-        job.waiting += 1
+        index = call.context.index
+        generation = self._generations.get(index)
+        if generation is None:
+            generation = self._generations[index] = _Generation(asyncio.create_task(self._generate(call)))
+            generation.task.add_done_callback(lambda _: self._forget(index, generation))
+        generation.waiting += 1
         try:
-            yield job.task
+            yield generation.task
         finally:
-            job.waiting -= 1
-            if not job.waiting and not job.task.done():
-                self._forget(turn.context.index, job)
+            generation.waiting -= 1
+            if not generation.waiting and not generation.task.done():
+                self._forget(index, generation)
                 self.counters.aborted += 1
-                job.task.cancel()
+                generation.task.cancel()
 
-    def _forget(self, index: int, job: _Job) -> None:
-        if self._jobs.get(index) is job:
-            del self._jobs[index]
-        if job.task.done() and not job.task.cancelled():
-            job.task.exception()  # seen: a failure that nobody waited for is not worth a warning at exit
+    def _forget(self, index: int, generation: _Generation) -> None:
+        if self._generations.get(index) is generation:
+            del self._generations[index]
+        if generation.task.done() and not generation.task.cancelled():
+            generation.task.exception()  # retrieved, so that asyncio does not warn of a failure that nobody awaited
 
-    async def _generate(self, turn: Turn) -> Node:
+    async def _generate(self, call: Call) -> Node:
         policy = self.policy
-        sampling: dict[str, Any] = {**policy.sampling, "max_tokens": turn.max_tokens}
-        if turn.stop:
-            sampling["stop"] = list(turn.stop)
-        prompt_ids = turn.context.path_ids()
+        sampling: dict[str, Any] = {**policy.sampling, "max_tokens": call.max_tokens}
+        if call.stop:
+            sampling["stop"] = list(call.stop)
+        prompt_ids = call.context.path_ids()
         if "seed" in sampling:
-            sampling["seed"] = call_seed(sampling["seed"], prompt_ids, len(turn.context.children))
+            sampling["seed"] = call_seed(sampling["seed"], prompt_ids, len(call.context.children))
         began = time.perf_counter()
         try:
             done = await policy.engine.generate(self.episode_id, prompt_ids, sampling)
@@ -241,43 +260,43 @@ class Session:
         sampled = time.perf_counter()
         self.counters.engine_s += sampled - began
         if done.cached is not None:
-            self.counters.cache_queries += turn.context.length
+            self.counters.cache_queries += call.context.length
             self.counters.cache_hits += done.cached
-        node = self._keep(turn, done)
+        node = self._keep(call, done)
         self.counters.overhead_s += time.perf_counter() - sampled
         return node
 
-    def _keep(self, turn: Turn, done: Completion) -> Node:
-        """Put a completion into the tree, with the reply that is read out of it."""
+    def _keep(self, call: Call, done: Completion) -> Node:
+        """Add a completion to the tree, with the reply that it is parsed into."""
         policy = self.policy
         ids, ended = done.ids, bool(done.ids) and done.ids[-1] in policy.end_ids
         text = self._decode(ids[:-1] if ended else ids)
-        at, stop = min(((text.find(stop), stop) for stop in turn.stop if stop in text), default=(-1, None))
+        at, stop = min(((text.find(stop), stop) for stop in call.stop if stop in text), default=(-1, None))
         if stop is not None:
-            # An engine may go on a little after a stop sequence; what the client never sees was never said.
+            # An engine may go on a little after a stop sequence. The client is not sent that, so it is not kept.
             keep = bisect.bisect_left(range(len(ids)), True, key=lambda n: stop in self._decode(ids[: n + 1])) + 1
             ids, ended = ids[:keep], False
             text = self._decode(ids)
-        parsed = policy.parser.parse(text if stop is None else text[:at], turn.tools)
-        number = turn.message_id.removeprefix("msg_")
+        parsed = policy.parser.parse(text if stop is None else text[:at], call.tools)
+        number = call.message_id.removeprefix("msg_")
         blocks = [
             b | {"id": f"toolu_{number}{i:02x}"} if b["type"] == "tool_use" else b for i, b in enumerate(parsed.blocks)
         ]
         self._names.update((block["id"], block["name"]) for block in blocks if block["type"] == "tool_use")
         self.counters.malformed_calls += parsed.malformed
-        cut = not ended and stop is None and len(ids) >= turn.max_tokens
+        cut = not ended and stop is None and len(ids) >= call.max_tokens
         self.counters.cut_replies += cut
-        calls = any(block["type"] == "tool_use" for block in blocks)
+        uses = any(block["type"] == "tool_use" for block in blocks)
         reply = Reply(
-            id=turn.message_id,
+            id=call.message_id,
             blocks=tuple(blocks),
-            stop_reason="stop_sequence" if stop else "max_tokens" if cut else "tool_use" if calls else "end_turn",
-            input_tokens=turn.context.length,
+            stop_reason="stop_sequence" if stop else "max_tokens" if cut else "tool_use" if uses else "end_turn",
+            input_tokens=call.context.length,
             output_tokens=len(ids),
             stop_sequence=stop,
         )
         node = self.tree.add_sampled(
-            turn.context,
+            call.context,
             ids,
             done.logprobs[: len(ids)],
             reply,
@@ -285,10 +304,10 @@ class Session:
             ended=ended,
             versions=done.versions[: len(ids)],
             experts=done.experts,
-            trained=turn.trained,
-            tools_allowed=bool(turn.tools),
+            trained=call.trained,
+            tools_allowed=bool(call.tools),
         )
-        self._said[reply.tool_ids or text_key(reply.text)] = node
+        self._replies[reply.tool_ids or text_key(reply.text)] = node
         return node
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -296,8 +315,8 @@ class Session:
 
 
 @dataclass(eq=False)
-class _Job:
-    """A generation under way and how many wait for it."""
+class _Generation:
+    """A generation in progress, and the number of callers that wait for it."""
 
     task: asyncio.Task[Node]
     waiting: int = 0
@@ -308,9 +327,12 @@ def _place(talk: Conversation, match: Match) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A request that was matched and encoded and now waits for its reply. ``before``: the reply that it is given
-    again, because this is a retry or the first try never reached the client."""
+class Call:
+    """A Call is a request that was matched and encoded and now needs a reply.
+
+    ``max_tokens`` and ``stop`` apply to that reply, and ``tools`` (in chat form) are those it may call.
+    ``message_id`` is the reply's id, which is that of an earlier reply to ``context`` if that one is to be sent again.
+    """
 
     session: Session
     context: Node
@@ -318,10 +340,9 @@ class Turn:
     max_tokens: int
     stop: tuple[str, ...]
     trained: bool
-    before: Node | None
     message_id: str
 
     async def reply(self) -> Node:
-        """Raises EngineError, and CancelledError when the session is closed."""
+        """Return the sampled reply. Raises EngineError, and CancelledError when the session is closed."""
         with self.session.sampling(self) as sampled:
             return await asyncio.shield(sampled)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.proxy.messages import Reply, Span, partings, text_key
+from rollout.proxy.messages import Span, partings, text_key
+from rollout.proxy.replies import Reply
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from rollout import SIDE_MODEL
 from rollout.proxy.messages import decode_request
-from rollout.proxy.session import Session, Turn
+from rollout.proxy.session import Call, Session
 from rollout.proxy.tree import Node
 from tests.kit import CharRenderer, QueueEngine, char_policy
 
@@ -46,7 +46,7 @@ class Client(RuleBasedStateMachine):
         if hasattr(self, "loop"):
             self.loop.close()
 
-    def turn(self, messages: list[dict[str, Any]], retry: bool = False, **more: Any) -> Turn:
+    def turn(self, messages: list[dict[str, Any]], retry: bool = False, **more: Any) -> Call:
         body = {"model": "m", "max_tokens": 1000, "system": "sys", "messages": messages, **more}
         return self.session.prepare(decode_request(json.dumps(body).encode()), retry)
 

@@ -5,17 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollout.proxy.messages import (
-    Conversation,
-    Reply,
-    RequestError,
-    Seen,
-    conversation,
-    decode_request,
-    reply_events,
-    reply_json,
-    text_key,
-)
+from rollout.proxy.messages import Conversation, RequestError, Seen, conversation, decode_request, text_key
+from rollout.proxy.replies import Reply, reply_events, reply_json
 
 
 def talk(messages: list[dict[str, Any]], **fields: Any) -> Conversation:

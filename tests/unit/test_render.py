@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl.quickstart.policy import make_tokenizer
-from rollout.proxy.render import ChatTemplateRenderer, RenderError, known_family
+from rollout.proxy.messages import RequestError
+from rollout.proxy.render import ChatTemplateRenderer, known_family
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "fix it"}]
 GLM = (
@@ -108,10 +109,10 @@ def test_a_system_message_that_the_template_refuses_later_on_is_the_users() -> N
     assert later == whole(tokenizer, [*TALK, {"role": "user", "content": "note"}])
 
 
-def test_what_a_template_cannot_write_is_a_render_error() -> None:
+def test_what_a_template_refuses_is_a_request_error() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('never') }}"
-    with pytest.raises(RenderError, match="never"):
+    with pytest.raises(RequestError, match="never"):
         ChatTemplateRenderer.start(_unchecked(tokenizer), TALK, [])
 
 

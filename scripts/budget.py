@@ -47,6 +47,7 @@ ONE_TASK = (
     "rollout/records.py",
     "rollout/agent/*.py",
     "rollout/proxy/messages.py",
+    "rollout/proxy/replies.py",
     "rollout/proxy/tree.py",
     "rollout/proxy/session.py",
     "rollout/proxy/render.py",

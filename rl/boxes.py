@@ -1,121 +1,319 @@
-"""What can be known to be wrong with boxes before one is booted: engine, program, isolation, images.
+"""This module tells the framework about each kind of box (``sandbox.kind``): a class per kind, all in ``KINDS``.
 
-The part of ``rl.checks`` that asks the machine about its sandboxes.
+A class reads the config group ``sandbox`` of its kind; the boxes themselves are in the kind's folder below
+``rollout/sandbox``. As a program, it pulls and seals the images of task files and reports what was found in them:
+
+    python -m rl.boxes TASKS.parquet ... sandbox=docker [sandbox.image_budget_gb=100]
 """
 
+import argparse
+import asyncio
+import json
 import os
 import shutil
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from rewards.task import Task
-from rl.config import ConfigError
-from rl.setup import is_snapshot, sif_cache
-from rollout.sandbox import SandboxError
+from rewards.task import Task, load_tasks
+from rl.config import ConfigError, compose
+from rollout.episode import Boot
+from rollout.sandbox import Limits, Sandbox, SandboxError
 from rollout.sandbox.apptainer import cli as apptainer_cli
-from rollout.sandbox.docker import images
+from rollout.sandbox.apptainer import images as apptainer_images
+from rollout.sandbox.apptainer.box import boot_apptainer
+from rollout.sandbox.docker import images as docker_images
+from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.docker.engine import checked, engine
 from rollout.sandbox.local import bwrap
+from rollout.sandbox.local.box import boot_local
+from rollout.sandbox.sealing import Source, Wanted
+
+Say = Callable[[str], None]
+Count = Callable[[int, int], None]
 
 
-def box_numbers(cfg: DictConfig) -> tuple[str, ...]:
-    """The keys of limits that must be numbers above 0, for boxes that are made from images."""
-    if cfg.sandbox.kind == "local":
-        return ()
-    keys = ("memory_mb", "cpus", "processes", "pull_parallel", *(("disk_mb",) if cfg.sandbox.kind == "docker" else ()))
-    return tuple(f"sandbox.{key}" for key in keys)
+class Kind:
+    """One kind of box, as the config group ``sandbox`` describes it; this base class is a kind without images.
 
-
-def check_boxes(cfg: DictConfig) -> None:
-    """The engine answers, or the isolation that was asked for is there; ``auto`` decides for itself.
-
-    Raises:
-        ConfigError: it does not, or is not.
+    numbers: the keys of the group that must be numbers above 0. from_images: boxes are made from container images,
+    which are pulled and sealed before a run.
     """
-    if cfg.sandbox.kind != "local":
-        (_check_engine if cfg.sandbox.kind == "docker" else _check_apptainer)(cfg)
-        return
-    if OmegaConf.select(cfg, "sandbox.isolation") != "bwrap":
-        return
-    if shutil.which("bwrap") is None:
-        raise ConfigError(
-            "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap or set sandbox.isolation=auto"
-        )
-    if not bwrap.available():
-        raise ConfigError(
-            "sandbox.isolation=bwrap, but bwrap cannot start here (no user namespaces?); "
-            "allow them or set sandbox.isolation=auto"
-        )
+
+    numbers: ClassVar[tuple[str, ...]] = ("cpu_s", "file_mb", "concurrency")
+    from_images: ClassVar[bool] = False
+
+    def __init__(self, sandbox: DictConfig) -> None:
+        self.sandbox = sandbox
+
+    def check(self) -> None:
+        """Raise ConfigError if this machine cannot make such boxes."""
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Raise ConfigError if it is already known that a task's image cannot be had."""
+
+    def boot(self, binary: Path, run: str = "") -> Boot:
+        """Return the function that boots a task's boxes.
+
+        binary: Claude Code's, which is visible at its own path in an agent's box. run: the name of the run, for kinds
+        that label their boxes.
+        """
+        raise NotImplementedError
+
+    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
+        """Pull and seal images ahead; returns a report per instance id, as ``sealing.ahead`` does. Raises
+        SandboxError."""
+        raise NotImplementedError
+
+    def limits(self) -> Limits:
+        """Return the limits that the group names; a kind's group has the keys of those that it enforces."""
+        box = self.sandbox
+        sizes = {f"{name}_bytes": box[f"{name}_mb"] << 20 for name in ("memory", "disk", "file") if f"{name}_mb" in box}
+        return Limits(**sizes, **{name: box[name] for name in ("cpus", "processes", "cpu_s") if name in box})
+
+    def need_base_image(self, snapshots: str) -> None:
+        """Raise ConfigError if boxes need an image for tasks that are local snapshots and none is configured.
+
+        snapshots: which tasks these are, as the start of the message.
+        """
 
 
-def _check_engine(cfg: DictConfig) -> None:
-    try:
-        found = engine()
-        base = cfg.sandbox.base_image
-        if base is None and "quickstart" in cfg:
+class Local(Kind):
+    """Boxes are directories and processes of this machine, isolated by bubblewrap where it works."""
+
+    def check(self) -> None:
+        """Raise ConfigError if bubblewrap was asked for and does not work; ``auto`` decides for itself."""
+        if self.sandbox.isolation != "bwrap":
+            return
+        if shutil.which("bwrap") is None:
             raise ConfigError(
-                "sandbox=docker: the quickstart's tasks are local snapshots, which need sandbox.base_image; "
-                "scripts/task_images.py --base makes one and prints its name"
+                "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap or set sandbox.isolation=auto"
             )
-        if base is not None and images.missing(found, [base]):
-            raise ConfigError(f"sandbox.base_image: no image {base}; scripts/task_images.py --base makes one")
-    except SandboxError as error:
-        raise ConfigError(
-            f"sandbox=docker: {error}; start the engine, set DOCKER_HOST or choose sandbox=local"
-        ) from error
+        if not bwrap.available():
+            raise ConfigError(
+                "sandbox.isolation=bwrap, but bwrap cannot start here (no user namespaces?); "
+                "allow them or set sandbox.isolation=auto"
+            )
+
+    def boot(self, binary: Path, run: str = "") -> Boot:
+        """Return the function that boots a task's boxes; see ``Kind.boot``."""
+        isolation, limits = self.sandbox.isolation, self.limits()
+
+        async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+            binds = {binary: str(binary)} if socket_dir else None
+            return await boot_local(
+                task.snapshot, isolation=isolation, limits=limits, binds=binds, socket_dir=socket_dir
+            )
+
+        return boot
 
 
-def _check_apptainer(cfg: DictConfig) -> None:
-    """The program is there and no older than what is used of it; the cache can be written."""
-    try:
-        apptainer_cli.program()
-    except SandboxError as error:
-        raise ConfigError(
-            f"sandbox=apptainer: {error}; install apptainer, load its module or choose another sandbox"
-        ) from error
-    base = cfg.sandbox.base_image
-    if base is None and "quickstart" in cfg:
-        raise ConfigError(
-            "sandbox=apptainer: the quickstart's tasks are local snapshots, which need sandbox.base_image: a .sif file "
-            "or an image's name"
+class FromImages(Kind):
+    """What kinds of box have in common that start from a task's image."""
+
+    from_images = True
+    numbers = (*Kind.numbers, "memory_mb", "cpus", "processes", "pull_parallel")
+    base_hint: ClassVar[str] = ""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Return how many bytes of disk images may take, None without a limit."""
+        budget = self.sandbox.image_budget_gb
+        return None if budget is None else int(budget * 2**30)
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Raise ConfigError if a task is a local snapshot and there is no image to run it in."""
+        for task in filter(is_snapshot, tasks):
+            self.need_base_image(f"{task.instance_id} is a local snapshot")
+
+    def need_base_image(self, snapshots: str) -> None:
+        """Raise ConfigError if ``sandbox.base_image`` is not set."""
+        if self.sandbox.base_image is None:
+            kind = self.sandbox.kind
+            raise ConfigError(f"{snapshots}, for which sandbox={kind} needs sandbox.base_image{self.base_hint}")
+
+    def source(self, task: Task, socket_dir: Path | None) -> tuple[Source, Path | None]:
+        """Return what a box is made from: the image, and for a local snapshot the directory that is copied into it."""
+        if is_snapshot(task):
+            return Source(self.sandbox.base_image), task.snapshot
+        return source_of(task, grading=socket_dir is None), None
+
+
+class Docker(FromImages):
+    """Boxes are containers of Docker or podman."""
+
+    numbers = (*FromImages.numbers, "disk_mb")
+    base_hint = "; scripts/task_images.py --base makes one and prints its name"
+
+    def check(self) -> None:
+        """Raise ConfigError if no engine answers or it does not have the base image."""
+        base = self.sandbox.base_image
+        try:
+            if docker_images.missing(engine(), [base] if base else []):
+                raise ConfigError(f"sandbox.base_image: no image {base}{self.base_hint}")
+        except SandboxError as error:
+            raise ConfigError(
+                f"sandbox=docker: {error}; start the engine, set DOCKER_HOST or choose sandbox=local"
+            ) from error
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Raise ConfigError if a snapshot has no image to run in, or if the first image that is not here cannot be
+        pulled either.
+
+        The other images are pulled before the run starts, which tells then. So it is for all images with podman, which
+        cannot ask a registry without a pull.
+        """
+        super().check_tasks(tasks)
+        try:
+            lost = docker_images.missing(engine(), (task.image for task in tasks if not is_snapshot(task)))
+            if lost and not engine().podman:
+                checked("missing_image", engine().client.inspect_distribution, lost[0])
+        except SandboxError as error:
+            raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
+
+    def boot(self, binary: Path, run: str = "") -> Boot:
+        """Return the function that boots a task's boxes; see ``Kind.boot``."""
+        limits, budget = self.limits(), self.budget_bytes
+
+        async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+            source, snapshot = self.source(task, socket_dir)
+            return await boot_docker(
+                source,
+                snapshot=snapshot,
+                limits=limits,
+                binds={binary: str(binary)} if socket_dir else None,
+                socket_dir=socket_dir,
+                run=run,
+                budget_bytes=budget,
+            )
+
+        return boot
+
+    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
+        """Pull and seal images ahead; see ``Kind.prepare``."""
+        parallel = self.sandbox.pull_parallel
+        return await docker_images.prepare(
+            wanted, parallel=parallel, budget_bytes=self.budget_bytes, say=say, count=count
         )
-    if base is not None and base.endswith(".sif") and "://" not in base and not Path(base).is_file():
-        raise ConfigError(f"sandbox.base_image: no file {base}")
-    writable(sif_cache(cfg).directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
+
+
+class Apptainer(FromImages):
+    """Boxes are containers of apptainer or SingularityCE, without an engine and without root."""
+
+    @property
+    def cache(self) -> apptainer_images.Cache:
+        """Return the directory of .sif files and its budget."""
+        return apptainer_images.Cache(Path(self.sandbox.cache_dir).expanduser().absolute(), self.budget_bytes)
+
+    def check(self) -> None:
+        """Raise ConfigError if the program is missing or too old, or if the base image or the cache cannot be used."""
+        try:
+            apptainer_cli.program()
+        except SandboxError as error:
+            raise ConfigError(
+                f"sandbox=apptainer: {error}; install apptainer, load its module or choose another sandbox"
+            ) from error
+        base = self.sandbox.base_image
+        if base is not None and base.endswith(".sif") and "://" not in base and not Path(base).is_file():
+            raise ConfigError(f"sandbox.base_image: no file {base}")
+        writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
+
+    def boot(self, binary: Path, run: str = "") -> Boot:
+        """Return the function that boots a task's boxes; see ``Kind.boot``."""
+        limits, cache = self.limits(), self.cache
+
+        async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+            source, snapshot = self.source(task, socket_dir)
+            binds = {binary: str(binary)} if socket_dir else None
+            return await boot_apptainer(
+                source, cache, snapshot=snapshot, limits=limits, binds=binds, socket_dir=socket_dir
+            )
+
+        return boot
+
+    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
+        """Pull and seal images ahead; see ``Kind.prepare``."""
+        parallel = self.sandbox.pull_parallel
+        return await apptainer_images.prepare(self.cache, wanted, parallel=parallel, say=say, count=count)
+
+
+KINDS: dict[str, type[Kind]] = {"local": Local, "docker": Docker, "apptainer": Apptainer}
+
+
+def kind_of(sandbox: DictConfig) -> Kind:
+    """Return the kind of box that a config group ``sandbox`` describes. Raises ConfigError."""
+    if sandbox.kind not in KINDS:
+        raise ConfigError(f"sandbox.kind is {sandbox.kind!r}; it must be one of {', '.join(KINDS)}")
+    return KINDS[sandbox.kind](sandbox)
+
+
+def prepare_images(
+    sandbox: DictConfig, run_dir: Path, tasks: Iterable[Task], say: Say, count: Count | None = None
+) -> None:
+    """Pull and seal the images of a run's tasks, if its boxes are made from images.
+
+    What was found in them that could tell an answer is written to images.json in the run directory. ``say`` is given
+    lines for the user; ``count`` is given how many of how many images are ready. Raises SandboxError.
+    """
+    kind = kind_of(sandbox)
+    wanted = [each for task in tasks if not is_snapshot(task) for each in wanted_of(task)]
+    if not wanted or not kind.from_images:
+        return
+    reports = asyncio.run(kind.prepare(wanted, say, count))
+    (run_dir / "images.json").write_text(json.dumps(reports, indent=1) + "\n")
+    if telling := sum(bool(report["residue"]) for report in reports.values()):
+        say(f"images: {telling} have something in them that could tell the answer; see images.json")
+
+
+def is_snapshot(task: Task) -> bool:
+    """Return whether a task's image is a directory of this machine."""
+    return task.image.startswith("dir:")
+
+
+def source_of(task: Task, *, grading: bool) -> Source:
+    """Return what a task's box is made from; only a box for grading has the paths that are hidden from agents."""
+    hide = () if grading else task.hidden_paths
+    return Source(task.image, task.base_commit, task.setup_patch or "", hide)
+
+
+def wanted_of(task: Task) -> list[Wanted]:
+    """Return the sealed images that a task needs: the agent's, and the one for grading where that is another."""
+    agent, grading = (source_of(task, grading=grading) for grading in (False, True))
+    wanted = [Wanted(task.instance_id, agent, task.FAIL_TO_PASS)]
+    return wanted if agent == grading else [*wanted, Wanted(f"{task.instance_id} (grading)", grading)]
 
 
 def writable(wanted: Path, key: str, advice: str) -> Path:
-    """The directory, or the one above it in which it will be made. Raises ConfigError where that cannot be written."""
+    """Return a directory, or if it does not exist the nearest one above it, in which it will be made.
+
+    Raises:
+        ConfigError: that directory cannot be written. ``key`` and ``advice`` are for the message.
+    """
     place = next(p for p in (wanted, *wanted.parents) if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{key}: cannot write in {place}; {advice}")
     return place
 
 
-def check_images(cfg: DictConfig, tasks: list[Task]) -> None:
-    """With sandbox=docker or apptainer: local snapshots have an image to run in. With docker, the first image that is
-    not here can be had. The others are known when they are pulled, which is before the run starts too; so are all
-    with podman, which cannot ask a registry without a pull.
-
-    Raises:
-        ConfigError: a snapshot has none, or the first image cannot be had.
-    """
-    kind = cfg.sandbox.kind
-    if kind == "local":
-        return
-    snapshots = [task for task in tasks if is_snapshot(task)]
-    if snapshots and cfg.sandbox.base_image is None:
-        hint = "; scripts/task_images.py --base makes one and prints its name" if kind == "docker" else ""
-        raise ConfigError(
-            f"{snapshots[0].instance_id} is a local snapshot, which sandbox={kind} needs sandbox.base_image for{hint}"
-        )
-    if kind != "docker":
-        return
+def main() -> None:
+    """Pull and seal the images of task files, and print what was found in them."""
+    parser = argparse.ArgumentParser(prog="python -m rl.boxes", description="Pull and seal task images.")
+    parser.add_argument("tasks", nargs="+", help="parquet files of tasks, and config overrides such as sandbox=docker")
+    given = parser.parse_args().tasks
+    overrides = [word for word in given if "=" in word]
+    tasks = [task for path in given if path not in overrides for task in load_tasks(Path(path))]
     try:
-        found = engine()
-        lost = images.missing(found, (task.image for task in tasks if not is_snapshot(task)))
-        for image in [] if found.podman else lost[:1]:
-            checked("missing_image", found.client.inspect_distribution, image)
-    except SandboxError as error:
-        raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
+        kind = kind_of(compose(overrides).sandbox)
+        if not kind.from_images:
+            raise ConfigError(f"sandbox={kind.sandbox.kind} makes boxes without images; give another kind")
+        reports = asyncio.run(kind.prepare([each for task in tasks for each in wanted_of(task)], print))
+    except (ConfigError, SandboxError) as error:
+        raise SystemExit(f"images: {error}") from error
+    for instance_id, report in reports.items():
+        print(f"{instance_id}: {'; '.join(report['residue']) or 'no residue'}")
+
+
+if __name__ == "__main__":
+    main()

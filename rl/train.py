@@ -139,9 +139,9 @@ def stopped(end: stop.Ended, run: Run, screen: Screen) -> int:
 
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
 def main(cfg: DictConfig) -> None:
+    from rl.boxes import prepare_images
     from rl.checks import check, check_family, check_loggers, check_model, check_packages, check_tasks
     from rl.run.scratch import noted, remove_socket_directory, socket_directory
-    from rl.setup import prepare_images
 
     screen = Screen()
     try:
@@ -174,8 +174,7 @@ def main(cfg: DictConfig) -> None:
         prepare(cfg, screen)
         if cfg.data.custom_cls.path == "pkg://rl.dataset":  # else the files are another dataset's
             tasks = check_tasks(cfg)
-            if cfg.sandbox.kind != "local":
-                prepare_images(cfg, tasks, screen.say, functools.partial(screen.show, "images"))
+            prepare_images(cfg.sandbox, run.dir, tasks, screen.say, functools.partial(screen.show, "images"))
         screen.show("checking the model")
         check_model(cfg)
         check_family(cfg)  # last: it imports verl, which is needed from here on anyway

@@ -16,10 +16,10 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rewards.task import Task, TaskError, load_tasks
-from rl.boxes import box_numbers, check_boxes, check_images, writable
+from rl.boxes import is_snapshot, kind_of, writable
 from rl.checks.keys import check_keys
 from rl.config import ConfigError
-from rl.setup import agent_from, is_snapshot, rules_from, shape_from
+from rl.setup import agent_from, rules_from, shape_from
 from rollout.proxy.parsers import FORMATS
 
 GIB = 2**30
@@ -34,9 +34,6 @@ POSITIVE = (
     "cluster.start_timeout_s",
     "agent.max_turns",
     "agent.timeout_s",
-    "sandbox.cpu_s",
-    "sandbox.file_mb",
-    "sandbox.concurrency",
     "grading.timeout_s",
     "data.train_batch_size",
     "data.max_prompt_length",
@@ -94,8 +91,11 @@ def check_episodes(cfg: DictConfig) -> None:
     """
     _check_agent(cfg)
     _check_proxy(cfg)
-    _check_positive(cfg, box_numbers(cfg))
-    check_boxes(cfg)
+    boxes = kind_of(cfg.sandbox)
+    _check_positive(cfg, (f"sandbox.{key}" for key in boxes.numbers))
+    boxes.check()
+    if "quickstart" in cfg:
+        boxes.need_base_image("the quickstart's tasks are local snapshots")
     _check_grading(cfg)
 
 
@@ -106,7 +106,7 @@ def check_task_files(cfg: DictConfig, key: str) -> list[Task]:
         ConfigError: for the first file, row or image that is wrong.
     """
     tasks = [task for _, task in _load(cfg, key).values()]
-    check_images(cfg, tasks)
+    kind_of(cfg.sandbox).check_tasks(tasks)
     return tasks
 
 
@@ -131,7 +131,7 @@ def check_tasks(cfg: DictConfig) -> list[Task]:
             "a step needs that many different ones"
         )
     tasks = [task for _, task in (*train.values(), *held_out.values())]
-    check_images(cfg, tasks)
+    kind_of(cfg.sandbox).check_tasks(tasks)
     return tasks
 
 
@@ -443,4 +443,5 @@ def _usable(cfg: DictConfig) -> Callable[[Task], Any]:
         if not task.snapshot.is_dir():
             raise TaskError(f"{task.instance_id}: image: no directory {task.snapshot}")
 
-    return local if cfg.sandbox.kind == "local" else lambda task: local(task) if is_snapshot(task) else None
+    images = kind_of(cfg.sandbox).from_images
+    return lambda task: None if images and not is_snapshot(task) else local(task)

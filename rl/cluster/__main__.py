@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from rl.boxes import kind_of, prepare_images
 from rl.checks import check, check_tasks
 from rl.cluster.link import Head, Link, NodeError, Place
 from rl.cluster.ray import RayNode, answers, gpu_nodes, joined, reachable
@@ -40,7 +41,6 @@ from rl.cluster.stage import stage
 from rl.config import ConfigError, compose
 from rl.run import stop
 from rl.run.programs import free_port, tied
-from rl.setup import prepare_images
 from rollout.sandbox import SandboxError
 
 Say = Callable[[str], None]
@@ -102,9 +102,8 @@ def prepare_node(cfg: DictConfig, logs: Path, say: Say) -> dict[str, Any]:
     check(cfg)
     if cfg.prepare:
         return {}
-    if cfg.sandbox.kind != "local" and cfg.data.custom_cls.path == "pkg://rl.dataset":
-        own = OmegaConf.merge(cfg, {"run": {"dir": str(logs)}})  # each node reports on its own images
-        prepare_images(own, check_tasks(cfg), say)
+    if kind_of(cfg.sandbox).from_images and cfg.data.custom_cls.path == "pkg://rl.dataset":
+        prepare_images(cfg.sandbox, logs, check_tasks(cfg), say)  # each node reports on its own images
     return stage(cfg, say) if cfg.cluster.stage_dir else {}
 
 

@@ -223,8 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import hydra.errors
     import omegaconf.errors
 
+    from rl.boxes import kind_of
     from rl.config import compose
-    from rl.setup import boot_from, rules_from
+    from rl.setup import rules_from
 
     screen = Screen(every_s=10.0)
     try:
@@ -234,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = admit(
             args.tasks,
             args.out,
-            boot_from(config, Path(os.devnull)),  # boxes for grading: no agent is bound into them
+            kind_of(config.sandbox).boot(Path(os.devnull)),  # boxes for grading: no agent is bound into them
             tries=args.tries,
             jobs=args.jobs,
             timeout_s=config.grading.timeout_s,

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from rewards.grade import warm_up
 from rewards.task import Task
 from rl.batch import JournalError
+from rl.boxes import prepare_images
 from rl.config import ConfigError
 from rl.evaluate import compare, config, results, serve
 from rl.evaluate.config import Weights
@@ -130,12 +131,8 @@ async def _play(
     screen: Screen,
 ) -> None:
     out = evaluation.dir
-    if cfg.sandbox.kind != "local":
-        from rl.setup import prepare_images
-
-        episodes = config.episode_config(cfg, "", _HOSTED_CONTEXT, out)
-        count = functools.partial(screen.show, "images")
-        await asyncio.to_thread(prepare_images, episodes, [task for task, _ in wanted], screen.say, count)
+    count = functools.partial(screen.show, "images")
+    await asyncio.to_thread(prepare_images, cfg.sandbox, out, [task for task, _ in wanted], screen.say, count)
     async with contextlib.AsyncExitStack() as stack:
         sockets = out / "socket_dir"
         socket_directory(sockets)

@@ -20,7 +20,7 @@ from rl.run.checkpoints import newest
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config: what an experiment sets is taken from it.
 _TRAINING = ("experiment", "scale")
-_POSITIVE = ("samples", "agent.max_turns", "agent.timeout_s", "sandbox.cpu_s", "sandbox.file_mb", "sandbox.concurrency")
+_POSITIVE = ("samples", "agent.max_turns", "agent.timeout_s")
 _POSITIVE += ("grading.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
 # Of the groups above, what decides how fast it goes and not how an episode ends.

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from rl.boxes import kind_of
 from rl.plan.layout import REF, Engine, Episodes, Trainer, engine_of, episodes_of, select, trainer_of
 from rl.plan.memory import GIB, Ledger, engine_weights, gradients, ledger, moments, weights
 from rl.plan.model import Shape
@@ -80,7 +81,7 @@ def disk(cfg: DictConfig, shape: Shape, trainer: Trainer, episodes: Episodes) ->
     """Images and boxes on a node's own disk, checkpoints where the run is."""
     tasks = count_tasks(cfg)
     budget = select(cfg, "sandbox.image_budget_gb")
-    images = tasks * cfg.plan.image_gb if cfg.sandbox.kind != "local" else 0
+    images = tasks * cfg.plan.image_gb if kind_of(cfg.sandbox).from_images else 0
     images = min(images, budget) if budget else images
     local = ledger(
         DISK,

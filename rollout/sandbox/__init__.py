@@ -65,6 +65,24 @@ class ExecResult:
     wall_s: float
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a box; each kind of box says which of them it enforces.
+
+    Of the whole box: memory_bytes (there is no swap), cpus, processes (threads count), disk_bytes of added or changed
+    files. Of each process in it: cpu_s, seconds of CPU time; file_bytes, the largest file that it may write;
+    open_files, file descriptors.
+    """
+
+    memory_bytes: int = 4 * 2**30
+    cpus: float = 2.0
+    processes: int = 1024
+    disk_bytes: int = 8 * 2**30
+    cpu_s: int = 3600
+    file_bytes: int = 2 * 2**30
+    open_files: int = 4096
+
+
 class Sandbox(Protocol):
     """Paths are paths as seen INSIDE the box."""
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, SandboxError, failed, files
+from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, Limits, SandboxError, failed, files
 from rollout.sandbox.treediff import Directory, Tree, patch_between
 
 logger = logging.getLogger(__name__)
@@ -30,21 +30,6 @@ _WORKSPACE = "code-rl-sandboxes-"
 
 
 _GONE_S = 5.0  # how long killed processes may take to be gone
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of each process in the box.
-
-    cpu_s: seconds of CPU time. file_bytes: the largest file it may write. open_files: descriptors.
-    processes: of the whole box; enforced with bwrap when this process does not run as root (the kernel
-    counts per user, and exempts root).
-    """
-
-    cpu_s: int = 3600
-    file_bytes: int = 2 * 2**30
-    open_files: int = 4096
-    processes: int = 1024
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rewards.task import Task
 from rollout.sandbox import SandboxError
 
 logger = logging.getLogger(__name__)
@@ -48,12 +47,6 @@ class Source:
     base_commit: str = ""
     setup_patch: str = ""
     hide: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, task: Task, *, grading: bool) -> Source:
-        """Of an agent's box; one for grading has the paths that are hidden from agents."""
-        hide = () if grading else task.hidden_paths
-        return cls(task.image, task.base_commit, task.setup_patch or "", hide)
 
     @property
     def name(self) -> str:
@@ -116,13 +109,6 @@ class Wanted:
     instance_id: str
     source: Source
     tests: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, task: Task) -> list[Wanted]:
-        """The agent's, and the one for grading if it is another."""
-        agent, grading = (Source.of(task, grading=grading) for grading in (False, True))
-        made = [cls(task.instance_id, agent, task.FAIL_TO_PASS)]
-        return made if agent == grading else [*made, cls(f"{task.instance_id} (grading)", grading)]
 
 
 async def ahead(

@@ -22,8 +22,7 @@ from omegaconf import OmegaConf
 from rewards.task import Task
 from rl.setup import rules_from
 from rollout.episode import Boot
-from rollout.sandbox import Sandbox
-from rollout.sandbox.directory import Limits
+from rollout.sandbox import Limits, Sandbox
 from rollout.sandbox.docker import box as docker
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.engine import engine
@@ -68,9 +67,7 @@ async def _kill_bwrap(box: Sandbox) -> None:
                 os.kill(int(name), signal.SIGKILL)
 
 
-_DOCKER = docker.Limits(
-    memory_bytes=256 * 2**20, processes=128, disk_bytes=48 * 2**20, cpu_s=60, file_bytes=_FILE_BYTES
-)
+_DOCKER = Limits(memory_bytes=256 * 2**20, processes=128, disk_bytes=48 * 2**20, cpu_s=60, file_bytes=_FILE_BYTES)
 
 
 async def boot_container(task: Task, socket_dir: Path | None, image: str = "") -> Sandbox:

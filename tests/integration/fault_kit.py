@@ -22,9 +22,9 @@ from docker.errors import DockerException
 from rewards.task import Task
 from rewards.verdict import Reason
 from rl.agent_loop import metrics_line, outputs
+from rl.boxes import kind_of
 from rl.config import compose
 from rl.metrics.episodes import fold
-from rl.setup import boot_from
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.server import ProxyServer
@@ -67,7 +67,7 @@ class Stand:
         base = made(task_images().base_image, docker_engine.engine())
         config = compose(["sandbox=docker", f"sandbox.base_image={base}", *options])
         binary = find_binary(None)
-        inner = boot_from(config, binary)
+        inner = kind_of(config.sandbox).boot(binary)
 
         async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
             box = await inner(task, socket_dir)

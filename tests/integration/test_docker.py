@@ -20,9 +20,9 @@ import pytest_asyncio
 import uvloop
 from docker.errors import APIError
 
-from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError
+from rollout.sandbox import PATCH_CAP, Limits, PatchTooLarge, SandboxError
 from rollout.sandbox.docker import images
-from rollout.sandbox.docker.box import DockerSandbox, Limits, boot_docker
+from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import Engine, engine
 from rollout.sandbox.local.box import boot_local
 from tests.docker_kit import REPOSITORY, history, left, small_image, task_images

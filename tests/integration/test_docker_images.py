@@ -335,6 +335,6 @@ def test_the_command_reports_every_task(found: Engine, tmp_path: Path) -> None:
     kit = task_images()
     task = asyncio.run(made(kit.make_task, found, kit.RECIPES[0]))
     kit.write_parquet(tmp_path / "tasks.parquet", [task])
-    command = [sys.executable, "-m", "rollout.sandbox.docker.images", str(tmp_path / "tasks.parquet")]
+    command = [sys.executable, "-m", "rl.boxes", str(tmp_path / "tasks.parquet"), "sandbox=docker"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout == f"images: 1 of 1 ready\n{task.instance_id}: no residue\n", done

@@ -17,14 +17,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rewards.grade import grade
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason
+from rl.boxes import kind_of, prepare_images
 from rl.cluster.__main__ import log_directory, prepare_node
 from rl.config import compose
-from rl.setup import boot_from, prepare_images
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
@@ -92,7 +92,7 @@ def test_admission_takes_the_tasks_that_grade_right(tasks: list[Task], tmp_path:
 async def test_nothing_goes_wrong_that_a_verdict_hides(tasks: list[Task], config: DictConfig) -> None:
     task = tasks[0]
     assert task.patch is not None and task.FAIL_TO_PASS and task.PASS_TO_PASS
-    boot = functools.partial(boot_from(config, Path(os.devnull)), task, None)
+    boot = functools.partial(kind_of(config.sandbox).boot(Path(os.devnull)), task, None)
     gold = await grade(task, task.patch.encode(), boot, timeout_s=120)
     none = await grade(task, None, boot, timeout_s=120)
     assert (gold.reward, none.reason, none.reward) == (1.0, Reason.TESTS_FAILED, 0.0), (gold, none)
@@ -104,7 +104,7 @@ async def test_nothing_goes_wrong_that_a_verdict_hides(tasks: list[Task], config
 
 def test_images_are_ready_before_a_run(tasks: list[Task], config: DictConfig, tmp_path: Path) -> None:
     said: list[str] = []
-    prepare_images(OmegaConf.merge(config, {"run": {"dir": str(tmp_path)}}), tasks, said.append)
+    prepare_images(config.sandbox, tmp_path, tasks, said.append)
     report = json.loads((tmp_path / "images.json").read_text())
     assert [report[task.instance_id]["residue"] for task in tasks] == [[]] * len(tasks)
     assert said[-1] == "images: 6 of 6 ready"
@@ -153,7 +153,7 @@ async def proxy() -> AsyncIterator[ProxyServer]:
 def setup(proxy: ProxyServer, config: DictConfig, engine: Any) -> Setup:
     binary = find_binary(None)
     agent = ClaudeCode(binary, 8, 90, 2000, system_prompt="Repair the code.", tools=("Edit", "Read", "Bash"), bare=True)
-    return Setup(char_policy(engine), proxy, boot_from(config, binary), agent, grade_timeout_s=120)
+    return Setup(char_policy(engine), proxy, kind_of(config.sandbox).boot(binary), agent, grade_timeout_s=120)
 
 
 @pytest.mark.claude

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 from docker.errors import APIError
 
+from rollout.sandbox import Limits
 from rollout.sandbox.docker import images
-from rollout.sandbox.docker.box import Limits, boot_docker
+from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.docker.engine import engine
 from tests.docker_kit import REPOSITORY, made, small_image
 from tests.integration.fault_kit import OwnEngine, running, used

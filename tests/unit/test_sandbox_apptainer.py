@@ -26,13 +26,13 @@ import pytest_asyncio
 from rewards.grade import grade
 from rewards.task import load_tasks
 from rewards.verdict import Reason
+from rl.boxes import kind_of, prepare_images
 from rl.config import compose
 from rl.quickstart.tasks import make_tasks
-from rl.setup import boot_from, prepare_images
-from rollout.sandbox import SandboxError
+from rollout.sandbox import Limits, SandboxError
 from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.apptainer import images as apptainer_images
-from rollout.sandbox.apptainer.box import ApptainerSandbox, Limits, boot_apptainer
+from rollout.sandbox.apptainer.box import ApptainerSandbox, boot_apptainer
 from rollout.sandbox.apptainer.images import Cache, TarTree, evict, prepare, sealed
 from rollout.sandbox.sealing import Source, Wanted
 from rollout.sandbox.treediff import Directory
@@ -479,7 +479,7 @@ async def test_images_are_made_once_and_reported(stub: Stub, cache: Cache) -> No
 def test_processes_share_the_work(stub: Stub, cache: Cache) -> None:
     stub.cannot(pull_s=0.5)
     code = (
-        "import asyncio, sys, pathlib; from rollout.sandbox import apptainer_cli as c, apptainer_images as i;"
+        "import asyncio, sys, pathlib; from rollout.sandbox.apptainer import cli as c, images as i;"
         f"print(asyncio.run(i.plain(i.Cache(pathlib.Path(sys.argv[1])), c.program(), '{IMAGE}')).image)"
     )
     command = [sys.executable, "-c", code, str(cache.directory)]
@@ -520,7 +520,7 @@ async def test_tasks_are_graded_as_the_config_says(stub: Stub, tmp_path: Path) -
     run.mkdir()
     options = [f"sandbox.base_image={base}", f"sandbox.cache_dir={tmp_path / 'cache'}", f"run.dir={run}"]
     config = compose(["sandbox=apptainer", *options])
-    boot = boot_from(config, Path(os.devnull))
+    boot = kind_of(config.sandbox).boot(Path(os.devnull))
     await asyncio.to_thread(make_tasks, tmp_path / "tasks", seed=5, n_train=1, n_heldout=1)
     (local,) = load_tasks(tmp_path / "tasks" / "train.parquet")
     image = dataclasses.replace(local, image=IMAGE, setup_patch=None, hidden_paths=())
@@ -529,7 +529,7 @@ async def test_tasks_are_graded_as_the_config_says(stub: Stub, tmp_path: Path) -
     for patch, reason in ((local.patch, None), (broken, Reason.TESTS_FAILED)):
         verdict = await grade(local, patch.encode(), functools.partial(boot, local, None), timeout_s=60)
         assert verdict.reason is reason, verdict
-    await asyncio.to_thread(prepare_images, config, [local, image], lambda _: None)
+    await asyncio.to_thread(prepare_images, config.sandbox, run, [local, image], lambda _: None)
     assert list(json.loads((run / "images.json").read_text())) == [image.instance_id]
     box = await boot(image, None)
     assert (await sh(box, "cat README.md")).stdout == b"hello\n"

@@ -16,8 +16,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError
-from rollout.sandbox.directory import Limits
+from rollout.sandbox import PATCH_CAP, Limits, PatchTooLarge, SandboxError
 from rollout.sandbox.local import box as local
 from rollout.sandbox.local import bwrap
 from rollout.sandbox.local.box import Isolation, LocalSandbox, boot_local

@@ -21,12 +21,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from rollout.sandbox import ExecResult, SandboxError, directory, files, process
+from rollout.sandbox import ExecResult, Limits, SandboxError, directory, files, process
 from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.apptainer import images as apptainer_images
 from rollout.sandbox.apptainer.cli import Features, Program, bind, exec_command
@@ -42,21 +41,12 @@ _SPARE = 1 << 16  # bytes of stderr for what apptainer says before that
 _EXIT_S = 2.0  # how long apptainer may take to clean up after a box was killed
 
 
-@dataclass(frozen=True)
-class Limits(directory.Limits):
-    """Also of a whole box, where control groups are delegated to this user: bytes of memory (there is no swap), CPUs;
-    `processes` too. Elsewhere the kernel counts those of a user in the box, from Linux 5.14, and not root's."""
-
-    memory_bytes: int = 4 * 2**30
-    cpus: float = 2.0
-
-
 async def boot_apptainer(
     source: Source,
     cache: Cache,
     *,
     snapshot: Path | None = None,
-    limits: Limits = Limits(),
+    limits: Limits = Limits(),  # noqa: B008  frozen
     binds: Mapping[Path, str] | None = None,
     socket_dir: Path | None = None,
 ) -> ApptainerSandbox:

@@ -19,13 +19,12 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from docker.errors import APIError, NotFound
 
-from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, SandboxError
+from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, Limits, SandboxError
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.diff import container_diff
@@ -47,25 +46,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Of a whole box: bytes of memory (there is no swap), CPUs, processes and threads, bytes of changed files. Of each
-    process: seconds of CPU time, bytes of the largest file, descriptors."""
-
-    memory_bytes: int = 4 * 2**30
-    cpus: float = 2.0
-    processes: int = 1024
-    disk_bytes: int = 8 * 2**30
-    cpu_s: int = 3600
-    file_bytes: int = 2 * 2**30
-    open_files: int = 4096
-
-
 async def boot_docker(
     source: images.Source,
     *,
     snapshot: Path | None = None,
-    limits: Limits = Limits(),
+    limits: Limits = Limits(),  # noqa: B008  frozen
     binds: Mapping[Path, str] | None = None,
     socket_dir: Path | None = None,
     run: str = "",

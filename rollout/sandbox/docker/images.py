@@ -5,8 +5,6 @@ tags, remotes, reflogs or unreachable objects. Boxes are started from it, so not
 waits. Its tag is derived from the image's id, the commit's name in the eval script and the sealing code; several
 processes that seal the same image make the same thing, and one of them is kept.
 
-    python -m rollout.sandbox.docker.images TASKS.parquet      # pull and seal all of them, and report what was found
-
 What this project pulled or sealed is noted, with the time of its last use, as files in the user's cache directory; when
 their sizes exceed the budget the least recently used go. Images that others brought, and images that any container
 uses, are never removed.
@@ -14,7 +12,6 @@ uses, are never removed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -30,7 +27,6 @@ from urllib.parse import quote, unquote
 
 from docker.errors import APIError, DockerException, NotFound
 
-from rewards.task import load_tasks
 from rollout.files import write
 from rollout.sandbox import SandboxError
 from rollout.sandbox.docker import files as docker_files
@@ -328,26 +324,3 @@ def locked(name: str) -> Generator[None]:
     with open(file, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m rollout.sandbox.docker.images", description="Pull and seal task images."
-    )
-    parser.add_argument("tasks", nargs="+", type=Path, help="parquet files of tasks")
-    parser.add_argument("--parallel", type=int, default=4, help="images at a time")
-    parser.add_argument("--budget-gb", type=float, help="remove least recently used images over this size")
-    options = parser.parse_args()
-    tasks = [task for path in options.tasks for task in load_tasks(path)]
-    wanted = [each for task in tasks for each in Wanted.of(task)]
-    budget = None if options.budget_gb is None else int(options.budget_gb * 2**30)
-    try:
-        reports = asyncio.run(prepare(wanted, parallel=options.parallel, budget_bytes=budget, say=print))
-    except SandboxError as error:
-        raise SystemExit(f"images: {error}") from error
-    for instance_id, report in reports.items():
-        print(f"{instance_id}: {'; '.join(report['residue']) or 'no residue'}")
-
-
-if __name__ == "__main__":
-    main()

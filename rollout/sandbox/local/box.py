@@ -34,11 +34,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rollout.sandbox import ExecResult, SandboxError, process
+from rollout.sandbox import ExecResult, Limits, SandboxError, process
 from rollout.sandbox.directory import (
     Command,
     DirectorySandbox,
-    Limits,
     built,
     check_mounts,
     kill_group,

@@ -26,7 +26,7 @@ from rollout.sandbox.apptainer import images as apptainer_images
 from rollout.sandbox.apptainer.box import boot_apptainer
 from rollout.sandbox.docker import images as docker_images
 from rollout.sandbox.docker.box import boot_docker
-from rollout.sandbox.docker.engine import checked, engine
+from rollout.sandbox.docker.engine import checked, get_engine
 from rollout.sandbox.local import bwrap
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.sealing import Source, Wanted
@@ -151,7 +151,7 @@ class Docker(FromImages):
         """Raise ConfigError if no engine answers or it does not have the base image."""
         base = self.sandbox.base_image
         try:
-            if docker_images.missing(engine(), [base] if base else []):
+            if docker_images.missing(get_engine(), [base] if base else []):
                 raise ConfigError(f"sandbox.base_image: no image {base}{self.base_hint}")
         except SandboxError as error:
             raise ConfigError(
@@ -167,9 +167,9 @@ class Docker(FromImages):
         """
         super().check_tasks(tasks)
         try:
-            lost = docker_images.missing(engine(), (task.image for task in tasks if not is_snapshot(task)))
-            if lost and not engine().podman:
-                checked("missing_image", engine().client.inspect_distribution, lost[0])
+            lost = docker_images.missing(get_engine(), (task.image for task in tasks if not is_snapshot(task)))
+            if lost and not get_engine().podman:
+                checked("missing_image", get_engine().client.inspect_distribution, lost[0])
         except SandboxError as error:
             raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
 

@@ -24,7 +24,7 @@ from rewards.grade import grade, warm_up
 from rewards.task import Task
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import boot_docker
-from rollout.sandbox.docker.engine import engine
+from rollout.sandbox.docker.engine import get_engine
 
 
 def _kit():
@@ -78,7 +78,7 @@ async def _times(run: Callable[[Task], Awaitable[float]], task: Task, count: int
 
 async def main(repeat: int, boxes: int) -> None:
     kit = _kit()
-    task = await kit.make_task(await asyncio.to_thread(engine), kit.RECIPES[-1])
+    task = await kit.make_task(await asyncio.to_thread(get_engine), kit.RECIPES[-1])
     await asyncio.to_thread(warm_up)
     await _grading(task)
     first = await _times(_first_exec, task, repeat, 1)

@@ -42,7 +42,7 @@ from rollout.files import write
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import boot_docker
-from rollout.sandbox.docker.engine import PROJECT, Engine, engine
+from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
 
 SUITE = "bookworm"
 PACKAGES = ("git", "python3", "python3-venv")
@@ -147,11 +147,11 @@ RECIPES = (
 )  # fmt: skip
 
 
-async def make_task(found: Engine, recipe: Recipe) -> Task:
+async def make_task(engine: ContainerEngine, recipe: Recipe) -> Task:
     """The task of a recipe, verified. Image and row are made if they are not there."""
     row_file = images.cache_dir("tasks") / f"{_key(recipe.image)}.json"
-    if not row_file.exists() or await found.call(images.missing, found, [recipe.image]):
-        row = await found.call(_build_task, found, recipe, cause="boot_failed")
+    if not row_file.exists() or await engine.call(images.missing, engine, [recipe.image]):
+        row = await engine.call(_build_task, engine, recipe, cause="boot_failed")
         unsolved, solved = [await _results(Task.from_row(row, Path()), patch) for patch in (b"", row["patch"].encode())]
         passing = {name for name, status in solved.items() if status == "PASSED"}
         before = {name for name in passing if unsolved.get(name) == "PASSED"}
@@ -175,13 +175,13 @@ async def verify(task: Task) -> None:
             )
 
 
-def base_image(found: Engine) -> str:
+def base_image(engine: ContainerEngine) -> str:
     """The image that task images are made of; made if it is not there (minutes). Blocks."""
     tag = f"{PROJECT}/base:{_base_key()}"
     with images.locked(tag):
-        if images.missing(found, [tag]):
+        if images.missing(engine, [tag]):
             bare = f"{tag}-bare"
-            _debootstrap(found, bare)
+            _debootstrap(engine, bare)
             with tempfile.TemporaryDirectory(prefix="wheels-") as wheels:
                 _pip_download(wheels, *WHEELS)
                 env = "/opt/miniconda3/envs/testbed"
@@ -190,18 +190,18 @@ def base_image(found: Engine) -> str:
                     {env}/bin/pip install --quiet --no-index --find-links /wheels --no-deps {" ".join(WHEELS)}
                     printf %s '{_ACTIVATE}' >/opt/miniconda3/bin/activate
                 """
-                _build(found, bare, script, tag, Path(wheels), "/wheels")
-            found.client.remove_image(bare, noprune=True)
+                _build(engine, bare, script, tag, Path(wheels), "/wheels")
+            engine.client.remove_image(bare, noprune=True)
     return tag
 
 
-def build_image(found: Engine, files: Path, tag: str, script: str = "") -> None:
+def build_image(engine: ContainerEngine, files: Path, tag: str, script: str = "") -> None:
     """An image on the base whose /testbed is a copy of a directory; `script` runs in it. Blocks."""
     copy = f"cp -a /files/. /testbed && cd /testbed\n{script}"
-    _build(found, base_image(found), f"mkdir /testbed && {copy}", tag, files, "/files")
+    _build(engine, base_image(engine), f"mkdir /testbed && {copy}", tag, files, "/files")
 
 
-def _build_task(found: Engine, recipe: Recipe) -> dict[str, str]:
+def _build_task(engine: ContainerEngine, recipe: Recipe) -> dict[str, str]:
     """Make the image; returns the row without its test names."""
     with images.locked(recipe.image), tempfile.TemporaryDirectory(prefix="task-") as name:
         _pip_download(name, f"{recipe.package}=={recipe.version}", "--no-binary", ":all:")
@@ -210,7 +210,7 @@ def _build_task(found: Engine, recipe: Recipe) -> dict[str, str]:
         release = next(Path(name, "unpacked").iterdir())
         base, patch, test_patch = _history(recipe, release)
         install = "/opt/miniconda3/envs/testbed/bin/pip install --quiet --no-index --no-deps --no-build-isolation -e ."
-        build_image(found, release, recipe.image, f"chown -R 0:0 . && {install}")
+        build_image(engine, release, recipe.image, f"chown -R 0:0 . && {install}")
     return {
         "instance_id": recipe.instance_id,
         "image": recipe.image,
@@ -260,11 +260,11 @@ def _history(recipe: Recipe, repo: Path) -> tuple[str, str, str]:
 def _without(source: str, functions: Sequence[str]) -> str:
     """The source without these functions, wherever they are defined."""
     lines = source.splitlines(keepends=True)
-    found = [
+    nodes = [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name in functions
     ]
-    assert {node.name for node in found} == set(functions)
-    for node in found:
+    assert {node.name for node in nodes} == set(functions)
+    for node in nodes:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         assert node.end_lineno is not None
         lines[first - 1 : node.end_lineno] = [""] * (node.end_lineno - first + 1)
@@ -300,7 +300,7 @@ async def _results(task: Task, patch: bytes) -> dict[str, str]:
     return PARSER_REGISTRY[task.log_parser](run.stdout.decode(errors="replace"), spec)
 
 
-def _debootstrap(found: Engine, tag: str) -> None:
+def _debootstrap(engine: ContainerEngine, tag: str) -> None:
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         raise SystemExit("task_images: the base image needs root and debootstrap (Debian, Ubuntu: debootstrap)")
     with tempfile.TemporaryDirectory(prefix="base-") as name:
@@ -314,7 +314,7 @@ def _debootstrap(found: Engine, tag: str) -> None:
             shutil.rmtree(Path(name, directory), ignore_errors=True)
         with subprocess.Popen(["tar", "-C", name, "-c", "."], stdout=subprocess.PIPE) as tar:
             assert tar.stdout is not None
-            found.client.import_image_from_stream(tar.stdout, tag)  # in one: podman forgets the other part
+            engine.client.import_image_from_stream(tar.stdout, tag)  # in one: podman forgets the other part
 
 
 def _mirror() -> list[str]:
@@ -335,18 +335,18 @@ def _pip_download(directory: str, *what: str) -> None:
         raise SystemExit(f"task_images: {' '.join(what)}: {done.stderr.strip()[-500:]}")
 
 
-def _build(found: Engine, image: str, script: str, tag: str, files: Path, inside: str) -> None:
+def _build(engine: ContainerEngine, image: str, script: str, tag: str, files: Path, inside: str) -> None:
     """Run a script in an image, with `files` there to read, and keep what comes of it under a tag."""
-    client = found.client
+    client = engine.client
     host = {
         "network_mode": "none",
-        "ulimits": found.ulimits(),
+        "ulimits": engine.ulimits(),
         "mounts": [{"Type": "bind", "Source": str(files), "Target": inside, "ReadOnly": True}],
     }
     container = client.create_container(
         image,
         ["bash", "-euc", script],
-        labels=found.labels(),
+        labels=engine.labels(),
         host_config=client.create_host_config(**host),
         use_config_proxy=False,
     )["Id"]
@@ -368,11 +368,11 @@ def _key(*parts: str) -> str:
 
 
 async def _make(out: Path) -> None:
-    found = await asyncio.to_thread(engine)
-    await found.call(base_image, found)
+    engine = await asyncio.to_thread(get_engine)
+    await engine.call(base_image, engine)
     tasks = []
     for recipe in RECIPES:
-        tasks.append(await make_task(found, recipe))
+        tasks.append(await make_task(engine, recipe))
         counts = f"{len(tasks[-1].FAIL_TO_PASS)} fail to pass, {len(tasks[-1].PASS_TO_PASS)} pass to pass"
         print(f"{recipe.instance_id}: {counts}", flush=True)
     write_parquet(out / "tasks.parquet", tasks)
@@ -393,7 +393,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if options.base:
-            print(base_image(engine()))
+            print(base_image(get_engine()))
         else:
             asyncio.run(_make(options.out))
     except SandboxError as error:

@@ -34,10 +34,10 @@ NEEDS = {
 @functools.cache
 def _engine_problem() -> str:
     """Why no container engine can be used, "" if one can."""
-    from rollout.sandbox.docker.engine import engine
+    from rollout.sandbox.docker.engine import get_engine
 
     try:
-        engine()
+        get_engine()
     except SandboxError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollout.sandbox.docker import images
-from rollout.sandbox.docker.engine import OWNER, PROJECT, Engine, engine
+from rollout.sandbox.docker.engine import OWNER, PROJECT, ContainerEngine, get_engine
 from rollout.sandbox.owner import me
 from tests.sandboxes import make_snapshot
 
@@ -69,13 +69,13 @@ def small_image() -> str:
     """The image of `history`, made once and kept."""
     kit = task_images()
     tag = f"{PROJECT}/test:{kit._key(kit._base_key(), Path(__file__).read_text())}"
-    found = engine()
+    engine = get_engine()
     with images.locked(tag), tempfile.TemporaryDirectory() as name:
-        if images.missing(found, [tag]):
-            made(kit.build_image, found, history(Path(name, "repo")), tag)
+        if images.missing(engine, [tag]):
+            made(kit.build_image, engine, history(Path(name, "repo")), tag)
     return tag
 
 
-def left(found: Engine) -> list[str]:
+def left(engine: ContainerEngine) -> list[str]:
     """Containers of this process."""
-    return [c["Id"] for c in found.client.containers(all=True, filters={"label": f"{OWNER}={me()}"})]
+    return [c["Id"] for c in engine.client.containers(all=True, filters={"label": f"{OWNER}={me()}"})]

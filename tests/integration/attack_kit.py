@@ -25,7 +25,7 @@ from rollout.episode import Boot
 from rollout.sandbox import Limits, Sandbox
 from rollout.sandbox.docker import box as docker
 from rollout.sandbox.docker import images
-from rollout.sandbox.docker.engine import engine
+from rollout.sandbox.docker.engine import get_engine
 from rollout.sandbox.local.box import LocalSandbox, boot_local
 from tests.docker_kit import made, task_images
 from tests.sandboxes import BWRAP, make_snapshot
@@ -72,13 +72,13 @@ _DOCKER = Limits(memory_bytes=256 * 2**20, processes=128, disk_bytes=48 * 2**20,
 
 async def boot_container(task: Task, socket_dir: Path | None, image: str = "") -> Sandbox:
     """The task's snapshot in a container from the base image, or from another that is made of it."""
-    source = images.Source(image or await asyncio.to_thread(made, task_images().base_image, engine()))
+    source = images.Source(image or await asyncio.to_thread(made, task_images().base_image, get_engine()))
     return await docker.boot_docker(source, snapshot=task.snapshot, limits=_DOCKER, socket_dir=socket_dir)
 
 
 async def _kill_docker(box: Sandbox) -> None:
     assert isinstance(box, docker.DockerSandbox)
-    await asyncio.to_thread(engine().client.kill, box.container)
+    await asyncio.to_thread(get_engine().client.kill, box.container)
 
 
 # One line per kind: pytest.param("name", marks=...), and its entry in KINDS.

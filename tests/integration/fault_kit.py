@@ -64,7 +64,7 @@ class Stand:
 
     def setup(self, *scripts: Callable[[str], str], options: tuple[str, ...] = (), **agent: Any) -> Setup:
         """One script for each attempt, the last one for all others. options: of the sandbox's config."""
-        base = made(task_images().base_image, docker_engine.engine())
+        base = made(task_images().base_image, docker_engine.get_engine())
         config = compose(["sandbox=docker", f"sandbox.base_image={base}", *options])
         binary = find_binary(None)
         inner = kind_of(config.sandbox).boot(binary)
@@ -125,7 +125,7 @@ class Stand:
 
     def check_clean(self) -> None:
         """Nothing is left: containers, processes, sessions, sockets, directories."""
-        assert left(docker_engine.engine()) == [] and not alive(self.nap)
+        assert left(docker_engine.get_engine()) == [] and not alive(self.nap)
         assert self.proxy.sessions == {} and self.proxy._sockets == {}
         assert list(self.scratch.iterdir()) == []
 
@@ -190,7 +190,7 @@ class OwnEngine:
 
     def load(self, image: str) -> None:
         """Copy an image from the machine's engine."""
-        source = docker_engine.Engine().client
+        source = docker_engine.ContainerEngine().client
         target = docker.APIClient(self.url, version="auto", timeout=120)
         target.load_image(source.get_image(image))
         target.close()
@@ -229,7 +229,7 @@ def used(own: OwnEngine, monkeypatch: Any) -> Iterator[None]:
     """This process talks to that engine."""
     with monkeypatch.context() as patch:
         patch.setenv("DOCKER_HOST", own.url)
-        patch.setattr(docker_engine, "_engine", functools.cache(lambda pid: docker_engine.Engine()))
+        patch.setattr(docker_engine, "_engine", functools.cache(lambda pid: docker_engine.ContainerEngine()))
         patch.setattr(images, "_known", {})
         yield
-        assert left(docker_engine.engine()) == []
+        assert left(docker_engine.get_engine()) == []

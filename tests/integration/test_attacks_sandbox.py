@@ -24,7 +24,7 @@ import pytest
 
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import ExecResult, Sandbox
-from rollout.sandbox.docker.engine import PROJECT, engine
+from rollout.sandbox.docker.engine import PROJECT, get_engine
 from tests.docker_kit import made, task_images
 from tests.integration.attack_kit import Kind, boot_container, make_task
 from tests.integration.attack_kit import kind as kind
@@ -425,16 +425,16 @@ async def test_no_rights_are_gained(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 async def test_no_rights_are_gained_by_an_ordinary_user_in_a_container(tmp_path: Path) -> None:
     """Who could become root, by setuid programs that the image has."""
-    found = engine()
-    base = await asyncio.to_thread(made, task_images().base_image, found)
-    container = found.client.create_container(base, ["true"], network_disabled=True, labels=found.labels())["Id"]
+    engine = get_engine()
+    base = await asyncio.to_thread(made, task_images().base_image, engine)
+    container = engine.client.create_container(base, ["true"], network_disabled=True, labels=engine.labels())["Id"]
     tag = f"{PROJECT}/test:user-{secrets.token_hex(8)}"
     try:
-        found.client.commit(container, *tag.split(":"), changes=["USER 1000:1000"])
+        engine.client.commit(container, *tag.split(":"), changes=["USER 1000:1000"])
         box = await boot_container(make_task(tmp_path), None, tag)
         assert (await sh(box, "id -u; test -u /usr/bin/su")).stdout == b"1000\n"
         lines = await rights(box)
         assert {*lines} == {b"1000", b"no"} and lines.count(b"no") == 11, lines
     finally:
-        found.client.remove_container(container, force=True)
-        found.client.remove_image(tag)
+        engine.client.remove_container(container, force=True)
+        engine.client.remove_image(tag)

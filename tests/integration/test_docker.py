@@ -23,7 +23,7 @@ from docker.errors import APIError
 from rollout.sandbox import PATCH_CAP, Limits, PatchTooLarge, SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import DockerSandbox, boot_docker
-from rollout.sandbox.docker.engine import Engine, engine
+from rollout.sandbox.docker.engine import ContainerEngine, get_engine
 from rollout.sandbox.local.box import boot_local
 from tests.docker_kit import REPOSITORY, history, left, small_image, task_images
 from tests.sandboxes import alive, sh
@@ -36,7 +36,7 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def image() -> Iterator[str]:
     yield small_image()
-    assert left(engine()) == []
+    assert left(get_engine()) == []
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ async def test_environment_is_the_images_and_not_the_callers(
     found = dict(line.split("=", 1) for line in done.stdout.decode().splitlines())
     assert found.pop("PATH").endswith("/usr/bin:/sbin:/bin") and found.pop("HOSTNAME") == "sandbox"
     found.pop("PWD", None)
-    if engine().podman:  # sets two of its own
+    if get_engine().podman:  # sets two of its own
         assert (found.pop("container"), found.pop("TERM")) == ("podman", "xterm")
     assert found == {"GIVEN": "1", "HOME": box.home, "TMPDIR": box.tmpdir, "LANG": "C.UTF-8"}
     own = await box.exec(["sh", "-c", "echo $HOME"], env={"HOME": "/elsewhere"}, timeout_s=30)
@@ -164,7 +164,7 @@ def test_the_end_of_the_loop_ends_boxes(image: str, runner: Callable, nap: str) 
         assert not episodes.done()
 
     runner(main())
-    assert not alive(nap) and left(engine()) == []
+    assert not alive(nap) and left(get_engine()) == []
 
 
 # --- limits
@@ -180,7 +180,7 @@ async def test_memory_and_processes_are_limited(image: str) -> None:
         done = await made.exec(["sh", "-c", many], env={}, timeout_s=60)  # bash would try again for seconds
         assert b"Cannot fork" in done.stderr and done.stdout == b""
         assert (await sh(made, "echo fine")).stdout == b"fine\n"
-        host = engine().client.inspect_container(made.container)["HostConfig"]
+        host = get_engine().client.inspect_container(made.container)["HostConfig"]
         assert (host["NanoCpus"], host["MemorySwap"]) == (5 * 10**8, 64 * MIB)
     finally:
         await made.close()
@@ -202,7 +202,7 @@ async def test_disk_is_limited(image: str) -> None:
 
 async def test_a_box_cannot_fill_the_engines_log(box: DockerSandbox) -> None:
     await sh(box, "echo logged > /proc/1/fd/1")
-    assert engine().client.inspect_container(box.container)["HostConfig"]["LogConfig"]["Type"] == "none"
+    assert get_engine().client.inspect_container(box.container)["HostConfig"]["LogConfig"]["Type"] == "none"
 
 
 # --- what the box cannot reach
@@ -355,7 +355,7 @@ async def test_diff_is_the_same_as_a_local_sandboxes(box: DockerSandbox, snapsho
 
 async def test_a_snapshot_of_this_machine_in_an_image(snapshot: Path) -> None:
     """Boxes of small local tasks: the image has the tools, the work tree is a copy."""
-    base = images.Source(task_images().base_image(engine()))
+    base = images.Source(task_images().base_image(get_engine()))
     script = CHANGES["some of all"].replace("/dev/urandom", "run.sh")
     for change, gone in ((script, False), ("true", False), ("chmod u+w /; cd /; rm -r /testbed", True)):
         box, local = await boot_docker(base, snapshot=snapshot), await boot_local(snapshot, isolation="none")
@@ -385,8 +385,8 @@ async def test_diff_refuses_what_is_too_large(box: DockerSandbox) -> None:
 
 
 async def test_diff_ends_what_still_runs(box: DockerSandbox, nap: str) -> None:
-    created = engine().client.exec_create(box.container, ["sleep", nap])  # behind the sandbox's back
-    engine().client.exec_start(created["Id"], detach=True)
+    created = get_engine().client.exec_create(box.container, ["sleep", nap])  # behind the sandbox's back
+    get_engine().client.exec_start(created["Id"], detach=True)
     while not alive(nap):
         await asyncio.sleep(0.02)
     await box.diff()
@@ -416,7 +416,7 @@ async def test_cancelled_boot_leaves_nothing(image: str) -> None:
         booting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await (await booting).close()
-    assert left(engine()) == []
+    assert left(get_engine()) == []
 
 
 @pytest.mark.parametrize("how", ["kill", "remove_container"])
@@ -424,7 +424,7 @@ async def test_a_container_that_is_ended_from_outside(box: DockerSandbox, nap: s
     running = asyncio.create_task(sh(box, f"sleep {nap}"))
     while not alive(nap):
         await asyncio.sleep(0.02)
-    client = engine().client
+    client = get_engine().client
     await asyncio.to_thread(
         client.kill if how == "kill" else lambda c: client.remove_container(c, force=True), box.container
     )
@@ -443,9 +443,9 @@ async def test_an_engine_that_lags_does_not_hide_that_the_container_was_ended(
     running = asyncio.create_task(sh(box, f"sleep {nap}"))
     while not alive(nap):
         await asyncio.sleep(0.02)
-    client, said = engine().client, []
+    client, said = get_engine().client, []
 
-    def processes(self: Engine, container: str) -> list[list[str]]:
+    def processes(self: ContainerEngine, container: str) -> list[list[str]]:
         if listed is None:
             raise APIError("top: no such process")
         return listed
@@ -455,7 +455,7 @@ async def test_an_engine_that_lags_does_not_hide_that_the_container_was_ended(
         said[-1]["State"]["Running"] |= len(said) == 1
         return said[-1]
 
-    monkeypatch.setattr(Engine, "processes", processes)
+    monkeypatch.setattr(ContainerEngine, "processes", processes)
     monkeypatch.setattr(client, "inspect_container", inspect)
     await asyncio.to_thread(client.kill, box.container)
     with pytest.raises(SandboxError) as failure:
@@ -480,7 +480,7 @@ async def test_boot_failures_have_causes(image: str, tmp_path: Path, monkeypatch
         assert failure.value.cause == cause
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     with pytest.raises(SandboxError) as failure:
-        Engine()
+        ContainerEngine()
     assert failure.value.cause == "no_engine" and "\n" not in str(failure.value)
 
 
@@ -507,8 +507,8 @@ def test_containers_of_a_killed_process_are_reaped_and_no_others(image: str) -> 
         assert dead and living
         runs[0].kill()
         runs[0].wait()
-        assert dead in engine().reap()
-        found = {container["Id"] for container in engine().client.containers(all=True)}
+        assert dead in get_engine().reap()
+        found = {container["Id"] for container in get_engine().client.containers(all=True)}
         assert dead not in found and living in found
     finally:
         for run in runs:
@@ -516,7 +516,7 @@ def test_containers_of_a_killed_process_are_reaped_and_no_others(image: str) -> 
             run.wait()
             run.stdin.close()  # type: ignore[union-attr]
             run.stdout.close()  # type: ignore[union-attr]
-        engine().reap()
+        get_engine().reap()
 
 
 def test_output_that_comes_at_once_is_whole(image: str) -> None:

@@ -21,7 +21,7 @@ import pytest
 from rollout.sandbox import SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import boot_docker
-from rollout.sandbox.docker.engine import PROJECT, Engine, engine
+from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
 from tests.docker_kit import REPOSITORY, left, made, small_image, task_images
 from tests.sandboxes import sh
 
@@ -31,9 +31,9 @@ BASE = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def found() -> Iterator[Engine]:
-    yield engine()
-    assert left(engine()) == []
+def engine() -> Iterator[ContainerEngine]:
+    yield get_engine()
+    assert left(get_engine()) == []
 
 
 @pytest.fixture
@@ -43,16 +43,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_known", {})
 
 
-def variant(found: Engine, name: str, script: str, *changes: str) -> str:
+def variant(engine: ContainerEngine, name: str, script: str, *changes: str) -> str:
     """The small image after a script, as root, and instructions."""
     tag = f"{PROJECT}/test-{name}:1"
-    client = found.client
+    client = engine.client
     container = client.create_container(
         small_image(),
         ["bash", "-euc", script],
-        labels=found.labels(),
+        labels=engine.labels(),
         network_disabled=True,
-        host_config=client.create_host_config(ulimits=found.ulimits()),
+        host_config=client.create_host_config(ulimits=engine.ulimits()),
         use_config_proxy=False,
     )["Id"]
     try:
@@ -64,13 +64,13 @@ def variant(found: Engine, name: str, script: str, *changes: str) -> str:
     return tag
 
 
-def drop(found: Engine, *refs: str) -> None:
+def drop(engine: ContainerEngine, *refs: str) -> None:
     for ref in refs:
-        if not images.missing(found, [ref]):
-            found.client.remove_image(ref, force=True)
+        if not images.missing(engine, [ref]):
+            engine.client.remove_image(ref, force=True)
 
 
-async def test_a_sealed_history_is_one_commit(found: Engine) -> None:
+async def test_a_sealed_history_is_one_commit(engine: ContainerEngine) -> None:
     box = await boot_docker(images.Source(small_image(), BASE))
     try:
         look = (
@@ -99,9 +99,9 @@ async def test_a_sealed_history_is_one_commit(found: Engine) -> None:
         await box.close()
 
 
-async def test_what_is_left_is_reported(found: Engine) -> None:
+async def test_what_is_left_is_reported(engine: ContainerEngine) -> None:
     tag = variant(
-        found,
+        engine,
         "residue",
         "cd /testbed; touch pkg/mod.py.orig; git init -q vendored; echo x > vendored/file;"
         "mkdir -p /opt/copy; cp -r .git /opt/copy/.git; mkdir -p /usr/lib/x.dist-info;"
@@ -128,12 +128,12 @@ async def test_what_is_left_is_reported(found: Engine) -> None:
         finally:
             await box.close()
     finally:
-        drop(found, report["sealed"], tag)
+        drop(engine, report["sealed"], tag)
 
 
-async def test_a_user_of_the_image_keeps_being_it(found: Engine, tmp_path: Path) -> None:
-    tag = variant(found, "user", "useradd -m worker; chown -R worker /testbed", "USER worker")
-    sealed = await found.call(images.sealed, found, images.Source(tag))
+async def test_a_user_of_the_image_keeps_being_it(engine: ContainerEngine, tmp_path: Path) -> None:
+    tag = variant(engine, "user", "useradd -m worker; chown -R worker /testbed", "USER worker")
+    sealed = await engine.call(images.sealed, engine, images.Source(tag))
     sockets = tmp_path / "s"
     sockets.mkdir(mode=0o700)
 
@@ -155,25 +155,25 @@ async def test_a_user_of_the_image_keeps_being_it(found: Engine, tmp_path: Path)
         finally:
             await box.close()
     finally:
-        drop(found, sealed.ref, tag)
+        drop(engine, sealed.ref, tag)
 
 
-async def test_images_that_cannot_be_sealed(found: Engine) -> None:
+async def test_images_that_cannot_be_sealed(engine: ContainerEngine) -> None:
     for name, script, changes, cause in (
         ("bare", "rm -rf /testbed", (), "seal_failed"),
         ("volume", "true", ("VOLUME /testbed",), "seal_failed"),
         ("gitless", "rm /usr/bin/git", (), "no_git"),
     ):
-        tag = variant(found, name, script, *changes)
+        tag = variant(engine, name, script, *changes)
         try:
             with pytest.raises(SandboxError) as failure:
                 await boot_docker(images.Source(tag))
             assert failure.value.cause == cause, failure.value
         finally:
-            drop(found, tag)
+            drop(engine, tag)
 
 
-async def test_a_patch_comes_first_and_hidden_paths_are_gone(found: Engine) -> None:
+async def test_a_patch_comes_first_and_hidden_paths_are_gone(engine: ContainerEngine) -> None:
     patch = "diff --git a/README.md b/README.md\n--- a/README.md\n+++ b/README.md\n@@ -1 +1 @@\n-hello\n+bug\n"
     source = images.Source(small_image(), setup_patch=patch, hide=("pkg", "/etc/hostname.bak", "no such"))
     box = await boot_docker(source)
@@ -185,12 +185,12 @@ async def test_a_patch_comes_first_and_hidden_paths_are_gone(found: Engine) -> N
         assert b"-bug\n+hello\n" in await box.diff()
     finally:
         await box.close()
-        drop(found, (await found.call(images.sealed, found, source)).ref)
+        drop(engine, (await engine.call(images.sealed, engine, source)).ref)
 
 
 @pytest.mark.usefixtures("own_cache")
-async def test_what_does_not_fit_the_budget_is_made_when_it_is_needed(found: Engine) -> None:
-    tags = [variant(found, f"late{i}", f"echo {i} > /testbed/number") for i in range(3)]
+async def test_what_does_not_fit_the_budget_is_made_when_it_is_needed(engine: ContainerEngine) -> None:
+    tags = [variant(engine, f"late{i}", f"echo {i} > /testbed/number") for i in range(3)]
     said: list[str] = []
     wanted = [images.Wanted(str(i), images.Source(tag)) for i, tag in enumerate(tags)]
     sealed = []
@@ -198,19 +198,19 @@ async def test_what_does_not_fit_the_budget_is_made_when_it_is_needed(found: Eng
         reports = await images.prepare(wanted, parallel=1, budget_bytes=1, say=said.append)
         assert list(reports) == ["0"]
         assert said[-1] == "images: 1 of 3 ready; 2 more when they are needed, for the budget is full"
-        sealed = [await found.call(images.sealed, found, images.Source(tag), 1) for tag in tags]
+        sealed = [await engine.call(images.sealed, engine, images.Source(tag), 1) for tag in tags]
         # Each in the place of the one before.
-        assert images.missing(found, [one.ref for one in sealed]) == sorted(one.ref for one in sealed[:2])
+        assert images.missing(engine, [one.ref for one in sealed]) == sorted(one.ref for one in sealed[:2])
     finally:
-        drop(found, *(one.ref for one in sealed), *tags)
+        drop(engine, *(one.ref for one in sealed), *tags)
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_processes_that_seal_the_same_image_at_once(found: Engine, tmp_path: Path) -> None:
+def test_processes_that_seal_the_same_image_at_once(engine: ContainerEngine, tmp_path: Path) -> None:
     """With a cache each, so that no lock of one reaches the other, as on two machines."""
-    tag = variant(found, "race", "echo race > /testbed/race")
-    program = "import sys; from rollout.sandbox.docker import images; from rollout.sandbox.docker.engine import engine;"
-    program += f"print(images.sealed(engine(), images.Source({tag!r})).ref)"
+    tag = variant(engine, "race", "echo race > /testbed/race")
+    program = "from rollout.sandbox.docker import images; from rollout.sandbox.docker.engine import get_engine;"
+    program += f"print(images.sealed(get_engine(), images.Source({tag!r})).ref)"
     runs = []
     for number in range(3):
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path / str(number))}
@@ -220,46 +220,46 @@ def test_processes_that_seal_the_same_image_at_once(found: Engine, tmp_path: Pat
     refs = {run.communicate()[0].strip() for run in runs}
     try:
         assert len(refs) == 1 and refs != {""} and [run.returncode for run in runs] == [0, 0, 0]
-        source = found.client.inspect_image(tag)["Id"]
-        untagged = found.client.images(filters={"dangling": True, "label": f"{PROJECT}.sealed"})
+        source = engine.client.inspect_image(tag)["Id"]
+        untagged = engine.client.images(filters={"dangling": True, "label": f"{PROJECT}.sealed"})
         assert not [image for image in untagged if source in image["Labels"][f"{PROJECT}.sealed"]]
     finally:
-        drop(found, *refs, tag)
+        drop(engine, *refs, tag)
 
 
 @pytest.mark.usefixtures("own_cache")
-async def test_a_sealed_image_that_was_removed_is_made_again(found: Engine) -> None:
-    tag = variant(found, "again", "echo again > /testbed/again")
-    first = await found.call(images.sealed, found, images.Source(tag))
-    drop(found, first.ref)
+async def test_a_sealed_image_that_was_removed_is_made_again(engine: ContainerEngine) -> None:
+    tag = variant(engine, "again", "echo again > /testbed/again")
+    first = await engine.call(images.sealed, engine, images.Source(tag))
+    drop(engine, first.ref)
     box = await boot_docker(images.Source(tag))
     try:
         assert await box.get("again") == b"again\n"
-        assert images.evict(found, 0) == []  # a container uses it
+        assert images.evict(engine, 0) == []  # a container uses it
     finally:
         await box.close()
-    assert images.evict(found, 0, keep=[tag]) == []
-    assert images.evict(found, 0) == [first.ref]
-    assert images.missing(found, [first.ref, tag]) == [first.ref]  # nobody but us brought the other one
-    drop(found, tag)
+    assert images.evict(engine, 0, keep=[tag]) == []
+    assert images.evict(engine, 0) == [first.ref]
+    assert images.missing(engine, [first.ref, tag]) == [first.ref]  # nobody but us brought the other one
+    drop(engine, tag)
 
 
 @pytest.mark.usefixtures("own_cache")
-async def test_the_least_recently_used_go_first(found: Engine) -> None:
-    tags = [variant(found, f"size{i}", f"echo {i} > /testbed/number") for i in range(2)]
-    sealed = [await found.call(images.sealed, found, images.Source(tag)) for tag in tags]
+async def test_the_least_recently_used_go_first(engine: ContainerEngine) -> None:
+    tags = [variant(engine, f"size{i}", f"echo {i} > /testbed/number") for i in range(2)]
+    sealed = [await engine.call(images.sealed, engine, images.Source(tag)) for tag in tags]
     try:
         for age, one in ((100, sealed[0]), (50, sealed[1])):
             note = images._file("sealed", one.ref)
             os.utime(note, (note.stat().st_atime, note.stat().st_mtime - age))
-        inspect = found.client.inspect_image
+        inspect = engine.client.inspect_image
         sizes = [inspect(one.ref)["Size"] - inspect(one.source)["Size"] for one in sealed]
         await (await boot_docker(images.Source(tags[0]))).close()  # now the other one is the oldest
-        assert images.evict(found, sum(sizes)) == []
-        assert images.evict(found, sum(sizes) - 1) == [sealed[1].ref]
-        assert images.missing(found, [one.ref for one in sealed]) == [sealed[1].ref]
+        assert images.evict(engine, sum(sizes)) == []
+        assert images.evict(engine, sum(sizes) - 1) == [sealed[1].ref]
+        assert images.missing(engine, [one.ref for one in sealed]) == [sealed[1].ref]
     finally:
-        drop(found, *(one.ref for one in sealed), *tags)
+        drop(engine, *(one.ref for one in sealed), *tags)
 
 
 @contextlib.contextmanager
@@ -313,27 +313,27 @@ def registry(repository: str) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_an_image_is_pulled_and_goes_for_the_budget(found: Engine) -> None:
-    if found.podman:
+def test_an_image_is_pulled_and_goes_for_the_budget(engine: ContainerEngine) -> None:
+    if engine.podman:
         pytest.skip("without TLS podman takes images only from registries that its own configuration names")
     with registry("some/task") as (name, asked):
-        assert images.missing(found, [name]) == [name]
-        images.pull(found, name)
-    assert any("/manifests/" in path for path in asked) and images.missing(found, [name]) == []
-    assert images.evict(found, 0, keep=[name]) == []
-    assert images.evict(found, 0) == [name] and images.missing(found, [name]) == [name]
+        assert images.missing(engine, [name]) == [name]
+        images.pull(engine, name)
+    assert any("/manifests/" in path for path in asked) and images.missing(engine, [name]) == []
+    assert images.evict(engine, 0, keep=[name]) == []
+    assert images.evict(engine, 0) == [name] and images.missing(engine, [name]) == [name]
 
 
-async def test_a_missing_image_is_named_before_anything_starts(found: Engine) -> None:
-    assert images.missing(found, [small_image(), "no/such:1"]) == ["no/such:1"]
+async def test_a_missing_image_is_named_before_anything_starts(engine: ContainerEngine) -> None:
+    assert images.missing(engine, [small_image(), "no/such:1"]) == ["no/such:1"]
     with pytest.raises(SandboxError) as failure:
         await images.prepare([images.Wanted("a", images.Source("localhost:1/no/such:1"))])
     assert failure.value.cause == "missing_image" and "localhost:1/no/such:1" in str(failure.value)
 
 
-def test_the_command_reports_every_task(found: Engine, tmp_path: Path) -> None:
+def test_the_command_reports_every_task(engine: ContainerEngine, tmp_path: Path) -> None:
     kit = task_images()
-    task = asyncio.run(made(kit.make_task, found, kit.RECIPES[0]))
+    task = asyncio.run(made(kit.make_task, engine, kit.RECIPES[0]))
     kit.write_parquet(tmp_path / "tasks.parquet", [task])
     command = [sys.executable, "-m", "rl.boxes", str(tmp_path / "tasks.parquet"), "sandbox=docker"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

@@ -28,7 +28,7 @@ from rl.config import compose
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox.docker.engine import PROJECT, engine
+from rollout.sandbox.docker.engine import PROJECT, get_engine
 from tests.docker_kit import REPOSITORY, left, made, task_images
 from tests.integration.claude_kit import call, check_record, in_turn, scripted
 from tests.kit import char_policy
@@ -42,22 +42,22 @@ def tasks() -> Iterator[list[Task]]:
     kit = task_images()
 
     async def make() -> list[Task]:
-        await asyncio.to_thread(made, kit.base_image, engine())
-        return [await kit.make_task(engine(), recipe) for recipe in kit.RECIPES]
+        await asyncio.to_thread(made, kit.base_image, get_engine())
+        return [await kit.make_task(get_engine(), recipe) for recipe in kit.RECIPES]
 
     yield made(asyncio.run, make())
-    assert left(engine()) == []
+    assert left(get_engine()) == []
 
 
 @pytest.fixture(scope="module")
 def config() -> DictConfig:
-    return compose(["sandbox=docker", f"sandbox.base_image={made(task_images().base_image, engine())}"])
+    return compose(["sandbox=docker", f"sandbox.base_image={made(task_images().base_image, get_engine())}"])
 
 
 def test_admission_takes_the_tasks_that_grade_right(tasks: list[Task], tmp_path: Path) -> None:
     """By the command: gold patches resolve, no patch does not. One whose image changes between two gradings is flaky,
     one whose patch repairs nothing is broken."""
-    client, changing = engine().client, f"{PROJECT}/test-flaky:1"
+    client, changing = get_engine().client, f"{PROJECT}/test-flaky:1"
     note = task_images()._NOTE_PATCH.decode()
     others = [
         dataclasses.replace(tasks[0], instance_id="flaky", image=changing),
@@ -175,7 +175,7 @@ async def test_claude_code_repairs_a_task(
     assert episode.patch.count(b"diff --git") == 1
     record = check_record(episode, tmp_path)
     assert "1\\n0\\n1\\nagent" in json.dumps(record.events).replace("\\\\n", "\\n")
-    assert proxy.sessions == {} and left(engine()) == []
+    assert proxy.sessions == {} and left(get_engine()) == []
 
 
 @pytest.mark.claude
@@ -191,7 +191,7 @@ async def test_episodes_of_local_snapshots(proxy: ProxyServer, config: DictConfi
         *(run_episode(setup(proxy, config, scripted(script)), task, f"e{number}") for number in range(3))
     )
     assert [episode.verdict.outcome for episode in episodes] == ["resolved"] * 3, [e.verdict for e in episodes]
-    assert left(engine()) == []
+    assert left(get_engine()) == []
 
 
 async def test_infrastructure_failures_have_their_cause(
@@ -203,4 +203,4 @@ async def test_infrastructure_failures_have_their_cause(
     episode = await play(once, lost, "e", kept.append)
     assert (episode.verdict.reason, episode.verdict.reward, list(episode.rows)) == (Reason.MISSING_IMAGE, None, [])
     assert [attempt.id for attempt in kept] == ["e", "e.1"]
-    assert proxy.sessions == {} and left(engine()) == []
+    assert proxy.sessions == {} and left(get_engine()) == []

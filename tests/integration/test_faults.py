@@ -29,7 +29,7 @@ from rollout.episode import run_episode
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import Sandbox
 from rollout.sandbox.docker import engine as docker_engine
-from rollout.sandbox.docker.engine import engine
+from rollout.sandbox.docker.engine import get_engine
 from tests.docker_kit import REPOSITORY, left, made, task_images
 from tests.integration.claude_kit import call, in_turn
 from tests.integration.fault_kit import OwnEngine, Stand, repairing, running, used
@@ -68,7 +68,7 @@ def need_root(*programs: str) -> None:
 @pytest.mark.parametrize("how", ["kill", "remove"])
 async def test_a_container_that_is_ended_while_the_agent_works(stand: Stand, how: str) -> None:
     async def end() -> None:
-        container, client = stand.boxes["agent"][-1].container, engine().client
+        container, client = stand.boxes["agent"][-1].container, get_engine().client
         if how == "kill":
             await asyncio.to_thread(client.kill, container)
         else:
@@ -80,7 +80,7 @@ async def test_a_container_that_is_ended_while_the_agent_works(stand: Stand, how
 
 async def test_the_second_attempt_counts(stand: Stand) -> None:
     async def end() -> None:
-        await asyncio.to_thread(engine().client.kill, stand.boxes["agent"][-1].container)
+        await asyncio.to_thread(get_engine().client.kill, stand.boxes["agent"][-1].container)
 
     await stand.play(stand.setup(stand.sleeping(), repairing(stand.task)), end)
     stand.check(Reason.BOX_KILLED, None)
@@ -116,7 +116,7 @@ async def test_a_box_that_fills_its_disk(stand: Stand) -> None:
     fills = call("Bash", command="for n in $(seq 30); do head -c 4M /dev/zero > /tmp/$n; done; sleep 60")
     options = ("sandbox.disk_mb=60", "sandbox.file_mb=8")
     episode = await stand.play(stand.setup(in_turn(fills, "Done."), options=options))
-    assert episode.agent is not None and (episode.agent.status == "crashed" or engine()._sized)
+    assert episode.agent is not None and (episode.agent.status == "crashed" or get_engine()._sized)
     stand.check(Reason.EMPTY_PATCH)
 
 
@@ -186,7 +186,7 @@ async def test_a_cancelled_episode_leaves_nothing(stand: Stand, phase: str) -> N
     script = stand.sleeping() if phase == "agent" else in_turn(slow, "Done.")
     playing = asyncio.create_task(run_episode(stand.setup(script), stand.task, "e"))
     if phase == "boot":
-        while not await asyncio.to_thread(left, engine()):  # its container is made, but does not run yet
+        while not await asyncio.to_thread(left, get_engine()):  # its container is made, but does not run yet
             assert not playing.done(), playing
     else:
         await stand.until(lambda: alive(stand.nap), playing)
@@ -203,7 +203,7 @@ async def test_a_cancelled_episode_leaves_nothing(stand: Stand, phase: str) -> N
 @pytest.fixture(scope="module")
 def own() -> Iterator[OwnEngine]:
     need_root("mount", "dockerd")
-    image = made(task_images().base_image, engine())
+    image = made(task_images().base_image, get_engine())
     with running(OwnEngine, image, data_mb=700) as started:
         yield started
 
@@ -242,7 +242,7 @@ async def test_a_grading_that_hangs(stand: Stand, own: OwnEngine, monkeypatch: p
             await stand.play(dataclasses.replace(setup, grade_timeout_s=10), hang)
         finally:
             own.signal(signal.SIGCONT)
-        while left(engine()):
+        while left(get_engine()):
             await asyncio.sleep(0.05)
         stand.check(Reason.GRADER_HUNG, None)
 
@@ -327,11 +327,11 @@ async def test_a_worker_that_is_killed(stand: Stand, scratch: Path) -> None:
         workers[0].kill()
         workers[0].wait()
         assert alive(naps[0])  # nobody has ended it
-        await asyncio.to_thread(docker_engine.Engine)  # what a start does first
+        await asyncio.to_thread(docker_engine.ContainerEngine)  # what a start does first
         assert not alive(naps[0]) and alive(naps[1])
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
-        engine().reap()
-    assert not alive(naps[1]) and left(engine()) == []
+        get_engine().reap()
+    assert not alive(naps[1]) and left(get_engine()) == []

@@ -14,7 +14,7 @@ from docker.errors import APIError
 from rollout.sandbox import Limits
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import boot_docker
-from rollout.sandbox.docker.engine import engine
+from rollout.sandbox.docker.engine import get_engine
 from tests.docker_kit import REPOSITORY, made, small_image
 from tests.integration.fault_kit import OwnEngine, running, used
 from tests.sandboxes import sh
@@ -70,7 +70,7 @@ async def test_a_box_does_not_hide_its_size_from_podman(own: OwnPodman, monkeypa
     """Podman cannot tell it while files go; then the box is stopped for that moment."""
     with used(own, monkeypatch):
         box = await boot_docker(images.Source(small_image()), limits=Limits(disk_bytes=32 * MIB))
-        client, seen = engine().client, []
+        client, seen = get_engine().client, []
         ask = client.containers
 
         def containers(**options: object) -> list[dict]:

@@ -31,7 +31,7 @@ from rl.evaluate.config import find_weights
 from rl.evaluate.serve import merge
 from rollout import audit
 from rollout.records import Reader
-from rollout.sandbox.docker.engine import RUN, engine
+from rollout.sandbox.docker.engine import RUN, get_engine
 from tests import metric_docs
 from tests.docker_kit import made, task_images
 
@@ -162,8 +162,8 @@ def check_merged(run: Path, step: int) -> None:
 def test_a_step_in_containers_with_faults(tmp_path: Path) -> None:
     """Warm start, held-out episodes and one GRPO step, every box a container without a network. In the step one of two
     tasks has no image, a container is killed, and one hangs."""
-    found = engine()
-    image = made(task_images().base_image, found)
+    engine = get_engine()
+    image = made(task_images().base_image, engine)
     small = ["quickstart.train_tasks=2", "quickstart.warm_episodes=8", "quickstart.sft.epochs=2"]
     small += ["trainer.total_training_steps=1", "agent.timeout_s=60"]
     process = start(tmp_path, "sandbox=docker", f"sandbox.base_image={image}", *small)
@@ -191,7 +191,7 @@ def test_a_step_in_containers_with_faults(tmp_path: Path) -> None:
     assert "timeout" in [record.agent["status"] for record in records if record.agent]
     assert metrics[1]["training/rollout_actor_probs_pearson_corr"] >= 0.99
     assert len(records) == 4 + 9 and audit.main([str(run)]) == 0
-    boxes = found.client.containers(all=True, filters={"label": f"{RUN}={run.name}"})
+    boxes = engine.client.containers(all=True, filters={"label": f"{RUN}={run.name}"})
     assert boxes == [], "containers are left"
 
 
@@ -223,7 +223,7 @@ def kills(run: Path) -> bool:
     if not (box := working(run)):
         return False
     with contextlib.suppress(APIError):  # it has ended meanwhile
-        engine().client.kill(box)
+        get_engine().client.kill(box)
         return True
     return False
 
@@ -233,17 +233,17 @@ def pauses(run: Path) -> bool:
     if not (box := working(run)):
         return False
     with contextlib.suppress(APIError):  # it has ended meanwhile, or is about to
-        engine().client.pause(box)
-        if "stream-json" in str(engine().processes(box)):
+        get_engine().client.pause(box)
+        if "stream-json" in str(get_engine().processes(box)):
             return True
-        engine().client.unpause(box)  # its agent was done before
+        get_engine().client.unpause(box)  # its agent was done before
     return False
 
 
 def working(run: Path) -> str:
     """The newest container of a run in which Claude Code works, if there is one."""
-    for box in engine().client.containers(filters={"label": f"{RUN}={run.name}"}):
+    for box in get_engine().client.containers(filters={"label": f"{RUN}={run.name}"}):
         with contextlib.suppress(APIError):  # it is gone
-            if "stream-json" in str(engine().processes(box["Id"])):
+            if "stream-json" in str(get_engine().processes(box["Id"])):
                 return box["Id"]
     return ""

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from rl import boxes as box_checks
 from rl.checks import check
 from rollout.sandbox.apptainer import cli as apptainer_cli
-from rollout.sandbox.docker.engine import Engine, engine
+from rollout.sandbox.docker.engine import ContainerEngine, get_engine
 from tests.check_kit import good_config, refused, write
 from tests.datasets import snapshot_row as row
 from tests.docker_kit import small_image
@@ -47,7 +47,7 @@ def docker_cfg(cfg: DictConfig) -> DictConfig:
 
 def test_an_engine_that_does_not_answer(docker_cfg: DictConfig, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    monkeypatch.setattr(box_checks, "engine", lambda: Engine())
+    monkeypatch.setattr(box_checks, "get_engine", lambda: ContainerEngine())
     refused(docker_cfg, "sandbox=docker", "no_engine", "none.sock", "DOCKER_HOST")
     refused(docker_cfg, "sandbox.cpus", sandbox__cpus=0)
 
@@ -64,7 +64,7 @@ def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Pat
     docker_cfg.data.update({"train_files": here, "val_files": held_out})
     check(docker_cfg)
     lost = write(tmp_path / "lost.parquet", [row(f"train-{i}", image="localhost:1/no/such:1") for i in range(8)])
-    if not engine().podman:  # which is not asked, for it can only pull
+    if not get_engine().podman:  # which is not asked, for it can only pull
         refused(docker_cfg, "sandbox=docker", "localhost:1", data__train_files=lost)
 
 

@@ -28,7 +28,7 @@ from rollout.sandbox import OUTPUT_CAP, PATCH_CAP, ExecResult, Limits, SandboxEr
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.diff import container_diff
-from rollout.sandbox.docker.engine import Engine, engine
+from rollout.sandbox.docker.engine import ContainerEngine, get_engine
 
 WORKDIR, HOME, TMPDIR = "/testbed", images.HOME, "/tmp"
 
@@ -74,25 +74,25 @@ async def boot_docker(
         if not socket_dir.is_dir():
             raise SandboxError("missing_bind", str(socket_dir))
         mounts.append((socket_dir.absolute(), str(socket_dir.absolute())))
-    found = await asyncio.to_thread(engine)
+    engine = await asyncio.to_thread(get_engine)
     for attempt in (0, 1):
         if snapshot is None:
-            sealed = await found.call(images.sealed, found, source, budget_bytes)
+            sealed = await engine.call(images.sealed, engine, source, budget_bytes)
         else:
-            sealed = await found.call(images.plain, found, source.image)
+            sealed = await engine.call(images.plain, engine, source.image)
         foreign = socket_dir if sealed.uid != os.getuid() else None
         booting = asyncio.ensure_future(
-            found.call(_boot, found, sealed, snapshot, limits, mounts, run, cause="boot_failed")
+            engine.call(_boot, engine, sealed, snapshot, limits, mounts, run, cause="boot_failed")
         )
         try:
             container, limited = await asyncio.shield(booting)
             watched = None if limited else limits.disk_bytes
-            return DockerSandbox(found, container, sealed, snapshot, watched, foreign)
+            return DockerSandbox(engine, container, sealed, snapshot, watched, foreign)
         except asyncio.CancelledError:
             # The thread cannot be stopped: wait for what it makes, then remove it.
             with contextlib.suppress(SandboxError):
                 container, _ = await booting
-                await found.call(_remove, found, container)
+                await engine.call(_remove, engine, container)
             raise
         except SandboxError as error:
             if error.cause != "missing_image" or attempt:
@@ -108,7 +108,7 @@ class DockerSandbox:
 
     def __init__(
         self,
-        found: Engine,
+        engine: ContainerEngine,
         container: str,
         sealed: images.Sealed,
         snapshot: Path | None,
@@ -116,7 +116,7 @@ class DockerSandbox:
         sockets: Path | None,
     ) -> None:
         self.container = container
-        self._engine = found
+        self._engine = engine
         self._sealed = sealed
         self._origin: Path | str = snapshot or sealed.ref
         self._watched_bytes = watched_bytes  # None: the engine limits the disk itself
@@ -370,7 +370,7 @@ class _Output:
 
 
 def _boot(
-    found: Engine,
+    engine: ContainerEngine,
     sealed: images.Sealed,
     snapshot: Path | None,
     limits: Limits,
@@ -378,17 +378,17 @@ def _boot(
     run: str,
 ) -> tuple[str, bool]:
     mounts = [(_HOSTS, "/etc/hosts"), *mounts]
-    if found.podman:  # over a file of its own, which a box could write to
+    if engine.podman:  # over a file of its own, which a box could write to
         mounts.append((Path(os.devnull), "/run/.containerenv"))
     host = {
         "network_mode": "none",
         "cap_drop": ["ALL"],
-        "security_opt": found.security_opt,
+        "security_opt": engine.security_opt,
         "mem_limit": limits.memory_bytes,
         "memswap_limit": limits.memory_bytes,
         "nano_cpus": int(min(limits.cpus, os.cpu_count() or 1) * 1e9),
         "pids_limit": limits.processes,
-        "ulimits": found.ulimits(
+        "ulimits": engine.ulimits(
             core=0,
             cpu=limits.cpu_s,
             fsize=min(limits.file_bytes, limits.disk_bytes),
@@ -402,19 +402,19 @@ def _boot(
         "entrypoint": _IDLE,
         "command": [],
         "healthcheck": {"test": ["NONE"]},
-        "labels": found.labels(run),
+        "labels": engine.labels(run),
         "hostname": "sandbox",
         # The runtime makes a network with a loopback by itself; the engine's own takes 80 ms more, and writes hosts.
         "network_disabled": True,
     }
-    container, limited = found.create(sealed.ref, host, limits.disk_bytes, **config)
+    container, limited = engine.create(sealed.ref, host, limits.disk_bytes, **config)
     try:
         if snapshot is not None:
             owner = sealed.uid, sealed.gid
-            found.client.put_archive(container, "/", docker_files.packed(snapshot, WORKDIR, [HOME], owner))
-        found.client.start(container)
+            engine.client.put_archive(container, "/", docker_files.packed(snapshot, WORKDIR, [HOME], owner))
+        engine.client.start(container)
     except BaseException:
-        _remove(found, container)
+        _remove(engine, container)
         raise
     if snapshot is None:
         images.used(sealed)
@@ -433,16 +433,16 @@ def _mount(source: Path, inside: str) -> dict[str, Any]:
     return {"Type": "bind", "Source": str(source), "Target": inside, "ReadOnly": True}
 
 
-def _kill(found: Engine, container: str) -> None:
+def _kill(engine: ContainerEngine, container: str) -> None:
     """Kill a container and see it dead; it may be dead already."""
     try:
-        found.client.kill(container)
+        engine.client.kill(container)
     except APIError as error:
         if error.status_code not in (404, 409):
             raise
-    found.client.wait(container, timeout=_GRACE_S)
+    engine.client.wait(container, timeout=_GRACE_S)
 
 
-def _remove(found: Engine, container: str) -> None:
+def _remove(engine: ContainerEngine, container: str) -> None:
     with contextlib.suppress(NotFound):
-        found.client.remove_container(container, force=True, v=True)
+        engine.client.remove_container(container, force=True, v=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from docker.errors import APIError
 
 from rollout.sandbox import PatchTooLarge, failed
-from rollout.sandbox.docker.engine import Engine
+from rollout.sandbox.docker.engine import ContainerEngine
 from rollout.sandbox.docker.files import archive, is_directory
 from rollout.sandbox.treediff import LINK, Directory, counts, git_mode, patch_between
 
@@ -26,7 +26,7 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 _CHUNK = 1 << 20
 
 
-def container_diff(engine: Engine, container: str, origin: str | Path, workdir: str, max_bytes: int) -> bytes:
+def container_diff(engine: ContainerEngine, container: str, origin: str | Path, workdir: str, max_bytes: int) -> bytes:
     """What changed below `workdir` since its origin, the container's image or a small directory that was copied there,
     as a patch. The container must not be running. Blocks.
 
@@ -40,7 +40,7 @@ def container_diff(engine: Engine, container: str, origin: str | Path, workdir: 
         raise failed("diff_failed", str(error)) from error
 
 
-def _since_snapshot(engine: Engine, container: str, snapshot: Path, workdir: str, max_bytes: int) -> bytes:
+def _since_snapshot(engine: ContainerEngine, container: str, snapshot: Path, workdir: str, max_bytes: int) -> bytes:
     with tempfile.TemporaryDirectory(prefix="diff-") as name:
         old = Directory(os.fsencode(snapshot))
         new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, max_bytes)
@@ -49,7 +49,7 @@ def _since_snapshot(engine: Engine, container: str, snapshot: Path, workdir: str
         return patch_between(old, new, Path(name, "git"), max_bytes)
 
 
-def _since_image(engine: Engine, container: str, image: str, workdir: str, max_bytes: int) -> bytes:
+def _since_image(engine: ContainerEngine, container: str, image: str, workdir: str, max_bytes: int) -> bytes:
     root = os.fsencode(workdir)
     try:
         changed, gone, unnamed = _changed(engine.client.diff(container) or [], root)
@@ -112,7 +112,7 @@ class _Fetched:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ContainerEngine,
         container: str,
         workdir: str,
         store: Path,

@@ -43,7 +43,7 @@ _TIMEOUT_S = 120.0  # for one answer of the engine; pulls and builds send someth
 _CHUNK = 1 << 16
 
 
-class Engine:
+class ContainerEngine:
     """One engine, as DOCKER_HOST and its companions name it. Raises SandboxError no_engine when it does not answer.
 
     All methods but `call` and `open_stream` block.
@@ -86,11 +86,11 @@ class Engine:
         """Remove containers whose owner is gone; returns their ids. Failures are logged, never raised."""
         removed = []
         try:
-            found = self.client.containers(all=True, filters={"label": OWNER})
+            containers = self.client.containers(all=True, filters={"label": OWNER})
         except (DockerException, requests.RequestException) as error:
             logger.warning("looking for containers of runs that are gone: %s", translated(error, "docker_failed"))
             return removed
-        for container in found:
+        for container in containers:
             if gone(container["Labels"][OWNER], container["State"] == "running"):
                 with contextlib.suppress(DockerException, requests.RequestException):  # another process was faster
                     self.client.remove_container(container["Id"], force=True, v=True)
@@ -145,8 +145,8 @@ class Engine:
             self.client.unpause(container)
 
     def _changed_bytes(self, container: str) -> int:
-        found = self.client.containers(all=True, size=True, filters={"id": container})
-        return found[0].get("SizeRw", 0) if found else 0
+        listed = self.client.containers(all=True, size=True, filters={"id": container})
+        return listed[0].get("SizeRw", 0) if listed else 0
 
     def processes(self, container: str) -> list[list[str]]:
         """A row for each process of a running container."""
@@ -242,11 +242,11 @@ class Stream:
 
 
 @functools.cache
-def _engine(pid: int) -> Engine:
-    return Engine()
+def _engine(pid: int) -> ContainerEngine:
+    return ContainerEngine()
 
 
-def engine() -> Engine:
+def get_engine() -> ContainerEngine:
     """This process's engine; the first call connects, and removes what runs that are gone have left. Blocks."""
     return _engine(os.getpid())  # a forked child makes its own
 

@@ -17,14 +17,14 @@ from typing import Any, cast
 from docker.errors import NotFound
 
 from rollout.sandbox import SandboxError
-from rollout.sandbox.docker.engine import Engine
+from rollout.sandbox.docker.engine import ContainerEngine
 
 # Bits of Go's FileMode, which the engine speaks.
 _GO_DIRECTORY, _GO_TYPE = 1 << 31, 0x8F280000
 
 
 def write(
-    engine: Engine, container: str, base: str, relative: PurePosixPath, data: bytes, owner: tuple[int, int]
+    engine: ContainerEngine, container: str, base: str, relative: PurePosixPath, data: bytes, owner: tuple[int, int]
 ) -> None:
     """Write base/relative with mode 0644; missing directories are made. SandboxError put_failed where a part of
     the path is no directory."""
@@ -46,7 +46,7 @@ def write(
     engine.client.put_archive(container, str(place), buffer.getvalue())
 
 
-def read(engine: Engine, container: str, base: str, relative: PurePosixPath) -> bytes:
+def read(engine: ContainerEngine, container: str, base: str, relative: PurePosixPath) -> bytes:
     """Read the regular file base/relative; FileNotFoundError where none is."""
     place = PurePosixPath(base)
     for part in ("", *relative.parts[:-1]):
@@ -82,7 +82,9 @@ def packed(snapshot: Path, place: str, empty: Iterable[str], owner: tuple[int, i
 
 
 @contextmanager
-def archive(engine: Engine, container: str, path: str) -> Generator[Iterable[tuple[tarfile.TarFile, tarfile.TarInfo]]]:
+def archive(
+    engine: ContainerEngine, container: str, path: str
+) -> Generator[Iterable[tuple[tarfile.TarFile, tarfile.TarInfo]]]:
     """The members of a path, or of everything below it, as they come. FileNotFoundError when nothing is there."""
     try:
         answer = engine.archive(container, path)
@@ -119,7 +121,7 @@ class _Body:
 
 
 def is_directory(status: Mapping[str, Any] | None) -> bool:
-    """Whether `Engine.stat` found a directory, and no link to one."""
+    """Whether `ContainerEngine.stat` found a directory, and no link to one."""
     return status is not None and bool(status["mode"] & _GO_DIRECTORY)
 
 

@@ -30,7 +30,7 @@ from docker.errors import APIError, DockerException, NotFound
 from rollout.files import write
 from rollout.sandbox import SandboxError
 from rollout.sandbox.docker import files as docker_files
-from rollout.sandbox.docker.engine import PROJECT, Engine, cache_dir, checked, engine
+from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, cache_dir, checked, get_engine
 from rollout.sandbox.sealing import HOME, SCRIPT, WORKDIR, Source, Wanted, ahead, check_commit, judged, tests_in
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Sealed:
 _known: dict[Source, Sealed] = {}
 
 
-def sealed(found: Engine, source: Source, budget_bytes: int | None = None) -> Sealed:
+def sealed(engine: ContainerEngine, source: Source, budget_bytes: int | None = None) -> Sealed:
     """The sealed image of a source, made (and the image pulled) if it is not there; then what is over the budget
     goes. Remembered per process. Blocks.
 
@@ -64,21 +64,21 @@ def sealed(found: Engine, source: Source, budget_bytes: int | None = None) -> Se
     known = _known.get(source)
     if known is None:
         with locked(source.name):
-            known, fresh = _find_or_seal(found, source)
+            known, fresh = _find_or_seal(engine, source)
         _known[source] = known
         if fresh and budget_bytes is not None:
-            evict(found, budget_bytes, keep=[source.image])
+            evict(engine, budget_bytes, keep=[source.image])
     return known
 
 
-def plain(found: Engine, image: str) -> Sealed:
+def plain(engine: ContainerEngine, image: str) -> Sealed:
     """An image without a work tree of its own, which nothing is done to. Remembered per process. Blocks.
 
     Raises SandboxError: missing_image, seal_failed (its user is a name).
     """
     known = _known.get(Source(image))
     if known is None:
-        status = _inspect(found, image)
+        status = _inspect(engine, image)
         if status is None:
             raise SandboxError("missing_image", f"no image {image} for local snapshots")
         uid, _, gid = (status["Config"].get("User") or "0").partition(":")
@@ -93,36 +93,36 @@ def forget(source: Source) -> None:
     _known.pop(source, None)
 
 
-def missing(found: Engine, images: Iterable[str]) -> list[str]:
+def missing(engine: ContainerEngine, images: Iterable[str]) -> list[str]:
     """Those that the engine does not have. Blocks."""
-    return [image for image in sorted(set(images)) if _inspect(found, image) is None]
+    return [image for image in sorted(set(images)) if _inspect(engine, image) is None]
 
 
-def _find_or_seal(found: Engine, source: Source) -> tuple[Sealed, bool]:
+def _find_or_seal(engine: ContainerEngine, source: Source) -> tuple[Sealed, bool]:
     """The sealed image, and whether it was made just now."""
-    status = _inspect(found, source.image)
+    status = _inspect(engine, source.image)
     if status is None:
-        pull(found, source.image)
-        status = checked("missing_image", found.client.inspect_image, source.image)
+        pull(engine, source.image)
+        status = checked("missing_image", engine.client.inspect_image, source.image)
     parts = (status["Id"], source.base_commit, source.setup_patch, *source.hide, SCRIPT)
     ref = f"{_REPOSITORY}:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
-    made = _inspect(found, ref)
+    made = _inspect(engine, ref)
     fresh = made is None
     if made is None:
-        checked("seal_failed", _seal, found, source, status, ref)
-        made = checked("seal_failed", found.client.inspect_image, ref)
+        checked("seal_failed", _seal, engine, source, status, ref)
+        made = checked("seal_failed", engine.client.inspect_image, ref)
     facts = _read(made["Config"]["Labels"][_LABEL])
     result = Sealed(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]))
     used(result)
     return result, fresh
 
 
-def pull(found: Engine, image: str) -> None:
+def pull(engine: ContainerEngine, image: str) -> None:
     """Pull an image and note that it was us. SandboxError missing_image when it cannot be had."""
     if image.startswith("dir:"):
         raise SandboxError("missing_image", f"{image} is a local snapshot; containers need an image's name")
     try:
-        for line in found.client.pull(image, tag=None if _tagged(image) else "latest", stream=True, decode=True):
+        for line in engine.client.pull(image, tag=None if _tagged(image) else "latest", stream=True, decode=True):
             if "error" in line:
                 raise SandboxError("missing_image", f"{image}: {line['error']}")
     except DockerException as error:
@@ -134,19 +134,19 @@ def _tagged(image: str) -> bool:
     return "@" in image or ":" in image.rpartition("/")[2]
 
 
-def _inspect(found: Engine, image: str) -> Mapping | None:
+def _inspect(engine: ContainerEngine, image: str) -> Mapping | None:
     if image.startswith("dir:"):  # engines call that by different names
         return None
     try:
-        return checked("docker_failed", found.client.inspect_image, image)
+        return checked("docker_failed", engine.client.inspect_image, image)
     except SandboxError as error:
         if error.cause == "missing_image":
             return None
         raise
 
 
-def _seal(found: Engine, source: Source, status: Mapping, ref: str) -> None:
-    client, image, base_commit = found.client, source.image, source.base_commit
+def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) -> None:
+    client, image, base_commit = engine.client, source.image, source.base_commit
     user = status["Config"].get("User") or ""
     volumes = status["Config"].get("Volumes") or {}
     if any(PurePosixPath(WORKDIR).is_relative_to(volume) for volume in volumes):
@@ -159,19 +159,19 @@ def _seal(found: Engine, source: Source, status: Mapping, ref: str) -> None:
         user="0:0",
         working_dir="/",
         healthcheck={"test": ["NONE"]},
-        labels=found.labels(),
+        labels=engine.labels(),
         host_config=client.create_host_config(
             network_mode="none",
             cap_drop=["ALL"],
             cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER"],  # files may belong to the image's user
-            security_opt=found.security_opt,
-            ulimits=found.ulimits(),
+            security_opt=engine.security_opt,
+            ulimits=engine.ulimits(),
             log_config={"Type": "json-file"},  # what it says is read, whatever the engine does with others' output
         ),
         use_config_proxy=False,
     )["Id"]
     try:
-        docker_files.write(found, container, "/", PurePosixPath("setup.diff"), source.setup_patch.encode(), (0, 0))
+        docker_files.write(engine, container, "/", PurePosixPath("setup.diff"), source.setup_patch.encode(), (0, 0))
         client.start(container)
         code = client.wait(container, timeout=_SEAL_TIMEOUT_S)["StatusCode"]
         out = client.logs(container, stdout=True, stderr=False).decode(errors="replace")
@@ -183,7 +183,7 @@ def _seal(found: Engine, source: Source, status: Mapping, ref: str) -> None:
     finally:
         with contextlib.suppress(DockerException):
             client.remove_container(container, force=True, v=True)
-    if _inspect(found, ref) is None:
+    if _inspect(engine, ref) is None:
         client.tag(made, *ref.split(":"))
     else:  # another machine's process was faster
         client.remove_image(made)
@@ -198,16 +198,16 @@ def _read(label: str) -> Any:
     return json.loads(unquote(label))
 
 
-def hidden_tests(found: Engine, ref: str, tests: Iterable[str]) -> list[str]:
+def hidden_tests(engine: ContainerEngine, ref: str, tests: Iterable[str]) -> list[str]:
     """`tests_in` the work tree of an image. Blocks."""
     if not (tests := list(tests)):
         return []
-    client = found.client
+    client = engine.client
     container = client.create_container(
-        ref, ["true"], entrypoint=[], labels=found.labels(), network_disabled=True, use_config_proxy=False
+        ref, ["true"], entrypoint=[], labels=engine.labels(), network_disabled=True, use_config_proxy=False
     )["Id"]
     try:
-        return tests_in(lambda file: docker_files.read(found, container, WORKDIR, file), tests)
+        return tests_in(lambda file: docker_files.read(engine, container, WORKDIR, file), tests)
     finally:
         client.remove_container(container, force=True, v=True)
 
@@ -229,13 +229,13 @@ async def prepare(
 
     Returns per instance id {"image", "sealed", "residue": lines}. Raises the first SandboxError.
     """
-    found = await asyncio.to_thread(engine)
+    engine = await asyncio.to_thread(get_engine)
 
     async def make(task: Wanted) -> dict | None:
-        if budget_bytes is not None and await found.call(_size, found) >= budget_bytes:
+        if budget_bytes is not None and await engine.call(_size, engine) >= budget_bytes:
             return None
-        made = await found.call(sealed, found, task.source)
-        visible = await found.call(hidden_tests, found, made.ref, task.tests)
+        made = await engine.call(sealed, engine, task.source)
+        visible = await engine.call(hidden_tests, engine, made.ref, task.tests)
         residue = [*made.residue, *(f"test: {name}" for name in visible)]
         return {"image": task.source.image, "sealed": made.ref, "residue": residue}
 
@@ -253,11 +253,11 @@ def used(image: Sealed) -> None:
         os.utime(note)
 
 
-def evict(found: Engine, budget_bytes: int, keep: Iterable[str] = ()) -> list[str]:
+def evict(engine: ContainerEngine, budget_bytes: int, keep: Iterable[str] = ()) -> list[str]:
     """Remove least recently used images that this project pulled or sealed until they fit the budget; returns
     their names. `keep`, and what a container uses, stays. Blocks."""
     kept = {*keep, *(made.ref for made in _known.values() if made.source in set(keep))}
-    images = _noted(found)
+    images = _noted(engine)
     total = sum(size for _, _, size, _ in images)
     removed = []
     for _, name, size, file in sorted(images):
@@ -266,7 +266,7 @@ def evict(found: Engine, budget_bytes: int, keep: Iterable[str] = ()) -> list[st
         if name in kept:
             continue
         try:
-            found.client.remove_image(name)
+            engine.client.remove_image(name)
         except NotFound:
             pass
         except APIError as error:
@@ -281,17 +281,17 @@ def evict(found: Engine, budget_bytes: int, keep: Iterable[str] = ()) -> list[st
     return removed
 
 
-def _size(found: Engine) -> int:
-    return sum(size for _, _, size, _ in _noted(found))
+def _size(engine: ContainerEngine) -> int:
+    return sum(size for _, _, size, _ in _noted(engine))
 
 
-def _noted(found: Engine) -> list[tuple[float, str, int, Path]]:
+def _noted(engine: ContainerEngine) -> list[tuple[float, str, int, Path]]:
     """What this project brought and is still there: last use, name, bytes, note."""
     images = []
     for file in cache_dir("images").glob("*.json"):
         try:
             name = json.loads(file.read_text())["name"]
-            status = _inspect(found, name)
+            status = _inspect(engine, name)
             last = file.stat().st_mtime
         except (OSError, ValueError):  # another process removes it
             continue
@@ -300,7 +300,7 @@ def _noted(found: Engine) -> list[tuple[float, str, int, Path]]:
             continue
         # A sealed image shares all but its last layer with its source.
         label = (status["Config"].get("Labels") or {}).get(_LABEL)
-        source = _inspect(found, _read(label)["source"]) if label else None
+        source = _inspect(engine, _read(label)["source"]) if label else None
         images.append((last, name, status["Size"] - (source["Size"] if source else 0), file))
     return images
 

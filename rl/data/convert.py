@@ -1,11 +1,12 @@
-"""Bring rows of a public set to SWE-bench v5 rows, which the trainer reads: from local files or the hub.
+"""Convert rows of a public set, from local files or the hub, to the SWE-bench v5 rows that the trainer reads.
 
     python -m rl.data.convert SET [SOURCE] --out tasks.parquet [filters]
 
 SET is one of swe-bench, swe-bench-lite, swe-bench-verified, swe-bench-multilingual, swe-smith, swe-gym, swe-rebench,
-r2e-gym. SOURCE is a .parquet, .jsonl or .json file, a directory of such, or a dataset on the hub (the set's own unless
-given). What cannot be mapped is refused, each row with its reason: a table on the screen, and row by row in a JSON file
-beside the output. Exit status: 0 rows were written, 1 no row could be mapped, 2 source, options or filters are wrong.
+r2e-gym. SOURCE is a .parquet, .jsonl or .json file, a directory of such files, or a dataset on the hub (default: the
+set's own). A row that cannot be converted is refused with a reason: the screen shows how many for each reason, and a
+JSON file beside the output lists them. Exit status: 0 rows were converted, 1 no row could be converted, 2 the source,
+the options or the filters are wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,21 @@ import pyarrow
 import pyarrow.parquet
 
 from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
+from rl.data.fields import Refused, Row, Why
+from rl.data.patches import PatchError
 from rl.data.select import Selection, split
-from rl.data.sets import SETS, Options, Refused, Row, Why
+from rl.data.sets import SETS, Options
 from rl.data.source import SourceError, read_rows
 from rollout.files import replacing, write
 
-# Beside what a task has: the set that a row is from.
+# A task's columns, and the set that a row is from.
 _SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in (*COLUMNS, *OPTIONAL, "set")])
-_ROW_GROUP = 500  # rows; a column of a group must stay under 2 GiB
+_ROW_GROUP = 500  # rows; each column of a row group must stay under 2 GiB
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One refused row. number: its place in the source, from 0."""
+    """A refused row is reported with its number in the source (from 0), its id ("" if unknown) and the reason."""
 
     number: int
     instance_id: str
@@ -44,7 +47,7 @@ class Refusal:
 
 
 def convert(rows: Iterable[Row], name: str, options: Options) -> tuple[list[dict[str, Any]], list[Refusal]]:
-    """The v5 rows of a set, in its order, with lists as lists, and the rows that were refused."""
+    """Return the v5 rows of the set `name`, in its order and with lists as lists, and the rows that were refused."""
     converted: dict[str, dict[str, Any]] = {}
     refused = []
     for number, row in enumerate(rows):
@@ -54,14 +57,15 @@ def convert(rows: Iterable[Row], name: str, options: Options) -> tuple[list[dict
             if made["instance_id"] in converted:
                 raise Refused(Why.TWICE)
             converted[made["instance_id"]] = made
-        except Refused as refusal:
+        except (Refused, PatchError) as error:
+            refusal = error if isinstance(error, Refused) else Refused(Why.BAD_PATCH, str(error))
             known = row.get("instance_id") or row.get("commit_hash")
             refused.append(Refusal(number, str(known or ""), refusal.why, refusal.detail))
     return list(converted.values()), refused
 
 
 def _check(row: Row) -> None:
-    """Refuse what the trainer would refuse at load."""
+    """Raise Refused for a row that the trainer would reject at load."""
     try:
         Task.from_row(row, Path())
     except TaskError as error:
@@ -70,7 +74,8 @@ def _check(row: Row) -> None:
 
 
 def write_tasks(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows with lists as JSON texts. The same rows give the same bytes; the file appears whole or not at all."""
+    """Write rows to a parquet file, with lists as JSON texts. The same rows give the same bytes, and the file appears
+    whole or not at all."""
     with replacing(path) as new, pyarrow.parquet.ParquetWriter(new, _SCHEMA) as file:
         for start in range(0, len(rows), _ROW_GROUP):
             texts = [_texts(row) for row in rows[start : start + _ROW_GROUP]]
@@ -82,6 +87,7 @@ def _texts(row: Row) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     args = _parser().parse_args(arguments)
     info = SETS[args.set]
     source = args.source or info.hub
@@ -91,12 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipes = {row.get("instance_id"): row for row in read_rows(args.recipes, None, info.split)}
         options = Options(recipes=recipes, regression=args.regression)
         rows, refused = convert(read_rows(source, args.split, info.split), args.set, options)
-        selection = _selection(args)
+        args.instance_ids = _ids(args.instance_ids)
+        selection = Selection(**{field.name: getattr(args, field.name) for field in fields(Selection)})
         chosen, dropped = selection.apply(rows)
         if rows and not chosen:
-            raise SourceError(f"the filters leave none of {len(rows)} rows: {_counts(dropped)}")
+            drops = ", ".join(f"{name} drops {count}" for name, count in dropped.items())
+            raise SourceError(f"the filters leave none of {len(rows)} rows: {drops}")
         if missing := set(selection.instance_ids) - {row["instance_id"] for row in rows}:
-            raise SourceError(f"--instance-ids: not mapped: {', '.join(sorted(missing))}")
+            raise SourceError(f"--instance-ids: not in the source, or refused: {', '.join(sorted(missing))}")
     except SourceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -141,31 +149,14 @@ def _show(summary: Mapping[str, Any], refused: Sequence[Refusal]) -> None:
     Console(highlight=False).print(table)
 
 
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} drops {count}" for name, count in counter.items())
-
-
-def _selection(args: argparse.Namespace) -> Selection:
-    ids: set[str] = set()
-    for value in args.instance_ids:
-        if value.startswith("@"):
-            try:
-                ids |= set(Path(value[1:]).read_text().split())
-            except OSError as error:
-                raise SourceError(f"--instance-ids {value}: {error}") from error
-        else:
-            ids.add(value)
-    return Selection(
-        repos=args.repo,
-        instance_ids=ids,
-        difficulties=args.difficulty,
-        min_failing=args.min_failing,
-        max_failing=args.max_failing,
-        min_statement=args.min_statement,
-        max_statement=args.max_statement,
-        shuffle=args.shuffle,
-        limit=args.limit,
-    )
+def _ids(values: Sequence[str]) -> set[str]:
+    """Return the instance ids in `values`, where @FILE stands for the ids in a file. Raises SourceError."""
+    try:
+        return {
+            id_ for value in values for id_ in (Path(value[1:]).read_text().split() if value[:1] == "@" else [value])
+        }
+    except OSError as error:
+        raise SourceError(f"--instance-ids: {error}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -176,30 +167,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("set", choices=SETS, metavar="SET")
-    add("source", nargs="?", metavar="SOURCE", help="file, directory or hub dataset; else the set's own on the hub")
+    add(
+        "source", nargs="?", metavar="SOURCE", help="file, directory or hub dataset (default: the set's own on the hub)"
+    )
     add("--out", type=Path, required=True, help="the parquet file to write")
-    add("--split", help="of the source; else all of a file or directory, the set's usual one on the hub")
+    add("--split", help="default: all of a file or directory, the set's usual split on the hub")
     add("--recipes", help="SWE-bench v5 rows (as SOURCE) that complete rows from before version 5, by instance id")
     add(
         "--regression",
         choices=("all", "same-files"),
         default="all",
-        help="SWE-smith: PASS_TO_PASS tests of all files, or of those that have a FAIL_TO_PASS test (faster)",
+        help="SWE-smith: keep the PASS_TO_PASS tests of all files, or of those with a FAIL_TO_PASS test (faster)",
     )
-    filters = parser.add_argument_group("filters")
-    add = filters.add_argument
-    add("--repo", nargs="+", default=[], metavar="PATTERN", help='e.g. django/django or "pydata/*"')
-    add("--instance-ids", nargs="+", default=[], metavar="ID", help="or @FILE with ids; each must be there")
-    add("--difficulty", nargs="+", default=[], metavar="VALUE", help='in the set\'s words, e.g. "<15 min fix"')
+    add = parser.add_argument_group("filters").add_argument
+    add("--repo", dest="repos", nargs="+", default=[], metavar="PATTERN", help='e.g. django/django or "pydata/*"')
+    add("--instance-ids", nargs="+", default=[], metavar="ID", help="ids that must be there, or @FILE with such ids")
+    add("--difficulty", dest="difficulties", nargs="+", default=[], metavar="VALUE", help='e.g. "<15 min fix"')
     add("--min-failing", type=int, metavar="N", help="FAIL_TO_PASS tests, at least")
     add("--max-failing", type=int, metavar="N", help="FAIL_TO_PASS tests, at most")
     add("--min-statement", type=int, metavar="N", help="characters of the problem statement, at least")
     add("--max-statement", type=int, metavar="N", help="characters of the problem statement, at most")
     add("--shuffle", type=int, metavar="SEED", help="a random order, the same for the same seed and rows")
     add("--limit", type=int, metavar="N", help="the first N rows that pass the filters")
-    heldout = parser.add_argument_group("held-out rows, in a second file OUT.heldout.parquet")
-    add = heldout.add_argument
-    add("--heldout-share", type=_share, metavar="X", help="about this share, 0 to 1")
+    add = parser.add_argument_group("held-out rows, in a second file OUT.heldout.parquet").add_argument
+    add("--heldout-share", type=_share, metavar="X", help="about this share, between 0 and 1")
     add("--heldout-by", choices=("repo", "instance"), default="repo", help="hold out whole repositories, or instances")
     add("--split-seed", type=int, default=0, metavar="SEED", help="another seed gives another split")
     return parser

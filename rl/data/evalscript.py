@@ -1,10 +1,9 @@
-"""Eval scripts in SWE-bench's shape, for sets whose rows say how to test and bring no script.
+"""This module writes eval scripts in SWE-bench's format, for sets whose rows say how to test but have no script.
 
-Such a script runs in a fresh box, after the patch. It puts the test files back to what they are in the image,
-applies the hidden test patch and runs the tests between swebench's markers. Two things differ from what the sets'
-own harnesses do, because boxes have no network and agents have ideas: files that the test patch makes are removed
-first, so that an agent cannot stand in their place, and a repository that is installed in place is not installed
-again.
+A script runs in a fresh box after the patch was applied. It restores the test files from the image, applies the hidden
+test patch, and runs the tests between swebench's markers. It differs from the sets' own harnesses in two ways, because
+boxes have no network and an agent may cheat: files that the test patch creates are removed first, so that an agent's
+file cannot take their place; and a repository that is installed in place is not installed again.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from collections.abc import Iterable, Sequence
 from rl.data.patches import Change, changes
 
 WORKDIR = "/testbed"
-# The images of SWE-bench's family keep the repository's dependencies in a conda environment of this name, some of
-# SWE-rebench's have conda itself elsewhere.
+# The images keep the repository's dependencies in a conda environment named testbed. Some of SWE-rebench's have conda
+# in /opt/conda.
 _ACTIVATE = ("source /opt/miniconda3/bin/activate || source /opt/conda/bin/activate", "conda activate testbed")
-_END_OF_PATCH = "EOF_114329324912"  # swebench's own; no line of a patch begins like this
+_END_OF_PATCH = "EOF_114329324912"  # as in swebench; no line of a patch begins like this
 _EDITABLE = re.compile(r"(?:^|\s)(?:-\w*e|--editable|develop)(?:\s|=|$)")
 
 
 def eval_script(test_commands: Sequence[str], test_patch: str = "", before: Iterable[str] = ()) -> str:
-    """The script that applies `test_patch` and runs the commands; the last one's exit status is what counts.
+    """Return the script that applies `test_patch` and runs the commands; the last command's exit status counts.
 
-    before: commands that prepare the shell, after the environment is active. Raises PatchError.
+    before: commands that prepare the shell once the environment is active. Raises PatchError.
     """
     return _script([*_ACTIVATE, f"cd {WORKDIR}", *before, *_hidden_tests(test_patch)], test_commands)
 
 
 def bare_eval_script(test_commands: Sequence[str], before: Iterable[str]) -> str:
-    """The same without an environment to activate and without a test patch."""
+    """Return a script that activates no environment and applies no test patch."""
     return _script([f"cd {WORKDIR}", *before], test_commands)
 
 
@@ -60,17 +59,17 @@ def _hidden_tests(test_patch: str) -> list[str]:
 
 
 def test_files(files: Iterable[Change]) -> list[str]:
-    """What to hand to a test runner: the files that are there after the patch and can hold tests."""
+    """Return the files to pass to a test runner: those that exist after the patch and can contain tests."""
     from swebench.harness.constants import NON_TEST_EXTS
 
     return [file.new for file in files if file.new is not None and not file.new.endswith(tuple(NON_TEST_EXTS))]
 
 
 def reinstall(commands: Iterable[str]) -> list[str]:
-    """What of a set's install commands has to run again after a patch: all but an installation in place.
+    """Return the install commands that must run again after a patch: all except installations in place.
 
-    There is no index to ask, and build tools are those of the environment.
+    They run without a package index and with the environment's own build tools, since a box has no network.
     """
     again = [command for command in commands if command.strip() and not _EDITABLE.search(command)]
-    # PIP_NO_BUILD_ISOLATION=0 is no mistake: pip reads the variable as the value of build_isolation.
+    # PIP_NO_BUILD_ISOLATION=0 is correct: pip reads the variable as the value of build_isolation.
     return ["export PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_NO_BUILD_ISOLATION=0", *again] if again else []

@@ -1,7 +1,8 @@
-"""What the gradings of an admission say about each task, and the report for people and programs."""
+"""This module judges each task by its gradings in an admission, and writes the report for people and programs."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ Record = Mapping[str, Any]
 
 
 class Status(StrEnum):
-    """What a task is found to be.
+    """Each member is a judgement of a task.
 
-    PASS: the gold patch always resolves it and no patch never does. FLAKY: the same grading came out differently.
-    BROKEN: the gold patch never resolves it, or nothing needs to be done. UNDECIDED: the infrastructure failed.
+    PASS: the gold patch resolves it every time, and the untouched tree never does.
+    FLAKY: the same grading had different outcomes.
+    BROKEN: the gold patch never resolves it, there is none, or the untouched tree already passes.
+    UNDECIDED: gradings are missing because the infrastructure failed.
     """
 
     PASS = "pass"
@@ -26,8 +29,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One task. gold, empty: how often which outcome ("resolved" or the reason). seconds: of one grading, the mean;
-    slowest: the longest. failures: infrastructure failures on the way, by cause, retried ones too."""
+    """A finding is the judgement of one task and what it rests on.
+
+    gold, empty: how often each outcome ("resolved" or the reason) occurred, with the gold patch and without a patch.
+    seconds, slowest: the mean and the longest time of one grading.
+    failures: infrastructure failures by cause, including those that a retry made up for.
+    """
 
     instance_id: str
     status: Status
@@ -40,8 +47,11 @@ class Finding:
 
 
 def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bool = False) -> Finding:
-    """Judge a task by its records. tries: gradings of each kind that were wanted; fewer leave it undecided, unless
-    those that are there tell enough. no_gold: the task has no gold patch."""
+    """Judge a task by its records.
+
+    tries: gradings wanted of each kind. With fewer the task is undecided, unless those that exist prove it flaky or
+    broken. no_gold: the task has no gold patch.
+    """
     graded = [record for record in records if not record["infra"]]
     outcomes = {
         kind: Counter(record["reason"] or "resolved" for record in graded if record["kind"] == kind)
@@ -85,7 +95,7 @@ def _times(outcomes: Counter[str]) -> str:
 
 
 def to_dict(source: str, tries: int, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """The report as JSON can hold it. seconds: of all gradings, added up."""
+    """Return the report as JSON values. seconds: the time of all gradings together."""
     return {
         "source": source,
         "tries": tries,
@@ -96,12 +106,12 @@ def to_dict(source: str, tries: int, findings: Sequence[Finding], seconds: float
 
 
 def to_markdown(source: str, tries: int, findings: Sequence[Finding], seconds: float) -> str:
-    """The report to read: counts, every task that is not admitted with its reason, the slowest ones."""
-    counts = _counts(findings)
-    head = f"Per task so many gradings with the gold patch, and as many without one: {tries}."
-    lines = [f"# Admission of {source}", "", head, ""]
-    lines += _table(("status", "tasks"), [(status, count) for status, count in counts.items()])
-    lines += ["", f"Grading time: {seconds:.0f} s in all, {_middle(findings):.1f} s for a middling task."]
+    """Return the report as Markdown: counts, every task that is not admitted with its reason, the slowest tasks."""
+    head = f"Each task was to be graded {tries} times with its gold patch and {tries} times without a patch."
+    lines = [f"# Admission of {source}", "", head, "", *_table(("status", "tasks"), _counts(findings).items())]
+    times = [found.seconds for found in findings if found.seconds]
+    median = statistics.median_high(times) if times else 0.0
+    lines += ["", f"Grading time: {seconds:.0f} s in total; the median task takes {median:.1f} s per grading."]
     for status in (Status.FLAKY, Status.BROKEN, Status.UNDECIDED):
         some = [found for found in findings if found.status is status]
         if some:
@@ -124,11 +134,6 @@ def to_markdown(source: str, tries: int, findings: Sequence[Finding], seconds: f
 def _counts(findings: Sequence[Finding]) -> dict[str, int]:
     counts = Counter(found.status for found in findings)
     return {status.value: counts[status] for status in Status}
-
-
-def _middle(findings: Sequence[Finding]) -> float:
-    times = sorted(found.seconds for found in findings if found.seconds)
-    return times[len(times) // 2] if times else 0.0
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the conversion does with patches: name their files, turn them around, write them from R2E-Gym's JSON."""
+"""This module lists the files of a patch, reverses patches, and writes patches from R2E-Gym's parsed commits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import unidiff.errors
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)", re.DOTALL)
 _HEADS = re.compile(r"diff --git a/(\S+) b/(\S+)")
 _INDEX = re.compile(r"index (\w+)\.\.(\w+)(.*)", re.DOTALL)
-# Header lines that have a partner in the opposite direction; git takes them in any order.
+# Header lines whose meaning flips when a patch is reversed; git accepts them in any order.
 _OPPOSITE = {
     "new file mode ": "deleted file mode ",
     "deleted file mode ": "new file mode ",
@@ -25,27 +25,27 @@ _OPPOSITE = {
 
 
 class PatchError(ValueError):
-    """A patch that cannot be used; the message is one line."""
+    """A patch cannot be used. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One file of a patch; old is None when the patch makes it, new when the patch deletes it."""
+    """A patch changes one file. `old` is None if it creates the file, `new` is None if it deletes it."""
 
     old: str | None
     new: str | None
 
 
 def changes(patch: str) -> list[Change]:
-    """The files of a git patch. Raises PatchError, also for a patch that leaves out the content of binary files."""
+    """Return the files that a git patch changes. Raises PatchError, also if it lacks the content of binary files."""
     if re.search(r"^Binary files .* differ$", patch, re.MULTILINE):
-        raise PatchError("it names binary files without their content")
+        raise PatchError("the patch names binary files without their content")
     try:
         files = unidiff.PatchSet(patch)
     except unidiff.errors.UnidiffParseError as error:
-        raise PatchError(f"cannot be parsed: {' '.join(str(error).split())}") from error
+        raise PatchError(f"the patch cannot be parsed: {' '.join(str(error).split())}") from error
     if not files:
-        raise PatchError("it changes no file")
+        raise PatchError("the patch changes no file")
     return [Change(_path(file.source_file, "a/"), _path(file.target_file, "b/")) for file in files]
 
 
@@ -54,7 +54,7 @@ def _path(name: str, prefix: str) -> str | None:
 
 
 def reverse(patch: str) -> str:
-    """The git patch that undoes `patch`. Raises PatchError for binary content, copies and what is cut short."""
+    """Return the git patch that undoes `patch`. Raises PatchError for binary content, copies and truncated hunks."""
     lines = patch.removesuffix("\n").split("\n")  # not splitlines: a form feed in a line is part of it
     out: list[str] = []
     at = 0
@@ -78,14 +78,15 @@ def reverse(patch: str) -> str:
 
 
 def _hunk_lines(lines: list[str], at: int, old_left: int, new_left: int) -> list[str]:
-    """The lines of the hunk whose body begins at `at`, by its counts: a deleted line can look like a header."""
+    """Return the body of the hunk that begins at `at`. The counts tell where it ends: a deleted line can look like a
+    header."""
     start = at
     while old_left > 0 or new_left > 0 or (at < len(lines) and lines[at].startswith("\\")):
         if at == len(lines):
-            raise PatchError("its last hunk is cut short")
-        sign = lines[at][:1] or " "  # an empty context line whose blank was stripped
+            raise PatchError("the patch's last hunk is truncated")
+        sign = lines[at][:1] or " "  # an empty line is a context line whose blank was stripped
         if sign not in " +-\\":
-            raise PatchError(f"line {at + 1} belongs to no hunk: {lines[at][:40]!r}")
+            raise PatchError(f"line {at + 1} of the patch belongs to no hunk: {lines[at][:40]!r}")
         old_left -= sign in " -"
         new_left -= sign in " +"
         at += 1
@@ -93,9 +94,9 @@ def _hunk_lines(lines: list[str], at: int, old_left: int, new_left: int) -> list
 
 
 def _reversed_lines(body: list[str]) -> list[str]:
-    """The body turned around; in each run of changes the deletions come before the insertions, as git has them."""
+    """Return the reversed body. In each run of changes deletions come before insertions, as in git's own output."""
     out: list[str] = []
-    inserted: list[str] = []  # of the run at hand, kept back
+    inserted: list[str] = []  # in the current run, held back until its deletions are out
     last = out
     for line in body:
         if line.startswith("+"):
@@ -105,7 +106,7 @@ def _reversed_lines(body: list[str]) -> list[str]:
             last = inserted
             last.append("+" + line[1:])
         elif line.startswith("\\"):
-            last.append(line)  # says of the line before it that no newline ends it
+            last.append(line)  # "No newline at end of file" refers to the line before it
         else:
             out += [*inserted, line]
             inserted = []
@@ -115,7 +116,7 @@ def _reversed_lines(body: list[str]) -> list[str]:
 
 def _reversed_header(line: str) -> str:
     if line.startswith(("GIT binary patch", "Binary files ", "copy from ")):
-        raise PatchError(f"a patch cannot be turned around that has {line.split(' /')[0][:16]!r}")
+        raise PatchError(f"a patch with {line.split(' /')[0][:16]!r} cannot be reversed")
     if heads := _HEADS.fullmatch(line):
         return f"diff --git a/{heads[2]} b/{heads[1]}"
     if index := _INDEX.fullmatch(line):
@@ -127,20 +128,21 @@ def _reversed_header(line: str) -> str:
 
 
 def _under(prefix: str, name: str) -> str:
-    """A file name of a header, perhaps quoted, with a/ or b/ before it."""
+    """Return a header's file name, which may be quoted, with `prefix` in the place of a/ or b/."""
     return name if name == "/dev/null" else re.sub(r'^("?)[ab]/', rf"\g<1>{prefix}/", name)
 
 
 def from_commit(content: Mapping[str, Any]) -> tuple[str, str]:
-    """The patch of a commit in R2E-Gym's form (`parsed_commit_content`, decoded) and the id of the commit before it.
+    """Return the patch of a commit in R2E-Gym's format (decoded `parsed_commit_content`) and the parent commit's id.
 
-    Only Python files that are no tests, as in R2E-Gym's own check of its gold patches. Raises PatchError.
+    The patch has only Python files that are not tests, as in R2E-Gym's own check of its gold patches; it is empty if
+    there are none. Raises PatchError.
     """
     try:
         files = [file for file in content["file_diffs"] if _is_source(file["header"]["file"]["path"])]
         return "".join(line for file in files for line in _file_patch(file)), content["old_commit_hash"]
     except (KeyError, TypeError) as error:
-        raise PatchError(f"the commit has not the expected form: {type(error).__name__}: {error}") from error
+        raise PatchError(f"the commit does not have the expected form: {type(error).__name__}: {error}") from error
 
 
 def _is_source(path: str) -> bool:
@@ -170,7 +172,7 @@ def _file_patch(file: Mapping[str, Any]) -> Iterator[str]:
             for range_ in (head["old_range"], head["new_range"])
         ]
         yield f"@@ -{ranges[0]} +{ranges[1]} @@ {head.get('section') or ''}".rstrip() + "\n"
-        # By the counts: R2E-Gym's parser takes the end of the diff for one more line of context.
+        # Stop by the counts: R2E-Gym's parser adds the end of the diff as one more line of context.
         old_left, new_left = (
             1 if (n := head[side].get("length")) is None else n for side in ("old_range", "new_range")
         )

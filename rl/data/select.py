@@ -1,4 +1,5 @@
-"""Which of the converted rows are written: filters, a seeded order, a split that stays when rows are added."""
+"""This module selects the converted rows to write: filters, a seeded order, and a split that is stable when rows are
+added."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Selection:
-    """Filters; None or empty means that the filter is off.
+    """A selection holds the filters; one that is None or empty is off.
 
-    repos: patterns of shells, without regard to case. min_failing, max_failing: number of FAIL_TO_PASS tests.
-    min_statement, max_statement: characters. difficulties: exact values of the set. shuffle: the seed of a random
-    order, else the set's own. limit: so many rows at most, the first in that order.
+    repos: shell patterns, case-insensitive.
+    difficulties: exact values of the set's own scale.
+    min_failing, max_failing: number of FAIL_TO_PASS tests.
+    min_statement, max_statement: characters of the problem statement.
+    shuffle: the seed of a random order; None keeps the set's order.
+    limit: the number of rows to keep, from the start of that order.
     """
 
     repos: Sequence[str] = ()
@@ -32,7 +36,7 @@ class Selection:
     limit: int | None = None
 
     def dropped_by(self, row: Row) -> str | None:
-        """The filter that the row does not pass, as the command line names it."""
+        """Return the first filter that rejects the row, as the command line names it; None if the row passes."""
         repo, failing, statement = row["repo"].lower(), len(row["FAIL_TO_PASS"]), len(row["problem_statement"])
         checks = {
             "--repo": not self.repos or any(fnmatch.fnmatchcase(repo, pattern.lower()) for pattern in self.repos),
@@ -46,7 +50,7 @@ class Selection:
         return next((name for name, passed in checks.items() if not passed), None)
 
     def apply(self, rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
-        """The rows that are left, and how many each filter dropped."""
+        """Return the selected rows, and how many rows each filter dropped."""
         dropped: Counter[str] = Counter()
         left = []
         for row in rows:
@@ -56,7 +60,7 @@ class Selection:
             else:
                 dropped[by] += 1
         if self.shuffle is not None:
-            # By a hash and not by a generator: the order of two rows does not depend on the others.
+            # Sorted by a hash, not shuffled by a generator, so that the order of two rows does not depend on the rest.
             left.sort(key=lambda row: _share(self.shuffle, row["instance_id"]))
         if self.limit is not None and len(left) > self.limit:
             dropped["--limit"] = len(left) - self.limit
@@ -65,8 +69,10 @@ class Selection:
 
 
 def split(rows: Sequence[Row], share: float, by: Literal["instance", "repo"], seed: int) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows): about `share` of the instances, or of the repositories, are held out. A hash
-    decides for each by itself, so that rows that are added later move none from one side to the other."""
+    """Return (training rows, held-out rows), with about `share` of the instances or repositories held out.
+
+    A hash decides for each instance or repository on its own, so rows that are added later move no other row.
+    """
     key = "instance_id" if by == "instance" else "repo"
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
@@ -75,5 +81,5 @@ def split(rows: Sequence[Row], share: float, by: Literal["instance", "repo"], se
 
 
 def _share(seed: int | None, name: str) -> float:
-    """A number in [0, 1), the same on every machine."""
+    """Return a number in [0, 1) that is the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big") / 2**56

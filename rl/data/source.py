@@ -1,7 +1,7 @@
-"""Rows of a public set, as its publishers wrote them: from files on this machine or from the hub.
+"""This module reads the rows of a public set as they were published, from files on this machine or from the hub.
 
-A file is .parquet, .jsonl or .json (a list of rows, or rows by instance id). A directory is what a copy of a
-hub repository looks like: data files named after their split, at its top or in data/.
+A file is .parquet, .jsonl or .json (a list of rows, or rows by instance id). A directory is laid out as a copy of a hub
+repository: data files that are named after their split, at the top or in data/.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import pyarrow
 import pyarrow.parquet
 
 _SUFFIXES = (".parquet", ".jsonl", ".json")
-_BATCH = 256  # rows of a parquet file in memory at once: some sets have rows of 100 KB
+_BATCH = 256  # rows of a parquet file that are in memory at once; some sets have rows of 100 KB
 
 
 class SourceError(ValueError):
-    """Rows that cannot be read; the message is one line that says where and what to do."""
+    """Rows cannot be read. The message is one line that says where, and what to do."""
 
 
 def read_rows(source: str, split: str | None, default_split: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file, a directory or a hub dataset ("owner/name").
+    """Yield the rows of a file, a directory or a hub dataset ("owner/name").
 
-    split: of a directory or hub dataset the files to take, of a file the value of its column `split`. None: all
-    of a file or directory, `default_split` of a hub dataset. Raises SourceError, also while rows are taken.
+    split: selects files of a directory, a split of a hub dataset, or rows of a file by their column `split`. None
+    takes everything in a file or directory, and `default_split` of a hub dataset. Raises SourceError, also while the
+    rows are iterated over.
     """
     path = Path(source)
     if path.is_dir():
@@ -36,7 +37,7 @@ def read_rows(source: str, split: str | None, default_split: str) -> Iterator[di
     elif path.exists():
         yield from _of_split(path, split)
     elif path.suffix in _SUFFIXES or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise SourceError(f"{source}: no such file or directory, and no hub dataset is named so (owner/name)")
+        raise SourceError(f"{source}: no such file or directory, and not the name of a hub dataset (owner/name)")
     else:
         yield from _hub(source, split or default_split)
 
@@ -59,7 +60,7 @@ def _files(directory: Path, split: str | None) -> list[Path]:
 def _of_split(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
     for row in _read(path):
         if split is not None and "split" not in row:
-            raise SourceError(f"{path}: its rows have no column split; leave --split out")
+            raise SourceError(f"{path}: the rows have no column split; omit --split")
         if split is None or row["split"] == split:
             yield row
 
@@ -79,7 +80,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             content = json.loads(path.read_text())
             rows = content.values() if isinstance(content, dict) else content
             if not isinstance(content, dict | list):
-                raise SourceError(f"{path}: is neither a list of rows nor rows by instance id")
+                raise SourceError(f"{path}: neither a list of rows nor rows by instance id")
             for number, row in enumerate(rows):
                 yield _row(row, f"{path}: row {number}")
         else:
@@ -90,16 +91,16 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 def _row(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise SourceError(f"{where}: is {type(value).__name__}, not a row")
+        raise SourceError(f"{where}: {type(value).__name__}, not a row")
     return value
 
 
 def _hub(name: str, split: str) -> Iterator[dict[str, Any]]:
-    import datasets  # takes seconds, and only the hub needs it
+    import datasets  # imported here because it takes seconds and only the hub needs it
 
     try:
         rows = datasets.load_dataset(name, split=split)
-    except Exception as error:  # its errors have no common class: network, names, splits, formats
+    except Exception as error:  # errors of network, names, splits and formats have no common class
         message = " ".join(str(error).split())
         raise SourceError(f"hub dataset {name}, split {split}: {type(error).__name__}: {message}") from error
     yield from rows

@@ -17,7 +17,6 @@ import functools
 import logging
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.grade import warm_up
 from rewards.task import Task
-from rl.batch import JournalError
+from rl.batch import JournalError, Progress
 from rl.boxes import prepare_images
 from rl.config import ConfigError
 from rl.evaluate import compare, config, results, serve
@@ -35,7 +34,7 @@ from rl.evaluate.config import Weights
 from rl.evaluate.play import Evaluation, Line, LostError
 from rl.run.scratch import remove_socket_directory, socket_directory
 from rl.run.vllm_server import SERVED_AS, VllmServer
-from rl.screen import Screen, this_command, to_go
+from rl.screen import Screen, this_command
 from rollout import files
 from rollout.episode import Setup
 from rollout.proxy.forward import SideEndpoint
@@ -46,34 +45,6 @@ from rollout.sandbox import SandboxError
 # For a hosted model, whose window is not known: what Claude Code takes for a model that it does not know.
 _HOSTED_CONTEXT = 200_000
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-class Progress:
-    """The lines of attempts on the screen: a bar on a terminal, else a line each."""
-
-    def __init__(self, screen: Screen, total: int) -> None:
-        self.screen, self.total = screen, total
-        self.done = self.resolved = self.lost = 0
-        self._began = time.monotonic()
-
-    def __call__(self, line: Line) -> None:
-        self.done += not line["infra"]
-        self.lost += line["infra"]
-        self.resolved += line["resolved"]
-        outcome = "resolved" if line["resolved"] else line["reason"]
-        if line["infra"] or not self.screen.is_terminal:
-            place = f"{self.done}/{self.total} {line['task']} #{line['sample']}"
-            detail = f" ({' '.join(line['detail'].split())[:200]})" if line["infra"] else ""
-            self.screen.say(f"{place}: {outcome}{detail}  {line['turns']} turns  {line['wall_s']:.1f} s")
-        if self.screen.is_terminal:
-            self.show()
-
-    def show(self) -> None:
-        parts = [f"{self.resolved} resolved"] + [f"{self.lost} lost attempts"] * bool(self.lost)
-        if self.done >= 2:
-            left = (self.total - self.done) * (time.monotonic() - self._began) / self.done
-            parts.append(to_go(left))
-        self.screen.show("episodes", self.done, self.total, ", ".join(parts))
 
 
 async def evaluate(cfg: DictConfig, weights: Weights | None, tasks: list[Task], screen: Screen) -> int:
@@ -155,8 +126,16 @@ async def _play(
         await setup.proxy.start()
         stack.push_async_callback(setup.proxy.stop)
         screen.say(f"playing, {cfg.sandbox.concurrency} at the same time")
-        progress = Progress(screen, len(wanted))
-        screen.show("episodes", 0, len(wanted))
+        progress = Progress(screen, "episodes", len(wanted))
+
+        def done(line: Line) -> None:
+            outcome = "resolved" if line["resolved"] else line["reason"]
+            progress.count(f"lost ({outcome})" if line["infra"] else outcome, final=not line["infra"])
+            if line["infra"] or not screen.is_terminal:
+                place = f"{progress.done}/{progress.total} {line['task']} #{line['sample']}"
+                detail = f" ({' '.join(line['detail'].split())[:200]})" if line["infra"] else ""
+                screen.say(f"{place}: {outcome}{detail}  {line['turns']} turns  {line['wall_s']:.1f} s")
+
         model = cfg.model if cfg.protocol == "messages" else _tokenizer(cfg, weights, served)
         await evaluation.play(
             setup,
@@ -164,7 +143,7 @@ async def _play(
             concurrency=cfg.sandbox.concurrency,
             step=weights.step if weights else 0,
             model=model,
-            done=progress,
+            done=done,
             check=server.check if server is not None else lambda: None,
         )
 

@@ -1,4 +1,4 @@
-"""Two evaluations over the same tasks, task by task.
+"""Compare two evaluations over the same tasks, task by task.
 
 python -m rl.evaluate compare A B [--common]
 """
@@ -21,7 +21,7 @@ _SHOWN = 20
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """The results of an evaluation's directory. Raises ConfigError."""
+    """Return the results of an evaluation's directory. Raises ConfigError."""
     path = directory / "results.json"
     try:
         return json.loads(path.read_text())
@@ -32,17 +32,18 @@ def load(directory: Path) -> dict[str, Any]:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], common: bool) -> dict[str, Any]:
-    """A against B over the tasks that both graded. The difference is B's pass@1 less A's.
+    """Compare the results A and B over the tasks that were graded in both. The difference is B's pass@1 minus A's.
 
-    Raises ConfigError if the tasks are not the same, unless ``common``, which takes those that are; and if none is.
+    Raises ConfigError if the task sets differ, unless ``common`` is set, which compares the tasks that are the same in
+    both; and if no task was graded in both.
     """
     first, second = a["by_task"], b["by_task"]
     same = [task for task, row in first.items() if second.get(task, {}).get("row") == row["row"]]
     other = len({*first, *second}) - len(same)
     if other and not common:
         raise ConfigError(
-            f"the tasks differ: {len(same)} are the same, {other} are in one of both or have other rows; --common "
-            "compares those that are the same"
+            f"the task sets differ: {len(same)} tasks are the same, {other} are in only one or have other rows; "
+            "--common compares those that are the same"
         )
     both = [task for task in same if first[task]["episodes"] and second[task]["episodes"]]
     if not both:
@@ -70,6 +71,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], common: bool) -> dict[st
 
 
 def show(found: Mapping[str, Any], screen: Screen) -> None:
+    """Print a comparison."""
     from rich.table import Table
 
     table = Table(title=f"A: {found['a']}   B: {found['b']}", show_header=False)
@@ -90,11 +92,12 @@ def show(found: Mapping[str, Any], screen: Screen) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m rl.evaluate compare", description=__doc__.split("\n")[0])
     parser.add_argument("a", type=Path, help="directory of an evaluation")
     parser.add_argument("b", type=Path, help="directory of another one")
-    parser.add_argument("--common", action="store_true", help="of different task sets, the tasks that are in both")
-    parser.add_argument("--json", type=Path, help="write everything to this file, too")
+    parser.add_argument("--common", action="store_true", help="if the task sets differ, compare the tasks in both")
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
     args = parser.parse_args(arguments)
     a, b = load(args.a), load(args.b)
     found = compare(a, b, args.common)

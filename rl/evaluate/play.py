@@ -1,11 +1,11 @@
-"""The directory of an evaluation, and playing what is not in it yet.
+"""This module keeps the directory of an evaluation and plays the episodes that it lacks.
 
-    evaluation.json    what it is of: a directory takes no other
-    journal.jsonl      a line per attempt, made from its record
+    evaluation.json    everything that decides how an episode ends; another evaluation is refused the directory
+    journal.jsonl      one line per attempt, derived from its record
     episodes/*.cep     the records (docs/records.md)
 
-A record is on the disk before its line; a line that a kill kept from being written is made from the record by the
-next start. So an episode that was graded is never played again.
+A record is on the disk before its line in the journal. If the process is killed between the two, the next start derives
+the line from the record. So an episode that was graded is never played again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from rewards.task import Task
 from rewards.verdict import Outcome
-from rl.batch import Journal, workers
+from rl.batch import Journal, run_all
 from rl.config import ConfigError
 from rollout import files
 from rollout.episode import Episode, Setup, play
@@ -32,24 +32,27 @@ _SAMPLE = re.compile(r"eval-(\d+)-")
 
 
 class LostError(Exception):
-    """So many episodes in a row were lost to the infrastructure that the next ones will be too."""
+    """So many episodes in a row were lost to the infrastructure that the next ones would be lost too."""
 
 
 class Evaluation:
-    """An open directory, locked for other processes until ``close``. Raises ConfigError if it is of something else,
-    JournalError if it is in use or damaged."""
+    """An evaluation holds its directory open, locked for other processes until ``close``."""
 
     def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
+        """Open or create the directory. ``identity``: everything that decides how an episode ends.
+
+        Raises ConfigError if the directory belongs to another evaluation, JournalError if it is in use or damaged.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self.dir = directory
         self._journal = Journal(directory / "journal.jsonl")
         try:
             about = directory / "evaluation.json"
             played = self.lines or any((directory / "episodes").glob("*"))
-            if not about.exists() or not played:  # a first try that failed binds to nothing
+            if not about.exists() or not played:  # as long as nothing was played, the directory is free
                 files.write(about, json.dumps(identity, indent=1) + "\n", synced=True)
             elif changed := _changed(json.loads(about.read_text()), identity):
-                raise ConfigError(f"out: {directory} is of another evaluation ({changed}); give another directory")
+                raise ConfigError(f"out: {directory} belongs to another evaluation ({changed}); use another directory")
             known = {line["episode"] for line in self.lines}
             for record in Reader(directory / "episodes") if (directory / "episodes").exists() else ():
                 if record.episode not in known:
@@ -60,12 +63,16 @@ class Evaluation:
 
     @property
     def lines(self) -> list[Line]:
+        """Return the journal's lines (see ``line_of``), one per attempt."""
         return self._journal.records
 
     def wanted(self, tasks: Sequence[Task], samples: int) -> list[tuple[Task, int]]:
-        """The episodes without a verdict. First one of each task, so that a part of it tells something, too."""
-        there = {(line["task"], line["sample"]) for line in self.lines if not line["infra"]}
-        return [(task, n) for n in range(samples) for task in tasks if (task.instance_id, n) not in there]
+        """Return the (task, number of the sample) of all episodes without a verdict.
+
+        The first samples of all tasks come first, so that an evaluation that was interrupted still covers many tasks.
+        """
+        graded = self._journal.finished("task", "sample")
+        return [(task, n) for n in range(samples) for task in tasks if (task.instance_id, n) not in graded]
 
     async def play(
         self,
@@ -78,14 +85,17 @@ class Evaluation:
         done: Callable[[Line], None],
         check: Callable[[], None],
     ) -> None:
-        """Play ``wanted``, so many at the same time. ``step`` and ``model`` go on record; ``done`` sees the line of
-        every attempt, ``check`` is called when one was lost and raises if none can succeed any more.
+        """Play the episodes ``wanted``, ``concurrency`` of them at the same time.
 
-        Raises LostError when the last three rounds were all lost, JournalError and OSError when the disk is full.
+        ``step`` and ``model`` are written to the records. ``done`` is called with the line of every attempt. ``check``
+        is called after an attempt was lost to the infrastructure, and raises if no other one can succeed.
+
+        Raises LostError when all episodes of about three rounds in a row were lost (at least nine), and JournalError or
+        OSError when the directory cannot be written.
         """
         parser = setup.policy.parser.spec
         writer = RecordWriter(self.dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
-        left, lost = iter(wanted), 0
+        lost = 0  # episodes in a row
 
         def keep(episode: Episode) -> None:
             record = record_of(episode, "eval", step, model, parser)
@@ -96,22 +106,23 @@ class Evaluation:
             if line["infra"]:
                 check()
 
-        async def work() -> None:
+        async def work(piece: tuple[Task, int]) -> None:
             nonlocal lost
-            for task, sample in left:  # shared by the workers
-                name = f"eval-{sample}-{task.instance_id}-{uuid.uuid4().hex[:8]}"
-                episode = await play(setup, task, name, keep)
-                lost = lost + 1 if episode.verdict.is_infra else 0
-                if lost >= 3 * max(concurrency, 3):
-                    reason = f"{episode.verdict.reason}: {' '.join(episode.verdict.detail.split())[:300]}"
-                    raise LostError(f"the last {lost} episodes had no verdict; the last one: {reason}")
+            task, sample = piece
+            name = f"eval-{sample}-{task.instance_id}-{uuid.uuid4().hex[:8]}"
+            episode = await play(setup, task, name, keep)
+            lost = lost + 1 if episode.verdict.is_infra else 0
+            if lost >= 3 * max(concurrency, 3):
+                reason = f"{episode.verdict.reason}: {' '.join(episode.verdict.detail.split())[:300]}"
+                raise LostError(f"the last {lost} episodes had no verdict; the last one: {reason}")
 
         try:
-            await workers(concurrency, work)
+            await run_all(wanted, concurrency, work)
         finally:
             writer.close()
 
     def close(self) -> None:
+        """Release the directory."""
         self._journal.close()
 
 
@@ -160,12 +171,12 @@ def _tokens(record: Record) -> tuple[int, int]:
 
 
 def _changed(before: Any, now: Any, path: str = "") -> str:
-    """The first things that differ, with both values; empty for none."""
+    """Return the first differences with both values, or "" if there is none."""
     if isinstance(before, dict) and isinstance(now, dict):
         inner = (_changed(before.get(k), now.get(k), f"{path}.{k}".strip(".")) for k in sorted({*before, *now}))
         found = [text for text in inner if text]
         if path == "tasks" and found:
-            return f"{len(found)} of its tasks have other rows, or are not in both"
+            return f"{len(found)} tasks have other rows or are in only one of them"
         return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
     if json.dumps(before) == json.dumps(now):
         return ""

@@ -1,4 +1,4 @@
-"""What the episodes of an evaluation come to: results.json, predictions for SWE-bench, and tables for people."""
+"""This module sums up an evaluation's episodes: results.json, predictions for SWE-bench, and tables for people."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ _SPREAD = ("turns", "calls", "tokens_in", "tokens_out", "agent_s", "wall_s")
 
 
 def results(name: str, tasks: Mapping[str, Mapping[str, Any]], samples: int, lines: Sequence[Line]) -> dict[str, Any]:
-    """``tasks``: by id their row (a hash), repo and difficulty. Of ``lines`` those of other tasks and of later samples
-    do not count. An episode without a verdict counts nowhere but under ``infra``."""
+    """Return the contents of results.json.
+
+    ``tasks``: each task's row (a hash), repo and difficulty, by id. ``lines`` of other tasks and of later samples are
+    ignored. An episode without a verdict counts under ``infra`` only.
+    """
     lines = [line for line in lines if line["task"] in tasks and line["sample"] < samples]
-    # Of a sample that was graded the attempts before it are history.
+    # Attempts that were lost before an episode got its verdict do not matter here.
     graded = {(line["task"], line["sample"]): line for line in lines if not line["infra"]}
     counts = {task: [0, 0] for task in tasks}
     for (task, _), line in graded.items():
@@ -86,8 +89,10 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def predictions(name: str, lines: Sequence[Line], sample: int) -> list[dict[str, str]]:
-    """One patch per task, as swebench 5.0.2 and sb-cli read them. Tasks without a verdict are left out, those without
-    a patch are not."""
+    """Return one patch per task, in the format of swebench 5.0.2 and sb-cli.
+
+    Tasks without a verdict are left out; tasks with an empty patch are not.
+    """
     graded = (line for line in lines if line["sample"] == sample and not line["infra"])
     found = {line["task"]: line["patch"] for line in graded}
     return [
@@ -96,7 +101,7 @@ def predictions(name: str, lines: Sequence[Line], sample: int) -> list[dict[str,
 
 
 def write_all(directory: Path, found: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    """results.json; preds.json of each task's first episode, preds.1.json of its second, ..."""
+    """Write results.json, preds.json with each task's first episode, preds.1.json with its second, and so on."""
     files.write(directory / "results.json", json.dumps(found, indent=1) + "\n", synced=True)
     for sample in range(found["samples"]):
         path = directory / (f"preds.{sample}.json" if sample else "preds.json")
@@ -104,7 +109,7 @@ def write_all(directory: Path, found: Mapping[str, Any], lines: Sequence[Line]) 
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """For the terminal: the figures, then a line per repository and per difficulty where there are several."""
+    """Return tables for the terminal: the figures, then one per repository and per difficulty if there are several."""
     from rich.table import Table
 
     main = Table(title=found["name"], show_header=False)
@@ -133,5 +138,5 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
 
 def share(one: Mapping[str, float] | None, form: Callable[[float], str] = "{:.3f}".format) -> str:
-    """A value with its interval."""
+    """Return a value with its interval as text, "-" for None."""
     return "-" if one is None else f"{form(one['value'])}  [{form(one['low'])}, {form(one['high'])}]"

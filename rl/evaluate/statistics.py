@@ -1,7 +1,7 @@
-"""What a few hundred episodes say about a policy: estimates with intervals, and paired comparisons.
+"""This module estimates resolve rates with confidence intervals and compares two policies on the same tasks.
 
-Tasks are what is sampled: the episodes of one task are alike, so every interval is over tasks. All functions are
-closed forms or exact counts; none draws random numbers.
+The tasks are the sample: episodes of one task are alike, so every interval is over tasks. All functions are closed
+forms or exact counts; none draws random numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from statistics import NormalDist
 import numpy
 
 LEVEL = 0.95
-# Every share of up to ten episodes is a multiple of 1/2520.
+# With up to ten episodes per task, every share is a multiple of 1/2520.
 _FINEST = math.lcm(*range(1, 11))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its confidence interval at LEVEL, and the number of tasks that it is over."""
+    """An estimate is a value with its confidence interval at LEVEL and the number of tasks behind it."""
 
     value: float
     low: float
@@ -30,29 +30,35 @@ class Estimate:
 
 
 def wilson(share: float, n: float, level: float = LEVEL) -> tuple[float, float]:
-    """Wilson's score interval of a proportion: `share` of `n` > 0 independent trials (n need not be whole)."""
+    """Return Wilson's score interval (low, high) of a proportion: `share` of `n` > 0 independent trials.
+
+    n need not be a whole number.
+    """
     z = NormalDist().inv_cdf(0.5 + level / 2)
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # At the ends the interval ends there; rounding would leave 1e-17.
+    # Exactly 0 and 1 at the ends, where rounding would leave 1e-17.
     return 0.0 if share == 0 else max(0.0, middle - half), 1.0 if share == 1 else min(1.0, middle + half)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k episodes resolves a task, estimated without bias from n >= k episodes of which
-    c did (Chen et al. 2021): one minus the share of k-subsets without any."""
+    """Estimate the probability that at least one of k episodes resolves a task, without bias (Chen et al. 2021).
+
+    Of n >= k episodes, c resolved it; the estimate is one minus the share of k-subsets with none of them. Raises
+    ValueError for impossible counts.
+    """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {c} in {n} episodes")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def estimate(counts: Sequence[tuple[int, int]], k: int = 1, level: float = LEVEL) -> Estimate | None:
-    """pass@k over tasks, from (episodes, resolved ones) of each. Tasks with fewer than k episodes are left out; None
-    if none is left.
+    """Estimate pass@k over tasks from each task's (episodes, resolved episodes).
 
-    The interval is Wilson's for the number of independent trials that would vary like the mean over tasks does: the
-    tasks, if episodes of a task always end alike; up to all episodes, if they differ as freely within a task as
-    between tasks. With one episode per task it is Wilson's interval itself.
+    Tasks with fewer than k episodes are left out; returns None if no task is left. The interval is Wilson's for an
+    effective number of independent trials, the number whose mean would vary as the mean over tasks does: the number of
+    tasks if the episodes of a task always end alike, up to the number of all episodes if they vary as much within a
+    task as between tasks. With one episode per task it is Wilson's interval itself.
     """
     counts = [(n, c) for n, c in counts if n >= k]
     if not counts:
@@ -67,11 +73,11 @@ def estimate(counts: Sequence[tuple[int, int]], k: int = 1, level: float = LEVEL
 
 
 def difference(pairs: Sequence[Fraction], level: float = LEVEL) -> Estimate:
-    """The mean of paired differences in [-1, 1], one per task, with its interval.
+    """Estimate the mean of paired differences in [-1, 1], one per task.
 
-    Agresti and Min's (2005) for matched proportions, of which this is the form for any differences: half a task is
-    added for each way a pair of single episodes can end (1, -1, and twice 0), then it is the usual interval of a mean.
-    So it never has no width, and with one episode per task it is theirs.
+    The interval generalizes Agresti and Min's (2005) for matched proportions to any differences: half a task is added
+    for each way in which a pair of single episodes can end (1, -1, and twice 0), then the usual interval of a mean is
+    taken. It always has a width, and with one episode per task it is Agresti and Min's interval.
     """
     values = [float(pair) for pair in pairs]
     tasks = len(values)
@@ -84,15 +90,15 @@ def difference(pairs: Sequence[Fraction], level: float = LEVEL) -> Estimate:
 
 
 def sign_flip_p(pairs: Sequence[Fraction]) -> float:
-    """Two-sided p-value of "neither is better": the share of all ways to swap the two within tasks whose summed
-    difference is at least as far from zero. With one episode per task it is McNemar's exact test.
+    """Return the two-sided p-value of the hypothesis that neither policy is better, from one difference per task.
 
-    Exact if the differences have a common denominator up to 2520, as they have with up to ten episodes a task, however
-    many each has; else they are rounded to 1/2520.
+    It is the share of all ways to swap the two policies within tasks whose summed difference is at least as far from
+    zero. With one episode per task this is McNemar's exact test. It is exact if the differences have a common
+    denominator up to 2520, as they do with up to ten episodes per task; otherwise they are rounded to 1/2520.
     """
     scale = min(_FINEST, math.lcm(*(pair.denominator for pair in pairs)))
     steps = [step for pair in pairs if (step := round(pair * scale))]
-    # chance[i]: of the sum 2 i - reach of the steps so far, when either sign of each is as likely as the other.
+    # chance[i] is the probability that the steps so far add up to 2 i - reach, with equally likely signs.
     chance, reach = numpy.ones(1), 0
     for step in map(abs, steps):
         chance = (numpy.pad(chance, (0, step)) + numpy.pad(chance, (step, 0))) / 2

@@ -19,10 +19,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rewards.rules import Rules
 from rewards.task import Task, load_tasks
 from rl.batch import Journal, JournalError
-from rl.data.admit import findings, grade_tasks, main
+from rl.data.admit import Plan, findings, grade_tasks, main
 from rl.data.findings import Status, finding
 from rl.quickstart.tasks import make_tasks
 from rollout.sandbox import Sandbox, SandboxError
@@ -205,15 +204,15 @@ async def test_infrastructure_failures_are_tried_again_and_say_nothing(made: Pat
         return await boot_local(task.snapshot, isolation="none")
 
     journal = Journal(tmp_path / "j")
-    options: dict[str, Any] = {"tries": 1, "jobs": 3, "timeout_s": 60, "rules": Rules(), "infra_retries": 2}
-    await grade_tasks(tasks, boot, journal, **options)
-    first, second = findings(tasks, journal, 1, "")
+    plan = Plan(boot, tries=1, jobs=3, timeout_s=60, infra_retries=2)
+    await grade_tasks(tasks, plan, journal)
+    first, second = findings(tasks, plan, journal)
     assert first.status is Status.PASS and sum(first.failures.values()) == 2
     assert second.status is Status.UNDECIDED and "no_space" in second.why and second.gold == second.empty == {}
     assert boots[tasks[1].instance_id] == 2 * 3
     # What is undecided is graded by the next run, and by it alone.
     before = boots[tasks[0].instance_id]
-    await grade_tasks(tasks, boot, journal, **options)
+    await grade_tasks(tasks, plan, journal)
     assert boots[tasks[1].instance_id] == 4 * 3 and boots[tasks[0].instance_id] == before
     journal.close()
 

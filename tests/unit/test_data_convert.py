@@ -125,9 +125,9 @@ def test_without_a_source_the_sets_own_dataset_is_taken(tmp_path: Path, monkeypa
         ("gone.parquet", None, "no such file"),
         ("no parquet.parquet", "x", "cannot be read"),
         ("half.jsonl", '{"instance_id": ', "cannot be read"),
-        ("list.jsonl", "[1]\n", "line 1: is list"),
+        ("list.jsonl", "[1]\n", "line 1: list, not a row"),
         ("text.json", '"x"', "neither a list"),
-        ("number.json", "[5]", "row 0: is int"),
+        ("number.json", "[5]", "row 0: int, not a row"),
         ("rows.csv", "a,b", "must end in"),
     ],
 )

@@ -17,8 +17,9 @@ from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason
 from rl.data.convert import convert
+from rl.data.fields import Why
 from rl.data.patches import changes, from_commit, reverse
-from rl.data.sets import SETS, Options, Why
+from rl.data.sets import SETS, Options
 from rollout.sandbox.local.box import boot_local
 from tests import datasets
 from tests.sandboxes import BWRAP

@@ -328,9 +328,9 @@ def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
     Evaluation(tmp_path, {**identity, "tasks": {}}).close()
     Evaluation(tmp_path, identity).close()  # nothing was played: the directory is still free
     (tmp_path / "journal.jsonl").write_text(json.dumps(lines_of(a="l")[0]) + "\n")
-    with pytest.raises(ConfigError, match=r"is of another evaluation \(sandbox.cpu_s is 10 there and 20 here\)"):
+    with pytest.raises(ConfigError, match=r"belongs to another evaluation \(sandbox.cpu_s is 10 there and 20 here\)"):
         Evaluation(tmp_path, {**identity, "sandbox": {"kind": "local", "cpu_s": 20}})
-    with pytest.raises(ConfigError, match="2 of its tasks have other rows, or are not in both"):
+    with pytest.raises(ConfigError, match="2 tasks have other rows or are in only one of them"):
         Evaluation(tmp_path, {**identity, "tasks": {"a": "3", "b": "2", "c": "1"}})
     Evaluation(tmp_path, identity).close()
 
@@ -456,7 +456,7 @@ def test_other_tasks_are_not_compared() -> None:
     changed = rows("t1", "t2", "t3", "t4")
     changed["t1"]["row"] = "another"
     two = results.results("b", changed, 2, lines_of(t1="rr", t2="rr", t3="ff", t4="ff"))
-    with pytest.raises(ConfigError, match="2 are the same, 2 are in one of both or have other rows; --common"):
+    with pytest.raises(ConfigError, match="2 tasks are the same, 2 are in only one or have other rows; --common"):
         compare.compare(one, two, common=False)
     found = compare.compare(one, two, common=True)
     assert found["tasks"] == 1 and found["left_out"] == {"other_tasks": 2, "without_verdict": 1}

@@ -1,1 +1,1 @@
-"""Anthropic Messages server in front of a token engine; keeps what was sampled, token by token."""
+"""The proxy is an Anthropic Messages server in front of an engine; it keeps what was sampled, token by token."""

@@ -1,4 +1,4 @@
-"""Serve a vLLM server's model to Claude Code. See docs/proxy.md."""
+"""This program serves the model of a vLLM server to Claude Code. See docs/proxy.md."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ log = logging.getLogger("rollout.proxy")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the proxy until SIGTERM or SIGINT; the process ends here, with status 0 or 1."""
     parser = argparse.ArgumentParser(prog="python -m rollout.proxy", description=__doc__)
     parser.add_argument("--engine", required=True, help="URL of the vLLM server, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--model", required=True, help="directory or hub name of its tokenizer and chat template")
-    parser.add_argument("--tool-parser", required=True, help="vLLM's name of the tool-call format, e.g. qwen3_coder")
-    parser.add_argument("--reasoning-parser", help="vLLM's name of the thinking format, e.g. qwen3")
+    parser.add_argument("--model", required=True, help="directory or hub name with its tokenizer and chat template")
+    parser.add_argument("--tool-parser", required=True, help="vLLM's name for the tool-call format, e.g. qwen3_coder")
+    parser.add_argument("--reasoning-parser", help="vLLM's name for the thinking format, e.g. qwen3")
     parser.add_argument("--any-family", action="store_true", help="accept a model that may not keep prefixes")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080, help="0: a free one, printed at start")
+    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one, which is printed")
     parser.add_argument(
         "--token",
         default=os.environ.get("ROLLOUT_PROXY_TOKEN"),
-        help="let in only who sends it (default: $ROLLOUT_PROXY_TOKEN, which a process list does not show)",
+        help="accept only this token (default: $ROLLOUT_PROXY_TOKEN, which no process list shows)",
     )
     parser.add_argument("--idle", type=float, default=3600.0, help="seconds after which an unused session is closed")
-    parser.add_argument("--max-sessions", type=int, default=256, help="more close the least recently used")
+    parser.add_argument("--max-sessions", type=int, default=256, help="beyond this, the least recently used is closed")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds that calls have to end at shutdown")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     status = uvloop.run(_serve(options, args.host, args.port))
     sys.stdout.flush()
     logging.shutdown()
-    # The imports' thread may be in the middle of one, and vLLM's own exit hooks take seconds: nothing of ours is open.
+    # A thread may still be importing, and vLLM's exit hooks take seconds. Nothing of ours is open any more.
     os._exit(status)
 
 
@@ -65,7 +66,7 @@ async def _serve(options: Options, host: str, port: int) -> int:
         await server.stop()
         return 1
     if options.token is None and host not in ("127.0.0.1", "::1", "localhost"):
-        log.warning("everyone who reaches %s can use the engine: set --token", host)
+        log.warning("everyone who can reach %s can use the engine; set --token", host)
     print(f"listening on http://{host}:{server.port}", flush=True)
     loading = asyncio.create_task(server.load())
     stopping = asyncio.create_task(stop.wait())

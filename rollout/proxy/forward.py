@@ -1,8 +1,7 @@
-"""Calls to another endpoint: what Claude Code asks of its small model in training, or, when a hosted model is
-evaluated, all that it asks.
+"""This module forwards calls to another endpoint: side calls in training, all calls when a hosted model is evaluated.
 
-The request goes on as it came but for the model's name, and the reply comes back byte for byte. Nothing of it enters
-the session tree. The endpoint's key is the proxy's: the agent never sees it.
+The request is sent on as it came, except for the model's name, and the reply is returned byte for byte. Nothing of
+either enters the session tree. The endpoint's key belongs to the proxy; the agent never sees it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,16 @@ from rollout.proxy.messages import RequestError
 
 
 class BrokenOffError(ConnectionResetError):
-    """The endpoint ended in the middle of a reply."""
+    """The endpoint broke off in the middle of a reply."""
 
 
 @dataclass
 class SideEndpoint:
-    """An endpoint that speaks Anthropic Messages at ``url``/v1/messages. ``model``: its name for the model to use;
-    ``key``: sent as x-api-key, if there is one; ``timeout_s``: for one whole reply."""
+    """A SideEndpoint is a server of the Anthropic Messages API at ``url``/v1/messages.
+
+    ``model``: its name for the model to use; ``key``: sent as x-api-key unless it is None; ``timeout_s``: the longest
+    time for one whole reply, in seconds.
+    """
 
     url: str
     model: str
@@ -33,9 +35,12 @@ class SideEndpoint:
     _client: aiohttp.ClientSession | None = field(default=None, repr=False)
 
     async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Answer ``request`` with the endpoint's reply to ``body``. Raises RequestError when it cannot be reached; when
-        it breaks off in the middle, so does the answer: BrokenOffError. An endpoint's own error is a whole
-        Response."""
+        """Answer ``request`` with the endpoint's reply to ``body``, and return that response.
+
+        An error that the endpoint itself reports is returned as a ``web.Response``. Raises RequestError if the
+        endpoint cannot be reached. If it breaks off in the middle of a reply, the agent's connection is cut and
+        BrokenOffError is raised; if the agent hangs up first, ConnectionResetError is.
+        """
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s), auto_decompress=False
@@ -61,11 +66,12 @@ class SideEndpoint:
             if response is None:
                 raise RequestError(f"endpoint {self.url}: {error}", 529, "overloaded_error") from error
             if request.transport is None or request.transport.is_closing():
-                raise ConnectionResetError from error  # the agent hung up
+                raise ConnectionResetError from error  # it was the agent that hung up
             request.transport.abort()
             raise BrokenOffError(f"endpoint {self.url}: {error}") from error
 
     async def close(self) -> None:
+        """Close the connections to the endpoint."""
         if self._client is not None:
             await self._client.close()
             self._client = None

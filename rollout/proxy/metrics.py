@@ -1,4 +1,4 @@
-"""What the stand-alone proxy tells Prometheus."""
+"""This module holds the Prometheus metrics of the stand-alone proxy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1,
 
 
 class Metrics(Collector):
-    """Counts requests as they end, and sums up the sessions' own counters when it is asked.
+    """A Metrics counts requests as they end, and adds up the sessions' own counters when it is read.
 
-    ``sessions``: the open ones; those that were closed are added by ``retire``.
+    ``sessions`` are the open sessions; those that are closed must be passed to ``retire``.
     """
 
     def __init__(self) -> None:
@@ -28,41 +28,45 @@ class Metrics(Collector):
         self._retired = Counters()
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "rollout_proxy_requests", "Requests answered; 499: the client hung up.", ["path", "status"],
+            "rollout_proxy_requests", "Requests by status; 499 means that the client hung up.", ["path", "status"],
             registry=self._registry,
         )  # fmt: skip
         self._latency = Histogram(
-            "rollout_proxy_request_seconds", "From a request's headers to its last byte.", ["path"],
+            "rollout_proxy_request_seconds", "Time from a request's headers to the reply's last byte.", ["path"],
             buckets=_LATENCY_S, registry=self._registry,
         )  # fmt: skip
         self._overhead = Histogram(
             "rollout_proxy_overhead_seconds",
-            "The proxy's own work on a call, the engine left out; calls of one session that overlap share theirs.",
+            "The proxy's own work on a call, without the engine; overlapping calls of a session count each other's.",
             buckets=_OVERHEAD_S, registry=self._registry,
         )  # fmt: skip
         self._tokens = Counter(
-            "rollout_proxy_tokens", "Tokens of prompts and of sampled replies.", ["kind"], registry=self._registry
+            "rollout_proxy_tokens", "Tokens in prompts and in sampled replies.", ["kind"], registry=self._registry
         )
         self._registry.register(self)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        path = path if path in _PATHS else "other"  # whoever asks must not be able to make labels
+        """Count a request that has ended."""
+        path = path if path in _PATHS else "other"  # clients must not be able to create labels
         self._requests.labels(path, str(status)).inc()
         self._latency.labels(path).observe(seconds)
 
     def reply(self, reply: Reply, overhead_s: float) -> None:
+        """Count a reply that was sent, and the seconds that the proxy itself worked on it."""
         self._tokens.labels("prompt").inc(reply.input_tokens)
         self._tokens.labels("sampled").inc(reply.output_tokens)
         self._overhead.observe(overhead_s)
 
     def retire(self, session: Session) -> None:
+        """Keep the counters of a session that is being closed."""
         _add(self._retired, session.counters)
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format 0.0.4."""
+        """Return all metrics in Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the sums of the sessions' counters; Prometheus' client calls this."""
         total = Counters()
         _add(total, self._retired)
         for session in self.sessions.values():

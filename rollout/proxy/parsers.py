@@ -1,12 +1,13 @@
-"""Sampled text to content blocks: vLLM's reasoning and tool-call parsers by name, made strict.
+"""This module parses sampled text into content blocks, with vLLM's reasoning and tool parsers made strict.
 
-vLLM's tool parsers are made to get something out of any text: a call without its end is read up to where the text
-stops, junk between arguments and text after a call are dropped. For training that is wrong twice over: the agent
-would act on what the policy did not say, and the policy would never learn to say it right. So every format has here
-what one well-formed call looks like (``FORMATS``). A text in which anything of a call is left over outside of such
-calls is malformed and stays text, exactly as sampled. vLLM's parser reads the rest: names, arguments, their types.
+vLLM's tool parsers are written to get something out of any text: of a call without its end they read as much as there
+is, and they drop junk between arguments and text after a call. In training that is wrong for two reasons: the agent
+would act on something that the policy did not say, and the policy would never learn to say it correctly. ``FORMATS``
+therefore defines what a well-formed call looks like in each format. If a marker of a call is left over outside of
+well-formed calls, the reply is malformed and stays text, exactly as sampled. Otherwise vLLM's parser reads the calls:
+names, arguments and their types.
 
-vLLM is imported when a parser is made (seconds, hundreds of MB), not with this module.
+vLLM is imported when a parser is made, not with this module: the import takes seconds and hundreds of MB.
 """
 
 from __future__ import annotations
@@ -25,42 +26,50 @@ from rollout.proxy.messages import Block
 
 log = logging.getLogger(__name__)
 
-# Tool lists whose parser is kept: each session has a few (main thread, sub-agents).
+# The number of tool lists whose parsers are kept. A session has a few: its main thread's and its sub-agents'.
 _KEPT = 256
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a reply says. ``blocks``: thinking, text and tool_use (without id) in the order they were sampled; only
-    white space between them is left out. ``malformed``: something wants to be a call and is not one."""
+    """A Parsed is what a reply says.
+
+    ``blocks``: thinking, text and tool_use blocks (the last without ids), in the order in which they were sampled;
+    white space that stands alone between them is left out. ``malformed``: the reply has a call that cannot be read.
+    """
 
     blocks: list[Block]
     malformed: bool = False
 
 
 class ReplyParser(Protocol):
-    """``spec``: what make_parser takes to make it again."""
+    """A ReplyParser parses what a policy sampled."""
 
     @property
-    def spec(self) -> str: ...
+    def spec(self) -> str:
+        """Return the string with which ``make_parser`` makes the same parser."""
+        ...
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
-        """Read one reply, given the tools (chat form) that the agent offered. Without tools there are no calls."""
+        """Parse one reply. ``tools`` are those that the agent offered, in chat form; without any there are no calls."""
         ...
 
 
 def make_parser(spec: str, tokenizer: Any) -> ReplyParser:
-    """``spec``: ``TOOL`` or ``TOOL+REASONING``, names of vLLM's parsers. Raises ValueError for an unknown one."""
+    """Make a parser from ``TOOL`` or ``TOOL+REASONING``, names of vLLM's parsers. Raises ValueError if unknown."""
     tool, _, reasoning = spec.partition("+")
     return VllmReplyParser(tool, reasoning or None, tokenizer)
 
 
 @dataclass(frozen=True)
 class Format:
-    """The calls of one format. ``section``: one or more whole calls with all that belongs around them; ``call``: one
-    of them; its groups, where the format allows: ``name`` (the tool) and ``json`` (the arguments, which are then read
-    here); ``key``: the name of each argument in formats that are not JSON. ``starts`` and ``ends``: what only a call
-    contains."""
+    """A Format says what well-formed calls look like.
+
+    ``section`` matches one or more whole calls with the markers around them, ``call`` one of these calls. ``call`` has
+    the groups ``name`` (of the tool) and ``json`` (the arguments, which are then decoded here) if the format allows
+    it. ``key``, in formats whose arguments are not JSON, matches an argument; its group is the argument's name.
+    ``starts`` and ``ends`` are the markers that appear only in calls.
+    """
 
     section: re.Pattern[str]
     call: re.Pattern[str]
@@ -69,17 +78,21 @@ class Format:
     ends: tuple[str, ...]
 
     def wants_call(self, text: str) -> bool:
+        """Tell whether a text has any marker of a call."""
         return any(marker in text for marker in (*self.starts, *self.ends))
 
     def shortened(self, text: str) -> str:
-        """The text for vLLM's parser. Kimi's walks through JSON sign by sign, a second for 20 KB of a written file."""
+        """Return the text for vLLM's parser, without arguments that are decoded here.
+
+        vLLM's parser for Kimi walks through JSON one character at a time: a second for a written file of 20 KB.
+        """
         if "json" not in self.call.groupindex:
             return text
         return self.call.sub(lambda call: call.group().replace(call["json"], "{}", 1), text)
 
 
 def _up_to(*markers: str) -> str:
-    """A pattern for any text without these markers, which begin with "<". Linear in the text's length."""
+    """Return a pattern for any text without these markers, which begin with "<". It takes linear time."""
     rests = "|".join(re.escape(marker[1:]) for marker in markers)
     return rf"[^<]*+(?:<(?!{rests})[^<]*+)*+"
 
@@ -93,12 +106,12 @@ def _format(
 
 
 def _json_calls(start: str, end: str) -> Format:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+    # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     return _format(rf"{re.escape(start)}{_up_to(end)}{re.escape(end)}", [start], [end])
 
 
 def _qwen_xml(start: str, end: str) -> Format:
-    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>"""
+    # <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
     value = _up_to("</parameter>", "<parameter=", "</function>")
     call = (
         rf"{re.escape(start)}\s*<function=(?P<name>[^<>\s]+)>\s*"
@@ -108,7 +121,7 @@ def _qwen_xml(start: str, end: str) -> Format:
 
 
 def _glm() -> Format:
-    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>"""
+    # <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     value = _up_to("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
     pair = rf"<arg_key>\s*%s\s*</arg_key>\s*<arg_value>{value}</arg_value>"
     key = r"[^<>\s]+"
@@ -117,7 +130,7 @@ def _glm() -> Format:
 
 
 def _kimi() -> Format:
-    """One section of <|tool_call_begin|>functions.NAME:N<|tool_call_argument_begin|>{...}<|tool_call_end|>"""
+    # One section of <|tool_call_begin|>functions.NAME:N<|tool_call_argument_begin|>{...}<|tool_call_end|>
     part = "<|tool_call_{}|>".format
     around = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     begin, argument, end = (re.escape(part(name)) for name in ("begin", "argument_begin", "end"))
@@ -127,7 +140,7 @@ def _kimi() -> Format:
 
 
 def _deepseek(inside: str) -> Format:
-    """One section of calls whose ``inside`` has NAME and ARGUMENTS."""
+    # One section of calls; ``inside`` is what stands between a call's markers.
     begin, end, separator = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
     around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     # vLLM's pattern for these formats stops at a line break, so the JSON is on one line.
@@ -137,7 +150,7 @@ def _deepseek(inside: str) -> Format:
 
 
 def _minimax() -> Format:
-    """One section of <invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>"""
+    # One section of <invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>
     value = _up_to("</parameter>", "<parameter name=", "</invoke>", "<invoke name=", "</minimax:tool_call>")
     parameter = rf'<parameter name="%s">{value}</parameter>'
     call = rf'<invoke name="(?P<name>[^"<>]+)">\s*(?:{parameter % "[^<>]+?"}\s*)*</invoke>'
@@ -147,7 +160,7 @@ def _minimax() -> Format:
     )
 
 
-# By the name of vLLM's tool parser. docs/models.md says which model families speak which.
+# The keys are the names of vLLM's tool parsers. docs/models.md says which model families use which format.
 FORMATS: dict[str, Callable[[], Format]] = {
     "deepseek_v3": lambda: _deepseek("function{sep}{name}\n```json\n{arguments}"),
     "deepseek_v31": lambda: _deepseek("{name}{sep}{arguments}"),
@@ -165,16 +178,16 @@ FORMATS: dict[str, Callable[[], Format]] = {
 
 
 class VllmReplyParser:
-    """vLLM's tool parser ``tool_parser`` and, if the policy thinks aloud, its ``reasoning_parser``.
+    """A VllmReplyParser parses with vLLM's ``tool_parser`` and, if the policy thinks aloud, its ``reasoning_parser``.
 
-    Raises ValueError for a name that vLLM or ``FORMATS`` does not know, and what vLLM raises when the tokenizer lacks
-    the tokens of the format.
+    Making one raises ValueError if vLLM or ``FORMATS`` does not know a name. If the tokenizer lacks tokens of the
+    format, vLLM's own error is raised.
     """
 
     def __init__(self, tool_parser: str, reasoning_parser: str | None, tokenizer: Any) -> None:
         if tool_parser not in FORMATS:
             known = ", ".join(FORMATS)
-            raise ValueError(f"proxy.tool_parser: {tool_parser!r} is not a format that is read here; known: {known}")
+            raise ValueError(f"proxy.tool_parser: {tool_parser!r} is not a known format; known are: {known}")
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
         from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
@@ -183,17 +196,18 @@ class VllmReplyParser:
         self._format = FORMATS[tool_parser]()
         self._make = ToolParserManager.get_tool_parser(tool_parser)
         self._request, self._tool = ChatCompletionRequest, ChatCompletionToolsParam
-        # Parsers ask for the vocabulary when they are made; a plain tokenizer would build that dict each time.
+        # Every new parser asks for the vocabulary, a dict that a plain tokenizer would build each time.
         self._tokenizer: Any = get_cached_tokenizer(copy.copy(tokenizer))
         self._readers: OrderedDict[int, tuple[Sequence[Any], Callable[[str], list[Any]]]] = OrderedDict()
-        self._reader([])("")  # a tokenizer that does not fit is an error now, not with the first call
+        self._reader([])("")  # so that a tokenizer that does not fit is an error now, not at the first call
         self._thinking = _Thinking(reasoning_parser, self._tokenizer) if reasoning_parser else None
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+        """Implement ReplyParser.parse."""
         thinking, rest = self._thinking.split(text, self._format.starts) if self._thinking else ("", text)
-        # Anthropic's format has no blocks of white space only.
+        # Anthropic's format has no blocks of only white space.
         before: list[Block] = [{"type": "thinking", "thinking": thinking}] if thinking.strip() else []
-        if rest is None:  # cut while it was still thinking
+        if rest is None:  # the reply was cut while the policy was still thinking
             wanted = bool(tools) and any(start in thinking for start in self._format.starts)
             return Parsed(before or [{"type": "text", "text": text}], wanted)
         whole: list[Block] = [{"type": "text", "text": rest}] if rest.strip() or not before else []
@@ -201,13 +215,13 @@ class VllmReplyParser:
             return Parsed([*before, *whole])
         try:
             return Parsed([*before, *self._read(rest, tools)])
-        except Exception as error:  # a parser may fail in any way on what a policy makes up; the text stands
+        except Exception as error:  # vLLM's parsers may fail in any way on what a policy makes up
             log.debug("malformed tool call: %s: %s", type(error).__name__, error)
             return Parsed([*before, *whole], malformed=True)
 
     def _read(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Block]:
-        """Text and calls in their order. Raises an exception of any kind for a malformed text."""
-        pieces: list[str] = []  # around the sections, one more than there are
+        """Return text and calls in their order. Raises an exception of any type if the text is malformed."""
+        pieces: list[str] = []  # the texts around the sections, one more than there are sections
         calls: list[list[re.Match[str]]] = []
         end = 0
         for section in self._format.section.finditer(text):
@@ -216,14 +230,14 @@ class VllmReplyParser:
             end = section.end()
         pieces.append(text[end:])
         if any(self._format.wants_call(piece) for piece in pieces):
-            raise ValueError("it has parts of a call outside of whole ones")
-        # A reply can be cut in the middle of the next call's marker where the marker is not one token.
+            raise ValueError("it has parts of a call outside of whole calls")
+        # If a marker is more than one token, a reply can be cut in the middle of the next call's marker.
         if any(pieces[-1].endswith(start[:n]) for start in self._format.starts for n in range(1, len(start))):
             raise ValueError("it ends with the beginning of a call")
         found = self._reader(tools)(self._format.shortened(text))
         written = [call for section in calls for call in section]
         if len(found) != len(written):
-            raise ValueError(f"it has {len(written)} calls, vLLM's parser reads {len(found)}")
+            raise ValueError(f"it has {len(written)} calls, but vLLM's parser reads {len(found)}")
         read = iter([self._block(call.function, source) for call, source in zip(found, written, strict=True)])
         blocks: list[Block] = []
         for piece, section in zip(pieces, [*calls, []], strict=True):
@@ -233,15 +247,15 @@ class VllmReplyParser:
         return blocks
 
     def _block(self, function: Any, written: re.Match[str]) -> Block:
-        """One call as vLLM read it, checked against what was written."""
+        """Make a block of one call as vLLM read it, after checking it against the text ``written``."""
         parts = written.groupdict()
         if not function.name or function.name != parts.get("name", function.name):
-            raise ValueError(f"the tool's name is read as {function.name!r}")
-        # Stricter than Python's own decoder: no NaN, no lone surrogates, nothing out of range.
+            raise ValueError(f"vLLM's parser reads the tool's name as {function.name!r}")
+        # msgspec is stricter than the standard library: it refuses NaN, lone surrogates and numbers out of range.
         arguments = msgspec.json.decode(parts.get("json", function.arguments))
         if not isinstance(arguments, dict):
-            raise ValueError("its arguments are no JSON object")
-        msgspec.msgpack.encode(arguments)  # what a record cannot hold (an integer of more than 64 bits) is no argument
+            raise ValueError("its arguments are not a JSON object")
+        msgspec.msgpack.encode(arguments)  # fails for what a record cannot hold: an integer of more than 64 bits
         if self._format.key:
             keys = self._format.key.findall(written.group())
             if len(set(keys)) != len(keys) or set(keys) != set(arguments):
@@ -249,15 +263,15 @@ class VllmReplyParser:
         return {"type": "tool_use", "name": function.name, "input": arguments}
 
     def _reader(self, tools: Sequence[dict[str, Any]]) -> Callable[[str], list[Any]]:
-        """vLLM's parser for this list of tools: text -> its tool calls."""
-        # By identity: a session hands in the same list with every reply, and it is 50 KB of schemas.
+        """Return vLLM's parser for this list of tools, as a function from a text to its tool calls."""
+        # Lists are compared by identity: a session passes the same one with every reply, and it is 50 KB of schemas.
         kept = self._readers.pop(id(tools), None)
         if kept is None:
             params: list[Any] = [self._tool.model_validate(tool) for tool in tools]
             request = self._request(model="", messages=[], tools=params or None)
 
             def reader(text: str) -> list[Any]:
-                # A parser of its own for every text: the older ones keep what they saw.
+                # A new parser for every text, because some of them keep state.
                 return self._make(self._tokenizer, params).extract_tool_calls(text, request).tool_calls
 
             kept = tools, reader
@@ -268,7 +282,7 @@ class VllmReplyParser:
 
 
 class _Thinking:
-    """Splits off thinking by the markers of vLLM's reasoning parser ``name``."""
+    """Splits thinking from the rest of a reply, by the markers of vLLM's reasoning parser ``name``."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -278,18 +292,18 @@ class _Thinking:
             self._parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
         except KeyError as error:
             known = ", ".join(ReasoningParserManager.list_registered())
-            raise ValueError(f"proxy.reasoning_parser: vLLM has none named {name!r}; known: {known}") from error
+            raise ValueError(f"proxy.reasoning_parser: vLLM has none named {name!r}; known are: {known}") from error
         start, end = self._parser.reasoning_start_str, self._parser.reasoning_end_str
         if not start or not end:
-            raise ValueError(f"proxy.reasoning_parser: {name} has no markers around thinking; take another one")
+            raise ValueError(f"proxy.reasoning_parser: {name} has no markers around thinking; choose another one")
         self._start, self._end = start, end
         self._request = ChatCompletionRequest(model="", messages=[])
         self._opened = _opens(tokenizer, start, end)
 
     def split(self, text: str, call_starts: Sequence[str]) -> tuple[str, str | None]:
-        """Thinking, and what comes after it; None when the thinking has no end.
+        """Return the thinking and what comes after it, which is None if the thinking has no end.
 
-        A policy thinks if its generation prompt opens the thinking for it, or if it opens it itself at the start.
+        Thinking is opened either by the generation prompt or by the policy, at the start of its reply.
         """
         body = text.lstrip()
         if body.startswith(self._start):
@@ -302,7 +316,7 @@ class _Thinking:
         if end:
             return thinking, rest
         if any(start in body for start in call_starts):
-            # In some families a call ends the thinking by itself; vLLM's parser knows.
+            # In some families a call ends the thinking; vLLM's parser knows which.
             content = self._parser.extract_reasoning(text, self._request)[1]
             if content and body.endswith(content):
                 return body[: -len(content)], content
@@ -310,7 +324,7 @@ class _Thinking:
 
 
 def _opens(tokenizer: Any, start: str, end: str) -> bool:
-    """Whether the generation prompt ends inside of thinking."""
+    """Tell whether the generation prompt opens the thinking and leaves it open."""
     if not getattr(tokenizer, "chat_template", None):
         return False
     prompt = tokenizer.apply_chat_template(

@@ -1,34 +1,36 @@
-"""A proxy whose policy is somewhere else: every call goes on to an endpoint of Anthropic's Messages API.
+"""This module is a proxy without a policy of its own: it forwards every call to an Anthropic Messages endpoint.
 
-For evaluating hosted and frozen models. Nothing is known of tokens here: sessions keep counters and no tree, so their
-episodes have no training rows.
+It is used to evaluate hosted and frozen models. Tokens are not known here: sessions have counters but an empty tree,
+so their episodes have no training rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any
 
 from aiohttp import web
 
 from rollout import SIDE_MODEL
 from rollout.proxy.forward import BrokenOffError, SideEndpoint
 from rollout.proxy.messages import RequestError, decode_request
-from rollout.proxy.server import ProxyServer
+from rollout.proxy.server import ProxyServer, is_retry
 from rollout.proxy.session import Policy
 
-# Anthropic's words for a prompt that does not fit. Claude Code compacts on it: the policy's affair, not a failure.
+# Anthropic's message for a prompt that does not fit. Claude Code compacts on it; the endpoint has not failed.
 _FULL = b"prompt is too long"
 
 
 class PassThrough(ProxyServer):
-    """Sessions are opened with ``policy``. ``side_endpoint``: where calls on the small model's slot
-    go, if not there."""
+    """A PassThrough forwards the calls of its sessions to ``endpoint``, and side calls to ``side_endpoint`` if given.
+
+    Its sessions are opened with its ``policy``, a placeholder.
+    """
 
     def __init__(self, endpoint: SideEndpoint, side_endpoint: SideEndpoint | None = None) -> None:
         super().__init__()
         self.endpoint = endpoint
-        nothing: Any = _Elsewhere()
+        nothing: Any = SimpleNamespace(spec="")  # nothing is sampled, encoded or parsed here
         self.policy = Policy(
             engine=nothing,
             renderer=nothing,
@@ -41,19 +43,22 @@ class PassThrough(ProxyServer):
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:
+        """Stop as ProxyServer does, and close the connections to the endpoints."""
         await super().stop(grace_s)
         for endpoint in (self.endpoint, self.policy.side_endpoint):
             if endpoint is not None:
                 await endpoint.close()
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        """The endpoint's reply. ``engine_errors`` counts those since the last reply that was none: what the agent
-        tried again with success was no failure."""
-        session, body = await self.open(request)
+        """Forward a call. ``engine_errors`` counts the failures since the last success.
+
+        A call that succeeded when the agent asked again was not a failure of the episode.
+        """
+        session, body = await self.receive(request)
         side = decode_request(body).model == SIDE_MODEL
         session.counters.calls += 1
         session.counters.side_calls += side
-        session.counters.retries += request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        session.counters.retries += is_retry(request)
         endpoint = (side and session.policy.side_endpoint) or self.endpoint
         try:
             response = await endpoint.relay(request, body)
@@ -69,19 +74,5 @@ class PassThrough(ProxyServer):
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        _, body = await self.open(request)
+        _, body = await self.receive(request)
         return await self.endpoint.relay(request, body)
-
-
-class _Elsewhere:
-    """Stands for the policy's engine, renderer, parser and tokenizer, none of which is asked for anything."""
-
-    spec = ""
-
-    async def generate(self, *_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("the policy is elsewhere")
-
-    def start(self, *_: Sequence[Any]) -> NoReturn:
-        raise AssertionError("the policy is elsewhere")
-
-    extend = parse = encode = decode = start

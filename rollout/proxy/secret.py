@@ -1,7 +1,7 @@
-"""Session secrets that prove by themselves that this process issued them.
+"""This module issues session secrets that prove by themselves that this process issued them.
 
-A secret is ``ID.MAC``. Who holds one of a closed session can be told so (410) without a list of all the sessions that
-ever were, and a guess is refused before anything is looked up.
+A secret is ``ID.MAC``: a random id and its message authentication code. The holder of a closed session's secret can be
+told so (410) without a list of all closed sessions, and a guess is refused before anything is looked up.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _KEY = secrets.token_bytes(32)
 
 
 def issue() -> str:
-    """A new secret: 128 random bits and a mac of 192 bits, printable, no character that a header would mind."""
+    """Make a new secret: 128 random bits and a code of 192 bits, in characters that are allowed in a header."""
     session_id = secrets.token_hex(16)
     return f"{session_id}.{_mac(session_id.encode())}"
 
 
 def issued(secret: str) -> bool:
-    """Whether ``secret`` came from ``issue``; takes the same time for all wrong ones of a length."""
-    # Header values that are not UTF-8 hold surrogates.
+    """Tell whether ``secret`` came from ``issue``. All wrong secrets of one length take the same time."""
+    # aiohttp represents header values that are not UTF-8 with surrogates.
     session_id, _, mac = secret.encode("utf-8", "surrogateescape").rpartition(b".")
     return hmac.compare_digest(_mac(session_id).encode(), mac)
 

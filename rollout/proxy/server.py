@@ -1,8 +1,8 @@
-"""HTTP in front of the sessions: POST /v1/messages (streamed or not) and /v1/messages/count_tokens.
+"""This module is the HTTP server of the sessions: POST /v1/messages (streamed or not) and /v1/messages/count_tokens.
 
-Two ways in, one application: a TCP port where the episode's secret (``Authorization: Bearer`` or ``x-api-key``)
-picks the session, and one unix socket per episode, for agents that have no network at all. The secret is checked
-on both, and a socket opens its own session only: another episode's secret is worth nothing there.
+One application listens on a TCP port, where the episode's secret (``Authorization: Bearer`` or ``x-api-key``) selects
+the session, and on one unix socket per episode, for agents without any network. The secret is checked on both. A
+socket gives access only to its own session: another episode's secret is worth nothing there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout.proxy.tree import Node
 
 log = logging.getLogger(__name__)
 
-# Seconds that a client has to take a reply before its connection is cut.
+# The time in seconds in which a client must read a reply; after that, its connection is cut.
 _TAKE_S = 60.0
 
 _KINDS = {404: "not_found_error", 413: "request_too_large"}
@@ -38,38 +38,41 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ProxyServer:
-    """Serves any number of sessions. ``ping_s``: a streamed reply that takes longer gets pings this far apart;
-    ``max_body``: bytes of the largest request that is read (Claude Code's largest, with images, stay far below);
-    ``metrics`` are told of every request."""
+    """A ProxyServer serves any number of sessions over HTTP.
+
+    ``ping_s``: the seconds between two pings while a streamed reply is being sampled. ``max_body``: the size of the
+    largest request that is read, in bytes; Claude Code's largest, with images, stay far below the default. ``metrics``,
+    if given, are told of every request.
+    """
 
     def __init__(self, *, ping_s: float = 5.0, max_body: int = 64 << 20, metrics: Metrics | None = None) -> None:
         self.ping_s = ping_s
         self.max_body = max_body
         self.metrics = metrics
-        self.sessions: dict[str, Session] = {}  # by secret
+        self.sessions: dict[str, Session] = {}  # secret -> session
         if metrics is not None:
             metrics.sessions = self.sessions
         self.port = 0
-        self._sockets: dict[str, tuple[web.UnixSite, Session]] = {}  # by path
+        self._sockets: dict[str, tuple[web.UnixSite, Session]] = {}  # path -> listener and session
         self._stopping = False
-        self._busy: set[asyncio.Transport | None] = set()  # connections with a request in flight
+        self._busy: set[asyncio.Transport | None] = set()  # connections with a request in progress
         self._idle = asyncio.Event()
         self._entrance = asyncio.Lock()
         self.app = web.Application(client_max_size=max_body, middlewares=[self._outermost])
         self.app.router.add_post("/v1/messages", self._messages, expect_handler=self._expect)
         self.app.router.add_post("/v1/messages/count_tokens", self._count_tokens, expect_handler=self._expect)
-        # A client that hangs up cancels its handler, and with it the generation that nobody else waits for.
+        # When a client hangs up, its handler is cancelled, and the generation too unless somebody else waits for it.
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen on TCP; port 0 takes a free one. ``self.port`` is the one taken. Raises OSError."""
+        """Listen on a TCP port; 0 chooses a free one. The port is then in ``self.port``. Raises OSError."""
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         self.port = self._runner.addresses[-1][1]
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept nothing more, give requests in flight ``grace_s`` to end, then close every session."""
+        """Accept nothing more, give the requests in progress ``grace_s`` seconds to end, then close every session."""
         self._stopping = True
         for site in list(self._runner.sites):
             await site.stop()
@@ -78,20 +81,22 @@ class ProxyServer:
             try:
                 await asyncio.wait_for(self._idle.wait(), grace_s)
             except TimeoutError:
-                log.warning("stopping with %d requests in flight after %g s", len(self._busy), grace_s)
+                log.warning("stopping: %d requests are still in progress after %g s", len(self._busy), grace_s)
         for session in list(self.sessions.values()):
             await self.close_session(session)
         await self._runner.cleanup()
 
     async def open_session(self, episode_id: str, policy: Policy, socket: Path | None = None) -> Session:
-        """A new session; with ``socket`` it is also reachable there. Raises OSError if the socket cannot be made, or
-        the server is stopped."""
+        """Open a session, which is also reachable at the unix socket ``socket`` if that is given.
+
+        Raises OSError if the socket cannot be made or the server is stopped.
+        """
         if self._stopping:
             raise OSError("the proxy is stopped")
         session = Session(episode_id, policy)
         if socket is not None:
             path = str(socket)
-            if path in self._sockets:  # asyncio would take it away from the session that is there
+            if path in self._sockets:  # asyncio would silently take it over
                 raise FileExistsError(f"{path} is the socket of another session")
             site = web.UnixSite(self._runner, path)
             await site.start()
@@ -100,7 +105,7 @@ class ProxyServer:
         return session
 
     async def close_session(self, session: Session) -> None:
-        """Its secret gets 410 from now on, its generations are aborted, its socket and its memory are let go."""
+        """Close a session: abort its generations, remove its socket and free its memory. Its secret now gets 410."""
         session.close()
         if self.sessions.pop(session.secret, None) is not None and self.metrics is not None:
             self.metrics.retire(session)
@@ -108,8 +113,8 @@ class ProxyServer:
             site, _ = self._sockets.pop(path)
             if site in self._runner.sites:
                 await site.stop()
-            Path(path).unlink(missing_ok=True)  # asyncio leaves it
-            # Kept-alive connections go too, each after the request that it is busy with.
+            Path(path).unlink(missing_ok=True)  # asyncio leaves the file behind
+            # Kept-alive connections are closed too, each after the request that it is busy with.
             server = self._runner.server
             for connection in server.connections if server else ():
                 transport = connection.transport
@@ -118,8 +123,8 @@ class ProxyServer:
                     if transport not in self._busy:
                         transport.close()
 
-    async def open(self, request: web.Request) -> tuple[Session, bytes]:
-        """The session that a request belongs to, and its body. Raises RequestError."""
+    async def receive(self, request: web.Request) -> tuple[Session, bytes]:
+        """Return the session that a request belongs to, and the request's body. Raises RequestError."""
         given = request.headers.get("x-api-key")
         if not given:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -127,40 +132,46 @@ class ProxyServer:
         if not issued(given):
             raise RequestError("unknown session: this is not an episode's secret", 401, "authentication_error")
         session = self.sessions.get(given)
-        # TCP gives an address, a unix socket the path that it is bound to.
+        # For TCP this is an address, for a unix socket the path that it is bound to.
         sockname = request.transport.get_extra_info("sockname") if request.transport else None
         if isinstance(sockname, str):
             _, owner = self._sockets.get(sockname, (None, None))
             if session is not None and session is not owner:
-                raise RequestError("unknown session: not the one of this socket", 401, "authentication_error")
+                raise RequestError("unknown session: not that of this socket", 401, "authentication_error")
         if session is None:
             raise closed_error()
         return session, await self.body(request)
 
     async def body(self, request: web.Request) -> bytes:
-        """Raises RequestError for one that is too large (unread, if it says so itself) or broken."""
+        """Read a request's body. Raises RequestError if it is broken or too large.
+
+        A body whose Content-Length is too large is not read.
+        """
         if (request.content_length or 0) > self.max_body:
             raise self._too_large()
         try:
             return await request.read()
         except (HttpProcessingError, PayloadEncodingError, web.RequestPayloadError) as error:
-            raise RequestError(f"the body does not arrive as its headers say: {error}") from error
+            raise RequestError(f"the body is not what the headers say: {error}") from error
 
     def _too_large(self) -> RequestError:
         return RequestError(f"request body over {self.max_body} bytes", 413, "request_too_large")
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """Called before the handler if the client asks whether to send its body. Returns a response for no."""
+        """Answer a client that asks whether to send its body: None for yes (100 Continue), else the response.
+
+        aiohttp calls this before the handler.
+        """
         if (request.content_length or 0) > self.max_body:
             return _error_response(request, self._too_large())
         if request.headers["Expect"].lower() != "100-continue":
-            return _error_response(request, RequestError("Expect: only 100-continue is known", 417))
+            return _error_response(request, RequestError("Expect: only 100-continue is supported", 417))
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # aiohttp takes what was written for the beginning of the response
+        request.writer.output_size = 0  # otherwise aiohttp assumes that the response has begun
         return None
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self.open(request)
+        session, body = await self.receive(request)
         before = session.counters.overhead_s
         began = time.perf_counter()
         wire = decode_request(body)
@@ -171,16 +182,15 @@ class ProxyServer:
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
-        # Nothing is held back on our side: a write that was awaited is with the kernel, whole.
+        # Without a buffer of our own, a write that was awaited is entirely with the kernel.
         transport.set_write_buffer_limits(high=0)
-        retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         with contextlib.ExitStack() as waiting:
-            # One at a time up to the engine: of many that come at once the first is sampled while the others are
-            # encoded, not after all of them were.
+            # Requests pass this part one at a time, so that when many arrive at once, the first is sampled while the
+            # others are being encoded, and not only after all of them are.
             async with self._entrance:
-                call = session.prepare(wire, retry)
+                call = session.prepare(wire, is_retry(request))
                 sampled = waiting.enter_context(session.sampling(call))
-                await asyncio.sleep(0)  # the generation begins
+                await asyncio.sleep(0)  # lets the generation begin
             response, node = await (self._stream if wire.stream else self._whole)(request, wire, call, sampled)
         if node is not None and not transport.is_closing():
             node.delivered = True
@@ -202,10 +212,10 @@ class ProxyServer:
     async def _stream(
         self, request: web.Request, wire: WireRequest, call: Call, sampled: asyncio.Future[Node]
     ) -> tuple[web.StreamResponse, Node | None]:
-        """The reply as server-sent events. No node if it could not be sampled after the first ping."""
+        """Send the reply as server-sent events. The node is None if sampling failed after the first ping."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         out = reply_start_event(call.message_id, wire.model, call.context.length)
-        # Within the first ping the status is still open, so that a failing engine is an HTTP 529.
+        # Until the first ping nothing is sent, so that an engine that fails early is an HTTP 529.
         if not sampled.done():
             await asyncio.wait([sampled], timeout=self.ping_s)
         if sampled.done():
@@ -233,20 +243,20 @@ class ProxyServer:
         return response, node
 
     def _node(self, sampled: asyncio.Future[Node]) -> Node:
-        """What a generation that is done came to. Raises RequestError if the session was closed meanwhile."""
+        """Return the result of a generation that is done. Raises RequestError if the session was closed meanwhile."""
         if sampled.cancelled():
             raise _stopping_error() if self._stopping else closed_error()
         return sampled.result()
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self.open(request)
+        session, body = await self.receive(request)
         counted = {"input_tokens": session.count(decode_request(body))}
         return web.Response(body=msgspec.json.encode(counted), content_type="application/json")
 
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every failure in Anthropic's error format, never a stack trace on the wire."""
-        began, status = time.perf_counter(), 499  # nginx's word for a client that hung up
+        """Answer every failure in Anthropic's error format and never with a stack trace."""
+        began, status = time.perf_counter(), 499  # nginx's status for a client that hung up
         self._busy.add(transport := request.transport)
         try:
             if self._stopping:
@@ -268,8 +278,13 @@ class ProxyServer:
                 self.metrics.request(request.path, status, time.perf_counter() - began)
 
 
+def is_retry(request: web.Request) -> bool:
+    """Tell whether the client marks a request as a retry."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
 def _stopping_error() -> RequestError:
-    """One that clients try again after: there may be a next proxy."""
+    # Clients retry after this error: there may be another proxy by then.
     return RequestError("the proxy is shutting down", 529, "overloaded_error")
 
 
@@ -279,19 +294,19 @@ def _reply(node: Node) -> Reply:
 
 
 async def _send(request: web.Request, response: web.Response) -> web.Response:
-    """A whole response, taken by the client. Raises ConnectionResetError."""
+    """Send a whole response and wait until the kernel has taken all of it. Raises ConnectionResetError."""
     await response.prepare(request)
     await _taken(request, response.write_eof())
     return response
 
 
 async def _taken(request: web.Request, writing: Awaitable[None]) -> None:
-    """Wait for a write; a client that does not read in time is cut. Raises ConnectionResetError."""
+    """Wait for a write. If the client does not read in time, cut the connection and raise ConnectionResetError."""
     try:
         async with asyncio.timeout(_TAKE_S):
             await writing
     except TimeoutError:
-        log.warning("a client did not read its reply for %g s; cut", _TAKE_S)
+        log.warning("a client did not read its reply within %g s; its connection is cut", _TAKE_S)
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError from None
@@ -308,7 +323,7 @@ def _as_request_error(error: Exception, request: web.Request) -> RequestError:
         text = f"{error.reason}: {request.method} {request.path}"
         return RequestError(text, error.status, _KINDS.get(error.status, "invalid_request_error"))
     log.error("proxy: %s %s failed", request.method, request.path, exc_info=error)
-    return RequestError("internal error of the proxy; its log has the details", 500, "api_error")
+    return RequestError("internal error of the proxy; see its log", 500, "api_error")
 
 
 def _error_response(request: web.Request, error: RequestError, cause: Exception | None = None) -> web.Response:
@@ -318,5 +333,5 @@ def _error_response(request: web.Request, error: RequestError, cause: Exception 
     if isinstance(cause, web.HTTPMethodNotAllowed):
         response.headers["Allow"] = cause.headers["Allow"]
     if not request.content.is_eof():
-        response.force_close()  # what is left of the body is not worth reading, or cannot be read
+        response.force_close()  # the rest of the body need not, or cannot, be read
     return response

@@ -1,13 +1,14 @@
-"""The proxy outside of training: any vLLM server to any Claude Code. ``python -m rollout.proxy`` runs it.
+"""This module is the proxy as a program of its own, between any Claude Code and any vLLM server.
 
-Nobody opens sessions here, so a request says itself where it belongs: one session per token and Claude Code session
-(a header that it sends, else its user id). A session is opened when it is first seen and closed when it was idle for
-long or others need the room; a client that comes back after that has its conversation encoded anew, no more.
+Nobody opens sessions here, so a session is identified by what a request carries: the client's token and its Claude
+Code session (a header, or else the user id in the body). A session is opened at its first request. It is closed when
+it has been idle for long or its memory is needed; if its client comes back, the conversation is encoded anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import hashlib
 import hmac
@@ -29,9 +30,10 @@ from rollout.proxy.server import Handler, ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.vllm_http import VllmHttpEngine
 
-# Tokens that all sessions hold together before the least recently used are closed; 1e7 are about 400 MB.
+# If all sessions together hold more tokens than this, the least recently used are closed. 1e7 tokens are about 400 MB.
 _HELD_TOKENS = 20_000_000
-# A session that holds more starts anew with its next request: a client that never says who it is has one for ever.
+# A session that holds more tokens than this is replaced by a new one at its next request. All clients that do not say
+# who they are share one session, which would otherwise grow for ever.
 _SESSION_TOKENS = 5_000_000
 _SWEEP_S = 30.0
 _RETRY_S = 2.0
@@ -40,10 +42,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Options:
-    """``engine``: a vLLM server's URL; ``model``: directory or hub name of its tokenizer, config and chat template;
-    ``tool_parser``, ``reasoning_parser``: vLLM's names; ``token``: the only one that is let in (None: any);
-    ``idle_s`` and ``max_sessions`` bound what is kept; ``grace_s``: seconds that calls in flight have to end at
-    shutdown."""
+    """Options are the command-line options of the stand-alone proxy.
+
+    ``engine``: the URL of a vLLM server. ``model``: the directory or hub name of its tokenizer, config and chat
+    template. ``tool_parser`` and ``reasoning_parser``: vLLM's names. ``token``: the only one that is accepted; None
+    accepts all. ``idle_s``: seconds after which an unused session is closed. ``max_sessions``: how many are kept.
+    ``grace_s``: seconds that calls in progress have to end at shutdown.
+    """
 
     engine: str
     model: str
@@ -64,7 +69,7 @@ class _Owner(msgspec.Struct):
     metadata: _Metadata | None = None
 
 
-_KEY = web.RequestKey("key", bytes)  # of the session that a request uses
+_KEY = web.RequestKey("key", bytes)  # identifies the session that a request uses
 _owner = msgspec.json.Decoder(_Owner)
 
 
@@ -78,14 +83,14 @@ class _Models(msgspec.Struct):
 
 
 class StandAlone(ProxyServer):
-    """Answers 529 until ``load`` has come to its end."""
+    """A StandAlone opens sessions as requests need them. It answers calls with 529 until ``load`` has returned."""
 
     def __init__(self, options: Options, *, ping_s: float = 5.0) -> None:
         super().__init__(ping_s=ping_s, metrics=Metrics())
         self.options = options
         self.policy: Policy | None = None
-        self.model = _Model(options.model, 0)  # as the engine serves it, once that is known
-        self._keys: dict[bytes, Session] = {}  # in the order of their last use
+        self.model = _Model(options.model, 0)  # replaced by what the engine says
+        self._keys: dict[bytes, Session] = {}  # the least recently used first
         self._used: dict[bytes, float] = {}
         self._in_use: Counter[bytes] = Counter()
         self._http: aiohttp.ClientSession | None = None
@@ -96,11 +101,13 @@ class StandAlone(ProxyServer):
         self.app.router.add_get("/metrics", self._metrics)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen as ProxyServer does, and begin to close idle sessions."""
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5))
         await super().start(host, port)
         self._tasks.add(asyncio.create_task(self._sweep()))
 
     async def stop(self, grace_s: float = 0.0) -> None:
+        """Stop as ProxyServer does, and close the connections to the engine."""
         await super().stop(grace_s)
         for task in self._tasks:
             task.cancel()
@@ -110,8 +117,10 @@ class StandAlone(ProxyServer):
             await self._http.close()
 
     async def load(self) -> None:
-        """Wait for the engine, then for the imports: tens of seconds, during which the port answers. Raises what
-        the tokenizer, parser and renderer raise for a model that they do not know."""
+        """Wait until the engine answers and everything that is slow to import is imported (tens of seconds).
+
+        The port answers meanwhile. Raises what the tokenizer, parser and renderer raise for an unknown model.
+        """
         parts = asyncio.create_task(_in_daemon(lambda: load_policy(self.options)))
         try:
             while not await self._ask_engine():
@@ -121,13 +130,13 @@ class StandAlone(ProxyServer):
             make = await parts
         finally:
             parts.cancel()
-        # The imports' million objects stay as long as the program: a collection that walks them takes 0.4 s.
+        # A garbage collection that walks the million objects of the imports, which live for ever, takes 0.4 s.
         gc.collect()
         gc.freeze()
         self.policy = make(VllmHttpEngine(self.options.engine, self.model.id), self.model.max_model_len)
 
     async def _ask_engine(self) -> bool:
-        """Take over the engine's name for the model and its longest context. False if it does not answer."""
+        """Ask for the engine's name of the model and its longest context. Return False if it does not answer."""
         assert self._http is not None
         try:
             async with self._http.get(f"{self.options.engine}/v1/models") as response:
@@ -139,7 +148,8 @@ class StandAlone(ProxyServer):
         self.model = next((model for model in models if model.id == self.options.model), models[0])
         return True
 
-    async def open(self, request: web.Request) -> tuple[Session, bytes]:
+    async def receive(self, request: web.Request) -> tuple[Session, bytes]:
+        """Return the session that a request belongs to, opened if needed, and the body. Raises RequestError."""
         token = self._authenticate(request)
         if self.policy is None:
             raise RequestError("the proxy is loading its model's tokenizer", 529, "overloaded_error")
@@ -162,7 +172,7 @@ class StandAlone(ProxyServer):
         return session, body
 
     def _authenticate(self, request: web.Request) -> str:
-        """The token that came with a request. Raises RequestError if it is not the one that is asked for."""
+        """Return the token that came with a request. Raises RequestError if it is not the one that is accepted."""
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         wanted = self.options.token
         if wanted is not None and not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode()):
@@ -171,7 +181,7 @@ class StandAlone(ProxyServer):
 
     @web.middleware
     async def _held(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A session that is in use is not closed to make room."""
+        """Mark the session of a request as no longer in use when the request ends (see ``receive``)."""
         try:
             return await handler(request)
         finally:
@@ -181,6 +191,7 @@ class StandAlone(ProxyServer):
                     del self._in_use[key]
 
     async def _make_room(self) -> None:
+        """Close the least recently used sessions, except those in use, until no limit is exceeded."""
         held = sum(session.tree.tokens for session in self._keys.values())
         for key, session in list(self._keys.items()):
             if len(self._keys) <= self.options.max_sessions and held <= _HELD_TOKENS:
@@ -208,7 +219,7 @@ class StandAlone(ProxyServer):
         return web.json_response({"data": [model], "has_more": False, "first_id": name, "last_id": name})
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 if a call would be answered now, else 503 that says what is missing."""
+        """Answer 200 if a call would be answered now, else 503 with what is missing."""
         assert self._http is not None
         try:
             async with self._http.get(f"{self.options.engine}/health") as response:
@@ -228,12 +239,15 @@ def _user_id(body: bytes) -> str:
     try:
         metadata = _owner.decode(body).metadata
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""  # decode_request says better what is wrong
+        return ""  # decode_request has the better error message
     return metadata.user_id if metadata is not None else ""
 
 
 def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
-    """Everything that is slow to import (vLLM, verl, transformers); then engine, longest context -> policy."""
+    """Import everything that is slow to import (vLLM, verl, transformers) and load the tokenizer.
+
+    Returns a function that makes the policy from an engine and the longest context in tokens.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     from rollout.proxy.parsers import VllmReplyParser
@@ -262,26 +276,15 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
 
 
 async def _in_daemon(work: Callable[[], Any]) -> Any:
-    """Like asyncio.to_thread, in a thread that nobody waits for when the program ends."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)
+    """Run ``work`` as asyncio.to_thread does, but in a thread for which the program does not wait at its end."""
+    done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only abandoned
 
     def run() -> None:
-        result, failed = None, None
         try:
-            result = work()
+            done.set_result(work())
         except BaseException as error:
-            failed = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failed)
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

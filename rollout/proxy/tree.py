@@ -1,12 +1,13 @@
-"""The session tree: every token of an episode exactly once, and the training sequences that follow from it.
+"""The session tree holds every token of an episode exactly once, and derives the training sequences from them.
 
-Nodes alternate. A *context* node holds what the policy reads (encoded once, when it arrived) up to and including
-the generation prompt; a *sampled* node holds one reply, as sampled. An edge means "comes after", so a path from a
-root is exactly a prompt that the engine has seen, and a new request extends the deepest path that it matches.
+Context nodes and sampled nodes alternate on every path. A *context* node holds what the policy reads up to and
+including the generation prompt, encoded once, when it arrived. A *sampled* node holds one reply, as it was sampled. A
+child comes after its parent, so a path from a root to a context node is exactly a prompt that the engine has seen. A
+new request extends the deepest path that it matches.
 
-Plain data and pure functions: no I/O, no clock, no randomness. Invariants (architecture.md, 1 and 2) are held here:
-nothing that was sampled is ever encoded again, and ``sequences()`` puts every delivered sampled token into exactly
-one sequence with mask 1.
+The tree is plain data, without I/O, clock or randomness. Invariants 1 and 2 (docs/architecture.md) are kept here:
+nothing that was sampled is ever encoded again, and ``sequences()`` puts every sampled token that was delivered, and
+is to be trained, into exactly one sequence, with mask 1.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from rollout.proxy.replies import Reply
 
 @dataclass(eq=False)
 class Node:
-    """One piece of an episode.
+    """A Node is a piece of an episode, either context or one sampled reply.
 
-    ``ids``: token ids, a delta to the parent's path. A sampled node also has ``logprobs`` (one per id, the
-    engine's own), the ``reply`` that the client was sent, and ``delivered``: the client got all of it.
-    ``versions``: the weight version of each id, empty if unknown. ``trained``: False for a reply that the trainer
-    must not see (a side call that is only served); it is context to whatever comes after it. ``experts``: the engine's
-    routing (`engine.Completion`) of the tokens that no earlier call on this path had.
+    ``ids``: the token ids that it adds to its parent's path. ``key``, of a context node: the head's key and the keys
+    of its spans. The other fields belong to sampled nodes. ``logprobs``: the engine's own, one per id. ``text``: the
+    ids decoded. ``reply``: what the client was sent, and ``delivered``: whether all of it arrived. ``versions``: the
+    version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
+    trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
+    routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had.
     """
 
     index: int
@@ -39,19 +41,20 @@ class Node:
     reply: Reply | None = None
     text: str = ""
     delivered: bool = False
-    ended: bool = True  # the reply closed its turn itself (sampled an end token)
+    ended: bool = True  # the reply closed its turn itself: its last id is an end token
     versions: tuple[int, ...] = ()
     trained: bool = True
-    tools_allowed: bool = True  # False: the client had forbidden calls, so none were looked for
+    tools_allowed: bool = True  # False: the client forbade or did not offer tools, so no calls were looked for
     experts: Any = None
     children: list[Node] = field(default_factory=list)
 
     @property
     def sampled(self) -> bool:
+        """Tell whether this is a sampled node."""
         return self.logprobs is not None
 
     def path(self) -> list[Node]:
-        """The nodes from the root to this one."""
+        """Return the nodes from the root to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -60,18 +63,22 @@ class Node:
         return nodes[::-1]
 
     def path_ids(self) -> list[int]:
+        """Return the token ids from the root up to and including this node."""
         ids: list[int] = []
         for node in self.path():
-            ids += node.ids  # twenty times a comprehension's speed, and a context has many
+            ids += node.ids  # twenty times as fast as a comprehension, and a context has many ids
         return ids
 
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One training row. ``mask`` and ``logprobs`` have the length of ``response_ids``; where the mask is 0 the
-    logprob is 0.0. ``nodes`` are the indices of the sampled nodes that this row trains; ``versions``: the lowest and
-    the highest weight version that sampled them, (0, 0) if unknown. ``experts``: the engine's routing of all tokens but
-    the last, as arrays to be put one behind the other; empty unless it was recorded."""
+    """A TrainingSequence is one training row.
+
+    ``mask`` and ``logprobs`` have the length of ``response_ids``; where the mask is 0, the logprob is 0.0. ``nodes``:
+    the indices of the sampled nodes that this row trains on. ``versions``: the lowest and the highest version of the
+    weights that sampled them, (0, 0) if unknown. ``experts``: the engine's routing of all tokens except the last, as
+    arrays to be concatenated along the first axis; empty unless it was recorded.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -84,9 +91,12 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class Match:
-    """Where a request joins the tree. ``base``: the deepest sampled node it extends (None: a new root);
-    ``context``: the context node that already holds exactly the rest, if there is one;
-    ``rest``: the spans after ``base``, never empty, the last one is context."""
+    """A Match is the place where a request joins the tree.
+
+    ``base``: the deepest sampled node that the request extends, None if it needs a new root. ``rest``: the spans after
+    ``base``; there is at least one, and the last one is context. ``context``: the context node that already holds
+    exactly those spans, None if there is none.
+    """
 
     base: Node | None
     context: Node | None
@@ -94,15 +104,15 @@ class Match:
 
 
 class Tree:
-    """All calls of one episode."""
+    """A Tree holds all calls of one episode."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.roots: list[Node] = []
-        self.tokens = 0  # of all nodes together
+        self.tokens = 0  # the number of tokens in all nodes
 
     def match(self, head: bytes, spans: Sequence[Span]) -> Match:
-        """Find the deepest place that the request extends. An echoed reply proves that it was delivered."""
+        """Find the deepest place that a request extends, and mark the replies that it repeats as delivered."""
         spans = list(spans)
         base: Node | None = None
         start, at = 0, 0  # spans before `start` are covered by `base`
@@ -124,7 +134,7 @@ class Tree:
             start = at
 
     def add_context(self, base: Node | None, head: bytes, rest: Sequence[Span], ids: list[int]) -> Node:
-        """Append encoded context (``rest`` of a match) after ``base``."""
+        """Append the context ``rest`` of a match, encoded as ``ids``, after ``base``; return the new node."""
         node = self._add(base, ids)
         node.key = (head, *(span.key for span in rest))
         return node
@@ -143,7 +153,11 @@ class Tree:
         tools_allowed: bool = True,
         experts: Any = None,
     ) -> Node:
-        """Append a sampled reply after ``context``; it counts once ``delivered`` is set."""
+        """Append a sampled reply after ``context``; return the new node, which is not ``delivered`` yet.
+
+        ``experts`` is the engine's routing of the whole path, as in a Completion. Raises ValueError if there are more
+        or fewer logprobs or versions than ids.
+        """
         if len(ids) != len(logprobs):
             raise ValueError(f"engine returned {len(ids)} tokens but {len(logprobs)} logprobs")
         if versions and len(ids) != len(versions):
@@ -152,7 +166,8 @@ class Tree:
         node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
         node.trained, node.tools_allowed = trained, tools_allowed
         if experts is not None:
-            # The last token of the reply before was sampled and not yet read. A copy, or the whole array would stay.
+            # Earlier calls have no routing of the previous reply's last token: it had not been read yet. A view
+            # instead of a copy would keep the whole array in memory.
             known = context.parent.length - 1 if context.parent else 0
             node.experts = experts[known : node.length - 1].copy()
         return node
@@ -165,7 +180,7 @@ class Tree:
         return node
 
     def _context(self, base: Node | None, head: bytes, spans: Sequence[Span], at: int) -> Node | None:
-        """The child context of ``base`` that covers most of ``spans[at:]``."""
+        """Return the child context of ``base`` that covers the most of ``spans[at:]``, or None."""
         best: Node | None = None
         for node in base.children if base else self.roots:
             if node.key[0] != head or (best and len(node.key) <= len(best.key)):
@@ -177,8 +192,11 @@ class Tree:
         return best
 
     def _parted(self, base: Node | None, head: bytes, span: Span) -> tuple[Span, Span, Span] | None:
-        """A reply that shows nothing is dropped by Claude Code, and what comes next (a nudge, a new prompt) is put
-        into the message before it. Returns that message as it was, the reply, and what was put in."""
+        """Undo what Claude Code does to a reply without visible content, if it was done to ``span``.
+
+        Claude Code drops such a reply and puts what comes next (a reminder to say something, a new prompt) into the
+        message before it. Returns that message as it was, the reply, and what was put in; None if nothing was.
+        """
         silent = text_key("")
         answered = {
             node.key[1]
@@ -194,10 +212,10 @@ class Tree:
         return None
 
     def sequences(self) -> list[TrainingSequence]:
-        """The training rows: one per branch that ends in a delivered reply, in the order of those replies.
+        """Return the training rows, one per branch that ends in a delivered reply, in the order of those replies.
 
-        A reply that several branches share is trained in the first of them only. What comes before the first
-        trained reply of a row is its prompt.
+        A reply that several branches share is trained on in the first of them only. The prompt of a row is what comes
+        before the first reply that the row trains on.
         """
         live = {node.index for node in self.nodes if node.sampled and node.delivered and node.trained}
         inner: set[int] = set()
@@ -214,14 +232,16 @@ class Tree:
         return rows
 
     def sampled_tokens(self) -> int:
+        """Return the number of tokens in sampled nodes, delivered or not."""
         return sum(len(node.ids) for node in self.nodes if node.sampled)
 
     def encoded_tokens(self) -> int:
+        """Return the number of tokens in context nodes."""
         return sum(len(node.ids) for node in self.nodes if not node.sampled)
 
 
 def _echoed(context: Node, span: Span) -> Node | None:
-    """The sampled child that an assistant span is an echo of: by our tool_use ids, else by its text."""
+    """Return the sampled child that an assistant span repeats, found by our tool_use ids or else by its text."""
     for child in sorted(context.children, key=lambda child: not child.delivered):
         if child.reply is None:
             continue
@@ -231,7 +251,7 @@ def _echoed(context: Node, span: Span) -> Node | None:
 
 
 def _says(sampled: Node, key: bytes) -> bool:
-    """Whether a reply without calls is the text with this key."""
+    """Tell whether a reply has no calls and its text has this key."""
     return sampled.reply is not None and not sampled.reply.tool_ids and text_key(sampled.reply.text) == key
 
 

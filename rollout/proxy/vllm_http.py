@@ -1,4 +1,4 @@
-"""A plain vLLM server over HTTP as an engine, so that the proxy serves outside of training too."""
+"""This module is the client of a plain vLLM server, with which the proxy works outside of training too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.proxy.engine import Completion, EngineError
 
-# vLLM closes a connection that was idle for 5 s; one that is about to be closed must not be used again.
+# vLLM closes a connection after 5 s without use. One that is about to be closed must not be used again.
 _KEEPALIVE_S = 3.0
 _CONNECT_S = 10.0
 
@@ -34,20 +34,16 @@ class _Reply(msgspec.Struct):
 
 
 class VllmHttpEngine:
-    """``POST {base_url}/inference/v1/generate``: token ids in, sampled ids and their logprobs out, no text between.
+    """A VllmHttpEngine calls ``POST {base_url}/inference/v1/generate``, which works on token ids and never on text.
 
-    ``model``: the name that the server serves it under; ``key``: the server's ``--api-key``. ``sampling`` has the names
-    of vLLM's SamplingParams; what it does not name is vLLM's own default, not the model's generation_config.json, and
-    the server ignores names that it does not know. Cancelling a call closes its connection, which
-    makes the server abort the request.
+    ``model``: the name under which the server serves the model. ``key``: the server's ``--api-key``. ``sampling`` uses
+    the names of vLLM's SamplingParams. For parameters that are not in it, vLLM's own defaults apply, not the model's
+    generation_config.json; the server ignores names that it does not know.
 
-    A logprob is of the distribution that was sampled from if the server runs with
-    ``--logprobs-mode processed_logprobs``. With vLLM's default, raw_logprobs, it is the model's own: the same only at
-    temperature 1 without top_p, top_k or penalties. The server does not tell which of the two it gives. Weight versions
-    are unknown.
-
-    Every failure is an EngineError of one line: no connection, a status other than 200, a reply that was aborted or
-    lacks logprobs. ``close`` ends the connections.
+    Logprobs are those of the distribution that was sampled from if the server runs with ``--logprobs-mode
+    processed_logprobs``. With vLLM's default, raw_logprobs, they are the model's own, which are the same only at
+    temperature 1 without top_p, top_k or penalties. The server does not say which of the two it returns. The versions
+    of the weights are unknown.
     """
 
     def __init__(self, base_url: str, model: str, key: str | None = None) -> None:
@@ -60,11 +56,16 @@ class VllmHttpEngine:
         self._decoder = msgspec.json.Decoder(_Reply)
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        """Implement Engine.generate. Cancelling closes the connection, which makes the server abort the request.
+
+        Every failure is an EngineError whose message is one line: no connection, a status other than 200, a reply that
+        the server aborted or that lacks logprobs.
+        """
         body = {
             "request_id": f"{request_id}-{uuid.uuid4().hex}",
             "model": self.model,
             "token_ids": prompt_ids,
-            # The sampled token's logprob and no others. Stop sequences may be made of special tokens.
+            # logprobs=0 is the sampled token's logprob and no others. Stop sequences may contain special tokens.
             "sampling_params": {**sampling, "n": 1, "logprobs": 0, "skip_special_tokens": False},
         }
         url = f"{self.base_url}/inference/v1/generate"
@@ -74,21 +75,22 @@ class VllmHttpEngine:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
         if response.status != 200:
-            said = " ".join(raw.decode("utf-8", "replace").split())
-            raise EngineError(f"{url}: status {response.status}: {said[:300]}")
+            message = " ".join(raw.decode("utf-8", "replace").split())
+            raise EngineError(f"{url}: status {response.status}: {message[:300]}")
         try:
             choice = self._decoder.decode(raw).choices[0]
         except (msgspec.MsgspecError, IndexError) as error:
-            raise EngineError(f"{url}: no reply of this endpoint: {error}") from error
+            raise EngineError(f"{url}: the reply is not one of this endpoint: {error}") from error
         ids = choice.token_ids or []
         tokens = (choice.logprobs.content if choice.logprobs else None) or []
         if choice.finish_reason not in ("stop", "length"):
             raise EngineError(f"{url}: the server ended the reply after {len(ids)} tokens ({choice.finish_reason})")
         if len(tokens) != len(ids):
-            raise EngineError(f"{url}: reply of {len(ids)} tokens with {len(tokens)} logprobs")
+            raise EngineError(f"{url}: the reply has {len(ids)} tokens but {len(tokens)} logprobs")
         return Completion(ids, [token.logprob for token in tokens])
 
     async def close(self) -> None:
+        """Close the connections to the server."""
         if self._http is not None:
             await self._http.close()
             self._http = None
@@ -96,9 +98,9 @@ class VllmHttpEngine:
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                # As many connections as there are episodes: the server has its own queue.
+                # Every episode may have a connection: the server queues the requests.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-                # A reply may take as long as it takes; the session's owner decides when to cancel.
+                # A reply has no time limit; whoever owns the session decides when to cancel.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
         return self._http

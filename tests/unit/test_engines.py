@@ -93,9 +93,9 @@ async def test_ids_go_in_and_ids_and_logprobs_come_out(server: tuple[Server, Vll
     [
         ({"error": {"message": "engine\nis dead"}}, 500, r"status 500: .*engine"),
         ({"error": {"message": "too long"}}, 400, r"status 400: .*too long"),
-        ("<html>", 200, "no reply of this endpoint"),
-        ({"choices": []}, 200, "no reply of this endpoint"),
-        (reply([5, 6], None), 200, "2 tokens with 0 logprobs"),
+        ("<html>", 200, "not one of this endpoint"),
+        ({"choices": []}, 200, "not one of this endpoint"),
+        (reply([5, 6], None), 200, "2 tokens but 0 logprobs"),
         (reply([5], [-0.5], "abort"), 200, r"ended the reply after 1 tokens \(abort\)"),
     ],
 )

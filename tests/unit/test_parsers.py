@@ -308,9 +308,9 @@ def test_a_call_ends_unfinished_thinking_where_the_family_says_so() -> None:
 
 def test_names_that_are_not_known_and_tokenizers_that_do_not_fit() -> None:
     assert parser("qwen3_coder+qwen3").spec == "qwen3_coder+qwen3" and parser("hermes").spec == "hermes"
-    with pytest.raises(ValueError, match=r"'pythonic'.*known: .*qwen3_coder"):
+    with pytest.raises(ValueError, match=r"'pythonic'.*known are: .*qwen3_coder"):
         make_parser("pythonic", make_tokenizer())
-    with pytest.raises(ValueError, match=r"'socrates'; known: .*qwen3"):
+    with pytest.raises(ValueError, match=r"'socrates'; known are: .*qwen3"):
         make_parser("hermes+socrates", make_tokenizer())
     with pytest.raises(ValueError, match="no markers around thinking"):
         make_parser("hermes+deepseek_v3", make_tokenizer())

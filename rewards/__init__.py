@@ -1,1 +1,1 @@
-"""From a patch to a verdict: tasks, hidden tests in a fresh box, and what they say."""
+"""Rewards turn a patch into a verdict: the task's hidden tests judge it in a fresh box."""

@@ -1,14 +1,14 @@
-"""Grade one patch: what the rules leave of it, fresh box, apply, hidden tests, swebench's own judgement of the log.
+"""This module grades one patch: it applies what the rules leave of it in a fresh box and runs the hidden tests.
 
-The policy's failures (no patch, one that does not apply, failing or endless tests, a log that makes no
-sense) are unresolved. Only what the policy cannot cause is an infrastructure failure; in particular
-swebench's search of the log for signs of a broken environment is not used, because tested code can
+swebench judges the log of the tests. The policy's failures (no patch, one that does not apply, failing or endless
+tests, a log that makes no sense) are unresolved. Only what the policy cannot cause is an infrastructure failure. In
+particular, swebench's search of the log for signs of a broken environment is not used, because the tested code could
 print such signs to escape a reward of 0.
 
-The tests run in the process of the code they test, as in every SWE-bench set: code written to deceive
-its own test run can print test results. What is caught here: marker lines the eval script did not
-print, results that contradict the exit status of the test command, and an eval script that was killed.
-`rewards.rules` keeps hooks of the test runner out and flags the rest; docs/rewards.md has the whole table.
+The tests run in the same process as the code that they test, as in every SWE-bench set, so code that is written to
+deceive its own test run can print test results. This module catches marker lines that the eval script did not print,
+results that contradict the exit status of the test command, and an eval script that was killed. `rewards.rules` keeps
+hooks of the test runner out and flags the rest; docs/rewards.md has the whole table.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from rollout.sandbox import ExecResult, Sandbox, SandboxError, failed
 
 logger = logging.getLogger(__name__)
 
-# In one exec: each costs a container engine 50 ms, and apptainer a container. Standard input is the eval script, of $2
-# bytes, and the patch, which "$@" applies. The word $1 is said when both are in the box and again when the patch is
-# applied, before anything of the policy runs; and on standard error when it is not and the disk is full.
+# All stages are one exec, because each exec costs a container engine 50 ms, and apptainer a container. Standard input
+# is the eval script, of $2 bytes, followed by the patch, which "$@" applies. The word $1 is printed when both have
+# arrived in the box and again when the patch is applied, before any code of the policy runs. It is printed to standard
+# error if the patch cannot be applied and the disk is full.
 _STAGES = """
 word=$1 length=$2 input=$TMPDIR/input; shift 2
 cat >"$input" && head -c "$length" "$input" >"$TMPDIR/eval.sh" || exit
@@ -46,10 +47,10 @@ fi
 printf %s "$word"
 exec bash "$TMPDIR/eval.sh" </dev/null
 """
-# What a grading may take besides applying the patch and running the tests: a boot, reading the log.
+# Seconds for what a grading does besides applying the patch and running the tests: booting a box, reading the log.
 _SPARE_S = 300.0
-_CLOSE_S = 60.0
-_TAIL = 4000  # characters of the log kept in the verdict
+_CLOSE_S = 60.0  # seconds to wait until the box is closed
+_TAIL = 4000  # characters of the log that the verdict keeps
 _NO_RULES = Rules()
 
 
@@ -62,12 +63,12 @@ async def grade(
     rules: Rules = _NO_RULES,
     spare_s: float = _SPARE_S,
 ) -> Verdict:
-    """Grade `patch` in a sandbox from `boot`, which must make a fresh one on the task's snapshot.
+    """Grade `patch` in a sandbox from `boot`, which must make a fresh one of the task's snapshot.
 
-    An empty patch is unresolved at once. None runs the tests on the untouched snapshot, to find out whether they tell.
-    timeout_s: seconds for `git apply` and the eval script. rules: what of the patch is graded, and flagged. spare_s:
-    for all that is not the policy's doing; a grading that takes longer than both is GRADER_HUNG.
-    Never raises but on cancellation; always closes the sandbox.
+    An empty patch is unresolved at once. None runs the tests on the untouched snapshot, which shows whether they fail
+    there. timeout_s: seconds for `git apply` and the eval script. rules: what of the patch is graded, and what is
+    flagged. spare_s: seconds for everything else; a grading that takes longer than both together is GRADER_HUNG.
+    Raises nothing except on cancellation, and always closes the sandbox.
     """
     started = time.monotonic()
     try:
@@ -75,7 +76,7 @@ async def grade(
             verdict = await _screened(task, patch, boot, timeout_s, rules)
     except SandboxError as error:
         verdict = Verdict.infra(error.cause, str(error))
-    except Exception as error:  # a bug of the grader or of swebench must not become a reward
+    except Exception as error:  # a bug in the grader or in swebench must not become a reward of 0
         if deadline.expired():
             verdict = Verdict(Reason.GRADER_HUNG, f"no verdict after {time.monotonic() - started:.0f} s")
         else:
@@ -84,7 +85,7 @@ async def grade(
 
 
 def warm_up() -> None:
-    """Import swebench, which takes seconds. Call it in a thread, ahead of the first grading."""
+    """Import swebench, which takes seconds; call this in a thread before the first grading."""
     _harness()
 
 
@@ -102,7 +103,7 @@ async def _screened(
     if found.files:
         verdict = await _grade(task, found.files, boot, timeout_s)
     else:
-        verdict = Verdict(Reason.FORBIDDEN_PATH_ONLY, f"{len(found.dropped)} files, none of them to be graded")
+        verdict = Verdict(Reason.FORBIDDEN_PATH_ONLY, "the rules drop every file of the patch")
     return replace(verdict, dropped=found.dropped, flags=found.flags)
 
 
@@ -113,8 +114,8 @@ async def _grade(
     if task.log_parser not in harness.parsers:
         return Verdict(Reason.TASK_INVALID, f"swebench has no parser {task.log_parser!r}")
     spec = harness.make_test_spec(task.to_row())
-    # swebench's markers go to stderr, by the shell's trace; in one stream with the results the two
-    # cannot change places.
+    # swebench's markers go to stderr (they are lines of the shell's trace) and the results to stdout; in one stream
+    # they stay in order.
     script = spec.eval_script.replace("\n", "\nexec 2>&1\n", 1)
     box = await boot()
     try:
@@ -127,14 +128,17 @@ async def _grade(
 
 
 async def _close(box: Sandbox) -> None:
-    """Wait for the box's end, but not for ever: its verdict is known."""
+    """Close the box, but do not wait for ever: the verdict is known."""
     _, late = await asyncio.wait({asyncio.ensure_future(box.close())}, timeout=_CLOSE_S)
     if late:
-        logger.warning("a grading box is not closed after %.0f s", _CLOSE_S)
+        logger.warning("a grading box was still not closed after %.0f s", _CLOSE_S)
 
 
 async def _run(box: Sandbox, script: str, files: list[FileDiff], timeout_s: float) -> ExecResult | Verdict:
-    """Apply the patch without fuzz and run the eval script: how the script ended, or a refused patch."""
+    """Apply the patch without fuzz and run the eval script.
+
+    Returns how the script ended, or a verdict if the patch is refused. Raises SandboxError.
+    """
     word, text = secrets.token_hex(), script.encode()
     apply = ["git", "apply", *APPLY] if files else []
     run = await box.exec(
@@ -149,32 +153,32 @@ async def _run(box: Sandbox, script: str, files: list[FileDiff], timeout_s: floa
         raise failed("exec_failed", f"the box did not take the patch and the tests: {said or run.returncode}")
     if len(stages) == 2:
         if files and not read_the_same(files, stages[0]):
-            return Verdict(Reason.PATCH_APPLY_FAILED, "git reads other files in the patch than the rules do")
+            return Verdict(Reason.PATCH_APPLY_FAILED, "git finds other files in the patch than the rules do")
         return replace(run, stdout=stages[1])
     if run.returncode in (126, 127):
         raise SandboxError("no_git", "the box has no git to apply the patch with")
     if word.encode() in run.stderr:
         raise SandboxError("no_space", said.removesuffix(word))
-    return Verdict(Reason.PATCH_APPLY_FAILED, said or "git apply was ended")
+    return Verdict(Reason.PATCH_APPLY_FAILED, said or "git apply was killed")
 
 
 def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, timeout_s: float) -> Verdict:
     log = run.stdout.decode(errors="replace")
     tail = log[-_TAIL:]
     if run.timed_out:
-        return Verdict(Reason.TEST_TIMEOUT, f"no end after {timeout_s:.0f} s", log_tail=tail)
-    if (run.returncode or 0) > 128:  # 128 itself is git's own, whose command may be the last one
+        return Verdict(Reason.TEST_TIMEOUT, f"the tests did not end within {timeout_s:.0f} s", log_tail=tail)
+    if (run.returncode or 0) > 128:  # 128 itself is a status of git, which may be the script's last command
         detail = f"the eval script was killed (signal {(run.returncode or 0) - 128})"
         return Verdict(Reason.LOG_UNPARSABLE, detail, log_tail=tail)
     for marker in harness.markers:
         if log.count(marker) > _prints(script, marker):
-            return Verdict(Reason.LOG_FORGED, f"more than one {marker!r}", log_tail=tail)
+            return Verdict(Reason.LOG_FORGED, f"the eval script does not print {marker!r} so often", log_tail=tail)
     with tempfile.NamedTemporaryFile("w", suffix=".log", errors="replace") as file:
         file.write(log)
         file.flush()
         prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": "-"}
         report = harness.get_eval_report(spec, prediction, file.name, True)[spec.instance_id]
-    if not report["patch_successfully_applied"]:  # swebench's word for "the log has test results"
+    if not report["patch_successfully_applied"]:  # swebench's name for "the log has test results"
         detail = "the log was cut at the output limit" if run.truncated else ""
         return Verdict(Reason.LOG_UNPARSABLE, detail, log_tail=tail)
     tests = {name: report["tests_status"][name] for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
@@ -186,14 +190,13 @@ def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, timeout_s
 
 
 def _prints(script: str, marker: str) -> int:
-    """How often an honest run shows the marker: the trace shows each line that has it, and `echo`
-    prints it once more."""
+    """Count how often an honest run prints the marker: once per line that has it (the trace), twice for `echo`."""
     lines = [line.strip() for line in script.splitlines() if marker in line]
     return sum(2 if line.startswith("echo") else 1 for line in lines)
 
 
 class _Harness:
-    """What is used of swebench, whose import takes seconds."""
+    """The parts of swebench that are used here; importing it takes seconds."""
 
     def __init__(self) -> None:
         from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT

@@ -1,8 +1,8 @@
-"""A git patch as the files it changes, in one piece each.
+"""This module splits a git patch into the files that it changes.
 
-Borders between files are found as `git apply` finds them: hunks are read by the line counts in their headers, so no
-line of a file can pass for a header. Whether git reads the same files in what is left of a patch is checked when it
-is applied (`rewards.grade`), so that a misreading here refuses the patch and lets nothing through.
+Files are told apart as `git apply` does it: a hunk is read by the line counts in its header, so no line of a file can
+pass for a header. When the kept files are applied (`rewards.grade`), it is checked that git finds the same files in
+them. If this module and git ever read a patch differently, the patch is refused, and nothing gets past the rules.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ _PLAIN = dict(zip(b'abtnvfr"\\', b'\a\b\t\n\v\f\r"\\', strict=True))
 _NOWHERE = b"/dev/null"
 
 APPLY = ("--whitespace=nowarn", "--numstat", "-z", "--apply")
-"""Options of `git apply`: without fuzz, and printing which files it has changed, for `read_the_same`."""
+"""Options of `git apply`: no fuzz, and print which files were changed, for `read_the_same`."""
 
 
 class PatchError(ValueError):
-    """No patch, or one that no file can be told apart in; the message is one line."""
+    """A text is not a patch, or its files cannot be told apart. The message is one line."""
 
 
 @dataclass(frozen=True)
 class FileDiff:
-    """The part of a patch that changes one file.
+    """A FileDiff is the part of a patch that changes one file.
 
-    paths: every path it names, old and new, without a/ and b/; bytes that are no UTF-8 are written as `\\xNN`. The
-    last one is what the file is called afterwards, or was called if it is deleted. data: its lines, as they were.
-    added: the lines it adds, without the plus; nothing of a binary file.
+    paths: every path that it names, old and new, without a/ and b/; bytes that are not UTF-8 are written as `\\xNN`.
+    data: its lines, unchanged. added: the lines that it adds, without the plus; empty for a binary file.
     """
 
     paths: tuple[str, ...]
@@ -41,12 +40,13 @@ class FileDiff:
 
     @property
     def path(self) -> str:
+        """Return the file's path after the patch, or before it if the file is deleted."""
         return self.paths[-1]
 
 
 @dataclass
 class _Part:
-    """A FileDiff that is being read. begin: its first line."""
+    """A FileDiff that is being read. begin: the index of its first line."""
 
     begin: int
     paths: list[str] = field(default_factory=list)
@@ -54,10 +54,10 @@ class _Part:
 
 
 def split(patch: bytes) -> list[FileDiff]:
-    """The files of a patch, in its order; text before the first one is left out.
+    """Split a patch into its files, in order; text before the first one is left out.
 
-    Joined, their data is the patch again. Raises PatchError, also for paths that are absolute, leave the work tree or
-    lie in a .git directory.
+    The data of all files joined is the patch again. Raises PatchError, also if a path is absolute, leaves the work
+    tree or lies in a .git directory.
     """
     parts: list[_Part] = []
     lines = re.findall(rb"[^\n]*\n|[^\n]+", patch)
@@ -80,7 +80,7 @@ def split(patch: bytes) -> list[FileDiff]:
             parts[-1].paths.append(_text(_name(moved[1])))
         at += 1
     if not parts:
-        raise PatchError("no file's changes in it")
+        raise PatchError("the patch changes no file")
     for part in parts:
         _check(part.paths)
     ends = [*(part.begin for part in parts[1:]), len(lines)]
@@ -91,22 +91,22 @@ def split(patch: bytes) -> list[FileDiff]:
 
 
 def read_the_same(files: list[FileDiff], numstat: bytes) -> bool:
-    """Whether git, which printed `numstat`, found the same files in a patch as `split`."""
+    """Tell whether git, which printed `numstat`, found the same files in a patch as `split`."""
     theirs = {row.split(b"\t", 2)[-1] for row in numstat.split(b"\0")[:-1]}
     return {_text(path) for path in theirs} == {file.path for file in files}
 
 
 def _hunk(lines: list[bytes], at: int, added: list[bytes]) -> int:
-    """The index of the last line of the hunk that begins at `at`; what it adds goes to `added`."""
+    """Read the hunk at line `at`, put the lines that it adds into `added`, and return its last line's index."""
     found = _HUNK.match(lines[at])
     if found is None:
-        raise PatchError(f"line {at + 1}: not a hunk")
+        raise PatchError(f"line {at + 1} is not a hunk's header")
     old, new = (1 if count is None else int(count) for count in found.groups())
     while old > 0 or new > 0:
         at += 1
         kind = lines[at][:1] if at < len(lines) else b""
         if kind not in (b" ", b"\n", b"-", b"+", b"\\"):
-            raise PatchError(f"line {at + 1}: the hunk is shorter than its header says")
+            raise PatchError(f"line {at + 1}: the hunk ends before its header says so")
         old -= kind in b" \n-"
         new -= kind in b" \n+"
         if kind == b"+":
@@ -115,11 +115,11 @@ def _hunk(lines: list[bytes], at: int, added: list[bytes]) -> int:
 
 
 def _both(names: bytes) -> list[str]:
-    """The path of a `diff --git` line, which has it twice; none if they differ, then other lines have them."""
+    """Return the path of a `diff --git` line, which has it twice; [] if the two differ: other lines have them."""
     quoted = _QUOTED_TWICE.fullmatch(names)
     if quoted:
         left, right = map(_name, quoted.groups())
-    else:  # there may be spaces in them, but they are of one length
+    else:  # the names may have spaces, but they are equally long
         middle = len(names) // 2
         left, between, right = names[:middle], names[middle : middle + 1], names[middle + 1 :]
         if between != b" " or b'"' in (left[:1], right[:1]):
@@ -128,26 +128,26 @@ def _both(names: bytes) -> list[str]:
 
 
 def _one(name: bytes) -> Iterator[str]:
-    """The path of a `---` or `+++` line; none for /dev/null."""
+    """Yield the path of a `---` or `+++` line, or nothing for /dev/null."""
     if not name.startswith(b'"'):
-        name = name.partition(b"\t")[0]  # behind it: a date, or nothing, to protect white space
+        name = name.partition(b"\t")[0]  # a date may follow, or nothing (git marks names with spaces this way)
     name = _name(name)
     if name != _NOWHERE:
         yield _text(_strip(name))
 
 
 def _name(name: bytes) -> bytes:
-    """Without git's quotes."""
+    """Remove git's quotes."""
     if not name.startswith(b'"'):
         return name
     end = re.match(rb'"((?:[^"\\]|\\.)*)"', name)
     if end is None:
-        raise PatchError("a quoted path without its end")
+        raise PatchError("a quoted path has no closing quote")
     return _ESCAPE.sub(lambda m: bytes([_PLAIN[m[1][0]] if len(m[1]) == 1 else int(m[1], 8)]), end[1])
 
 
 def _strip(name: bytes) -> bytes:
-    """Without the first directory, as `git apply -p1` reads it."""
+    """Remove the first directory, as `git apply -p1` does."""
     return name.partition(b"/")[2]
 
 
@@ -157,7 +157,7 @@ def _text(path: bytes) -> str:
 
 def _check(paths: list[str]) -> None:
     if not paths:
-        raise PatchError("a file's changes without its path")
+        raise PatchError("a file is changed without being named")
     for path in paths:
         if any(part in ("", ".", "..") or part.lower() == ".git" for part in path.split("/")):
-            raise PatchError(f"{path!r} is no path of the work tree")
+            raise PatchError(f"{path!r} is not a path in the work tree")

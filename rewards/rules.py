@@ -1,8 +1,8 @@
-"""What of an agent's patch is graded, and what of it looks like an attempt on the tests.
+"""This module decides what of an agent's patch is graded, and flags what looks like an attempt to cheat the tests.
 
-Rules are data (configs/grading/default.yaml). Those of paths *drop* files from the patch before it is applied: a test
-or a hook of the test runner is no part of a solution. Flags only *mark* a patch for people to look at; they never
-change a reward, because honest code may do any of these things.
+Rules are data (configs/grading/default.yaml). Rules on paths *drop* files from the patch before it is applied, because
+a test or a hook of the test runner is not part of a solution. Flags only *mark* a patch for people to look at; they
+never change a reward, because honest code may do any of these things.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from dataclasses import dataclass
 from rewards.patch import FileDiff, split
 from rewards.task import Task
 
-# A file that the eval script brings in a diff of its own, as those of SWE-bench do.
+# A file that the eval script creates with a diff of its own, as SWE-bench's scripts do.
 _HIDDEN = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Screened:
-    """files: what is left of the patch. dropped: paths that were taken out, sorted. flags: names, sorted."""
+    """A Screened is a patch after the rules.
+
+    files: what is left of it. dropped: the paths that were removed, sorted. flags: the names of its flags, sorted.
+    """
 
     files: list[FileDiff]
     dropped: tuple[str, ...]
     flags: tuple[str, ...]
 
-    @property
-    def patch(self) -> bytes:
-        return b"".join(file.data for file in self.files)
-
 
 class Rules:
-    """drop: patterns of paths as in a .gitignore file: a name at any depth or, with a slash that is not its last
-    character, a path from the root of the work tree; * and ? stay within a name, ** does not; all that lies below
-    a match is matched; ! takes back what an earlier pattern has matched.
+    """Rules say which files of a patch are dropped and what is flagged.
 
-    flags: name -> {"added": regular expression, searched for in the lines that a patch adds, and "path": one that is
-    searched for in its paths} or one of the two.
+    drop: patterns as in a .gitignore file. A pattern is a name at any depth or, if it has a slash before its last
+    character, a path from the root of the work tree. `*` and `?` match within a name, `**` across directories. A
+    pattern also matches everything below what it matches, and `!` takes back what an earlier pattern matched.
 
-    Raises ValueError for an expression or a key that is wrong.
+    flags: name -> {"added": a regular expression to search for in the lines that a patch adds, "path": one to search
+    for in its paths}; each flag has one of the two or both.
+
+    Making them raises ValueError if a regular expression or a key is wrong.
     """
 
     def __init__(self, drop: Iterable[str] = (), flags: Mapping[str, Mapping[str, str]] | None = None) -> None:
@@ -58,6 +59,7 @@ class Rules:
                 raise ValueError(f"flag {name}: {error}") from error
 
     def drops(self, path: str) -> bool:
+        """Tell whether the patterns drop a path."""
         dropped = False
         for drop, pattern in self._drop:
             if drop is not dropped and pattern.fullmatch(path):
@@ -65,8 +67,11 @@ class Rules:
         return dropped
 
     def screen(self, task: Task, patch: bytes) -> Screened:
-        """Take apart a patch. A file goes as a whole, also when only its old or its new name is dropped. Whatever
-        the rules: what stands in the place of a file that the task's eval script brings goes. Raises PatchError."""
+        """Apply the rules to a patch. Raises PatchError.
+
+        A file is dropped as a whole, even if only its old or its new name is matched. Whatever the rules say, files
+        in the way of those that the task's eval script creates are dropped.
+        """
         hidden = _HIDDEN.findall(task.eval_script)
         kept: list[FileDiff] = []
         dropped: set[str] = set()
@@ -89,5 +94,5 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def _clash(path: str, hidden: str) -> bool:
-    """Whether a file at `path` is `hidden`, stands in for a directory of it, or lies where it has to be."""
+    """Tell whether a file at `path` is `hidden`, or one of the two would need the other to be a directory."""
     return f"{path}/".startswith(f"{hidden}/") or f"{hidden}/".startswith(f"{path}/")

@@ -1,7 +1,7 @@
-"""Rewards other than "1 if resolved, else 0". Off by default: `Shape.of` is then None, and nothing here is run.
+"""This module shapes rewards other than "1 if resolved, else 0". By default it is off, and `Shape.of` returns None.
 
-A shape is given a verdict and sets its `shaped` reward. The outcome stays what it was, and an infrastructure failure
-stays without a reward.
+A shape sets the `shaped` reward of a verdict. It never changes the outcome, and an infrastructure failure never gets a
+reward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rewards.verdict import Outcome, Reason, Verdict
 
 @dataclass(frozen=True)
 class Effort:
-    """What an episode took. turns: calls of the main thread; tokens: sampled, of all threads."""
+    """An Effort is what an episode took. turns: calls of the main thread; tokens: sampled tokens of all threads."""
 
     turns: int
     tokens: int
@@ -28,10 +28,14 @@ Function = Callable[[Verdict, Task, Effort], float]
 
 @dataclass(frozen=True)
 class Shape:
-    """fail_to_pass: an unresolved episode whose tests ran gets this much of the share of FAIL_TO_PASS tests that
-    pass, and nothing if a PASS_TO_PASS test fails. turn_penalty, token_penalty: taken off a resolved episode for
-    each turn, and for each 1000 sampled tokens; max_penalty: at most so much. function: takes the place of all of
-    these; it is called for every verdict that is no infrastructure failure and returns a finite number.
+    """A Shape computes the reward of a verdict.
+
+    fail_to_pass: the reward of an unresolved episode is this times the share of its FAIL_TO_PASS tests that pass, and
+    0 if a PASS_TO_PASS test fails. turn_penalty, token_penalty: subtracted from the reward of a resolved episode for
+    each turn and for each 1000 sampled tokens. max_penalty: the most that is subtracted. function: used instead of all
+    of these; it is called for every verdict except infrastructure failures and returns a finite number.
+
+    Making one raises ValueError for values that are out of range or could reward unresolved like resolved episodes.
     """
 
     fail_to_pass: float = 0.0
@@ -44,24 +48,24 @@ class Shape:
         for name in ("fail_to_pass", "turn_penalty", "token_penalty", "max_penalty"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value!r}; it must be a number, 0 or more")
+                raise ValueError(f"{name} is {value!r}; it must be a number that is 0 or more")
         numbers = self.fail_to_pass or self.turn_penalty or self.token_penalty
         if numbers and self.function is not None:
-            raise ValueError("function takes the place of the other shapes; set them to 0 or leave it out")
+            raise ValueError("function replaces the other shapes; set them to 0 or function to null")
         penalty = self.max_penalty if self.turn_penalty or self.token_penalty else 0.0
         if self.fail_to_pass and self.fail_to_pass + penalty >= 1:
             raise ValueError(
-                f"fail_to_pass is {self.fail_to_pass}, with penalties of up to {penalty}: an unresolved episode could "
-                "be worth as much as a resolved one; keep their sum below 1"
+                f"fail_to_pass is {self.fail_to_pass} and penalties go up to {penalty}, so an unresolved episode "
+                "could be worth as much as a resolved one; keep their sum below 1"
             )
         if penalty >= 1:
-            raise ValueError(f"max_penalty is {penalty}; from 1 on a resolved episode could be worth nothing")
+            raise ValueError(f"max_penalty is {penalty}, so a resolved episode could be worth nothing; keep it below 1")
 
     @classmethod
     def of(
         cls, fail_to_pass: float, turn_penalty: float, token_penalty: float, max_penalty: float, function: str | None
     ) -> Shape | None:
-        """From a config's values; None when all of them are off. ValueError says what is wrong with them."""
+        """Make a shape from a config's values; return None if all of them are off. Raises ValueError."""
         loaded = load(function) if function else None
         shape = cls(fail_to_pass, turn_penalty, token_penalty, max_penalty, loaded)
         return shape if loaded or fail_to_pass or turn_penalty or token_penalty else None
@@ -75,7 +79,7 @@ class Shape:
             reward = float(self.function(verdict, task, effort))
             if not math.isfinite(reward):
                 raise ValueError(f"returned {reward}")
-        except Exception as error:  # somebody else's code; whatever it does, the policy is not to blame
+        except Exception as error:  # the function is the user's code; the policy is not to blame for its errors
             return replace(verdict, reason=Reason.REWARD_FAILED, detail=f"{type(error).__name__}: {error}")
         return replace(verdict, shaped=reward)
 
@@ -91,14 +95,14 @@ class Shape:
 
 
 def load(name: str) -> Function:
-    """The callable that "module:function" names. ValueError says why there is none."""
+    """Import the callable that "module:function" names. Raises ValueError, which says why that is not possible."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"{name!r} is not of the form module:function")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever somebody else's module does when it is imported
+    except Exception as error:  # importing the user's module may raise anything
         raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise ValueError(f"{name} is {type(function).__name__}, not a function")
+        raise ValueError(f"{name} is a {type(function).__name__}, not a function")
     return function

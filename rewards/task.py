@@ -1,8 +1,8 @@
-"""Tasks: rows of the SWE-bench v5 schema, checked once at load.
+"""This module reads tasks: rows of the SWE-bench v5 schema, which are checked once, when they are loaded.
 
-A parquet file of tasks has the columns of `COLUMNS`, may have those of `OPTIONAL`, and others, which are
-ignored. The lists are lists of strings or JSON texts of such.
-For local sandboxes `image` is `dir:PATH`, a directory with a git repository, relative to the file.
+A parquet file of tasks must have the columns in `COLUMNS` and may have those in `OPTIONAL`; other columns are ignored.
+Lists are lists of strings or their JSON text. For local sandboxes, `image` is `dir:PATH`: a directory with a git
+repository, relative to the file.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _LOCAL = "dir:"
 
 
 class TaskError(ValueError):
-    """A task that cannot be used; the message is one line with file, row and field."""
+    """A task cannot be used. The message is one line that names file, row and field."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One row. `base_dir` is what a `dir:` image is relative to, normally the parquet file's directory.
+    """A Task is one row. An agent may see its `problem_statement` and its snapshot; all else stays out of its box.
 
-    What an agent may see is `problem_statement` and the snapshot; everything else stays outside its box.
-    patch: the gold patch. setup_patch: what makes the image's work tree the task's (SWE-smith's bug); every box has
-    it applied before its tree is sealed. hidden_paths: files and directories of the image, relative to the work tree
-    or absolute, that an agent's box must not have and a grading box must (tests that the image brings). difficulty: in
-    the words of the set that it is from; metrics are split by it.
+    patch: the gold patch. base_dir: the directory to which a `dir:` image is relative, normally the parquet file's.
+    setup_patch: a patch that every box applies to the image's work tree before the tree is sealed (SWE-smith's bug).
+    hidden_paths: files and directories of the image, relative to the work tree or absolute, that are removed from an
+    agent's box but kept in a grading box (tests that come with the image). difficulty: as the task's data set names
+    it; metrics are split by it.
     """
 
     instance_id: str
@@ -62,23 +62,26 @@ class Task:
 
     @property
     def snapshot(self) -> Path:
-        """The absolute path of a `dir:` image (which need not exist). TaskError for other images, and for a task whose
-        tree must be prepared: a local snapshot is used as it is."""
+        """Return the absolute path of a `dir:` image, which need not exist.
+
+        Raises TaskError for other images, and for a task with a setup_patch or hidden_paths, because a local snapshot
+        is used as it is.
+        """
         if not self.image.startswith(_LOCAL):
-            raise TaskError(f"{self.instance_id}: image {self.image!r} is no local snapshot (dir:PATH)")
+            raise TaskError(f"{self.instance_id}: image {self.image!r} is not a local snapshot (dir:PATH)")
         if self.setup_patch or self.hidden_paths:
             raise TaskError(f"{self.instance_id}: setup_patch and hidden_paths need a container image")
         return (self.base_dir / self.image.removeprefix(_LOCAL)).resolve()
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], base_dir: Path) -> Task:
-        """Check one row and make a task of it. TaskError names the instance and the field."""
+        """Make a task of one row after checking it. Raises TaskError, which names the instance and the field."""
         values = {name: _text(row, name) for name in (*_TEXT, "problem_statement", "base_commit")}
         tests = {name: _strings(row, name) for name in _TESTS}
         if not tests["FAIL_TO_PASS"] and not tests["PASS_TO_PASS"]:
-            raise _wrong(row, "FAIL_TO_PASS", "empty, and PASS_TO_PASS too: any patch would be resolved")
+            raise _wrong(row, "FAIL_TO_PASS", "is empty, as is PASS_TO_PASS: any patch would resolve the task")
         if values["eval_type"] not in EVAL_TYPES:
-            raise _wrong(row, "eval_type", f"{values['eval_type']!r} is none of {', '.join(EVAL_TYPES)}")
+            raise _wrong(row, "eval_type", f"{values['eval_type']!r} is not one of {', '.join(EVAL_TYPES)}")
         if values["log_parser"] not in log_parsers():
             raise _wrong(row, "log_parser", f"swebench has no parser {values['log_parser']!r}")
         patches = {name: row.get(name) for name in ("patch", "setup_patch")}
@@ -88,7 +91,7 @@ class Task:
         difficulty = row.get("difficulty")
         hidden = _strings(row, "hidden_paths") if row.get("hidden_paths") is not None else ()
         if strange := [path for path in hidden if not path.strip("/") or ".." in path.split("/")]:
-            raise _wrong(row, "hidden_paths", f"{strange[0]!r} is no path below the work tree or the root")
+            raise _wrong(row, "hidden_paths", f"{strange[0]!r} is not a path below the work tree or the root")
         return cls(
             **values,
             FAIL_TO_PASS=tests["FAIL_TO_PASS"],
@@ -100,7 +103,7 @@ class Task:
         )
 
     def to_row(self) -> dict[str, Any]:
-        """The row that `from_row` reads back, the lists as JSON texts (as the published sets have)."""
+        """Return the row, which `from_row` reads back; its lists are JSON texts, as in the published data sets."""
         row: dict[str, Any] = {name: getattr(self, name) for name in (*COLUMNS, *OPTIONAL)}
         for name in (*_TESTS, "hidden_paths"):
             row[name] = json.dumps(row[name])
@@ -108,7 +111,7 @@ class Task:
 
 
 def load_tasks(path: Path | str) -> list[Task]:
-    """All tasks of a parquet file, in its order. TaskError on the first thing that is wrong with it."""
+    """Read all tasks of a parquet file, in its order. Raises TaskError at the first thing that is wrong."""
     path = Path(path)
     try:
         table = pyarrow.parquet.read_table(path)
@@ -118,7 +121,7 @@ def load_tasks(path: Path | str) -> list[Task]:
     if missing:
         raise TaskError(f"{path}: no column {', '.join(missing)}")
     if table.num_rows == 0:
-        raise TaskError(f"{path}: no rows")
+        raise TaskError(f"{path}: has no rows")
     rows = table.select([*COLUMNS, *(name for name in OPTIONAL if name in table.column_names)]).to_pylist()
     tasks: list[Task] = []
     first: dict[str, int] = {}
@@ -137,8 +140,11 @@ def load_tasks(path: Path | str) -> list[Task]:
 
 
 def log_parsers() -> frozenset[str]:
-    """The names in swebench's parser registry. Its import takes seconds, so unless somebody has
-    imported it already (and may have registered parsers) they are read from its source."""
+    """Return the names in swebench's registry of log parsers.
+
+    Importing swebench takes seconds, so the names are read from its source unless it is already imported; in that
+    case further parsers may have been registered.
+    """
     loaded = sys.modules.get("swebench.harness.log_parsers")
     return frozenset(getattr(loaded, "PARSER_REGISTRY", ())) or _parsers_in_source()
 
@@ -159,10 +165,10 @@ def _wrong(row: Mapping[str, Any], name: str, what: str) -> TaskError:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        raise _wrong(row, name, "missing" if value is None else f"is {type(value).__name__}, not text")
-    # Nothing is graded or shown by these being empty, except for these two.
+        raise _wrong(row, name, "is missing" if value is None else f"is {type(value).__name__}, not text")
+    # Only these two may be empty: nothing is graded by them or shown to the agent.
     if not value.strip() and name not in ("version", "base_commit"):
-        raise _wrong(row, name, "empty")
+        raise _wrong(row, name, "is empty")
     return value
 
 
@@ -173,7 +179,7 @@ def _strings(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
             value = json.loads(value)
         except ValueError as error:
             raise _wrong(row, name, f"is neither a list nor the JSON text of one ({error})") from error
-    elif hasattr(value, "tolist"):  # a numpy array, as pandas hands lists over
+    elif hasattr(value, "tolist"):  # pandas returns lists as numpy arrays
         value = value.tolist()
     if not isinstance(value, list | tuple) or not all(isinstance(test, str) for test in value):
         raise _wrong(row, name, "is not a list of strings")

@@ -1,4 +1,4 @@
-"""What grading one patch came to."""
+"""A verdict is the result of grading one patch."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from typing import Any
 
 
 class Outcome(StrEnum):
+    """An Outcome is what a verdict counts as."""
+
     RESOLVED = "resolved"
     UNRESOLVED = "unresolved"
     INFRA_FAILURE = "infra_failure"
 
 
 class Reason(StrEnum):
-    """Why a task was not resolved. The first group is the policy's doing, the second ours."""
+    """A Reason says why a task was not resolved. The first group are the policy's failures, the others are ours."""
 
     EMPTY_PATCH = "empty_patch"
     PATCH_TOO_LARGE = "patch_too_large"
     PATCH_APPLY_FAILED = "patch_apply_failed"
-    FORBIDDEN_PATH_ONLY = "forbidden_path_only"  # nothing is left without the files that the rules drop
+    FORBIDDEN_PATH_ONLY = "forbidden_path_only"  # the rules drop every file of the patch
     TESTS_FAILED = "tests_failed"
     TEST_TIMEOUT = "test_timeout"
     LOG_UNPARSABLE = "log_unparsable"  # no results, or ones that contradict the exit status
-    LOG_FORGED = "log_forged"  # marker lines that the eval script did not print
+    LOG_FORGED = "log_forged"  # it has marker lines that the eval script did not print
 
     NOT_STARTED = "not_started"
     AGENT_CRASHED = "agent_crashed"
     ENGINE_FAILED = "engine_failed"
-    PROXY_FAILED = "proxy_failed"  # it stopped while the agent worked, or gave the episode no socket
+    PROXY_FAILED = "proxy_failed"  # it stopped while the agent worked, or the episode got no socket
     TASK_INVALID = "task_invalid"  # the row cannot be graded at all
     GRADER_CRASHED = "grader_crashed"
-    GRADER_HUNG = "grader_hung"  # longer than all its own limits together
-    REWARD_FAILED = "reward_failed"  # the config's own reward function
-    # The causes of SandboxError; what has no name of its own is SANDBOX_FAILED.
+    GRADER_HUNG = "grader_hung"  # it took longer than all its limits together
+    REWARD_FAILED = "reward_failed"  # the config's reward function raised or returned no finite number
+    # The causes of SandboxError; all other causes are SANDBOX_FAILED.
     MISSING_SNAPSHOT = "missing_snapshot"
     MISSING_BIND = "missing_bind"
     NO_BWRAP = "no_bwrap"
@@ -42,16 +44,17 @@ class Reason(StrEnum):
     NO_SPACE = "no_space"
     BOOT_FAILED = "boot_failed"
     EXEC_FAILED = "exec_failed"
-    NO_ENGINE = "no_engine"  # of containers
+    NO_ENGINE = "no_engine"  # no container engine
     DOCKER_FAILED = "docker_failed"
     NO_APPTAINER = "no_apptainer"
     MISSING_IMAGE = "missing_image"
     SEAL_FAILED = "seal_failed"
-    BOX_KILLED = "box_killed"  # by somebody outside
+    BOX_KILLED = "box_killed"  # from outside the box
     SANDBOX_FAILED = "sandbox_failed"
 
     @property
     def is_infra(self) -> bool:
+        """Tell whether this is an infrastructure failure."""
         return self not in _POLICY
 
 
@@ -71,14 +74,13 @@ _POLICY = frozenset(
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one grading; the reason decides it.
+    """A Verdict is the result of one grading; its reason decides the outcome.
 
-    reason: None exactly when resolved. detail: one line for people, may be empty.
-    tests: {"FAIL_TO_PASS" | "PASS_TO_PASS": {"success" | "failure": test names}}, empty when no test
-    results were read. seconds: wall time of the grading, boot included. log_tail: the end of the test
-    log; it names hidden tests, so it must never reach an agent. dropped: paths of the patch that were not
-    graded; flags: names of what is suspicious in it (`rewards.rules`). shaped: the reward where another one
-    than the outcome's was asked for (`rewards.shape`).
+    reason: None if and only if the task was resolved. detail: one line for people, may be empty. tests:
+    {"FAIL_TO_PASS" | "PASS_TO_PASS": {"success" | "failure": names of tests}}, empty if no results were read. seconds:
+    wall time of the grading, boot included. log_tail: the end of the test log, which names hidden tests and must never
+    reach an agent. dropped: paths of the patch that were not graded. flags: names of what is suspicious in the patch
+    (`rewards.rules`). shaped: the reward, if it is not that of the outcome (`rewards.shape`).
     """
 
     reason: Reason | None
@@ -92,17 +94,19 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
+        """Return the outcome that follows from the reason."""
         if self.reason is None:
             return Outcome.RESOLVED
         return Outcome.INFRA_FAILURE if self.reason.is_infra else Outcome.UNRESOLVED
 
     @property
     def is_infra(self) -> bool:
+        """Tell whether this is an infrastructure failure, which is never the policy's fault."""
         return self.outcome is Outcome.INFRA_FAILURE
 
     @property
     def reward(self) -> float | None:
-        """1.0 or 0.0, or the shaped one; None for an infrastructure failure, which is no evidence about the policy."""
+        """Return 1.0 or 0.0, or the shaped reward; None for an infrastructure failure."""
         if self.is_infra:
             return None
         if self.shaped is not None:
@@ -110,23 +114,19 @@ class Verdict:
         return 1.0 if self.outcome is Outcome.RESOLVED else 0.0
 
     @classmethod
-    def unresolved(cls, reason: str, detail: str = "") -> Verdict:
-        """ValueError when `reason` is none of the policy's."""
-        if Reason(reason).is_infra:
-            raise ValueError(f"{reason} is an infrastructure failure")
-        return cls(Reason(reason), detail)
-
-    @classmethod
     def infra(cls, cause: str, detail: str = "") -> Verdict:
-        """An infrastructure failure. A cause that is not on the list is SANDBOX_FAILED, the detail names
-        it: this is called while handling errors and must not raise another."""
+        """Make a verdict on an infrastructure failure.
+
+        A cause that is not the value of such a Reason becomes SANDBOX_FAILED, with the cause in the detail, because
+        this is called while errors are handled and must not raise another one.
+        """
         known = {reason.value: reason for reason in Reason if reason.is_infra}
         if cause in known:
             return cls(known[cause], detail)
         return cls(Reason.SANDBOX_FAILED, detail if cause in detail else f"{cause}: {detail}")
 
     def to_dict(self) -> dict[str, Any]:
-        """For records: plain values that JSON can hold."""
+        """Return the verdict as plain values that JSON can hold, for records."""
         return {
             "outcome": self.outcome.value,
             "reason": self.reason.value if self.reason else None,

@@ -1,15 +1,17 @@
-"""``python -m rollout.audit RUN``: prove from a run's episode records that the trainer got exactly what was sampled.
+"""This program proves from a run's episode records that the trainer received exactly what was sampled.
 
-For every record, from the stored nodes alone and with code that shares nothing with the session tree:
+    python -m rollout.audit RUN
 
-1. every sampled token that the agent received is in exactly one training row, once (in none if it belongs to a
-   side call that is served and not trained, or if the infrastructure failed);
-2. each row is the path of its last node: ids, mask (1 on the tokens it trains, 0 elsewhere) and logprobs (the
-   engine's, one per token) reproduce the digest of what was handed to the trainer;
-3. the sampled ids decode to the recorded text, and that text parses to the content blocks that were sent;
-4. what the agent says it received (Claude Code's own event stream) is what was sent.
+It checks every record from the stored nodes alone, with code that shares nothing with the session tree:
 
-Exits with 0 and one summary line, or with 1 and one line per finding.
+1. Every sampled token that the agent received is in exactly one training row, once. It is in none if it belongs to a
+   side call that is served but not trained on, or if the infrastructure failed.
+2. Each row is the path of its last node: ids, mask (1 on the tokens that the row trains on, 0 elsewhere) and logprobs
+   (the engine's, one per token) reproduce the digest of what was given to the trainer.
+3. The sampled ids decode to the recorded text, and that text parses to the content blocks that were sent.
+4. What the agent reports to have received (Claude Code's own event stream) is what was sent.
+
+The exit status is 0, with one summary line, or 1, with one line per finding.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, row_
 
 
 def audit_tokens(record: Record) -> Iterator[str]:
-    """Checks 1 and 2: findings, none if the record is sound."""
+    """Yield the findings of checks 1 and 2; there are none if the record is sound."""
     ids = [unpack_ids(node.ids) for node in record.nodes]
     logprobs = [None if node.logprobs is None else unpack_floats(node.logprobs) for node in record.nodes]
     for i, node in enumerate(record.nodes):
@@ -42,22 +44,20 @@ def audit_tokens(record: Record) -> Iterator[str]:
             continue
         if len(values) != len(ids[i]):
             yield f"node {i}: {len(ids[i])} sampled tokens but {len(values)} logprobs"
-        if not all(math.isfinite(value) and value <= 1e-4 for value in values):
-            yield f"node {i}: a logprob is not a finite number below zero"
+        if not all(math.isfinite(value) and value <= 1e-4 for value in values):  # rounding may exceed 0 a little
+            yield f"node {i}: a logprob is positive or not finite"
 
     times = Counter(n for row in record.rows for n in row.nodes)
     infra = _infra_failed(record)
     for i, node in enumerate(record.nodes):
         wanted = int(node.delivered and node.trained and logprobs[i] is not None and not infra)
         if times[i] != wanted:
-            kind = (
-                ", the infrastructure failed" if infra else "" if node.trained else ", a side call that is not trained"
-            )
+            kind = ", the infrastructure failed" if infra else "" if node.trained else ", an untrained side call"
             yield f"node {i}: trained in {times[i]} rows, must be {wanted} (delivered: {node.delivered}{kind})"
 
     for number, row in enumerate(record.rows):
         if not row.nodes or not all(0 <= n < len(record.nodes) for n in row.nodes):
-            yield f"row {number}: it trains no node that exists"
+            yield f"row {number}: it trains on no node, or on one that does not exist"
             continue
         path = _path(record.nodes, max(row.nodes))
         if not set(row.nodes) <= set(path):
@@ -70,33 +70,33 @@ def audit_tokens(record: Record) -> Iterator[str]:
         probs = [p for n in path[first:] for p in ((logprobs[n] or []) if n in row.nodes else [0.0] * len(ids[n]))]
         if (len(prompt), len(response)) != (row.prompt_tokens, row.response_tokens):
             recorded = f"{row.prompt_tokens}+{row.response_tokens}"
-            yield f"row {number}: its nodes have {len(prompt)}+{len(response)} tokens, recorded are {recorded}"
+            yield f"row {number}: its nodes have {len(prompt)}+{len(response)} tokens, but {recorded} are recorded"
         elif row_digest(prompt, response, mask, probs) != row.digest:
-            yield f"row {number}: the trainer got other ids, masks or logprobs than its nodes give"
+            yield f"row {number}: the trainer got other ids, masks or logprobs than those of its nodes"
 
 
 def audit_text(record: Record, tokenizer: Any, parser: ReplyParser, tools: list[dict[str, Any]]) -> Iterator[str]:
-    """Check 3. ``tools``: the tool definitions, in chat form, that the parser needs."""
+    """Yield the findings of check 3. ``tools`` are the tool definitions (in chat form) that the parser needs."""
     for i, node in enumerate(record.nodes):
         if node.logprobs is None:
             continue
         ids = unpack_ids(node.ids)
         text = tokenizer.decode(ids[:-1] if node.ended else ids, skip_special_tokens=False)
         if text != node.text:
-            yield f"node {i}: sampled ids decode to {text!r}, recorded text is {node.text!r}"
+            yield f"node {i}: the sampled ids decode to {text!r}, but the recorded text is {node.text!r}"
             continue
         if node.stop_sequence is not None:
             text = text[: text.find(node.stop_sequence)]
         sent = [{k: v for k, v in block.items() if k != "id"} for block in node.blocks]
         read = parser.parse(text, tools if node.tools_allowed else []).blocks
-        if record.version == 1:  # its parser trimmed text, and kept an empty block of it
+        if record.version == 1:  # the parser of these records trimmed text and kept empty text blocks
             sent, read = _trimmed(sent), _trimmed(read)
         if read != sent:
             yield f"node {i}: the sampled text does not parse to the blocks that were sent"
 
 
 def audit_heard(record: Record) -> Iterator[str]:
-    """Check 4, against the assistant events of Claude Code's stream-json output."""
+    """Yield the findings of check 4, which reads the assistant events of Claude Code's stream-json output."""
     heard: dict[str, list[dict[str, Any]]] = {}
     for event in record.events:
         if event.get("type") == "assistant":
@@ -104,14 +104,16 @@ def audit_heard(record: Record) -> Iterator[str]:
             heard.setdefault(message.get("id"), []).extend(message.get("content", []))
     for i, node in enumerate(record.nodes):
         if not node.delivered or node.message_id not in heard:
-            continue  # a killed agent does not report its last reply; a side call is never reported
+            continue  # a killed agent does not report its last reply, and side calls are never reported
         if [_essence(b) for b in heard[node.message_id]] != [_essence(b) for b in node.blocks]:
-            yield f"node {i}: the agent reports another reply than it was sent ({node.message_id})"
+            yield f"node {i}: the agent reports another reply than the one it was sent ({node.message_id})"
 
 
 def _essence(block: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What Claude Code leaves alone. It adds defaults to the input of its own tools, so of an input only the
-    kind of tool and the call's id count."""
+    """Return what Claude Code does not change in a block.
+
+    It adds defaults to the input of its own tools, so of a call only its id and the tool's name are compared.
+    """
     if block["type"] == "tool_use":
         return ("tool_use", block["id"], block["name"])
     return (block["type"], str(block.get("text", "")).strip())
@@ -134,9 +136,10 @@ def _infra_failed(record: Record) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Audit a run and return the exit status."""
     options = argparse.ArgumentParser(prog="python -m rollout.audit", description=__doc__.split("\n")[0])
-    options.add_argument("run", type=Path, help="run directory, or one record file")
-    options.add_argument("--model", type=Path, help="where the policy's tokenizer is (default: as recorded)")
+    options.add_argument("run", type=Path, help="a run directory or one record file")
+    options.add_argument("--model", type=Path, help="directory of the policy's tokenizer (default: the recorded one)")
     args = options.parse_args(argv)
     reader = Reader(args.run)
     findings = 0
@@ -145,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for record in reader:
             problems = [*audit_tokens(record), *audit_heard(record)]
-            if record.nodes:  # a model behind another endpoint, in an evaluation, leaves none, and has no tokenizer
+            if record.nodes:  # an evaluation of another endpoint leaves none, and has no tokenizer
                 model = str(args.model or record.model)
                 if (model, record.parser) not in text_tools:
                     text_tools[model, record.parser] = _load(model, record.parser)
@@ -165,15 +168,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"audit: {error}", file=sys.stderr)
         return 1
     for torn in reader.torn:
-        print(f"note: {torn.path}: last record is incomplete, {torn.lost} bytes dropped (the process was killed)")
+        print(f"note: {torn.path}: its last record is incomplete (the process was killed); {torn.lost} bytes ignored")
     if not total["episodes"]:
         print(f"audit: no episode records under {args.run}", file=sys.stderr)
         return 1
     print(
         f"{'FAILED' if findings else 'ok'}: {total['episodes']} episodes, {total['replies']} replies, "
-        f"{total['rows']} rows, {total['sampled']} sampled tokens each trained once, "
+        f"{total['rows']} rows, {total['sampled']} sampled tokens, each trained on once, "
         f"{total['undelivered']} undelivered, {total['context']} context tokens, "
-        f"{total['left out']} left out (the infrastructure failed), {findings} findings"
+        f"{total['left out']} left out because the infrastructure failed, {findings} findings"
     )
     return 1 if findings else 0
 
@@ -182,7 +185,7 @@ def _load(model: str, parser: str) -> tuple[Any, ReplyParser]:
     from transformers import AutoTokenizer
 
     if not Path(model).is_dir():
-        raise FileNotFoundError(f"the policy's tokenizer is not at {model}; give its place with --model")
+        raise FileNotFoundError(f"the policy's tokenizer is not at {model}; say with --model where it is")
     tokenizer = AutoTokenizer.from_pretrained(model)
     return tokenizer, make_parser(parser, tokenizer)
 

@@ -90,8 +90,7 @@ def test_a_file_goes_as_a_whole() -> None:
     move = "diff --git a/{0} b/{1}\nsimilarity index 100%\nrename from {0}\nrename to {1}\n"
     for old, new in (("conftest.py", "x"), ("x", "conftest.py")):
         found = rules.screen(task(), move.format(old, new).encode() + creates("y", "1"))
-        assert (found.dropped, [file.path for file in found.files]) == (("conftest.py",), ["y"])
-        assert found.patch == creates("y", "1")
+        assert (found.dropped, [file.data for file in found.files]) == (("conftest.py",), [creates("y", "1")])
 
 
 def test_what_the_eval_script_brings_is_always_dropped() -> None:

@@ -111,8 +111,8 @@ def test_a_function_that_fails_is_not_the_policys_fault(what: str) -> None:
         ({"function": "halved"}, "not of the form module:function"),
         ({"function": "no.such.module:f"}, "ModuleNotFoundError"),
         ({"function": f"{__name__}:no_such"}, "AttributeError"),
-        ({"function": f"{__name__}:OFF"}, "is dict, not a function"),
-        ({"function": f"{__name__}:halved", "fail_to_pass": 0.1}, "takes the place"),
+        ({"function": f"{__name__}:OFF"}, "is a dict, not a function"),
+        ({"function": f"{__name__}:halved", "fail_to_pass": 0.1}, "replaces the other"),
     ],
 )
 def test_what_is_refused_at_the_start(changes: dict[str, Any], message: str) -> None:

@@ -48,7 +48,7 @@ def test_last_messages_are_the_end_of_what_was_said() -> None:
 
 def test_a_sample_is_bounded() -> None:
     long = [{"type": "assistant", "message": {"content": [{"type": "text", "text": "x" * 10_000 + "end"}]}}]
-    made = samples.sample(episode(Verdict.unresolved("tests_failed"), b"\xff" * 10_000, long), "train", 3)
+    made = samples.sample(episode(Verdict(Reason.TESTS_FAILED), b"\xff" * 10_000, long), "train", 3)
     assert tuple(made) == COLUMNS
     assert len(made["patch"]) < 2100 and len(made["last messages"]) < 2100
     assert made["last messages"].endswith("end") and made["verdict"] == "tests_failed"
@@ -59,7 +59,7 @@ def test_some_of_each_kind_and_no_infrastructure_failures(tmp_path: Path) -> Non
     for step in (1, 2):
         for _ in range(5):
             log.offer(episode(Verdict(None)), "train", step)
-            log.offer(episode(Verdict.unresolved("tests_failed")), "train", step)
+            log.offer(episode(Verdict(Reason.TESTS_FAILED)), "train", step)
             log.offer(episode(Verdict(Reason.NO_SPACE)), "train", step)
         taken = reader.take()
         assert [one["verdict"] for one in taken] == ["resolved"] * EACH + ["tests_failed"] * EACH

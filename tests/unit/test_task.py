@@ -131,7 +131,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 def test_an_image_that_is_no_directory_has_no_snapshot(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="no local snapshot"):
+    with pytest.raises(TaskError, match="not a local snapshot"):
         Task.from_row(row(image="swebench/x:latest"), tmp_path).snapshot  # noqa: B018
 
 

@@ -1,13 +1,13 @@
-"""What a program tells the person who started it: events, what is being done now, and what to do next.
+"""This module is what a program shows its user: events, what is being done now, and what to do next.
 
     with Screen() as screen:
         screen.say("an event")                                         # a line that stays
         screen.show("gradings", done=3, total=60, note="1 flaky")      # what is being done now
         screen.next(("report", "less OUT.md"))                         # useful commands, at the end
 
-On a terminal what is being done now is one bar below the events, redrawn in place. Elsewhere (a pipe, a batch job's
-log) it is a line every ``every_s`` seconds at most, and only when something is counted. All methods may be called
-from any thread.
+On a terminal, what is being done now is a bar below the events that is redrawn in place. Elsewhere (a pipe, the log of
+a batch job) it is a line at most every ``every_s`` seconds, and only when something is counted. All methods may be
+called from any thread.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rich.text import Text
 
 
 class Screen:
-    """The user's terminal, kept while stdout and stderr of this process may go to a log file."""
+    """A screen writes to the user's terminal, even while stdout and stderr of this process go to a log file."""
 
     def __init__(self, every_s: float = 30.0) -> None:
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
         self._stderr: int | None = None  # while redirected
         self._began = time.monotonic()
         self._console = Console(file=self._out, highlight=False)
-        # FORCE_COLOR makes rich take a pipe for a terminal: colours are then wanted, cursor movements are not.
+        # With FORCE_COLOR rich takes a pipe for a terminal: colours are wanted then, cursor movements are not.
         self.is_terminal = self._out.isatty() and not self._console.is_dumb_terminal
         self._every_s = every_s
         self._lock = threading.RLock()
         self._live: Live | None = None
-        self._shown = ""  # what the bar is about
-        self._said = self._began  # when a pipe last heard about it
+        self._shown = ""  # the text beside the bar
+        self._said = self._began  # when a line was last written to a pipe
         self._note = Text()
         self._bar = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )
         self._clock = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._doing = self._clock  # the one of both that is shown; each has one task
+        self._doing = self._clock  # the bar or the clock, whichever is shown; each has one task
         for progress in (self._bar, self._clock):
             progress.add_task("")
 
@@ -56,6 +56,7 @@ class Screen:
         self.clear()
 
     def fileno(self) -> int:
+        """Return the file descriptor of the user's terminal."""
         return self._out.fileno()
 
     def say(self, text: str) -> None:
@@ -63,7 +64,8 @@ class Screen:
         self.print(f"[{time.monotonic() - self._began:6.1f} s] {text}")
 
     def print(self, renderable: RenderableType) -> None:
-        # Plain text is not wrapped, as a path that is folded cannot be copied, and "[...]" in it is no markup.
+        """Print a text as it is, or one of rich's renderables."""
+        # Text is not wrapped, because a folded path cannot be copied, and "[...]" in it is no markup.
         with self._lock:
             if isinstance(renderable, str):
                 self._console.print(renderable, soft_wrap=True, markup=False, emoji=False)
@@ -71,9 +73,9 @@ class Screen:
                 self._console.print(renderable)
 
     def show(self, what: str, done: int | None = None, total: int | None = None, note: str = "") -> None:
-        """Say what is being done now. It stays until it is replaced or ``clear`` is called.
+        """Show what is being done now, until the next call or ``clear``.
 
-        ``done`` and ``total``: how far it is, without either it is only known to go on. ``note``: one more line.
+        ``done`` and ``total`` count how far it is; None if that is not known. ``note`` is shown on a second line.
         """
         with self._lock:
             if self.is_terminal:
@@ -82,7 +84,7 @@ class Screen:
                 self._tell(what, done, total, note)
 
     def clear(self) -> None:
-        """Nothing is being done any more. Leaves the terminal as it was found."""
+        """Remove what is shown as being done and leave the terminal as it was."""
         with self._lock:
             if self._live is not None:
                 self._live.stop()
@@ -90,14 +92,14 @@ class Screen:
             self._shown = ""
 
     def next(self, *commands: tuple[str, str]) -> None:
-        """Print commands or paths that are useful now, each after its label."""
+        """Print commands or paths that are useful next, each after its label."""
         self.clear()
         width = max((len(label) for label, _ in commands), default=0)
         for label, command in commands:
             self.print(f"{label:<{width}}  {command}")
 
     def redirect(self, log: Path) -> None:
-        """Send everything but our own lines to ``log``, of child processes too."""
+        """Send stdout and stderr of this process and its children to ``log``; our own lines stay on the screen."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._stderr = os.dup(2)
@@ -107,7 +109,7 @@ class Screen:
         os.close(fd)
 
     def restore(self) -> None:
-        """End ``redirect`` and the display."""
+        """Undo ``redirect`` and remove what is shown."""
         self.clear()
         if self._stderr is None:
             return
@@ -136,7 +138,7 @@ class Screen:
                 redirect_stderr=False,
             )
             self._live.start()
-            self._console.show_cursor(True)  # a process that is killed could not show it again
+            self._console.show_cursor(True)  # a process that is killed could not bring it back
 
     def _render(self) -> RenderableType:
         return Group(self._doing, self._note) if self._note.plain.strip() else self._doing
@@ -152,10 +154,10 @@ class Screen:
 
 
 def this_command() -> str:
-    """The command that started this process, as it can be typed again."""
+    """Return the command that started this process, quoted for a shell."""
     return shlex.join(sys.orig_argv)
 
 
 def to_go(seconds: float) -> str:
-    """Return the text that tells how long something will still take."""
+    """Return a phrase for how long something will still take."""
     return f"about {seconds / 60:.0f} min to go" if seconds >= 90 else f"about {seconds:.0f} s to go"

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning on exact token ids, with verl's SFT trainer.
+"""This module does supervised fine-tuning on exact token ids, with verl's SFT trainer.
 
-Rows are given as ids and masks and are used as they are: nothing is decoded, templated or encoded again,
-so a warm start imitates the very tokens that the rollout will produce.
+Rows are ids and masks and are used as they are: nothing is decoded, templated or encoded again. So a warm start
+imitates exactly the tokens that the rollouts will produce.
 """
 
 import os
@@ -17,13 +17,13 @@ from rl.run.programs import end_of_log
 
 
 class TokenRows:
-    """verl's ``data.custom_cls`` for the SFT trainer: a parquet file of ``input_ids`` and ``loss_mask``.
+    """A dataset of the columns ``input_ids`` and ``loss_mask`` of parquet files, for verl's ``data.custom_cls``.
 
-    The signature is verl's. Items are tensors of one row's length: input_ids, position_ids, loss_mask.
+    The signature is verl's. Items are tensors ``[tokens]``: input_ids, position_ids, loss_mask.
 
     Raises:
-        ValueError: a row is empty or longer than ``data.max_length``, its mask has another length, or the
-            mask of its first token is 1 (nothing predicts that token).
+        ValueError: a row is empty or longer than ``data.max_length``, its mask has another length, or the mask of its
+            first token is 1 (no token predicts the first one).
     """
 
     def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples: int = -1):
@@ -59,6 +59,34 @@ class TokenRows:
         }
 
 
+_SETTINGS = (
+    "model.use_remove_padding=false",
+    "model.enable_gradient_checkpointing=false",
+    "+model.override_config.attn_implementation=sdpa",
+    "engine.strategy=fsdp2",
+    "engine.use_torch_compile=false",
+    "engine.model_dtype=fp32",
+    # verl's default is bfloat16 autocast, which most CPUs have to emulate.
+    "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+    "optim.weight_decay=0.0",
+    "optim.lr_warmup_steps_ratio=0.05",
+    "optim.lr_scheduler_type=cosine",
+    "optim.min_lr_ratio=0.1",
+    "data.pad_mode=no_padding",
+    "data.num_workers=0",
+    "data.custom_cls.path=pkg://rl.sft",
+    "data.custom_cls.name=TokenRows",
+    "checkpoint.save_contents=[hf_model]",
+    "trainer.logger=[file]",
+    "trainer.resume_mode=disable",
+    "trainer.device=cpu",
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+
+
 def run_sft(
     model_dir: Path,
     rows: Path,
@@ -69,23 +97,22 @@ def run_sft(
     max_length: int,
     seed: int,
     log: Path,
-    device: str = "cpu",
 ) -> Path:
-    """Fine-tune all weights of a HF model on token rows; one process on one device.
+    """Fine-tune all weights of a Hugging Face model on token rows, in one process on the CPU.
 
     Args:
-        model_dir: HF model and tokenizer; float32 weights are trained.
+        model_dir: Hugging Face model and tokenizer; float32 weights are trained.
         rows: parquet with columns input_ids list[int] and loss_mask list[int].
-        out_dir: made if missing; the model ends up in ``out_dir/model``.
+        out_dir: made if missing; the trained model is ``out_dir/model``.
         epochs: passes over the rows; the last incomplete batch of each is dropped.
-        lr: AdamW, cosine to a tenth after a warm-up of 5 % of the steps.
+        lr: peak learning rate of AdamW: warm-up over 5 % of the steps, then a cosine to a tenth.
         batch_size: rows per update; all of them if there are fewer.
         max_length: longest row in tokens.
-        seed: of data order.
-        log: what the trainer prints goes there.
+        seed: of the order of the rows.
+        log: the trainer's output is appended to it.
 
     Returns:
-        Directory with weights (float32), config and tokenizer, as vLLM and verl load it.
+        The directory with weights (float32), config and tokenizer, as vLLM and verl load it.
 
     Raises:
         RuntimeError: the trainer failed; the message ends with the last line of the log.
@@ -94,62 +121,25 @@ def run_sft(
 
     out_dir, log = Path(out_dir), Path(log)
     out_dir.mkdir(parents=True, exist_ok=True)
-    # Some of a warm start's episodes may have made no row: with less than one batch verl divides by zero.
-    batch_size = min(batch_size, pyarrow.parquet.read_metadata(rows).num_rows)
     checkpoints = out_dir / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
+    settings = {
+        "model.path": model_dir,
+        "engine.seed": seed,
+        "optim.lr": lr,
+        "data.train_files": rows,
+        # Some episodes of a warm start may have made no row; with less than one batch verl divides by zero.
+        "data.train_batch_size": min(batch_size, pyarrow.parquet.read_metadata(rows).num_rows),
+        "data.max_length": max_length,
+        "data.max_token_len_per_gpu": max(max_length, 8192),
+        "trainer.total_epochs": epochs,
+        "trainer.seed": seed,
+        "trainer.default_local_dir": checkpoints,
+    }
+    command = [sys.executable, "-m", "verl.trainer.sft_trainer", *_SETTINGS]
+    command += [f"{key}={value}" for key, value in settings.items()]
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch, open(log, "ab") as sink:
-        command = [sys.executable, "-m", "verl.trainer.sft_trainer"]
-        command += [
-            f"model.path={model_dir}",
-            "model.use_remove_padding=false",
-            "model.enable_gradient_checkpointing=false",
-            "+model.override_config.attn_implementation=sdpa",
-            "engine.strategy=fsdp2",
-            "engine.use_torch_compile=false",
-            "engine.model_dtype=fp32",
-            # verl's default is bfloat16 autocast, which most CPUs have to emulate.
-            "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
-            f"engine.seed={seed}",
-            f"optim.lr={lr}",
-            "optim.weight_decay=0.0",
-            "optim.lr_warmup_steps_ratio=0.05",
-            "optim.lr_scheduler_type=cosine",
-            "optim.min_lr_ratio=0.1",
-            f"data.train_files={rows}",
-            f"data.train_batch_size={batch_size}",
-            f"data.max_length={max_length}",
-            f"data.max_token_len_per_gpu={max(max_length, 8192)}",
-            "data.pad_mode=no_padding",
-            "data.num_workers=0",
-            "data.custom_cls.path=pkg://rl.sft",
-            "data.custom_cls.name=TokenRows",
-            "checkpoint.save_contents=[hf_model]",
-            "trainer.logger=[file]",
-            f"trainer.total_epochs={epochs}",
-            f"trainer.seed={seed}",
-            f"trainer.default_local_dir={checkpoints}",
-            "trainer.resume_mode=disable",
-            f"trainer.device={device}",
-            "hydra.run.dir=.",
-            "hydra.output_subdir=null",
-            "hydra/job_logging=none",
-            "hydra/hydra_logging=none",
-        ]
-        # What torch.distributed.run would set for one process, without its own start. A file for the
-        # rendezvous needs no free port.
-        environment = os.environ | {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-            "DIST_INIT_METHOD": f"file://{scratch}/rendezvous?rank=0&world_size=1",
-            "VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl"),
-        }
-        if device == "cpu":
-            environment |= CPU_ENVIRONMENT
+        environment = {**os.environ, **_environment(scratch, out_dir), **CPU_ENVIRONMENT}
         finished = subprocess.run(command, env=environment, stdout=sink, stderr=sink)
     if finished.returncode != 0:
         raise RuntimeError(f"SFT failed, see {log}: {end_of_log(log)}")
@@ -157,7 +147,21 @@ def run_sft(
     model = out_dir / "model"
     shutil.rmtree(model, ignore_errors=True)
     (saved / "huggingface").rename(model)
-    # verl writes "bfloat16" and the attention implementation into it, whatever the weights are.
+    # verl writes bfloat16 and the attention implementation into the config, whatever the weights are.
     shutil.copy(Path(model_dir) / "config.json", model / "config.json")
     shutil.rmtree(checkpoints)
     return model
+
+
+def _environment(scratch: str, out_dir: Path) -> dict[str, str]:
+    """Return what torch.distributed.run sets for one process; this saves its start. A file needs no free port."""
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "DIST_INIT_METHOD": f"file://{scratch}/rendezvous?rank=0&world_size=1",
+        "VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl"),
+    }

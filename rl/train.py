@@ -1,9 +1,9 @@
-"""Train a policy: ``python -m rl.train +experiment=quickstart key=value ...``
+"""This program trains a policy: ``python -m rl.train +experiment=quickstart key=value ...``
 
-The screen shows our lines only: what is being started, one line a step, a table at the end. What verl,
-vLLM and Ray print goes to ``run.log`` in the run directory (``rl.config`` says which directory that is and
-how the same command continues a killed run). Exit code: 0 done, 1 failed, 2 the config is wrong, 75 ended by
-a signal with nothing lost, 143 ended by a signal at once (``rl.run.stop``).
+The screen shows our lines only: what is being started, one line per step, a table at the end. What verl, vLLM and Ray
+print goes to ``run.log`` in the run directory (``rl.run.directory`` says which directory that is and how the same
+command continues a killed run). Exit code: 0 done, 1 failed, 2 the config is wrong, 75 ended by a signal with nothing
+lost, 143 ended by a signal in the middle of a step (``rl.run.stop``).
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -31,17 +32,17 @@ from rollout.sandbox import directory
 register_resolvers()
 
 
-def prepare(cfg: DictConfig, screen: Screen) -> None:
+def prepare(config: DictConfig, screen: Screen) -> None:
     """Call the config's ``prepare`` ("module:function") and set the keys that it returns."""
-    if not cfg.prepare:
+    if not config.prepare:
         return
-    module, _, function = cfg.prepare.partition(":")
-    for key, value in getattr(importlib.import_module(module), function)(cfg, screen).items():
-        OmegaConf.update(cfg, key, value, force_add=True)
+    module, _, function = config.prepare.partition(":")
+    for key, value in getattr(importlib.import_module(module), function)(config, screen).items():
+        OmegaConf.update(config, key, value, force_add=True)
 
 
-def set_environment(cfg: DictConfig, run: Run) -> None:
-    """What the processes of the run find in their environment. The user's own settings win."""
+def set_environment(config: DictConfig, run: Run) -> None:
+    """Set the environment variables that the processes of the run need; those that the user has set stay."""
     values = {
         "WANDB_DIR": str(run.dir),
         "WANDB_RUN_ID": run.dir.name,
@@ -56,10 +57,10 @@ def set_environment(cfg: DictConfig, run: Run) -> None:
     }
     if "WANDB_API_KEY" not in os.environ:
         values["WANDB_MODE"] = "offline"
-    rollout = cfg.actor_rollout_ref.rollout
-    if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers do VLLM_BATCH_INVARIANT
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers set VLLM_BATCH_INVARIANT
         values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
-    if cfg.trainer.device == "cpu":
+    if config.trainer.device == "cpu":
         values |= CPU_ENVIRONMENT
         # Ray would give each actor one thread; trainer and engine take turns on all cores.
         values["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
@@ -67,124 +68,153 @@ def set_environment(cfg: DictConfig, run: Run) -> None:
         os.environ.setdefault(key, value)
 
 
-def complete(cfg: DictConfig, run: Run, ray_dir: str) -> None:
-    """Fill in what is only known now: paths, and whether a resumed run has validated already."""
-    rollout_agent = cfg.actor_rollout_ref.rollout.agent
+def complete(config: DictConfig, run: Run, ray_dir: str) -> None:
+    """Fill in what is only known now: paths, and whether a resumed run still has to validate first."""
+    rollout_agent = config.actor_rollout_ref.rollout.agent
     if rollout_agent.agent_loop_config_path is None:
         rollout_agent.agent_loop_config_path = str(CONFIGS / "agent_loops.yaml")
-    with open_dict(cfg):
-        if not (cfg.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")):
-            cfg.ray_kwargs.ray_init._temp_dir = ray_dir
-    OmegaConf.resolve(cfg)  # our resolvers are not known in verl's processes
+    with open_dict(config):
+        if not (config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")):
+            config.ray_kwargs.ray_init._temp_dir = ray_dir
+    OmegaConf.resolve(config)  # verl's processes do not know our resolvers
     step = run.checkpoint_step
     records = [r for r in metrics.read_jsonl(run.dir / "metrics.jsonl") if r["step"] == step]
     if any(metrics.has_validation(r) for r in records):
-        cfg.trainer.val_before_train = False
+        config.trainer.val_before_train = False
     elif step > 0:
-        due = cfg.trainer.test_freq > 0 and step % cfg.trainer.test_freq == 0
-        cfg.trainer.val_before_train = bool(due)
+        due = config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0
+        config.trainer.val_before_train = bool(due)
 
 
-def train(cfg: DictConfig, screen: Screen, last_words: Callable[[str], None]) -> None:
-    """Start or join Ray and run verl's trainer to its end. ``last_words``: see rl.run.watch.
+def train(config: DictConfig, screen: Screen, last_words: Callable[[str], None]) -> None:
+    """Start or join Ray and run verl's trainer to its end. ``last_words``: see ``rl.run.watch.Watchdog``.
 
-    The body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
-    ``rl.trainer.run_trainer``). A cluster that was started here ends here; one that was joined stays.
+    This is the body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
+    ``rl.trainer.run_trainer``). A Ray cluster that is started here ends here; one that is joined lives on.
     """
     import ray
-    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
     from rl.trainer import run_trainer
 
-    validate_config(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
-    with open_dict(cfg):
-        cfg.transfer_queue.enable = True
-    environment = get_ppo_ray_runtime_env(cfg)
-    environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = os.environ["TRANSFER_QUEUE_ENABLE"] = "1"
-    options = OmegaConf.to_container(cfg.ray_kwargs.ray_init)
-    if options["address"] or os.environ.get("RAY_ADDRESS"):
-        # Its nodes have their own sizes, and not this process's environment.
-        for key in ("num_cpus", "num_gpus", "object_store_memory"):
-            options.pop(key, None)
-        if cfg.trainer.device == "cpu":
-            environment["env_vars"] |= {key: os.environ[key] for key in ("OMP_NUM_THREADS", *CPU_ENVIRONMENT)}
-    options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    with open_dict(config):
+        config.transfer_queue.enable = True
+    os.environ["TRANSFER_QUEUE_ENABLE"] = "1"
     try:
-        ray.init(**options)
-        stop.install(cfg.run.grace_s, screen.say)  # Ray has put its own handler there, which ends on the spot
-        run_trainer(cfg, last_words)
+        ray.init(**ray_options(config))
+        stop.install(config.run.grace_s, screen.say)  # Ray has put its own handlers there, which end the process
+        run_trainer(config, last_words)
     finally:
         ray.shutdown()
-        directory.sweep()  # a worker that was killed has left its boxes
+        directory.sweep()  # sandboxes of workers that were killed
 
 
-def goes_on(run: Run) -> str:
-    """What a user who sees a run fail has to know besides the cause."""
+def ray_options(config: DictConfig) -> dict[str, Any]:
+    """Return the arguments of ``ray.init``: the config's, with verl's environment for actors in ``runtime_env``."""
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    environment = get_ppo_ray_runtime_env(config)
+    environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
+    options: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    if options["address"] or os.environ.get("RAY_ADDRESS"):
+        # The nodes of a cluster that is joined have their own sizes, and not this process's environment.
+        for key in ("num_cpus", "num_gpus", "object_store_memory"):
+            options.pop(key, None)
+        if config.trainer.device == "cpu":
+            environment["env_vars"] |= {key: os.environ[key] for key in ("OMP_NUM_THREADS", *CPU_ENVIRONMENT)}
+    options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
+    return options
+
+
+def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, witness: watch.Witness) -> None:
+    """Prepare data, images and model, check what was made, and train. Raises what ends the run early."""
+    from rl.boxes import prepare_images
+    from rl.checks.data import check_tasks
+    from rl.checks.machine import check_loggers
+    from rl.checks.model import check_family, check_model
+
+    screen.redirect(run.dir / "run.log")
+    screen.show("preparing")
+    prepare(config, screen)
+    if config.data.custom_cls.path == "pkg://rl.dataset":  # else the files are another dataset's
+        tasks = check_tasks(config)
+        prepare_images(config.sandbox, run.dir, tasks, screen.say, functools.partial(screen.show, "images"))
+    screen.show("checking the model")
+    check_model(config)
+    check_family(config)  # last: it imports verl, which is needed from here on anyway
+    check_loggers(config)
+    metrics.rewind(run.dir, run.checkpoint_step)
+    complete(config, run, os.environ["RL_SOCKET_DIR"])  # Ray's sockets and logs go there too
+    (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    screen.say("starting trainer and engine (their output: run.log)")
+    progress.start()
+    train(config, screen, witness.tell)
+
+
+def continues(run: Run) -> str:
+    """Return what the user of a failed run has to know besides the cause."""
     step = run.checkpoint_step
-    return f"the same command goes on {f'after step {step}' if step else 'from the start'}"
+    return f"the same command goes on {f'after step {step}' if step else 'from the start'}; log: {run.dir / 'run.log'}"
 
 
-def stopped(end: stop.Ended, run: Run, screen: Screen) -> int:
-    """Say how a signal ended the run; the exit code."""
-    if isinstance(end, stop.Stopped):
+def report(failure: BaseException, run: Run, screen: Screen) -> int:
+    """Tell the user how the run ended and how to continue it; return the exit code."""
+    if isinstance(failure, ConfigError):
+        print(f"config: {failure}", file=sys.stderr)
+        return 2
+    if isinstance(failure, stop.Stopped):
         step = run.checkpoint_step
         after = f"after step {step}" if step else "before the first step"
-        screen.say(f"stopped by {end} {after}; the same command goes on")
+        screen.say(f"stopped by {failure} {after}; the same command goes on")
+        screen.next(("continue", this_command()))
         return stop.STOPPED
-    screen.say(f"ended at once: {end}; {goes_on(run)}; log: {run.dir / 'run.log'}")
-    return stop.CUT_SHORT
+    if isinstance(failure, stop.CutShort):
+        screen.say(f"ended at once: {failure}; {continues(run)}")
+        screen.next(("continue", this_command()))
+        return stop.CUT_SHORT
+    plain = isinstance(failure, KeyboardInterrupt) and not isinstance(failure, stop.Ended)
+    # With Ray an error's text is pages of traceback, and its end is the cause.
+    cause = "interrupted" if plain else last_lines(str(failure), 3) or repr(failure)
+    failed(f"{cause}; {continues(run)}", screen)
+    return 1
 
 
 @hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
-def main(cfg: DictConfig) -> None:
-    from rl.boxes import prepare_images
-    from rl.checks import check, check_family, check_loggers, check_model, check_packages, check_tasks
+def main(config: DictConfig) -> None:
+    """Check the config, open the run directory, train, and exit with the code that the module's docstring lists."""
+    from rl.checks import check
+    from rl.checks.machine import check_packages
     from rl.run.scratch import noted, remove_socket_directory, socket_directory
 
     screen = Screen()
     try:
-        check(cfg)
-        check_packages(cfg)
-        run = open_run(cfg)
+        check(config)
+        check_packages(config)
+        run = open_run(config)
     except (ConfigError, RuntimeError) as error:
         print(f"config: {error}", file=sys.stderr)
         sys.exit(2)
     began = time.monotonic()
-    for step in checkpoints.tidy(run.checkpoints, cfg.trainer.max_actor_ckpt_to_keep):
+    for step in checkpoints.tidy(run.checkpoints, config.trainer.max_actor_ckpt_to_keep):
         screen.say(f"removed the checkpoint of step {step}, which was not written to its end")
     state = f"continuing from step {run.checkpoint_step}" if run.resumed else "new run"
     screen.say(f"{state} in {run.dir}")
-    stop.install(cfg.run.grace_s, screen.say)
-    set_environment(cfg, run)
-    ray_note = run.dir / "ray_dir"
-    ray_dir = socket_directory(ray_note)  # Ray's sockets and logs too
-    progress = RunProgress(run.dir, cfg.trainer.total_training_steps, screen)
+    stop.install(config.run.grace_s, screen.say)
+    set_environment(config, run)
+    sockets = run.dir / "ray_dir"
+    socket_directory(sockets)
+    progress = RunProgress(run.dir, config.trainer.total_training_steps, screen)
     witness = watch.Witness(
-        lambda cause: f"{cause or 'the trainer was killed'}; {goes_on(run)}; log: {run.dir / 'run.log'}",
+        lambda cause: f"{cause or 'the trainer was killed'}; {continues(run)}",
         screen.fileno(),
-        noted(ray_note),
+        noted(sockets),
         run.lock.fileno(),
     )
     failure: BaseException | None = None
     try:
-        screen.redirect(run.dir / "run.log")
-        screen.show("preparing")
-        prepare(cfg, screen)
-        if cfg.data.custom_cls.path == "pkg://rl.dataset":  # else the files are another dataset's
-            tasks = check_tasks(cfg)
-            prepare_images(cfg.sandbox, run.dir, tasks, screen.say, functools.partial(screen.show, "images"))
-        screen.show("checking the model")
-        check_model(cfg)
-        check_family(cfg)  # last: it imports verl, which is needed from here on anyway
-        check_loggers(cfg)
-        metrics.rewind(run.dir, run.checkpoint_step)
-        complete(cfg, run, ray_dir)
-        (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
-        screen.say("starting trainer and engine (their output: run.log)")
-        progress.start()
-        train(cfg, screen, witness.tell)
+        start(config, run, screen, progress, witness)
     except (Exception, KeyboardInterrupt) as error:
         failure = stop.reason() or error
         if not isinstance(failure, stop.Stopped):
@@ -193,20 +223,10 @@ def main(cfg: DictConfig) -> None:
     finally:
         progress.finish()
         screen.restore()
-        remove_socket_directory(ray_note)
+        remove_socket_directory(sockets)
         witness.dismiss()
-    if isinstance(failure, ConfigError):
-        print(f"config: {failure}", file=sys.stderr)
-        sys.exit(2)
-    if isinstance(failure, stop.Stopped | stop.CutShort):
-        code = stopped(failure, run, screen)
-        screen.next(("continue", this_command()))
-        sys.exit(code)
     if failure is not None:
-        plain = isinstance(failure, KeyboardInterrupt) and not isinstance(failure, stop.Ended)
-        cause = "interrupted" if plain else last_lines(str(failure), 3) or repr(failure)
-        failed(f"{cause}; {goes_on(run)}; log: {run.dir / 'run.log'}", screen)
-        sys.exit(1)
+        sys.exit(report(failure, run, screen))
     run.finish()
     finished(run.dir, (time.monotonic() - began) / 60, screen)
 

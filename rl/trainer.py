@@ -1,17 +1,19 @@
-"""verl's V1 trainer with our episodes: a mix-in for any of its modes, and the function that runs it.
+"""This module is verl's V1 trainer with our episodes: a mix-in for each of its modes, and the function that runs it.
 
 The mix-in
 
-- folds the episodes' own records (``rl.metrics.episodes``) into each step's metrics, appends metrics.jsonl, and puts a
-  few episodes into the loggers (``rl.metrics.samples``);
-- makes the number of optimizer updates per step what the config says (``train_batch_size /
-  ppo_mini_batch_size``) however many rows the episodes gave. verl splits into mini-batches of a fixed
-  number of rows, so 33 rows would be two updates where 32 are one;
-- puts rows into one order, so that a step is the same however its episodes were scheduled;
-- weighs rows so that each episode counts once in the loss (``episode.weigh_by_episode``), and leaves out episodes
-  that say nothing: those that a limit ended (``episode.mask_overlong``) and those that have nobody to be compared with;
-- lets a group whose episodes were all lost to the infrastructure be replaced like one that failed;
+- folds the episodes' own records (``rl.metrics.episodes``) into each step's metrics, appends metrics.jsonl, puts a few
+  episodes into the loggers (``rl.metrics.samples``) and notes what it is doing (``rl.run.phases``);
+- makes the number of optimizer updates per step what the config says (``train_batch_size / ppo_mini_batch_size``),
+  however many rows the episodes gave. verl splits into mini-batches of a fixed number of rows, so 33 rows would make
+  two updates where 32 make one;
+- sorts the rows, so that a step is the same however its episodes were scheduled;
+- weighs rows so that each episode counts once in the loss (``episode.weigh_by_episode``), and leaves out episodes that
+  teach nothing: those that a limit ended (``episode.mask_overlong``) and those that have no other to be compared with;
+- lets a group whose episodes were all lost to the infrastructure be replaced like a failed one;
 - saves a checkpoint and ends between two steps when a signal asked for it (``rl.run.stop``).
+
+A row's key in TransferQueue is ``{group}_{session}_{row}``: the group is a prompt, a session is one of its episodes.
 """
 
 import logging
@@ -20,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig
@@ -27,20 +30,27 @@ from omegaconf import DictConfig
 from rl.metrics import episodes as run_metrics
 from rl.metrics.gpus import Gpus
 from rl.metrics.samples import SampleReader, log_samples
-from rl.run import checkpoints, stop
-from rl.run.phases import Phases
-from rl.run.watch import Watch
+from rl.run import checkpoints, phases, stop
+from rl.run.watch import Watchdog
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+else:
+    ReplayBuffer = PPOTrainer = object  # the real bases depend on the mode: see trainer_class
 
 
 def row_weights(sessions: list[str], row_tokens: list[int]) -> list[float]:
-    """Weights by which row means add up to token means of episodes.
+    """Return the weights with which token means of rows add up to token means of episodes.
 
     Args:
         sessions: episode key of each row.
-        row_tokens: sampled tokens of each row; 0 for padding.
+        row_tokens: number of sampled tokens of each row; 0 for padding.
 
     Returns:
-        Per row: its share of its episode's sampled tokens. The weights of an episode sum to 1.
+        Per row, its share of the sampled tokens of its episode. The weights of an episode sum to 1.
     """
     totals: dict[str, int] = {}
     for session, tokens in zip(sessions, row_tokens, strict=True):
@@ -49,15 +59,15 @@ def row_weights(sessions: list[str], row_tokens: list[int]) -> list[float]:
 
 
 def left_out(sessions: Iterable[str], overlong: Set[str]) -> set[str]:
-    """Episodes that are not trained on.
+    """Return the episodes that are not trained on.
 
     Args:
-        sessions: episode keys, ``{group}_{number}``, in any order and number.
-        overlong: those of them that a limit ended; empty where these are trained on, too.
+        sessions: episode keys, ``{group}_{session}``, in any order and number.
+        overlong: those of them that a limit ended; empty if these are trained on, too.
 
     Returns:
-        The overlong ones, and those that are alone in their group since its other episodes were lost: verl takes
-        such a one's reward itself for its advantage.
+        The overlong episodes, and those that are alone in their group because its other episodes were lost: verl takes
+        the reward itself for the advantage of such an episode.
     """
     kept = set(sessions)
     size = Counter(_group(session) for session in kept)
@@ -69,43 +79,47 @@ def _group(session: str) -> str:
 
 
 def _session(key: str) -> str:
-    return key.rpartition("_")[0]  # rows are keyed {uid}_{session}_{index}
+    return key.rpartition("_")[0]
 
 
-def _groups(batch) -> dict[str, list[tuple[float, bool]]]:
-    """(reward, resolved) of the episodes of each group of a step's batch, by prompt."""
+def _place(key: str) -> tuple[int, int]:
+    """Return (session, row) of a row's key."""
+    session, row = key.split("_")[-2:]
+    return int(session), int(row)
+
+
+def _columns(batch: "KVBatchMeta", *names: str, keys: list[str] | None = None) -> "TensorDict":
+    """Fetch columns of the rows of a batch, or of the rows ``keys``, from TransferQueue."""
     import transfer_queue as tq
 
+    assert batch.partition_id is not None
+    return tq.kv_batch_get(keys=keys or batch.keys, partition_id=batch.partition_id, select_fields=list(names))
+
+
+def _groups(batch: "KVBatchMeta") -> dict[str, list[tuple[float, bool]]]:
+    """Return (reward, resolved) of the episodes of a step's batch, by group."""
     # verl reads an episode's reward from its last row; all rows carry the same.
     last = {_session(key): key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")}
-    data = tq.kv_batch_get(
-        keys=list(last.values()), partition_id=batch.partition_id, select_fields=["rm_scores", "extra_fields"]
-    )
+    data = _columns(batch, "rm_scores", "extra_fields", keys=list(last.values()))
     groups: dict[str, list[tuple[float, bool]]] = {}
     extras = data.pop("extra_fields").tolist()
-    for session, scores, extra in zip(last, data["rm_scores"].unbind(), extras, strict=True):
+    for session, scores, extra in zip(last, data["rm_scores"].unbind(0), extras, strict=True):
         reward = float(scores.sum())
         resolved = extra.get("reward_extra_info", {}).get("resolved", reward > 0)
         groups.setdefault(_group(session), []).append((reward, bool(resolved)))
     return groups
 
 
-def _place(key: str) -> tuple[int, int]:
-    """(session, row) of a row's key."""
-    return tuple(int(number) for number in key.split("_")[-2:])
-
-
-def trainer_class(mode: str) -> type:
-    """verl's trainer of that mode (``trainer.v1.trainer_mode``) with the mix-in of this module."""
+def trainer_class(mode: str) -> "type[EpisodeTrainer]":
+    """Return verl's trainer of a mode (``trainer.v1.trainer_mode``) with the mix-in of this module."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     base = get_trainer_cls(mode)
-    # Phases first: what the others do in place of verl is noted, too.
-    return type(f"Episodes{base.__name__}", (Phases, _Episodes, base), {})
+    return type(f"Episodes{base.__name__}", (EpisodeTrainer, base), {})
 
 
-class _Episodes:
-    """Mix-in before a ``PPOTrainer`` subclass; see the module's docstring."""
+class EpisodeTrainer(PPOTrainer):
+    """A mix-in that goes before a ``PPOTrainer`` subclass; the module's docstring says what it changes."""
 
     def __init__(self, config: DictConfig):
         super().__init__(config=config)
@@ -114,21 +128,26 @@ class _Episodes:
         self.samples = SampleReader(self.run_dir)
         self.gpus: Gpus | None = None
         self.training = False
-        # Ours to remove, when the next one is complete (rl.run.checkpoints).
+        self.saved_step = 0
+        self.trained: set[str] = set()  # episodes of this batch that count in the loss
+        # We remove old checkpoints ourselves, when the next one is complete (rl.run.checkpoints).
         self.keep = config.trainer.max_actor_ckpt_to_keep
         config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
-        # Of one batch that was sampled: a step of the separate mode samples several, each of one mini-batch.
+        # Per batch that is sampled: a step of the separate mode samples several, each of one mini-batch.
         self.updates = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
         self.updates //= self.parameter_sync_step
 
-    def _build_replay_buffer(self):
-        """verl's, in which a group without any row is a failed one. verl takes it for a finished one, whose rewards its
-        dynamic filtering then misses and ends the run."""
+    def _phase(self, name: str, episodes: int = 0) -> None:
+        phases.note(self.run_dir, self.global_steps, name, episodes)
+
+    # --- start
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
-        buffer.__class__ = type(f"Groups{type(buffer).__name__}", (_Groups, type(buffer)), {})
+        buffer.__class__ = type(f"Groups{type(buffer).__name__}", (GroupBuffer, type(buffer)), {})
         return buffer
 
-    def _init_resource_pool_mgr(self):
+    def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         if self.trainer_mode == "separate_async" and self.config.trainer.device == "cpu":
             import ray
@@ -138,41 +157,62 @@ class _Episodes:
 
             self.role_worker_mapping[Role.Actor] = ray.remote(CPUDetachActorWorker)
 
-    def _setup(self):
-        # verl 0.9.1 ends the set-up of separate-async without hybrid replicas with a log line that logging refuses
-        # (logger.info(..., flush=True)), a TypeError. It is not made above this level.
+    def _setup(self) -> None:
+        # verl ends the set-up of separate-async without hybrid replicas with logger.info(..., flush=True), which
+        # logging refuses with a TypeError. Above this level the line is not made.
         logging.getLogger("verl.trainer.ppo.v1.trainer_separate_async").setLevel(logging.WARNING)
         super()._setup()
 
-    def on_init_end(self):
+    def on_init_end(self) -> None:
+        """Begin to sample the GPUs."""
         super().on_init_end()
         if self.config.trainer.device != "cpu":
             self.gpus = Gpus()
 
     def engine_addresses(self) -> list[str]:
-        """host:port of all inference servers, of separate-async's own ones too."""
+        """Return host:port of all inference servers, those of separate-async's own engines included."""
         return [address for manager in self._rollout_server_managers() for address in manager.get_addresses()]
 
-    def on_train_begin(self):
+    # --- steps
+
+    def on_train_begin(self) -> None:
+        """Let a signal wait for the end of the step from now on."""
         self.training = True
-        self.saved_step = self.global_steps - 1  # what was resumed from, or nothing at step 0
+        self.saved_step = self.global_steps - 1  # the step that was resumed from; 0 if the run is new
         super().on_train_begin()
         stop.enter_steps()
 
-    def on_step_begin(self):
-        """Raises rl.run.stop.Stopped when a signal asked for the end, with the step before this one saved."""
+    def on_step_begin(self) -> None:
+        """End the run if a signal asked for it, with the step before this one saved. Raises rl.run.stop.Stopped."""
         super().on_step_begin()
         if name := stop.asked():
             if self.saved_step < self.global_steps - 1:
-                # verl saves when sampling is over: the engine is paused then, and its memory is the trainer's.
+                # verl saves after sampling: the engine is paused then, and its memory is the trainer's.
                 self.on_sample_begin()
                 self.on_sample_end()
                 self.global_steps -= 1
                 self._save_checkpoint()
             stop.end(stop.Stopped(name))
 
-    def _save_checkpoint(self):
-        """Raises rl.run.checkpoints.NotSaved."""
+    def on_sample_begin(self) -> None:
+        """Note that episodes are being played."""
+        groups = self.config.data.train_batch_size // self.parameter_sync_step
+        self._phase("rollout", groups * self.config.actor_rollout_ref.rollout.n)
+        super().on_sample_begin()
+
+    def on_sample_end(self) -> None:
+        """Note that log-probabilities are being computed."""
+        self._phase("log-probs")
+        super().on_sample_end()
+
+    def on_step_end(self) -> None:
+        """Note that the weights are being synced."""
+        self._phase("sync")
+        super().on_step_end()
+
+    def _save_checkpoint(self) -> None:
+        """Save and seal a checkpoint, then remove old ones. Raises rl.run.checkpoints.NotSaved."""
+        self._phase("checkpoint")
         directory, step = Path(self.config.trainer.default_local_dir).resolve(), self.global_steps
         try:
             super()._save_checkpoint()
@@ -183,9 +223,16 @@ class _Episodes:
         checkpoints.drop_old(directory, self.keep)
         self.saved_step = step
 
+    # --- held-out episodes and metrics
+
+    def on_validate_begin(self) -> None:
+        """Note that held-out episodes are being played."""
+        self._phase("held-out", len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        super().on_validate_begin()
+
     def _validate(self) -> dict[str, float]:
         if self.training and stop.asked() and self.global_steps < self.total_training_steps:
-            return {}  # when the run goes on (rl.train.complete): the time until it is killed is for the checkpoint
+            return {}  # the time until the kill is for the checkpoint; the resumed run validates (rl.train.complete)
         values = super()._validate()
         values.update(run_metrics.fold(self.episodes.take("val"), "val", getattr(self.val_dataset, "labels", ())))
         if not self.training:  # before the first step; later ones are part of their step's record
@@ -193,7 +240,9 @@ class _Episodes:
             run_metrics.append_step(self.run_dir, self.global_steps, time.time(), values)
         return values
 
-    def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
+    def _compute_metrics(
+        self, batch: "KVBatchMeta", metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
+    ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         labels = getattr(self.train_dataset, "labels", ())
         metrics.update(run_metrics.fold(self.episodes.take("train"), "episode", labels))
@@ -203,17 +252,19 @@ class _Episodes:
         log_samples(self.samples.take(), self.logger.logger, global_steps)
         run_metrics.append_step(self.run_dir, global_steps, time.time(), metrics)
 
-    def _balance_batch(self, batch, metrics, *args, **kwargs):
-        """verl's, on rows in the order of their tasks in the file and not in that in which episodes happened to end:
-        it decides which rows share an update, and in which order their gradients are added."""
-        import transfer_queue as tq
+    # --- rows of a batch
 
+    def _balance_batch(self, batch: "KVBatchMeta", metrics: dict[str, Any], *args: Any, **kwargs: Any) -> "KVBatchMeta":
+        """Sort the rows by task in the file and episode, not by when episodes ended, before verl distributes them.
+
+        The order decides which rows share an update, and in which order their gradients are added.
+        """
         if not batch.keys:
             lost = run_metrics.fold(self.episodes.take("train"), "episode")
             causes = ", ".join(f"{key} {value:.0f}" for key, value in lost.items() if key.startswith("infra/"))
             raise RuntimeError(f"no episode of step {self.global_steps} came through: {causes or 'none was recorded'}")
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["index"])
-        ranks = [(int(task), *_place(key)) for task, key in zip(data["index"], batch.keys, strict=True)]
+        tasks = _columns(batch, "index")["index"]
+        ranks = [(int(task), *_place(key)) for task, key in zip(tasks, batch.keys, strict=True)]
         batch.reorder(sorted(range(len(ranks)), key=ranks.__getitem__))
         return super()._balance_batch(batch, metrics, *args, **kwargs)
 
@@ -222,16 +273,16 @@ class _Episodes:
             return super()._get_required_batch_multiple(dp_size)
         return math.lcm(dp_size, dp_size * self.updates)
 
-    def _compute_advantage(self, batch, metrics: dict):
+    def _compute_advantage(self, batch: "KVBatchMeta", metrics: dict[str, Any]) -> "KVBatchMeta":
         import transfer_queue as tq
         from tensordict import TensorDict
 
         batch = super()._compute_advantage(batch, metrics)
-        fields = ["advantages", "response_mask", "extra_fields"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        data = _columns(batch, "advantages", "response_mask", "extra_fields")
         sessions = [_session(key) for key in batch.keys]
         real = {s for s, tag in zip(sessions, batch.tags, strict=True) if not tag.get("is_padding")}
-        extra = zip(sessions, data.pop("extra_fields").tolist(), strict=True)  # a list without tolist if indexed
+        # Popped before tolist(): an indexed column is a list that has none.
+        extra = zip(sessions, data.pop("extra_fields").tolist(), strict=True)
         overlong = {s for s, fields in extra if s in real and fields["overlong"]}
         masked = left_out(real, overlong if self.config.episode.mask_overlong else set())
         metrics["episode/overlong"] = len(overlong) / len(real)
@@ -239,56 +290,58 @@ class _Episodes:
         self.trained = real - masked
 
         if self.config.episode.weigh_by_episode:
-            weights = row_weights(sessions, [int(mask.sum()) for mask in data["response_mask"].unbind()])
+            weights = row_weights(sessions, [int(mask.sum()) for mask in data["response_mask"].unbind(0)])
         else:
             weights = [1.0] * len(sessions)
         weights = [0.0 if s in masked else w for s, w in zip(sessions, weights, strict=True)]
         if all(w == 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
             return batch
-        # The clipped loss is linear in a positive factor on the advantage, so scaling the advantage
-        # scales the row's share of the loss.
-        scaled = [row * w for row, w in zip(data["advantages"].unbind(), weights, strict=True)]
-        scaled = TensorDict(
-            {"advantages": torch.nested.as_nested_tensor(scaled, layout=torch.jagged)}, batch_size=len(batch)
-        )
-        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=scaled)
+        # The clipped loss is linear in a positive factor on the advantage: scaling the advantage scales the row's
+        # share.
+        scaled = [row * w for row, w in zip(data["advantages"].unbind(0), weights, strict=True)]
+        nested = torch.nested.as_nested_tensor(scaled, layout=torch.jagged)
+        columns = TensorDict({"advantages": nested}, batch_size=len(batch))
+        assert batch.partition_id is not None
+        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
 
-    def _update_actor(self, batch, metrics: dict):
+    def _update_actor(self, batch: "KVBatchMeta", metrics: dict[str, Any]) -> "KVBatchMeta":
+        """Update the policy as verl does, with ``self.updates`` mini-batches and losses divided by what counts."""
         from verl.trainer.distillation import is_distillation_enabled
         from verl.utils.metric import reduce_metrics
         from verl.utils.py_functional import rename_dict
 
+        self._phase("update")
         if self.use_critic or is_distillation_enabled(self.config.get("distillation")):
-            return super()._update_actor(batch, metrics)  # verl's fixed number of rows per update
+            return super()._update_actor(batch, metrics)  # with verl's fixed number of rows per update
         actor = self.config.actor_rollout_ref.actor
         if self.config.episode.weigh_by_episode:
             counted = len(self.trained)
         else:
             counted = sum(_session(key) in self.trained for key in batch.keys)
-        batch.extra_info.update(
-            {
-                "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
-                "distillation_use_topk": False,
-                "distillation_only": False,
-                # What sums of row losses are divided by.
-                "global_batch_size": max(counted, 1) / self.updates,
-                "mini_batch_size": len(batch) // self.updates,
-                "epochs": actor.ppo_epochs,
-                "seed": actor.data_loader_seed,
-                "dataloader_kwargs": {"shuffle": actor.shuffle},
-                "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            }
-        )
+        batch.extra_info = (batch.extra_info or {}) | {
+            "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
+            "distillation_use_topk": False,
+            "distillation_only": False,
+            "global_batch_size": max(counted, 1) / self.updates,  # sums of row losses are divided by it
+            "mini_batch_size": len(batch) // self.updates,
+            "epochs": actor.ppo_epochs,
+            "seed": actor.data_loader_seed,
+            "dataloader_kwargs": {"shuffle": actor.shuffle},
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
+        }
         output = rename_dict(self.actor_rollout_wg.update_actor(batch)["metrics"], "actor/")
         output["perf/mfu/actor"] = output.pop("actor/mfu")
         metrics.update(reduce_metrics(output))
         return batch
 
 
-class _Groups:
-    """Mix-in before a replay buffer of verl; see ``_Episodes._build_replay_buffer``."""
+class GroupBuffer(ReplayBuffer):
+    """A mix-in that goes before a replay buffer of verl: a group without any row counts as a failed one.
 
-    def _sync_metadata_from_transfer_queue(self):
+    verl takes it for a finished one; its dynamic filtering then misses the rewards and ends the run.
+    """
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()
         for partition, finished in self.finished_keys.items():
             empty = finished - {key.split("_")[0] for key in self.partitions[partition]}
@@ -297,36 +350,31 @@ class _Groups:
 
 
 def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
-    """Train from start to end, in this process; Ray must be up. The body of verl's ``TaskRunnerV1.run``.
-    ``last_words``: see ``rl.run.watch.Watch``, which raises Died here.
+    """Train from start to end in this process, with Ray up. ``last_words``: see ``rl.run.watch.Watchdog``.
 
-    In the driver's process and not in an actor of its own, as verl does it: one start of Python and one
-    import of verl less, about 20 s of one core.
+    This is the body of verl's ``TaskRunnerV1.run``, in the driver's process and not in a Ray actor of its own: that
+    saves a start of Python and an import of verl.
+
+    Raises:
+        rl.run.watch.Died: an actor or an engine of the run has died.
     """
     import transfer_queue as tq
-    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
-    from verl.utils.import_utils import load_class_from_fqn
+    from verl.trainer.main_ppo import TaskRunnerV1
     from verl.utils.logging_utils import configure_verl_logging
 
     configure_verl_logging()
     tq.init(config.transfer_queue)
-    trainer, succeeded = None, False
+    runner, succeeded = TaskRunnerV1(), False
     try:
-        with Watch(last_words) as watch:
+        with Watchdog(last_words) as watchdog:
             trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
+            runner.config, runner.trainer = config, trainer
             trainer.init()
-            manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-            manager_cls = load_class_from_fqn(manager, "AgentLoopManager") if manager else AgentLoopManagerTQ
-            agent_loops = manager_cls.create(
-                config=config,
-                llm_client=trainer.get_llm_client(),
-                teacher_client=trainer.get_teacher_client(),
-                reward_loop_worker_handles=trainer.get_reward_handles(),
-            )
-            watch.engines = trainer.engine_addresses()
-            trainer.fit(agent_loops)
+            runner.init_agent_loop_manager()
+            watchdog.engines = trainer.engine_addresses()
+            trainer.fit(runner.agent_loop_manager)
         succeeded = True
     finally:
-        if tracking := getattr(trainer, "logger", None):
+        if tracking := getattr(runner.trainer, "logger", None):
             tracking.finish(exit_code=0 if succeeded else 1)
         tq.close()

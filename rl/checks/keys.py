@@ -1,7 +1,7 @@
-"""Keys of a config that nothing reads.
+"""This module finds keys of a config that nothing reads.
 
-Hydra refuses an unknown key on the command line. One in an experiment's file it takes for a new one, and verl mostly
-never looks at it: a misspelt ``total_training_step`` would train for ever. ``check_keys`` compares a config with what
+Hydra refuses an unknown key on the command line, but takes one in an experiment's file for a new key, and verl mostly
+never looks at it: a misspelt ``total_training_step`` would train forever. ``check_keys`` compares a config with what
 the same groups compose to without any experiment.
 """
 
@@ -18,10 +18,10 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import compose
+from rl.config import ConfigError, compose
 
-# What stands below is another program's own (Ray's, Megatron's), or names that the user gives. So it is below every
-# key that is null or empty by default.
+# What is below these keys is another program's own (Ray's, Megatron's), or names that the user chooses. The same holds
+# below every key that is null or empty by default.
 OPEN = (
     "ray_kwargs.ray_init",
     "grading.flags",
@@ -31,25 +31,25 @@ OPEN = (
 )
 
 
-def check_keys(cfg: DictConfig) -> None:
-    """Every key of ``cfg`` is one of configs/train.yaml, of one of its groups, of verl's yaml files or of the dataclass
-    that verl makes of its place. Half a second for a good config; verl is imported (ten) for a key that its yaml lacks.
+def check_keys(config: DictConfig) -> None:
+    """Raise ConfigError, naming the closest known key, if a key of ``config`` is not known.
 
-    Raises:
-        ValueError: it is not; the message is one line that names the key and the closest one.
+    Known keys are those of configs/train.yaml, its groups and verl's yaml files, and the fields of the dataclass that
+    verl makes of the key's place. A good config takes half a second; verl is imported (ten seconds) for a key that its
+    yaml files lack.
     """
-    plain = OmegaConf.to_container(cfg, resolve=False)
+    plain: Any = OmegaConf.to_container(config, resolve=False)
     known = {**_reference(plain.get("sandbox", {}).get("kind"), "megatron" in _actor(plain))}
     if prepare := plain.get("prepare"):  # its settings are in a group of the name of its package
         known |= {key: {} for key in plain if key in str(prepare).split(":")[0].split(".")}
     for path, siblings in _unknown(plain, known, ""):
         parent, _, name = path.rpartition(".")
-        target = OmegaConf.select(cfg, f"{parent}._target_") if parent else None
+        target = OmegaConf.select(config, f"{parent}._target_") if parent else None
         if target is not None and name in _fields(target):
             continue
         near = difflib.get_close_matches(name, siblings, n=1)
         hint = f"; do you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
-        raise ValueError(f"{path}: nothing reads this key{hint}")
+        raise ConfigError(f"{path}: nothing reads this key{hint}")
 
 
 def _actor(plain: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ def _actor(plain: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @functools.cache
 def _reference(sandbox: str | None, megatron: bool) -> dict[str, Any]:
-    """The primary config with these groups and no experiment."""
+    """Return the primary config with these groups and no experiment."""
     groups = [f"sandbox={sandbox}"] if sandbox else []
     groups += ["model_engine=megatron"] if megatron else []
     # In a Hydra application a second Hydra is refused, and the first one knows the same files.
@@ -67,7 +67,7 @@ def _reference(sandbox: str | None, megatron: bool) -> dict[str, Any]:
 
 
 def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, list[str]]]:
-    """(dotted key, its known siblings) for each key of ``given`` that ``known`` lacks."""
+    """Yield (dotted key, its known siblings) for each key of ``given`` that ``known`` lacks."""
     for name, value in given.items():
         here = f"{path}.{name}" if path else str(name)
         if here in OPEN:
@@ -79,6 +79,6 @@ def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> I
 
 
 def _fields(target: str) -> set[str]:
-    """Of a dataclass by its full name."""
+    """Return the names of the fields of a dataclass, given by its full name."""
     module, _, name = target.rpartition(".")
     return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}

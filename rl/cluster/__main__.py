@@ -34,7 +34,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rl.boxes import kind_of, prepare_images
-from rl.checks import check, check_tasks
+from rl.checks import check
+from rl.checks.data import check_tasks
 from rl.cluster.link import Head, Link, NodeError, Place
 from rl.cluster.ray import RayNode, answers, gpu_nodes, joined, reachable
 from rl.cluster.stage import stage

@@ -13,7 +13,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task
-from rl import checks
+from rl.checks.data import check_task_files
+from rl.checks.episodes import check_episodes
+from rl.checks.numbers import check_numbers
 from rl.config import ConfigError, compose
 from rl.run.checkpoints import newest
 
@@ -135,7 +137,7 @@ def check_evaluation(cfg: DictConfig) -> list[Task]:
 
     Raises ConfigError.
     """
-    checks.check_numbers(cfg, _POSITIVE, _POSITIVE_OR_NULL)
+    check_numbers(cfg, _POSITIVE, _POSITIVE_OR_NULL)
     if cfg.protocol not in ("tokens", "messages"):
         raise ConfigError(f"protocol is {cfg.protocol!r}; it must be tokens or messages")
     if cfg.protocol == "messages" and cfg.policy:
@@ -146,8 +148,8 @@ def check_evaluation(cfg: DictConfig) -> list[Task]:
         raise ConfigError(f"endpoint is {cfg.endpoint!r}; it must be a URL, such as http://127.0.0.1:8000")
     if cfg.key_env and not os.environ.get(cfg.key_env):
         raise ConfigError(f"key_env names {cfg.key_env}, which is not set")
-    checks.check_episodes(cfg)
-    return checks.check_task_files(cfg, "tasks")
+    check_episodes(cfg)
+    return check_task_files(cfg, "tasks")
 
 
 def key(cfg: DictConfig) -> str | None:

@@ -1,1 +1,1 @@
-"""One training run: its directory and checkpoints, how it is watched, and how it ends."""
+"""This package looks after one training run: its directory, checkpoints, signals, deaths and progress on the screen."""

@@ -1,12 +1,12 @@
-"""Which checkpoints of a run can be gone on from.
+"""This module decides which checkpoints of a run are complete, and removes the others.
 
-verl writes a checkpoint in place: ``global_step_N/`` file by file, then its tracker file, which names it. A process
-that is killed or a disk that is full leaves either of them half done. So the trainer seals what is whole: it waits
-until everything is on the disk, then puts an empty file ``complete`` into it. A checkpoint counts if it is sealed, or
-if the tracker has come to its step (Megatron saves in the background and writes the tracker when it is done).
+verl writes a checkpoint in place: ``global_step_N/`` file by file, then a tracker file that names the step. A killed
+process or a full disk can leave either half written. So the trainer seals a checkpoint: when everything has reached the
+disk, an empty file ``complete`` is put into it. A checkpoint counts as complete if it is sealed, or if the tracker has
+reached its step (Megatron saves in the background and writes the tracker when it is done).
 
-Old ones are removed here and not by verl, which does so before the new one is whole, forgets those of an earlier start
-and leaves the data loader's part of each.
+Old checkpoints are removed here and not by verl: verl removes one before the new one is complete, forgets those of an
+earlier start, and leaves the data loader's part of each behind.
 """
 
 import os
@@ -21,7 +21,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class NotSaved(Exception):
-    """A checkpoint could not be written. What there is of it is removed, which also makes room for the logs."""
+    """A checkpoint could not be written. What exists of it is removed, which also makes room for the logs."""
 
     def __init__(self, directory: Path, step: int, cause: BaseException) -> None:
         free = shutil.disk_usage(directory).free
@@ -33,16 +33,19 @@ class NotSaved(Exception):
 
 
 def newest(directory: Path) -> int:
-    """Step of the newest complete checkpoint, 0 if there is none. Changes nothing."""
+    """Return the step of the newest complete checkpoint, 0 if there is none. Nothing is changed."""
     return max(_complete(directory), default=0)
 
 
 def tidy(directory: Path, keep: int | None) -> list[int]:
-    """Make ``directory`` what verl is to find, before it starts: complete checkpoints only, and the tracker names the
-    newest. Of the complete ones the newest ``keep`` stay (None: all). Returns the steps that were incomplete."""
+    """Prepare ``directory`` for verl to resume from.
+
+    Afterwards it holds complete checkpoints only, the newest ``keep`` of them (None: all), and the tracker names the
+    newest one. Returns the steps whose checkpoints were incomplete and are removed.
+    """
     complete = _complete(directory)
-    left = sorted(set(_steps(directory)) - set(complete))
-    for step in left:
+    incomplete = sorted(set(_steps(directory)) - set(complete))
+    for step in incomplete:
         discard(directory, step)
     for aside in directory.glob(".global_step_*"):
         shutil.rmtree(aside)
@@ -51,34 +54,34 @@ def tidy(directory: Path, keep: int | None) -> list[int]:
         files.write(directory / TRACKER, str(max(complete)), synced=True)
     else:
         (directory / TRACKER).unlink(missing_ok=True)
-    return left
+    return incomplete
 
 
 def seal(directory: Path, step: int) -> None:
     """Mark the checkpoint of ``step``, which verl has just written, as complete."""
-    place = _place(directory, step)
-    for path in [*place.rglob("*"), place, directory]:
+    checkpoint = _path(directory, step)
+    for path in [*checkpoint.rglob("*"), checkpoint, directory]:
         files.sync(path)
-    files.write(place / SEAL, "", synced=True)
+    files.write(checkpoint / SEAL, "", synced=True)
 
 
 def drop_old(directory: Path, keep: int | None) -> None:
-    """Remove complete checkpoints but the newest ``keep`` (None: none)."""
+    """Remove all complete checkpoints but the newest ``keep``; None keeps all."""
     for step in sorted(_complete(directory))[:-keep] if keep else []:
         discard(directory, step)
 
 
 def discard(directory: Path, step: int) -> None:
-    """Remove what there is of a checkpoint; at any instant it is there as it was, or is none."""
-    place = _place(directory, step)
-    if place.exists():
-        aside = place.with_name(f".{place.name}")
-        os.replace(place, aside)
+    """Remove the checkpoint of ``step`` if it exists. A kill in between leaves it untouched or out of sight."""
+    checkpoint = _path(directory, step)
+    if checkpoint.exists():
+        aside = checkpoint.with_name(f".{checkpoint.name}")
+        os.replace(checkpoint, aside)
         shutil.rmtree(aside)
 
 
 def _steps(directory: Path) -> list[int]:
-    names = (place.name.removeprefix("global_step_") for place in directory.glob("global_step_*"))
+    names = (path.name.removeprefix("global_step_") for path in directory.glob("global_step_*"))
     return [int(name) for name in names if name.isdigit()]
 
 
@@ -86,8 +89,8 @@ def _complete(directory: Path) -> list[int]:
     tracker = directory / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else ""
     reached = int(named) if named.isdigit() else 0
-    return [step for step in _steps(directory) if step <= reached or (_place(directory, step) / SEAL).exists()]
+    return [step for step in _steps(directory) if step <= reached or (_path(directory, step) / SEAL).exists()]
 
 
-def _place(directory: Path, step: int) -> Path:
+def _path(directory: Path, step: int) -> Path:
     return directory / f"global_step_{step}"

@@ -1,4 +1,4 @@
-"""What a person sees of a training run, read from its directory: a line a step, what is done now, how it ended."""
+"""This module shows a training run to its user: a line per step, what is being done now, and how the run ended."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ _LOOK_S = 1.0
 
 
 class RunProgress(threading.Thread):
-    """Shows on ``screen`` what the trainer writes into ``run_dir``, from ``start`` to ``finish``."""
+    """A thread that shows on ``screen`` what the trainer writes into ``run_dir``, from ``start`` to ``finish``."""
 
     def __init__(self, run_dir: Path, total_steps: int, screen: Screen):
         super().__init__(daemon=True)
@@ -24,11 +24,12 @@ class RunProgress(threading.Thread):
         self.stop = threading.Event()
 
     def start(self) -> None:
+        """Begin to show the run."""
         self.begin()
         super().start()
 
     def begin(self) -> None:
-        # What a run that is continued has shown before is not shown again.
+        """Skip what the run directory already holds: a resumed run does not show its earlier steps again."""
         self.began = time.time()
         self.steps = metrics.Tail(self.run_dir / "metrics.jsonl", from_end=True)
         self.episodes = metrics.EpisodeReader(self.run_dir)
@@ -36,17 +37,19 @@ class RunProgress(threading.Thread):
         self.seen: list[tuple[int, float]] = []  # steps and when they ended
 
     def run(self) -> None:
+        """Look every second until ``finish``."""
         while not self.stop.wait(_LOOK_S):
             self.look()
         self.look()
 
     def finish(self) -> None:
-        """Show what is left and end; nothing if it was never started."""
+        """Show what has not been shown yet and end the thread, if it was started."""
         self.stop.set()
         if self.is_alive():
             self.join()
 
     def look(self) -> None:
+        """Read what is new in the run directory and show it."""
         for split, counts in self.counts.items():
             for episode in self.episodes.take(split):
                 counts["infra" if episode["infra"] else "resolved" if episode["resolved"] else "unresolved"] += 1
@@ -58,6 +61,7 @@ class RunProgress(threading.Thread):
         self.show(phases.read(self.run_dir))
 
     def show(self, phase: phases.Phase | None) -> None:
+        """Show the phase, with the episodes that have ended and the time to go."""
         if phase is None or phase.since < self.began:
             self.screen.show("starting trainer and engine")
             return
@@ -72,7 +76,7 @@ class RunProgress(threading.Thread):
         self.screen.show(what, done, phase.episodes, note)
 
     def left(self) -> str:
-        """How long the run will take at the pace of its last steps; empty before two steps were seen."""
+        """Return how long the run will still take at the pace of its last steps; "" before two steps were seen."""
         if len(self.seen) < 2:
             return ""
         (first, began), (last, ended) = self.seen[-6:][0], self.seen[-1]
@@ -81,7 +85,7 @@ class RunProgress(threading.Thread):
 
 
 def step_line(record: dict, total_steps: int) -> str:
-    """One line for a person: what happened in this step."""
+    """Return one line that tells what happened in a step."""
     parts = [f"step {record['step']}/{total_steps}"]
     held_out = metrics.resolve_rate(record, "val")
     if "timing_s/step" not in record:
@@ -115,7 +119,7 @@ def _percent(share: float | None) -> str:
 
 
 def finished(run_dir: Path, minutes: float, screen: Screen) -> None:
-    """Curves, a summary, and what to do next with a run that is done."""
+    """Draw the learning curve, print a summary, and say what can be done with a finished run."""
     from rich.table import Table
 
     records = metrics.read_jsonl(run_dir / "metrics.jsonl")
@@ -136,7 +140,7 @@ def finished(run_dir: Path, minutes: float, screen: Screen) -> None:
 
 
 def failed(cause: str, screen: Screen) -> None:
-    """The cause, and how to go on."""
+    """Print the cause and the command that continues the run."""
     screen.clear()
     print(cause, file=sys.stderr, flush=True)
     screen.next(("continue", this_command()))

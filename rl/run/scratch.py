@@ -1,4 +1,4 @@
-"""What a run keeps outside its directory while it lives, and takes along: sockets and temporary files."""
+"""This module makes and removes what a run keeps outside its directory while it lives: sockets and temporary files."""
 
 import os
 import shutil
@@ -7,42 +7,43 @@ from pathlib import Path
 
 
 def socket_directory(note: Path) -> str:
-    """A directory for the sockets of episodes (RL_SOCKET_DIR) and of vLLM; its path is noted in the file ``note``.
+    """Make a directory for the sockets of episodes (RL_SOCKET_DIR) and of vLLM, and return its path.
 
-    Not inside the run directory: a unix socket's path may have 107 characters, and Ray adds about 65.
-    That of an earlier, killed process with the same note is removed.
+    The path is written to the file ``note``. What an earlier, killed process has noted there is removed first. The
+    directory is not inside the run directory: a unix socket's path may have 107 characters, and Ray adds about 65.
 
-    The processes that this one starts get a directory of their own for temporary files too, on the disk that TMPDIR
-    names: verl, vLLM and wandb leave theirs behind. Boxes stay beside it (RL_BOX_DIR): what a killed process leaves of
-    them is found by any other (``rollout.sandbox.local.box``). So does what torch compiled.
+    The processes that this one starts also get a TMPDIR of their own, on the disk of the current one, because verl,
+    vLLM and wandb leave temporary files behind. Sandboxes stay beside it (RL_BOX_DIR), where any later process finds
+    and removes those of a killed one (``rollout.sandbox.directory``). torch's compile cache stays there too, to be used
+    again.
     """
     remove_socket_directory(note)
-    outside = os.environ.get("RL_BOX_DIR") or tempfile.gettempdir()  # rl.cluster starts rl.train
-    path = tempfile.mkdtemp(prefix="rl-", dir=min(outside, "/tmp", key=len))
-    note.write_text(path)
-    own = tempfile.mkdtemp(prefix="rl-tmp-", dir=outside)
-    _temporary(note).write_text(own)
-    os.environ["RL_SOCKET_DIR"] = os.environ["VLLM_RPC_BASE_PATH"] = path
+    outside = os.environ.get("RL_BOX_DIR") or tempfile.gettempdir()  # rl.cluster has set it when it starts rl.train
+    sockets = tempfile.mkdtemp(prefix="rl-", dir=min(outside, "/tmp", key=len))
+    note.write_text(sockets)
+    temporary = tempfile.mkdtemp(prefix="rl-tmp-", dir=outside)
+    _temporary_note(note).write_text(temporary)
+    os.environ["RL_SOCKET_DIR"] = os.environ["VLLM_RPC_BASE_PATH"] = sockets
     os.environ["RL_BOX_DIR"] = outside
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(outside, f"torchinductor_{os.getuid()}")))
-    os.environ["TMPDIR"] = tempfile.tempdir = own
-    return path
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary
+    return sockets
 
 
 def remove_socket_directory(note: Path) -> None:
-    """And that of temporary files."""
+    """Remove the two directories that ``socket_directory`` noted, and restore this process's TMPDIR."""
     for directory in noted(note):
-        if tempfile.tempdir == str(directory):  # this process goes on
+        if tempfile.tempdir == str(directory):  # this process lives on
             os.environ["TMPDIR"] = tempfile.tempdir = os.environ.pop("RL_BOX_DIR")
         shutil.rmtree(directory, ignore_errors=True)
-    for one in (note, _temporary(note)):
-        one.unlink(missing_ok=True)
+    for file in (note, _temporary_note(note)):
+        file.unlink(missing_ok=True)
 
 
 def noted(note: Path) -> list[Path]:
-    """The directories of ``socket_directory``, if it made them."""
-    return [Path(one.read_text()) for one in (note, _temporary(note)) if one.exists()]
+    """Return the directories that ``socket_directory`` has noted; an empty list if there are none."""
+    return [Path(file.read_text()) for file in (note, _temporary_note(note)) if file.exists()]
 
 
-def _temporary(note: Path) -> Path:
+def _temporary_note(note: Path) -> Path:
     return note.with_name(f"{note.name}_tmp")

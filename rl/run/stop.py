@@ -1,13 +1,13 @@
-"""Ending a run in the middle: what SIGTERM and SIGUSR1 mean to the trainer's process.
+"""This module decides what SIGTERM and SIGUSR1 mean to the trainer's process.
 
-Schedulers send one of them some time before they kill (SLURM ``--signal``, a preemption, a drained node). The first
-one asks: the step under way is finished, a checkpoint is saved, the process ends with ``STOPPED``. Outside of a step
-there is nothing to finish, and it ends at once, with the same code: either way no work is lost and the same command
-goes on. A second one, or ``grace_s`` seconds after the first, ends the process where it is, with ``CUT_SHORT``: what
-was done since the last checkpoint is lost. SIGINT stays Python's.
+Schedulers send one of them some time before they kill (SLURM's ``--signal``, a preemption, a drained node). The first
+signal is a request: the trainer finishes its step, saves a checkpoint and exits with ``STOPPED``. Outside of a step it
+exits at once with the same code, because no work is lost. A second signal, or ``grace_s`` seconds after the first,
+ends the process in the middle of the step with ``CUT_SHORT``: work since the last checkpoint is lost. In all cases the
+same command continues the run. SIGINT keeps Python's meaning.
 
-The state is the process's, as signal handlers are. ``rl.train`` installs and reports, the trainer (``rl.trainer``) says
-when its steps begin and asks between two of them.
+The state is global because signal handlers belong to the process. ``rl.train`` installs the handlers and reports the
+end; the trainer (``rl.trainer``) says when its steps begin and asks between two steps whether it should end.
 """
 
 import os
@@ -21,16 +21,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Ended(KeyboardInterrupt):
-    """Ends the run from outside. A KeyboardInterrupt, because Ray and asyncio let only that out of a signal handler:
-    Ray as a plain one, other exceptions not at all. So whoever catches one looks at ``reason``."""
+    """Something outside the trainer ends the run.
+
+    This is a KeyboardInterrupt because Ray and asyncio let no other exception out of a signal handler. Ray turns it
+    into a plain KeyboardInterrupt, so whoever catches one asks ``reason`` for the cause.
+    """
 
 
 class Stopped(Ended):
-    """Between two steps, after the checkpoint. The message is the signal's name."""
+    """The run ended between two steps, with everything saved. The message is the signal's name."""
 
 
 class CutShort(Ended):
-    """Where it is."""
+    """The run ended in the middle of a step; work since the last checkpoint is lost."""
 
 
 _reason: Ended | None = None
@@ -41,9 +44,13 @@ _in_steps: bool = False
 
 
 def install(grace_s: float, say: Callable[[str], None]) -> None:
-    """Handle the signals. ``grace_s``: seconds that a step may still take; ``say`` tells the user what was understood.
+    """Install the signal handlers.
 
-    To be called in the main thread, and again after somebody else (Ray) has put a handler there.
+    Call it in the main thread, and again after another library (Ray) has replaced the handlers.
+
+    Args:
+        grace_s: seconds that the current step may still take after the first signal.
+        say: prints a line for the user.
     """
     global _grace_s, _say
     _grace_s, _say = grace_s, say
@@ -53,25 +60,25 @@ def install(grace_s: float, say: Callable[[str], None]) -> None:
 
 
 def enter_steps() -> None:
-    """From now on the first signal waits until ``asked`` is looked at."""
+    """Make the first signal a request from now on, which the trainer sees when it calls ``asked``."""
     global _in_steps
     _in_steps = True
 
 
 def end(how: Ended) -> NoReturn:
-    """Raise ``how`` and remember it."""
+    """Raise ``how`` and remember it as the reason."""
     global _reason
     _reason = how
     raise how
 
 
 def reason() -> Ended | None:
-    """What ended the run, if ``end`` did."""
+    """Return what was raised by ``end``; None if it was not called."""
     return _reason
 
 
 def asked() -> str | None:
-    """The name of the signal that asked the run to end, None if none did."""
+    """Return the name of the signal that asked the run to end; None if there was none."""
     return _asked
 
 

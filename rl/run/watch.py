@@ -1,12 +1,12 @@
-"""What ends a run when a part of it has died, with one line that says so.
+"""This module ends a run with one clear line when a part of it has died.
 
-verl waits for ever for the episodes of a worker that is gone, and lets each episode find out by itself that no engine
-answers. Ray ends the trainer where it is when its own head dies. So
+verl waits forever for the episodes of a worker that has died, and lets each episode find out by itself that no engine
+answers. When Ray's own head dies, Ray kills the trainer without a word. So
 
-- ``Watch``, a thread beside the trainer, asks every few seconds whether all actors of the run live and all engines
-  answer, and interrupts the trainer with ``Died`` if not;
-- ``Witness``, a process forked before anything else, notices that the trainer itself has gone without a farewell (kill
-  -9, out of memory, a fatal error inside Ray), says so on the user's screen and removes the run's sockets.
+- ``Watchdog``, a thread beside the trainer, asks every few seconds whether all actors of the run are alive and all
+  engines answer, and interrupts the trainer with ``Died`` if not;
+- ``Witness``, a process forked before anything else, notices when the trainer itself disappears without a farewell
+  (kill -9, out of memory, a fatal error inside Ray), says so on the user's screen and removes the run's sockets.
 """
 
 import contextlib
@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl.run import stop
+from rollout.sandbox import directory
 
 PERIOD_S = 5
-# What an end by an exception may take, Ray's included, before the process just ends.
-END_S = 60
-ANSWER_S = 10
-# What Ray may take to learn that a process has ended.
-RAY_S = 2
+END_S = 60  # for the trainer to end after Died was raised, Ray's shutdown included; then the process just exits
+ANSWER_S = 10  # for an engine to answer
+RAY_S = 2  # for Ray to learn that a process has ended
 DISMISSED = b"\0"
 
 
@@ -35,10 +34,13 @@ class Died(stop.Ended):
     """A part of the run has died; the message says which."""
 
 
-class Watch(threading.Thread):
-    """Use as a context manager in the main thread, with Ray up. ``engines``: host:port of the inference servers, to be
-    set when they run. ``last_words``: called with the cause before the trainer is interrupted. If that does not end it
-    in ``END_S`` seconds, the process just ends, with 1."""
+class Watchdog(threading.Thread):
+    """A watchdog interrupts the trainer when a part of the run has died.
+
+    Use it as a context manager in the main thread, with Ray up. ``engines`` holds host:port of the inference servers;
+    set it when they are up. ``last_words`` is called with the cause before the trainer is interrupted. If the process
+    has not ended ``END_S`` seconds later, it exits with status 1.
+    """
 
     def __init__(self, last_words: Callable[[str], None]) -> None:
         super().__init__(daemon=True)
@@ -47,15 +49,15 @@ class Watch(threading.Thread):
         self.cause = ""
         self._done = threading.Event()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         signal.signal(signal.SIGUSR2, self._interrupt)
         self.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """What a death has made fail is told as the death."""
+        """Stop watching. If the trainer raised because an actor or engine died, raise that death instead."""
         if self.cause:
-            return  # what follows, Ray's end too, is given END_S seconds
+            return  # the thread goes on: it gives the end of the process, Ray's included, END_S seconds
         self._done.set()
         self.join()
         if isinstance(error, Exception) and (cause := self.look()):
@@ -63,15 +65,17 @@ class Watch(threading.Thread):
             stop.end(Died(cause))
 
     def look(self) -> str:
+        """Return which part of the run has died; "" if none has."""
         try:
             if (cause := dead_actor()) or not (cause := dead_engine(self.engines)):
                 return cause
-            time.sleep(RAY_S)  # nobody answers: Ray may be about to learn which process that was, and why it ended
+            time.sleep(RAY_S)  # Ray may be about to learn which process that was, and why it ended
             return dead_actor() or cause
         except Exception as error:
             return f"Ray's head does not answer: {error}"
 
     def run(self) -> None:
+        """Look every ``PERIOD_S`` seconds until the context ends or something has died."""
         while not self.cause:
             if self._done.wait(PERIOD_S):
                 return
@@ -79,7 +83,7 @@ class Watch(threading.Thread):
         self.last_words(self.cause)
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGUSR2)  # also out of a sleep and a ray.get
+        signal.pthread_kill(main, signal.SIGUSR2)  # this also interrupts a sleep and a ray.get
         time.sleep(END_S)
         os._exit(1)
 
@@ -88,40 +92,41 @@ class Watch(threading.Thread):
 
 
 def dead_actor() -> str:
-    """Which actor of this Ray job died and was not meant to; "" if none. Blocks while Ray's head does not answer."""
+    """Return which actor of this Ray job has died unexpectedly; "" if none has. Blocks while Ray's head is silent."""
     import ray
 
-    # Ray's public list of actors needs its dashboard, a process more; pings of each would queue behind their work.
-    # ray 2.58; "for debugging only" there, and tests/integration/test_run_faults.py fails if it is gone.
+    # Ray's public list of actors needs its dashboard, one more process; a ping would queue behind the actor's work.
+    # These private names are in docs/architecture.md, "Patches at run time".
     from ray._private.state import actors
     from ray.core.generated.common_pb2 import ActorDiedErrorContext as Context
 
     job = ray.get_runtime_context().get_job_id()
-    meant = {Context.RAY_KILL, Context.OUT_OF_SCOPE, Context.REF_DELETED}
+    expected = {Context.RAY_KILL, Context.OUT_OF_SCOPE, Context.REF_DELETED}
     for actor in actors(actor_state_name="DEAD").values():
         death = actor["DeathCause"]
         cause = death.actor_died_error_context
-        if actor["JobID"] != job or cause.reason in meant or "INTENDED" in cause.error_message:
+        if actor["JobID"] != job or cause.reason in expected or "INTENDED" in cause.error_message:
             continue
         if death.HasField("oom_context"):
             why = "Ray killed it, its node is short of memory"
         elif death.HasField("actor_died_error_context"):
             why = "its node is gone" if cause.reason == Context.NODE_DIED else "its process ended"
         else:
-            continue  # it was never there, which whoever wanted it is told
+            continue  # it never started, and whoever asked for it is told so
         return f"{actor['ActorClassName']} (pid {actor['Pid']} on {actor['Address']['IPAddress']}) died: {why}"
     return ""
 
 
 def dead_engine(addresses: list[str]) -> str:
-    """Which inference server does not live any more; "" if all do. One that is busy may take its time."""
+    """Return which inference server has died; "" if none has. A busy one may take its time to answer."""
     for address in addresses:
-        if _health(address) and (problem := _health(address)):  # twice: a connection may break for once
+        if _health(address) and (problem := _health(address)):  # asked twice: a single connection may break
             return f"the inference server at {address} died: {problem}"
     return ""
 
 
 def _health(address: str) -> str:
+    """Return why the server at ``address`` is dead; "" if it answers or is busy."""
     connection = http.client.HTTPConnection(address, timeout=ANSWER_S)
     try:
         connection.request("GET", "/health")
@@ -132,17 +137,18 @@ def _health(address: str) -> str:
         return str(error) or type(error).__name__
     finally:
         connection.close()
-    return "its engine process ended" if status == 503 else ""  # vLLM's word for it
+    return "its engine process ended" if status == 503 else ""  # vLLM answers 503 then
 
 
 class Witness:
-    """A process that outlives this one by a moment. To be made before there are threads.
+    """A witness is a process that outlives this one for a moment. Make it before there are threads.
 
     Args:
-        line: makes what is said if this process ends without ``dismiss``, from the cause if it could ``tell`` one.
-        out: the file descriptor of the user's screen.
-        scratch: directories that are removed then. What killed workers have left of their boxes goes, too.
-        lock: a file descriptor that is not to be kept open.
+        line: makes the line that is printed if this process ends without ``dismiss``, from the cause that it could
+            ``tell``, "" if it told none.
+        out: file descriptor of the user's screen.
+        scratch: directories to remove in that case. Sandboxes of killed workers are removed too.
+        lock: a file descriptor that the witness must not keep open.
     """
 
     def __init__(self, line: Callable[[str], str], out: int, scratch: Sequence[Path], lock: int) -> None:
@@ -162,20 +168,24 @@ class Witness:
             if not (told := os.read(read, 4096)).endswith(DISMISSED):
                 with contextlib.suppress(OSError):  # the user's screen may be gone too
                     os.write(out, f"{line(told.decode(errors='replace'))}\n".encode())
-                for _ in range(60):  # what Ray has started there ends a little later
-                    for directory in scratch:
-                        shutil.rmtree(directory, ignore_errors=True)
-                    time.sleep(0.5)
-                    if not any(directory.exists() for directory in scratch):
-                        break
+                _remove(scratch)
                 directory.sweep()
         finally:
             os._exit(0)
 
     def tell(self, cause: str) -> None:
-        """Why this process is about to end."""
+        """Say why this process is about to end."""
         os.write(self._write, cause.encode()[:1000])
 
     def dismiss(self) -> None:
-        """This process ends in its own way."""
+        """Tell the witness that this process ends in an orderly way."""
         os.write(self._write, DISMISSED)
+
+
+def _remove(directories: Sequence[Path]) -> None:
+    for _ in range(60):  # what Ray has started there ends a little later
+        for path in directories:
+            shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.5)
+        if not any(path.exists() for path in directories):
+            return

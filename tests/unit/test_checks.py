@@ -1,6 +1,7 @@
 """rl.checks: a good config passes; each thing that can be wrong is one clear line."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from rl import checks
 from rl.checks import check
+from rl.checks.data import check_tasks
+from rl.checks.machine import GIB
+from rl.checks.model import check_family, check_model
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
 from rl.config import ConfigError
 from tests.check_kit import good_config, refused, write
 from tests.datasets import snapshot_row as row
@@ -21,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LOGGERS = """
 import os
 from omegaconf import OmegaConf
-from rl.checks import check_loggers
+from rl.checks.machine import check_loggers
 from rl.config import ConfigError
 for loggers, variables in (
     (["wandb", "tensorbord"], {}),
@@ -80,13 +84,13 @@ def test_lists_of_files_pass(cfg, tmp_path):
     check(cfg)
 
 
-@pytest.mark.parametrize("key", checks.POSITIVE)
+@pytest.mark.parametrize("key", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1, "many", None, True])
 def test_numbers_must_be_positive(cfg, key, value):
     refused(cfg, key, repr(value), **{key: value})
 
 
-@pytest.mark.parametrize("key", checks.POSITIVE_OR_NULL)
+@pytest.mark.parametrize("key", POSITIVE_OR_NULL)
 def test_optional_numbers(cfg, key):
     refused(cfg, key, "0", **{key: 0})
 
@@ -247,9 +251,9 @@ def test_what_prepare_makes_is_not_looked_at(cfg):
     cfg.actor_rollout_ref.model.path = "/nowhere"
     check(cfg)
     with pytest.raises(ConfigError):
-        checks.check_tasks(cfg)
+        check_tasks(cfg)
     with pytest.raises(ConfigError):
-        checks.check_model(cfg)
+        check_model(cfg)
 
 
 # --- model and disk
@@ -274,8 +278,8 @@ def free(monkeypatch):
     """Sets the free space, in GiB, that the machine seems to have."""
 
     def set_free(gib: float) -> None:
-        usage = type("Usage", (), {"free": int(gib * checks.GIB)})
-        monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
+        usage = type("Usage", (), {"free": int(gib * GIB)})
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
 
     return set_free
 
@@ -287,7 +291,7 @@ def test_full_disk(cfg, free):
 
 def test_no_room_for_a_checkpoint(cfg, free):
     with open(Path(cfg.actor_rollout_ref.model.path) / "model.safetensors", "wb") as weights:
-        weights.truncate(checks.GIB)  # sparse: takes no space
+        weights.truncate(GIB)  # sparse: takes no space
     free(3.9)
     refused(cfg, "3.9 GiB free", "at least 4.0")
     free(4)
@@ -300,7 +304,7 @@ def test_no_room_for_a_checkpoint(cfg, free):
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="a second file system is needed")
 def test_checkpoints_on_a_disk_of_their_own(cfg, free):
     with open(Path(cfg.actor_rollout_ref.model.path) / "model.safetensors", "wb") as weights:
-        weights.truncate(checks.GIB)
+        weights.truncate(GIB)
     cfg.trainer.default_local_dir = "/dev/shm/checkpoints"
     free(2.9)
     refused(cfg, "/dev/shm has 2.9 GiB free", "at least 3.0 (one checkpoint)", "set trainer.default_local_dir")
@@ -336,12 +340,12 @@ def test_side_calls(cfg, monkeypatch):
 def test_a_model_without_a_family_of_its_own(cfg):
     config = Path(cfg.actor_rollout_ref.model.path) / "config.json"
     config.write_text('{"model_type": "qwen3"}')
-    checks.check_family(cfg)
+    check_family(cfg)
     config.write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"'llama'.*proxy.any_family=true"):
-        checks.check_family(cfg)
+        check_family(cfg)
     cfg.proxy.any_family = True
-    checks.check_family(cfg)
+    check_family(cfg)
 
 
 # --- as a whole

@@ -7,8 +7,9 @@ import pyarrow.parquet
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rl.checks import check, check_packages
+from rl.checks import check
 from rl.checks.keys import check_keys
+from rl.checks.machine import check_packages
 from rl.config import CONFIGS, ConfigError, compose
 from tests.datasets import snapshot_row
 
@@ -97,7 +98,7 @@ def test_verl_reads_every_key(name: str) -> None:
     ],
 )
 def test_a_key_that_nothing_reads_is_named(key: str, near: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key}: nothing reads this key") as caught:
+    with pytest.raises(ConfigError, match=f"^{key}: nothing reads this key") as caught:
         check_keys(compose(["+experiment=qwen3_coder_30b", f"+{key}=1"]))
     assert near in str(caught.value)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 from rich.console import Console
 
-from rl.checks import check_plan
+from rl.checks.model import check_plan
 from rl.config import ConfigError, compose
 from rl.plan import host, memory, plan
 from rl.plan.layout import engine_of, episodes_of, trainer_of

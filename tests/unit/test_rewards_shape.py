@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from rewards.shape import Effort, Shape
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason, Verdict
-from rl.checks import _check_grading
+from rl.checks.episodes import _check_grading
 from rl.config import ConfigError
 from rl.setup import shape_from
 from tests.unit.test_grade import task

@@ -107,7 +107,7 @@ from rl.run import watch
 watch.PERIOD_S = 0.05
 watch.dead_actor = lambda: "a worker died"
 try:
-    with watch.Watch(lambda cause: print("last words:", cause, flush=True)):
+    with watch.Watchdog(lambda cause: print("last words:", cause, flush=True)):
         time.sleep(600)
 except watch.Died as died:
     print("ended:", died)
@@ -118,10 +118,10 @@ except watch.Died as died:
 
 def test_what_a_death_has_made_fail_is_told_as_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "dead_actor", lambda: "a worker died")
-    with pytest.raises(watch.Died, match="a worker died"), watch.Watch(lambda cause: None):
+    with pytest.raises(watch.Died, match="a worker died"), watch.Watchdog(lambda cause: None):
         raise OSError("pages of it")
     monkeypatch.setattr(watch, "dead_actor", lambda: "")
-    with pytest.raises(OSError, match="pages of it"), watch.Watch(lambda cause: None):
+    with pytest.raises(OSError, match="pages of it"), watch.Watchdog(lambda cause: None):
         raise OSError("pages of it")
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_does_not_answer_is_named_as_ray_names_it_if_it_does(monke
     monkeypatch.setattr(watch, "RAY_S", 0)
     monkeypatch.setattr(watch, "dead_actor", lambda: next(said))
     monkeypatch.setattr(watch, "dead_engine", lambda addresses: "a server died" if addresses else "")
-    looking = watch.Watch(lambda cause: None)
+    looking = watch.Watchdog(lambda cause: None)
     looking.engines = ["127.0.0.1:1"]
     assert looking.look() == "the server's actor died: its process ended"
     assert looking.look() == "a server died"
@@ -145,7 +145,7 @@ from rl.run import watch
 watch.PERIOD_S = watch.END_S = 0.2
 watch.dead_actor = lambda: 1 / 0
 try:
-    with watch.Watch(lambda cause: print("last words:", cause, flush=True)):
+    with watch.Watchdog(lambda cause: print("last words:", cause, flush=True)):
         time.sleep(600)
 finally:
     time.sleep(600)  # Ray's end, say

@@ -1,0 +1,54 @@
+"""This module checks what episodes need, in training and in an evaluation: agent, proxy, boxes and grading."""
+
+import os
+
+from omegaconf import DictConfig
+
+from rl.boxes import kind_of
+from rl.checks.numbers import check_positive
+from rl.config import ConfigError
+from rl.setup import agent_from, rules_from, shape_from
+from rollout.proxy.parsers import FORMATS
+
+
+def check_episodes(config: DictConfig) -> None:
+    """Raise ConfigError if something is missing that episodes need, in training or in an evaluation."""
+    _check_agent(config)
+    _check_proxy(config)
+    boxes = kind_of(config.sandbox)
+    check_positive(config, (f"sandbox.{key}" for key in boxes.numbers))
+    boxes.check()
+    if "quickstart" in config:
+        boxes.need_base_image("the quickstart's tasks are local snapshots")
+    _check_grading(config)
+
+
+def _check_agent(config: DictConfig) -> None:
+    try:
+        agent_from(config, max_tokens=1, max_context=1)  # its limits are not looked at
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_proxy(config: DictConfig) -> None:
+    # Only vLLM knows the names of reasoning parsers; the format of tool calls must be one that we read strictly.
+    name = config.proxy.tool_parser
+    if name not in FORMATS:
+        raise ConfigError(f"proxy.tool_parser is {name!r}; docs/models.md lists what there is: {', '.join(FORMATS)}")
+    if config.proxy.side_calls not in ("train", "serve", "forward"):
+        raise ConfigError(f"proxy.side_calls is {config.proxy.side_calls!r}; it must be train, serve or forward")
+    if config.proxy.side_calls == "forward":
+        side = config.proxy.side_endpoint
+        for key in ("url", "model"):
+            if not side[key]:
+                raise ConfigError(f"proxy.side_calls=forward needs proxy.side_endpoint.{key}")
+        if side.key_env and not os.environ.get(side.key_env):
+            raise ConfigError(f"proxy.side_endpoint.key_env names {side.key_env}, which is not set")
+
+
+def _check_grading(config: DictConfig) -> None:
+    for read in (rules_from, shape_from):
+        try:
+            read(config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error

@@ -1,0 +1,63 @@
+"""This module checks the model and the plan for it."""
+
+import json
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl.config import ConfigError
+
+
+def check_model(config: DictConfig) -> None:
+    """Raise ConfigError if the model is given as a directory that has no model; hub names are not looked up."""
+    path = local_model(config)
+    if path is not None and not (path / "config.json").is_file():
+        raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
+
+
+def check_plan(config: DictConfig) -> None:
+    """Raise ConfigError if the plan (``rl.plan``) does not fit the cluster.
+
+    On a CPU and with plan.check=false no plan is made.
+    """
+    if OmegaConf.select(config, "trainer.device") == "cpu" or not OmegaConf.select(config, "plan.check"):
+        return
+    from rl.plan import plan
+    from rl.plan.model import ModelUnknown
+
+    try:
+        problems = plan(config).problems
+    except ModelUnknown as error:
+        raise ConfigError(str(error)) from error
+    if problems:
+        more = f" ({len(problems) - 1} more: python -m rl.plan prints all)" if problems[1:] else ""
+        raise ConfigError(f"{problems[0]}{more}; plan.check=false starts it all the same")
+
+
+def check_family(config: DictConfig) -> None:
+    """Raise ConfigError if the chat template is of no family that is known to keep prefixes; imports verl (seconds).
+
+    proxy.any_family=true accepts any.
+    """
+    path = local_model(config)
+    if config.proxy.any_family or path is None:
+        return
+    from rollout.proxy.render import known_family, unknown_family
+
+    model_type = str(json.loads((path / "config.json").read_text()).get("model_type"))
+    if known_family(model_type) is None:
+        raise ConfigError(f"{path}: {unknown_family(model_type)}")
+
+
+def local_model(config: DictConfig) -> Path | None:
+    """Return the model's directory if the config names one, None for a hub name such as ``Qwen/Qwen3-8B``.
+
+    Raises:
+        ConfigError: the key is not set.
+    """
+    name = OmegaConf.select(config, "actor_rollout_ref.model.path")
+    if not name:
+        raise ConfigError("actor_rollout_ref.model.path is not set; give a model directory or a hub name")
+    path = Path(name).expanduser()
+    is_path = name[0] in "~./" or name.count("/") > 1 or path.exists()
+    return path.absolute() if is_path else None

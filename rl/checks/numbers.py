@@ -1,0 +1,140 @@
+"""This module checks numbers: each by itself, and those that verl would refuse minutes later or by an assertion."""
+
+from collections.abc import Iterable
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl.config import ConfigError
+
+POSITIVE = (
+    "run.grace_s",
+    "cluster.start_timeout_s",
+    "agent.max_turns",
+    "agent.timeout_s",
+    "grading.timeout_s",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.val_kwargs.n",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+)
+POSITIVE_OR_NULL = (
+    "proxy.max_tokens",
+    "sandbox.image_budget_gb",
+    "trainer.total_training_steps",
+    "actor_rollout_ref.rollout.max_model_len",
+)
+# Keys of the actor that say how many devices share one row: Ulysses (FSDP; verl's older key still counts) or context
+# parallel (Megatron).
+_SHARING = (
+    "fsdp_config.ulysses_sequence_parallel_size",
+    "ulysses_sequence_parallel_size",
+    "megatron.context_parallel_size",
+)
+
+
+def check_numbers(
+    config: DictConfig, positive: Iterable[str] = POSITIVE, positive_or_null: Iterable[str] = POSITIVE_OR_NULL
+) -> None:
+    """Raise ConfigError if a key is not above 0 that must be, or if the number of retries makes no sense."""
+    check_positive(config, positive)
+    check_positive(config, (key for key in positive_or_null if OmegaConf.select(config, key) is not None))
+    retries = config.episode.infra_retries
+    if not isinstance(retries, int) or retries < 0:
+        raise ConfigError(f"episode.infra_retries is {retries!r}; it must be 0 or more")
+
+
+def check_positive(config: DictConfig, keys: Iterable[str]) -> None:
+    """Raise ConfigError if one of the keys is not a number above 0."""
+    for key in keys:
+        value = OmegaConf.select(config, key)
+        # bool is an int in Python
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"{key} is {value!r}; it must be a number above 0")
+
+
+def check_batches(config: DictConfig) -> None:
+    """Raise ConfigError if verl could not split a step's episodes into updates and over devices."""
+    batch, actor, rollout = (
+        config.data.train_batch_size,
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+    )
+    mini, gpus = actor.ppo_mini_batch_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if config.algorithm.adv_estimator == "grpo" and rollout.n < 2:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.n is 1, but algorithm.adv_estimator=grpo compares the episodes "
+            "of a task with each other; set n to 2 or more"
+        )
+    if config.trainer.v1.trainer_mode == "separate_async":
+        steps = config.trainer.v1.separate_async.parameter_sync_step
+        if batch != steps * mini:
+            raise ConfigError(
+                f"data.train_batch_size is {batch}; with trainer.v1.trainer_mode=separate_async it must be "
+                f"parameter_sync_step x ppo_mini_batch_size = {steps} x {mini} = {steps * mini}"
+            )
+    elif batch % mini:
+        raise ConfigError(
+            f"data.train_batch_size is {batch}, which is no multiple of "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size = {mini}; the last update would be mostly padding"
+        )
+    if gpus % rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size is {rollout.tensor_model_parallel_size}, "
+            f"which does not divide the {gpus} devices of trainer.nnodes x trainer.n_gpus_per_node"
+        )
+    if actor.use_dynamic_bsz:
+        return
+    if batch * rollout.n % gpus:
+        raise ConfigError(
+            f"data.train_batch_size x actor_rollout_ref.rollout.n = {batch * rollout.n} episodes a step "
+            f"do not divide over {gpus} devices; change one of them or set "
+            "actor_rollout_ref.actor.use_dynamic_bsz=true"
+        )
+    if actor.ppo_micro_batch_size_per_gpu is None:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set; without "
+            "actor_rollout_ref.actor.use_dynamic_bsz=true verl needs it"
+        )
+
+
+def check_lengths(config: DictConfig) -> None:
+    """Raise ConfigError if the longest row fits neither the engine nor a packed batch."""
+    row = config.data.max_prompt_length + config.data.max_response_length
+    sum_of = f"data.max_prompt_length + data.max_response_length = {row} tokens"
+    ref = config.actor_rollout_ref
+    limit = ref.rollout.max_model_len
+    if limit is not None and row > limit:
+        raise ConfigError(f"{sum_of} are more than actor_rollout_ref.rollout.max_model_len = {limit}; raise or lower")
+    if not ref.actor.use_dynamic_bsz:
+        return
+    parallel = max(OmegaConf.select(ref.actor, key) or 1 for key in _SHARING)
+    for key in ("actor.ppo_max_token_len_per_gpu", "rollout.log_prob_max_token_len_per_gpu"):
+        room = OmegaConf.select(ref, key)
+        if room is not None and row > room * parallel:
+            raise ConfigError(
+                f"{sum_of} do not fit one packed batch: actor_rollout_ref.{key} = {room}"
+                f"{f' x {parallel} (sequence parallel)' if parallel > 1 else ''}; raise it to at least "
+                f"{-(-row // parallel)}"
+            )
+
+
+def check_repeat(config: DictConfig) -> None:
+    """Raise ConfigError if full determinism is asked for where a step depends on which episodes end first."""
+    if not OmegaConf.select(config, "actor_rollout_ref.rollout.full_determinism"):
+        return
+    for key, wanted in (
+        ("trainer.v1.trainer_mode", "sync"),
+        ("algorithm.filter_groups.enable", False),
+        ("trainer.v1.sampler.sync_refill_failed_groups", False),
+    ):
+        value = OmegaConf.select(config, key)
+        if value is not None and value != wanted:
+            raise ConfigError(
+                f"{key} is {value}, with which a step's tasks depend on which episodes end first; with "
+                f"actor_rollout_ref.rollout.full_determinism=true it must be {str(wanted).lower()}"
+            )

@@ -1,12 +1,12 @@
-"""Episode records: one file format for everything that happens in an episode. docs/records.md describes it.
+"""Episode records hold everything that happened in an episode, in one file format. docs/records.md describes it.
 
     python -m rollout.records RUN             list the episodes of a run
     python -m rollout.records RUN EPISODE     read one
 
-A file is a sequence of frames, only ever appended: ``magic "CEP1", length u32, crc32 u32, payload`` (little
-endian), the payload a zstd-compressed MessagePack map (``Record``). A file that was cut by a crash ends in an
-incomplete frame, which readers drop and report; a complete frame whose checksum is wrong is corruption, and an
-error. Token data is the session tree itself: each node holds only what it adds to its parent.
+A file is a sequence of frames and is only ever appended to. A frame is ``magic "CEP1", length u32, crc32 u32, payload``
+(little endian), its payload a MessagePack map (``Record``), compressed with zstd. A crash leaves an incomplete last
+frame, which readers drop and report; a complete frame with a wrong checksum is corruption, and an error. Token data is
+the session tree itself: each node holds only what it adds to its parent.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ _LEVEL = 6
 
 
 class CorruptRecordError(Exception):
-    """A complete frame that is not what was written. The message names file and offset."""
+    """A complete frame is not what was written. The message names file and offset."""
 
 
 class NodeRecord(msgspec.Struct, omit_defaults=True):
-    """A node of the session tree. ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: -1 for a
-    root. The other fields belong to sampled nodes: ``blocks`` is what the agent was sent; ``versions``: int32, the
-    weight version of each id, empty if unknown (in records of version 1: the first and the last one)."""
+    """A node of the session tree.
+
+    ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: index of the node before it, -1 for a root.
+    The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
+    version of each id, empty if unknown (in records of version 1 a pair, the first and the last one).
+    """
 
     parent: int
     ids: bytes
@@ -62,10 +65,15 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     tools_allowed: bool = True
     versions: bytes | tuple[int, int] = b""
 
+    @property
+    def length(self) -> int:
+        """The number of its tokens."""
+        return len(self.ids) // 4
+
 
 class RowRecord(msgspec.Struct):
-    """A training row as it was handed to the trainer. ``nodes``: the sampled nodes that it trains; ``digest``:
-    see row_digest."""
+    """A training row as it was handed to the trainer. ``nodes``: the sampled nodes that it trains; ``digest``: see
+    ``row_digest``."""
 
     prompt_tokens: int
     response_tokens: int
@@ -74,8 +82,12 @@ class RowRecord(msgspec.Struct):
 
 
 class Record(msgspec.Struct, omit_defaults=True):
-    """One episode. Times in seconds, ``started`` in Unix time. ``model``: where the policy's tokenizer is;
-    ``tools``: all tool definitions that the agent offered, in chat form."""
+    """A record is one attempt on a task; all figures of an episode are computed from it.
+
+    Times are in seconds, ``started`` is Unix time. ``model``: where the policy's tokenizer is; ``tools``: all tool
+    definitions that the agent offered, in chat form; ``events``: the agent's own event stream; ``repo`` and
+    ``difficulty``: the task's, not in older records.
+    """
 
     version: int
     episode: str
@@ -95,16 +107,21 @@ class Record(msgspec.Struct, omit_defaults=True):
     patch: bytes
     timing: dict[str, float]
     counters: dict[str, float]
-    events: list[dict[str, Any]] = []  # Claude Code's stream-json lines
+    events: list[dict[str, Any]] = []
+    repo: str = ""
+    difficulty: str | None = None
 
 
 def record_of(episode: Episode, split: str, step: int, model: str, parser: str) -> Record:
-    """Everything that is kept of an attempt. ``model`` and ``parser``: what read its tokens."""
-    session, run = episode.session, episode.agent
+    """Return everything that is kept of an attempt.
+
+    ``split`` and ``step``: where it belongs in its run; ``model`` and ``parser``: what its tokens are read with.
+    """
+    session, run, task = episode.session, episode.agent, episode.task
     return Record(
         version=VERSION,
         episode=episode.id,
-        task=episode.task.instance_id,
+        task=task.instance_id,
         split=split,
         step=step,
         attempt=episode.attempt,
@@ -121,10 +138,13 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         timing=episode.timing,
         counters=asdict(session.counters) if session else {},
         events=run.events if run else [],
+        repo=task.repo,
+        difficulty=task.difficulty,
     )
 
 
 def node_records(tree: Tree) -> list[NodeRecord]:
+    """Return the nodes of a session tree, in their order."""
     out = []
     for node in tree.nodes:
         record = NodeRecord(parent=node.parent.index if node.parent else -1, ids=pack_ids(node.ids))
@@ -140,6 +160,7 @@ def node_records(tree: Tree) -> list[NodeRecord]:
 
 
 def row_records(rows: Sequence[TrainingSequence]) -> list[RowRecord]:
+    """Return what is kept of training rows; their tokens are in the nodes."""
     return [
         RowRecord(
             prompt_tokens=len(row.prompt_ids),
@@ -152,7 +173,7 @@ def row_records(rows: Sequence[TrainingSequence]) -> list[RowRecord]:
 
 
 def row_digest(prompt_ids: list[int], response_ids: list[int], mask: list[int], logprobs: list[float]) -> str:
-    """SHA-256 over the four columns (int32, int32, one byte each, float32), each after its length."""
+    """Return the SHA-256 over the four columns (int32, int32, one byte each, float32), each after its length."""
     digest = hashlib.sha256()
     for column in (pack_ids(prompt_ids), pack_ids(response_ids), bytes(mask), pack_floats(logprobs)):
         digest.update(struct.pack("<Q", len(column)))
@@ -161,23 +182,28 @@ def row_digest(prompt_ids: list[int], response_ids: list[int], mask: list[int], 
 
 
 def pack_ids(ids: list[int]) -> bytes:
+    """Return ids as int32, little endian."""
     return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def unpack_ids(data: bytes) -> list[int]:
+    """Return the ids that ``pack_ids`` packed."""
     return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 def pack_floats(values: list[float]) -> bytes:
+    """Return values as float32, little endian."""
     return struct.pack(f"<{len(values)}f", *values)
 
 
 def unpack_floats(data: bytes) -> list[float]:
+    """Return the values that ``pack_floats`` packed."""
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
 class RecordWriter:
-    """Appends records to a file of its own (one per process and start, so nobody appends after a torn tail)."""
+    """A writer appends records to a new file of its own: one per process and start, so that nothing is ever appended
+    behind a torn tail. Raises FileExistsError."""
 
     def __init__(self, directory: Path, name: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -193,12 +219,14 @@ class RecordWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 @dataclass
 class TornTail:
-    """An incomplete last frame: the process died while it wrote. ``lost`` bytes were dropped."""
+    """A torn tail is an incomplete last frame, left by a process that died while it wrote. ``lost``: its bytes, which
+    readers drop."""
 
     path: Path
     offset: int
@@ -207,7 +235,7 @@ class TornTail:
 
 @dataclass
 class Reader:
-    """Iterates over all records of a run directory or a single file; fills ``torn`` on the way.
+    """A reader iterates over all records of a run directory or a single file, and fills ``torn`` on the way.
 
     Raises CorruptRecordError for a complete frame that does not check out, FileNotFoundError for a missing path.
     """
@@ -216,6 +244,7 @@ class Reader:
     torn: list[TornTail] = field(default_factory=list)
 
     def files(self) -> list[Path]:
+        """Return the record files. Raises FileNotFoundError."""
         if self.source.is_file():
             return [self.source]
         if not self.source.is_dir():
@@ -242,7 +271,7 @@ class Reader:
                 return
             payload = data[offset + _HEADER.size : end]
             if zlib.crc32(payload) != checksum:
-                raise CorruptRecordError(f"{path}, offset {offset}: checksum of the record is wrong")
+                raise CorruptRecordError(f"{path}, offset {offset}: the record's checksum is wrong")
             yield _decode(payload, path, offset)
             offset = end
 
@@ -253,22 +282,22 @@ def _decode(payload: bytes, path: Path, offset: int) -> Record:
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
         raise CorruptRecordError(f"{path}, offset {offset}: {error}") from error
     if record.version not in _READABLE:
-        raise CorruptRecordError(f"{path}, offset {offset}: record version {record.version}, this reads {_READABLE}")
+        raise CorruptRecordError(f"{path}, offset {offset}: record version {record.version}; readable are {_READABLE}")
     return record
 
 
 def _show(record: Record) -> Iterator[str]:
-    """An episode as a person reads it: what was asked and said, and what became of it."""
+    """Yield the lines of an episode as a person reads it: what was asked and said, and what became of it."""
     yield f"{record.episode}  task {record.task}  {record.split} step {record.step}  attempt {record.attempt}"
     for number, node in enumerate(record.nodes):
         if node.logprobs is None:
-            yield f"\n--- {number}: {len(node.ids) // 4} tokens of context after {node.parent}"
+            yield f"\n--- {number}: {node.length} tokens of context after {node.parent}"
             continue
         lost = "" if node.delivered else ", never delivered"
-        yield f"\n--- {number}: {len(node.ids) // 4} tokens sampled ({node.stop_reason}{lost})\n{node.text}"
+        yield f"\n--- {number}: {node.length} tokens sampled ({node.stop_reason}{lost})\n{node.text}"
         for event in record.events:
             yield from _heard(event, {block.get("id") for block in node.blocks})
-    if not record.nodes:  # of a model behind another endpoint the agent's own events are all there is
+    if not record.nodes:  # a model behind another endpoint: the agent's own events are all there is
         yield from (f"\n{json.dumps(event)}" for event in record.events if event.get("type") in ("assistant", "user"))
     yield f"\n--- patch\n{record.patch.decode('utf-8', 'replace')}"
     yield f"--- agent    {json.dumps(record.agent)}"
@@ -279,7 +308,7 @@ def _show(record: Record) -> Iterator[str]:
 
 
 def _heard(event: dict[str, Any], calls: set[Any]) -> Iterator[str]:
-    """The tool results that answer ``calls``, from Claude Code's own event."""
+    """Yield the results of the tool calls ``calls``, read from an event of Claude Code."""
     content = event.get("message", {}).get("content", []) if event.get("type") == "user" else []
     for block in content if isinstance(content, list) else []:
         if block.get("type") == "tool_result" and block.get("tool_use_id") in calls:
@@ -288,9 +317,10 @@ def _heard(event: dict[str, Any], calls: set[Any]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """List a run's episodes or show one; return the exit status, 1 if nothing was found or a record is corrupt."""
     options = argparse.ArgumentParser(prog="python -m rollout.records", description="Read the episodes of a run.")
     options.add_argument("run", type=Path, help="run directory, or one record file")
-    options.add_argument("episode", nargs="?", help="an episode's name, or the beginning of it")
+    options.add_argument("episode", nargs="?", help="an episode's name, or the start of it")
     args = options.parse_args(argv)
     reader, shown = Reader(args.run), 0
     try:

@@ -207,9 +207,10 @@ def throughput(cfg: DictConfig, work: Path, count: int) -> None:
     row("the engine alone, the same calls", f"{raw.wall:.1f}", f"{raw.rate:.1f}")
     row("whole episodes", f"{whole.wall:.1f}", f"{whole.rate:.1f}")
     row("**episodes / engine**", "", f"**{whole.rate / raw.rate:.2f}**")
-    overhead = [e.session.overhead_ms for e in played if e.session and e.session.overhead_ms is not None]
-    if overhead:
-        row("of that the proxy, ms per call", "", f"{sum(overhead) / len(overhead):.1f}")
+    counters = [episode.session.counters for episode in played if episode.session and episode.session.counters.calls]
+    if counters:
+        overhead = sum(1e3 * one.overhead_s / one.calls for one in counters) / len(counters)
+        row("of that the proxy, ms per call", "", f"{overhead:.1f}")
     for phase in ("boot", "agent", "grade"):
         seconds = [e.timing[phase] for e in played if phase in e.timing]
         if seconds:

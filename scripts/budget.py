@@ -42,6 +42,7 @@ EVERYTHING = 14_000
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (
     "rl/agent_loop.py",
+    "rl/engine.py",
     "rl/trainer.py",
     "rollout/episode.py",
     "rollout/records.py",

@@ -15,6 +15,7 @@ from typing import Any
 from rollout.proxy.engine import Completion
 from rollout.proxy.parsers import Parsed
 from rollout.proxy.session import Policy
+from rollout.records import Record
 
 END = 0x110000  # the first number that is no character
 CALL = re.compile(r"\[\[(\w+) (\{.*?\})\]\]", re.DOTALL)
@@ -104,3 +105,14 @@ def char_policy(engine: Any, renderer: Any = None, max_tokens: int = 10_000, max
         max_tokens=max_tokens,
         max_context=max_context,
     )
+
+
+def empty_record(**changes: Any) -> Record:
+    """The record of an unresolved episode in which nothing happened, with ``changes``."""
+    fields: dict[str, Any] = {
+        "version": 2, "episode": "e", "task": "t", "split": "train", "step": 1, "attempt": 0, "started": 0.0,
+        "model": "m", "parser": "kit", "sampling": {}, "tools": [], "nodes": [], "rows": [],
+        "verdict": {"outcome": "unresolved", "reason": "tests_failed", "reward": 0.0, "detail": "", "flags": []},
+        "agent": {}, "patch": b"", "timing": {}, "counters": {},
+    }  # fmt: skip
+    return Record(**fields | changes)

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from rewards.task import Task
-from rewards.verdict import Outcome
 from rl.batch import Journal, run_all
 from rl.config import ConfigError
+from rl.metrics.episodes import Line, line
 from rollout import files
 from rollout.episode import Episode, Setup, play
 from rollout.records import Reader, Record, RecordWriter, record_of
 
-Line = dict[str, Any]
 _SAMPLE = re.compile(r"eval-(\d+)-")
 
 
@@ -53,7 +52,7 @@ class Evaluation:
                 files.write(about, json.dumps(identity, indent=1) + "\n", synced=True)
             elif changed := _changed(json.loads(about.read_text()), identity):
                 raise ConfigError(f"out: {directory} belongs to another evaluation ({changed}); use another directory")
-            known = {line["episode"] for line in self.lines}
+            known = {one["episode"] for one in self.lines}
             for record in Reader(directory / "episodes") if (directory / "episodes").exists() else ():
                 if record.episode not in known:
                     self._journal.append(line_of(record))
@@ -100,10 +99,10 @@ class Evaluation:
         def keep(episode: Episode) -> None:
             record = record_of(episode, "eval", step, model, parser)
             writer.append(record)
-            line = line_of(record)
-            self._journal.append(line)
-            done(line)
-            if line["infra"]:
+            played = line_of(record)
+            self._journal.append(played)
+            done(played)
+            if played["infra"]:
                 check()
 
         async def work(piece: tuple[Task, int]) -> None:
@@ -127,47 +126,17 @@ class Evaluation:
 
 
 def line_of(record: Record) -> Line:
-    """What the journal keeps of an attempt. ``tokens_in``: of all prompts, each counted whole; ``tokens_out``: sampled;
-    times in seconds. A patch that is not UTF-8 has replacement characters; the record has its bytes."""
+    """Return what the journal keeps of an attempt: its figures (``rl.metrics.episodes.line``) and what only evaluations
+    ask for. A patch that is not UTF-8 has replacement characters; the record has its bytes."""
     found = _SAMPLE.match(record.episode)
-    verdict = record.verdict
-    tokens_in, tokens_out = _tokens(record)
-    return {
-        "episode": record.episode,
-        "task": record.task,
+    return line(record) | {
         "sample": int(found[1]) if found else 0,
         "attempt": record.attempt,
         "started": record.started,
-        "resolved": verdict["outcome"] == Outcome.RESOLVED,
-        "infra": verdict["outcome"] == Outcome.INFRA_FAILURE,
-        "reason": verdict["reason"],
-        "detail": verdict["detail"],
-        "flags": verdict["flags"],
+        "detail": record.verdict["detail"],
         "agent": record.agent.get("status"),
-        "turns": record.agent.get("turns", 0),
-        "calls": int(record.counters.get("calls", 0)),
-        "tokens_in": tokens_in,
-        "tokens_out": tokens_out,
-        "agent_s": round(record.timing.get("agent", 0.0), 3),
-        "wall_s": round(record.timing.get("total", 0.0), 3),
         "patch": record.patch.decode("utf-8", "replace"),
     }
-
-
-def _tokens(record: Record) -> tuple[int, int]:
-    """From the session tree; of a model behind another endpoint, what Claude Code adds up itself."""
-    lengths: list[int] = []
-    prompts = sampled = 0
-    for node in record.nodes:
-        before = lengths[node.parent] if node.parent >= 0 else 0
-        lengths.append(before + len(node.ids) // 4)
-        if node.logprobs is not None:
-            prompts, sampled = prompts + before, sampled + len(node.ids) // 4
-    for event in () if record.nodes else record.events:
-        for used in event.get("modelUsage", {}).values() if event.get("type") == "result" else ():
-            prompts += sum(used.get(f"{kind}InputTokens", 0) for kind in ("cacheRead", "cacheCreation"))
-            prompts, sampled = prompts + used.get("inputTokens", 0), sampled + used.get("outputTokens", 0)
-    return prompts, sampled
 
 
 def _changed(before: Any, now: Any, path: str = "") -> str:

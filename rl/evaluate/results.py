@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rl.evaluate.play import Line
 from rl.evaluate.statistics import Estimate, estimate
+from rl.metrics.episodes import percentile
 from rollout import files
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SPREAD = ("turns", "calls", "tokens_in", "tokens_out", "agent_s", "wall_s")
+_SPREAD = ("turns", "calls", "tokens_in", "tokens_sampled", "agent_s", "wall_s")
 
 
 def results(name: str, tasks: Mapping[str, Mapping[str, Any]], samples: int, lines: Sequence[Line]) -> dict[str, Any]:
@@ -79,13 +80,9 @@ def _count(words: Any) -> dict[str, int]:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-    mean = math.fsum(ordered) / len(ordered)
-    return {"mean": round(mean, 3), "p50": at(0.5), "p90": at(0.9), "max": ordered[-1], "sum": round(sum(ordered), 3)}
+    total = math.fsum(values)
+    spread = {"mean": total / len(values), "p50": percentile(values, 50), "p90": percentile(values, 90)}
+    return {name: round(value, 3) for name, value in (spread | {"max": max(values), "sum": total}).items()}
 
 
 def predictions(name: str, lines: Sequence[Line], sample: int) -> list[dict[str, str]]:

@@ -1,11 +1,9 @@
-"""What a run records about itself, and how it is told to people.
-
-Files under the run directory, one JSON object per line:
+"""Numbers that a run records about its episodes and steps, in files of one JSON object per line:
 
 ``episode_metrics/<host>-<pid>.jsonl``
-    one record per episode, appended by the agent loop (``EpisodeLog``); keys in ``EPISODE_KEYS``.
+    a line per attempt, made from its record (``line``) and written by the agent loop (``EpisodeLog``).
 ``metrics.jsonl``
-    one record per step: ``{"step", "time", <verl's metrics>, <ours>}``, all of them in docs/metrics.md. wandb and
+    a line per step: ``{"step", "time", <verl's metrics>, <ours>}``, all of them in docs/metrics.md. wandb and
     TensorBoard get the same numbers.
 
 This module imports neither verl nor torch: agent loop, trainer and screen all use it.
@@ -19,38 +17,13 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from rewards.verdict import Outcome
 from rollout import files
+from rollout.records import Record
 
-EPISODE_KEYS = {
-    "step": "trainer step (weights) the episode belongs to",
-    "split": "'train' or 'val'",
-    "episode": "unique id",
-    "task": "task id",
-    "repo": "of the task",
-    "difficulty": "of the task in its set's words; None if its set has none",
-    "reward": "float; None for an infrastructure failure",
-    "resolved": "bool",
-    "failure": "None, or the cause in one word: no_patch, tests, timeout, context_full, ...",
-    "dropped": "paths of the patch that were not graded",
-    "flags": "list of what is suspicious in the patch, by name",
-    "infra": "bool: lost to infrastructure, not trained on",
-    "rows": "training sequences made",
-    "tokens_sampled": "tokens that the engine sampled",
-    "tokens_context": "tokens that the policy read: everything else, counted once",
-    "tokens_trained": "tokens with mask 1: what was sampled, delivered and is not served only",
-    "turns": "calls of the main thread that were acted on",
-    "calls": "requests of all threads, retries included",
-    "malformed_calls": "tool calls that were not whole and became text",
-    "cut_replies": "replies that ended at max_tokens",
-    "cache_queries": "prompt tokens of the calls whose engine told how many it had cached",
-    "cache_hits": "those that it had",
-    "wall_s": "seconds, sandbox boot to verdict",
-    "boot_s": "seconds",
-    "agent_s": "seconds",
-    "grade_s": "seconds",
-    "proxy_overhead_ms": "mean milliseconds per call spent in the proxy outside the engine",
-}
+Line = dict[str, Any]
 
 _MEANS = (
     "rows",
@@ -68,39 +41,99 @@ _MEANS = (
 )
 _WALL_PERCENTILES = (50, 90, 99)
 
-# More values than this of one label (repositories, ...) are not told apart: nobody reads as many curves.
+# A label with more values than this (repositories, ...) is not split by value: nobody reads as many curves.
 MAX_LABELS = 12
 
 
-class EpisodeLog:
-    """Append-only log of episodes of this process. One file per process: no locks, NFS is fine."""
+def line(record: Record) -> Line:
+    """Return the figures of an attempt, each under the one name that it has in metrics, samples and evaluations."""
+    verdict, counters, seconds = record.verdict, record.counters, record.timing
+    calls = int(counters.get("calls", 0))
+    return {
+        "episode": record.episode,
+        "task": record.task,
+        "repo": record.repo,
+        "difficulty": record.difficulty,  # in the words of the task's set; None if that has none
+        "split": record.split,  # train, val, warm or eval
+        "step": record.step,  # trainer step (weights) that the episode belongs to
+        "resolved": verdict["outcome"] == Outcome.RESOLVED,
+        "infra": verdict["outcome"] == Outcome.INFRA_FAILURE,
+        "reason": verdict["reason"],  # None exactly if resolved
+        "reward": verdict["reward"],  # None for an infrastructure failure
+        "dropped": len(verdict.get("dropped", ())),  # paths of the patch that were not graded
+        "flags": verdict.get("flags", []),  # names of what is suspicious in the patch
+        "rows": len(record.rows),  # training sequences
+        **_tokens(record),
+        "turns": record.agent.get("turns", 0),  # calls of the main thread that the agent acted on
+        "calls": calls,  # requests of all threads, retries included
+        "malformed_calls": int(counters.get("malformed_calls", 0)),  # tool calls that were not whole and became text
+        "cut_replies": int(counters.get("cut_replies", 0)),  # replies that ended at max_tokens
+        "cache_queries": int(counters.get("cache_queries", 0)),  # prompt tokens, where the engine counts cached ones
+        "cache_hits": int(counters.get("cache_hits", 0)),  # those of them that were cached
+        "wall_s": seconds.get("total", 0.0),  # from boot to verdict
+        "boot_s": seconds.get("boot", 0.0),
+        "agent_s": seconds.get("agent", 0.0),
+        "grade_s": seconds.get("grade", 0.0),
+        # Mean per call of the proxy's own time, without the engine's; None without a call.
+        "proxy_overhead_ms": 1e3 * counters["overhead_s"] / calls if calls else None,
+    }
 
-    def __init__(self, run_dir: str | Path):
-        directory = Path(run_dir) / "episode_metrics"
+
+def _tokens(record: Record) -> dict[str, int]:
+    """Return the token counts of an attempt.
+
+    ``tokens_sampled``: by the engine; ``tokens_context``: read by the policy, each once; ``tokens_trained``: with mask
+    1; ``tokens_in``: of all prompts, each counted whole. A model behind another endpoint leaves no tree: of its tokens
+    only the first and the last count are known, which Claude Code adds up itself.
+    """
+    prefixes: list[int] = []  # tokens up to and including each node
+    sampled = context = prompts = 0
+    for node in record.nodes:
+        before = prefixes[node.parent] if node.parent >= 0 else 0
+        prefixes.append(before + node.length)
+        if node.logprobs is None:
+            context += node.length
+        else:
+            sampled, prompts = sampled + node.length, prompts + before
+    for event in () if record.nodes else record.events:
+        for used in event.get("modelUsage", {}).values() if event.get("type") == "result" else ():
+            kinds = ("inputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
+            prompts += sum(used.get(kind, 0) for kind in kinds)
+            sampled += used.get("outputTokens", 0)
+    trained = sum(record.nodes[number].length for row in record.rows for number in row.nodes)
+    return {
+        "tokens_sampled": sampled,
+        "tokens_context": context,
+        "tokens_trained": trained,
+        "tokens_in": prompts,
+    }
+
+
+class EpisodeLog:
+    """A log takes the lines of this process's episodes. Each process has a file of its own, so there are no locks and
+    the run directory may be on NFS."""
+
+    def __init__(self, run_dir: Path):
+        directory = run_dir / "episode_metrics"
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-        self.path.touch()  # a shared disk takes a while to show the head a new file, but not what is added to one
+        self.path.touch()  # a shared disk shows a new file late, but soon what is added to a known one
 
-    def append(self, record: dict) -> None:
-        """Write one record, before the episode's rows are handed to verl.
-
-        Raises:
-            KeyError: a key is missing from, or not in, ``EPISODE_KEYS``.
-        """
-        if odd := set(record) ^ set(EPISODE_KEYS):
-            raise KeyError(f"episode record: missing or unknown keys {sorted(odd)}")
+    def append(self, line: Line) -> None:
+        """Write an attempt's line; to be called before the episode's rows are handed to verl."""
         with open(self.path, "a") as f:
-            f.write(json.dumps(record) + "\n")
+            f.write(json.dumps(line) + "\n")
 
 
 class Tail:
-    """Reads what was appended to a file of JSON lines since the last call; the file need not exist yet."""
+    """A tail reads what was appended to a file of JSON lines since the last call. The file need not exist yet."""
 
     def __init__(self, path: Path, from_end: bool = False):
         self.path = path
         self.offset = path.stat().st_size if from_end and path.exists() else 0
 
-    def take(self) -> list[dict]:
+    def take(self) -> list[Line]:
+        """Return the new complete lines."""
         if not self.path.exists():
             return []
         with open(self.path, "rb") as file:
@@ -108,96 +141,108 @@ class Tail:
             data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
+        return [json.loads(text) for text in complete.splitlines()]
 
 
 class EpisodeReader:
-    """Reads what all ``EpisodeLog`` of a run appended since the last call."""
+    """A reader takes in what all logs of a run appended since it was made."""
 
-    def __init__(self, run_dir: str | Path, from_end: bool = True):
-        self.directory = Path(run_dir) / "episode_metrics"
-        self.pending: list[dict] = []
-        self.tails = {path: Tail(path, from_end) for path in self.directory.glob("*.jsonl")}
+    def __init__(self, run_dir: Path):
+        self.directory = run_dir / "episode_metrics"
+        self.pending: list[Line] = []
+        self.tails = {path: Tail(path, from_end=True) for path in self.directory.glob("*.jsonl")}
 
-    def take(self, split: str) -> list[dict]:
-        """New records of a split; those of the other split wait for their own call."""
+    def take(self, split: str) -> list[Line]:
+        """Return the new lines of a split; those of the other split wait for their own call."""
         for path in sorted(self.directory.glob("*.jsonl")):
             self.pending += self.tails.setdefault(path, Tail(path)).take()
-        taken = [r for r in self.pending if r["split"] == split]
-        self.pending = [r for r in self.pending if r["split"] != split]
+        taken = [one for one in self.pending if one["split"] == split]
+        self.pending = [one for one in self.pending if one["split"] != split]
         return taken
 
 
-def fold(records: list[dict], prefix: str, labels: Sequence[str] = ()) -> dict[str, float]:
-    """Means over episodes, as metrics named ``<prefix>/...``. Infrastructure failures only count as such.
+def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict[str, float]:
+    """Return means over episodes, as metrics named ``<prefix>/...``. Infrastructure failures are only counted.
 
     Args:
-        records: episode records of one step and split.
-        prefix: "episode" or "val"; with "val" the counts are prefixed too.
-        labels: keys of the records ("difficulty", "repo") by which the resolve rate is split.
+        lines: episodes of one step and split.
+        prefix: "episode" or "val"; with "val" the names of counts have it in front, too.
+        labels: keys of the lines ("difficulty", "repo") by whose values the resolve rate is split.
 
     Returns:
-        Empty for no records. ``<prefix>/resolve_rate`` and the other means are left out if every episode
-        was lost to infrastructure.
+        Nothing for no lines. ``<prefix>/resolve_rate`` and the other means are left out if every episode was lost to
+        the infrastructure.
     """
-    if not records:
+    if not lines:
         return {}
     outer = "" if prefix == "episode" else f"{prefix}/"
-    graded = [r for r in records if not r["infra"]]
+    graded = [one for one in lines if not one["infra"]]
     metrics: dict[str, float] = {
         f"{prefix}/count": len(graded),
-        f"{outer}infra/failures": len(records) - len(graded),
+        f"{outer}infra/failures": len(lines) - len(graded),
     }
-    causes = Counter((r["failure"], r["infra"]) for r in records if r["failure"])
+    causes = Counter((one["reason"], one["infra"]) for one in lines if one["reason"])
     for (cause, infra), count in causes.items():
         metrics[f"{outer}{'infra' if infra else 'failure'}/{cause}"] = count
     if not graded:
         return metrics
 
     def mean(key: str) -> float:
-        return sum(float(r[key] or 0) for r in graded) / len(graded)
+        return sum(float(one[key] or 0) for one in graded) / len(graded)
 
-    metrics[f"{prefix}/resolved"] = sum(bool(r["resolved"]) for r in graded)
+    metrics[f"{prefix}/resolved"] = sum(one["resolved"] for one in graded)
     metrics[f"{prefix}/resolve_rate"] = mean("resolved")
     metrics[f"{prefix}/reward_mean"] = mean("reward")
     metrics |= {f"{prefix}/{key}": mean(key) for key in _MEANS}
-    walls = [float(r["wall_s"]) for r in graded]
+    walls = [float(one["wall_s"]) for one in graded]
     metrics |= {f"{prefix}/wall_s_p{percent}": percentile(walls, percent) for percent in _WALL_PERCENTILES}
     for label in labels:
-        for value in sorted({r[label] for r in graded if r[label]}):
-            resolved = [bool(r["resolved"]) for r in graded if r[label] == value]
+        for value in sorted({one[label] for one in graded if one[label]}):
+            resolved = [one["resolved"] for one in graded if one[label] == value]
             metrics[f"{outer}{label}/{metric_name(value)}/resolve_rate"] = sum(resolved) / len(resolved)
     metrics |= _screening(graded, outer)
-    overheads = [float(r["proxy_overhead_ms"]) for r in graded if r["proxy_overhead_ms"] is not None]
+    overheads = [float(one["proxy_overhead_ms"]) for one in graded if one["proxy_overhead_ms"] is not None]
     if overheads:
         metrics[f"{outer}proxy/overhead_ms"] = sum(overheads) / len(overheads)
         metrics[f"{outer}proxy/overhead_ms_p95"] = percentile(overheads, 95)
-    if queries := sum(r["cache_queries"] for r in graded):
-        metrics[f"{outer}engine/prefix_cache_hit_rate"] = sum(r["cache_hits"] for r in graded) / queries
+    if queries := sum(one["cache_queries"] for one in graded):
+        metrics[f"{outer}engine/prefix_cache_hit_rate"] = sum(one["cache_hits"] for one in graded) / queries
     return metrics
 
 
+def _screening(graded: Sequence[Line], outer: str) -> dict[str, float]:
+    """Return what the rules found: episodes by flag, episodes with any flag, those of them that were resolved, and
+    episodes whose patch was not graded whole. Counts of 0 are left out."""
+    flagged = [one for one in graded if one["flags"]]
+    counts = Counter(f"flags/{name}" for one in flagged for name in one["flags"])
+    counts["flagged/episodes"] = len(flagged)
+    counts["flagged/resolved"] = sum(one["resolved"] for one in flagged)
+    counts["dropped/episodes"] = sum(one["dropped"] > 0 for one in graded)
+    return {f"{outer}{key}": count for key, count in counts.items() if count}
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that is not below ``percent`` of them (nearest rank)."""
+    """Return the smallest value that at least ``percent`` per cent of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def metric_name(text: str) -> str:
-    """A label's value as part of a metric's name: "<15 min fix" is under_15_min_fix."""
+    """Return a label's value as part of a metric's name: "<15 min fix" becomes under_15_min_fix."""
     text = text.replace("<", " under ").replace(">", " over ")
     return re.sub(r"[^\w./-]+", "_", text).strip("_")
 
 
 def group_metrics(groups: dict[str, list[tuple[float, bool]]]) -> dict[str, float]:
-    """Of the groups that a step trains on. A group whose rewards are all equal teaches nothing: no advantage.
+    """Return figures of the groups that a step trains on. A group whose rewards are all equal teaches nothing: its
+    advantages are 0.
 
     Args:
-        groups: per group (reward, resolved) of its episodes.
+        groups: by group, (reward, resolved) of its episodes.
 
     Returns:
-        ``group/count``, ``group/episodes`` (mean), and the shares of groups ``group/all_equal`` (one reward),
-        ``group/all_resolved``, ``group/none_resolved``. Empty for no groups.
+        ``group/count``, ``group/episodes`` (mean), and as shares of the groups ``group/all_equal`` (one reward),
+        ``group/all_resolved`` and ``group/none_resolved``. Nothing for no groups.
     """
     if not groups:
         return {}
@@ -214,66 +259,53 @@ def group_metrics(groups: dict[str, list[tuple[float, bool]]]) -> dict[str, floa
     }
 
 
-def _screening(graded: list[dict], outer: str) -> dict[str, float]:
-    """What the rules found: episodes by flag, those with any, those of them that were resolved, and those whose
-    patch was not graded whole. Nothing for what was not found."""
-    flagged = [r for r in graded if r["flags"]]
-    counts = Counter(f"flags/{name}" for r in flagged for name in r["flags"])
-    counts["flagged/episodes"] = len(flagged)
-    counts["flagged/resolved"] = sum(r["resolved"] for r in flagged)
-    counts["dropped/episodes"] = sum(r["dropped"] > 0 for r in graded)
-    return {f"{outer}{key}": count for key, count in counts.items() if count}
-
-
-def append_step(run_dir: str | Path, step: int, time_s: float, metrics: dict) -> None:
-    """Append one step to metrics.jsonl. Values that are no finite numbers become null."""
-    record: dict = {"step": int(step), "time": time_s}
+def append_step(run_dir: Path, step: int, time_s: float, metrics: dict[str, Any]) -> None:
+    """Append one step to metrics.jsonl: what can be read as a number, null where that is not finite."""
+    values: Line = {"step": int(step), "time": time_s}
     for key, value in metrics.items():
         try:
             number = float(value)
         except (TypeError, ValueError):
             continue
-        record[key] = number if math.isfinite(number) else None
-    with open(Path(run_dir) / "metrics.jsonl", "a") as f:
-        f.write(json.dumps(record) + "\n")
+        values[key] = number if math.isfinite(number) else None
+    with open(run_dir / "metrics.jsonl", "a") as f:
+        f.write(json.dumps(values) + "\n")
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """Records of a file that may not exist and whose last line may be torn by a kill."""
+def read_jsonl(path: Path) -> list[Line]:
+    """Return the lines of a file that may not exist, and whose last line may have been torn by a kill."""
     if not path.exists():
         return []
-    records = []
-    for line in path.read_bytes().splitlines():
+    lines = []
+    for text in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
+            lines.append(json.loads(text))
         except ValueError:
             continue
-    return records
+    return lines
 
 
-def rewind(run_dir: str | Path, step: int) -> None:
-    """Drop what was recorded after the checkpoint of ``step``: it is about to be done again."""
-    run_dir = Path(run_dir)
+def rewind(run_dir: Path, step: int) -> None:
+    """Drop the lines of steps after the checkpoint of ``step``: these steps are about to be done again."""
     for path in [run_dir / "metrics.jsonl", *(run_dir / "episode_metrics").glob("*.jsonl")]:
-        if not path.exists():
-            continue
-        kept = [r for r in read_jsonl(path) if r["step"] <= step]
-        files.write(path, "".join(json.dumps(r) + "\n" for r in kept))
+        if path.exists():
+            kept = [one for one in read_jsonl(path) if one["step"] <= step]
+            files.write(path, "".join(json.dumps(one) + "\n" for one in kept))
 
 
-def has_validation(record: dict) -> bool:
-    """Whether a step's record holds held-out results (ours, or verl's own for other agent loops)."""
-    return any(key.startswith(("val/", "val-core/")) for key in record)
+def has_validation(step: Line) -> bool:
+    """Tell whether a step's metrics hold held-out results (ours, or verl's own for other agent loops)."""
+    return any(key.startswith(("val/", "val-core/")) for key in step)
 
 
-def resolve_rate(record: dict, split: str) -> float | None:
-    """Share of resolved episodes of a step. None: the step has none of that split.
+def resolve_rate(step: Line, split: str) -> float | None:
+    """Return the share of a step's episodes that resolved, None if it has none of that split.
 
-    Falls back to verl's mean reward where the agent loop logs no episodes.
+    Where the agent loop logs no episodes, verl's mean reward stands in for it.
     """
     if split == "train":
-        return record.get("episode/resolve_rate", record.get("critic/score/mean"))
-    if "val/resolve_rate" in record:
-        return record["val/resolve_rate"]
-    core = [v for k, v in record.items() if k.startswith("val-core/") and "/mean@" in k]
+        return step.get("episode/resolve_rate", step.get("critic/score/mean"))
+    if "val/resolve_rate" in step:
+        return step["val/resolve_rate"]
+    core = [value for key, value in step.items() if key.startswith("val-core/") and "/mean@" in key]
     return sum(core) / len(core) if core else None

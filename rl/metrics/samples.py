@@ -1,7 +1,7 @@
-"""A few episodes of each step as people read them, for wandb's tables and TensorBoard.
+"""Samples are a few episodes of each step as people read them, for wandb's tables, TensorBoard and the report.
 
-Workers write the first ones they have of each kind into ``samples/<host>-<pid>.jsonl`` of the run directory; the
-trainer takes a few of them into its loggers. The whole episodes are in the records (``rollout.records``).
+Workers write the first ones that they have of each kind into ``samples/<host>-<pid>.jsonl`` of the run directory; the
+trainer puts a few of them into its loggers. The whole episodes are in the records (``rollout.records``).
 """
 
 from __future__ import annotations
@@ -13,53 +13,45 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rl.metrics.episodes import Tail
-from rollout.episode import Episode
+from rl.metrics.episodes import Line, Tail, line
+from rollout.records import Record
 
 EACH = 2  # of a step's resolved episodes, and of its others
 _TEXT = 2000  # characters of a patch, and of the last messages
-COLUMNS = ("step", "split", "task", "verdict", "reward", "turns", "tokens sampled", "patch", "last messages", "episode")
+COLUMNS = ("step", "split", "task", "verdict", "reward", "turns", "tokens_sampled", "patch", "last messages", "episode")
 
 
 class SampleLog:
-    """Keeps ``EACH`` resolved and as many other episodes of each step and split of this process."""
+    """A log keeps ``EACH`` resolved episodes, and as many others, of each step and split of this process."""
 
     def __init__(self, run_dir: Path) -> None:
         directory = run_dir / "samples"
         directory.mkdir(exist_ok=True)
         self.path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-        self._kept = Counter[tuple[str, int, bool]]()
+        self._kept = Counter[tuple[Any, ...]]()
 
-    def offer(self, episode: Episode, split: str, step: int) -> None:
-        """Infrastructure failures are not kept: they say nothing about the policy."""
-        kind = (split, step, episode.verdict.reason is None)
-        if episode.verdict.is_infra or self._kept[kind] >= EACH:
+    def offer(self, record: Record) -> None:
+        """Keep the attempt if there is room for its kind. Infrastructure failures say nothing and are never kept."""
+        one = line(record)
+        kind = (one["split"], one["step"], one["resolved"])
+        if one["infra"] or self._kept[kind] >= EACH:
             return
         self._kept[kind] += 1
         with open(self.path, "a") as file:
-            file.write(json.dumps(sample(episode, split, step)) + "\n")
+            file.write(json.dumps(sample(record)) + "\n")
 
 
-def sample(episode: Episode, split: str, step: int) -> dict[str, Any]:
-    """One row of the table, by ``COLUMNS``."""
-    verdict, run, session = episode.verdict, episode.agent, episode.session
-    values = (
-        step,
-        split,
-        episode.task.instance_id,
-        verdict.reason.value if verdict.reason else "resolved",
-        verdict.reward,
-        run.turns if run else 0,
-        session.tree.sampled_tokens() if session else 0,
-        _cut(episode.patch.decode("utf-8", "replace")),
-        last_messages(run.events if run else []),
-        episode.id,
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+def sample(record: Record) -> dict[str, Any]:
+    """Return one row of the table, by ``COLUMNS``."""
+    values: dict[str, Any] = line(record)
+    values["verdict"] = values["reason"] or "resolved"
+    values["patch"] = _cut(record.patch.decode("utf-8", "replace"))
+    values["last messages"] = last_messages(record.events)
+    return {name: values[name] for name in COLUMNS}
 
 
 def last_messages(events: list[dict[str, Any]]) -> str:
-    """The end of a conversation, from Claude Code's own events."""
+    """Return the end of a conversation, read from Claude Code's own events."""
     said: list[str] = []
     for event in events:
         if event.get("type") not in ("assistant", "user"):
@@ -91,15 +83,15 @@ def _cut(text: str) -> str:
 
 
 class SampleReader:
-    """What all ``SampleLog`` of a run wrote since the last call, ``EACH`` of a kind."""
+    """A reader takes in what all sample logs of a run wrote since it was made."""
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / "samples"
         self._tails = {path: Tail(path, from_end=True) for path in self._directory.glob("*.jsonl")}
 
     def take(self) -> list[dict[str, Any]]:
-        """Resolved ones first. A split's are those of its last step."""
-        found: list[dict[str, Any]] = []
+        """Return the new samples, at most ``EACH`` resolved ones and as many others per split, resolved ones first."""
+        found: list[Line] = []
         for path in sorted(self._directory.glob("*.jsonl")):
             found += self._tails.setdefault(path, Tail(path)).take()
         kept = Counter[tuple[str, bool]]()
@@ -113,7 +105,7 @@ class SampleReader:
 
 
 def log_samples(samples: list[dict[str, Any]], loggers: dict[str, Any], step: int) -> None:
-    """Put them into verl's loggers that can show them. ``loggers``: of verl's Tracking, by name."""
+    """Put samples into those of verl's loggers that can show them. ``loggers``: by name, from verl's Tracking."""
     if not samples:
         return
     if "wandb" in loggers:
@@ -128,5 +120,5 @@ def log_samples(samples: list[dict[str, Any]], loggers: dict[str, Any], step: in
 
 def _markdown(one: dict[str, Any]) -> str:
     title = ", ".join(f"{name} {one[name]}" for name in COLUMNS if name not in ("patch", "last messages"))
-    bodies = (f"    {line}" for name in ("patch", "last messages") for line in one[name].splitlines())
+    bodies = (f"    {text}" for name in ("patch", "last messages") for text in one[name].splitlines())
     return f"**{title}**\n\n" + "\n".join(bodies)

@@ -116,11 +116,6 @@ class Session:
         self._generations: dict[int, _Generation] = {}  # those in progress, by the index of their context node
         self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
 
-    @property
-    def overhead_ms(self) -> float | None:
-        """Return the proxy's own work per call, a mean in milliseconds; None before the first call."""
-        return 1e3 * self.counters.overhead_s / self.counters.calls if self.counters.calls else None
-
     def prepare(self, request: WireRequest, retry: bool) -> Call:
         """Match a request with the tree and encode what is new in it.
 

@@ -21,13 +21,14 @@ from docker.errors import DockerException
 
 from rewards.task import Task
 from rewards.verdict import Reason
-from rl.agent_loop import metrics_line, outputs
+from rl.agent_loop import outputs
 from rl.boxes import kind_of
 from rl.config import compose
-from rl.metrics.episodes import fold
+from rl.metrics.episodes import fold, line
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.server import ProxyServer
+from rollout.records import record_of
 from rollout.sandbox import Sandbox
 from rollout.sandbox.docker import engine as docker_engine
 from rollout.sandbox.docker import images
@@ -109,7 +110,7 @@ class Stand:
     def check(self, *reasons: Reason | None) -> None:
         """How each attempt ended (None: resolved), what came of it for training, and how it is counted."""
         assert tuple(episode.verdict.reason for episode in self.kept) == reasons, [e.verdict for e in self.kept]
-        counts = fold([metrics_line(episode, "train", 1) for episode in self.kept], "episode")
+        counts = fold([line(record_of(episode, "train", 1, "chars", "kit")) for episode in self.kept], "episode")
         infra = [reason for reason in reasons if reason is not None and reason.is_infra]
         assert counts["infra/failures"] == len(infra) and counts["episode/count"] == len(reasons) - len(infra)
         for episode, reason in zip(self.kept, reasons, strict=True):

@@ -106,7 +106,7 @@ async def test_an_endpoint_that_solves_everything(tasks_file: Path, tmp_path: Pa
         found = checked(out, text, 4, 2)
         assert found["complete"] and found["pass_at_1"]["value"] == found["pass_at_k"]["2"]["value"] == 1.0
         assert found["pass_at_1"]["low"] < 1.0 and found["infra"] == {"episodes": 0, "attempts": {}}
-        assert found["spread"]["calls"]["p50"] == 3 and found["spread"]["tokens_out"]["sum"] > 8 * 10
+        assert found["spread"]["calls"]["p50"] == 3 and found["spread"]["tokens_sampled"]["sum"] > 8 * 10
         (preds, second) = (json.loads((out / f"preds{number}.json").read_text()) for number in ("", ".1"))
         assert len(preds) == len(second) == 4 and all("+    return " in one["model_patch"] for one in preds)
         assert not any(session.secret.encode() in file.read_bytes() for file in out.rglob("*") if file.is_file())
@@ -158,7 +158,7 @@ def test_a_policy_behind_its_own_vllm_server(
     assert found["complete"] and found["infra"]["episodes"] == 0
     # 0.6 M random weights resolve nothing.
     assert found["pass_at_1"]["value"] == 0.0 and 0.3 < found["pass_at_1"]["high"] < 0.7
-    assert found["spread"]["tokens_out"]["sum"] > 0 and "rl.evaluate compare" in text
+    assert found["spread"]["tokens_sampled"]["sum"] > 0 and "rl.evaluate compare" in text
     assert audit.main([str(out)]) == 0
     assert "ok: 8 episodes" in capsys.readouterr().out
     same = start("compare", str(out), str(out))

@@ -63,7 +63,7 @@ def make_engine(server: Any, kind: str = "LLMServerClient") -> Any:
     from verl.workers.rollout import llm_server
     from verl.workers.rollout.router import get_router_handle
 
-    from rl.agent_loop import VerlEngine
+    from rl.engine import VerlEngine
 
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 64}}})
     balancer = get_router_handle(servers={"s": server})

@@ -15,9 +15,9 @@ from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
 from rollout.proxy.tree import Tree
 from rollout.proxy.vllm_http import VllmHttpEngine
-from rollout.records import NodeRecord, Record, node_records
+from rollout.records import Record, node_records
 from rollout.replay import ReplayDifferenceError, ReplayEngine
-from tests.kit import CharTokenizer, QueueEngine, char_policy
+from tests.kit import CharTokenizer, QueueEngine, char_policy, empty_record
 
 SAMPLING = {"max_tokens": 9, "temperature": 0.5, "stop": ["x"]}
 Answer = Callable[[web.Request], Awaitable[web.Response]]
@@ -165,16 +165,9 @@ async def play(engine: Engine, histories: list[list[dict[str, Any]]]) -> Tree:
     return session.tree
 
 
-def record(nodes: list[NodeRecord]) -> Record:
-    return Record(
-        version=2, episode="e", task="t", split="train", step=1, attempt=0, started=0.0, model="m", parser="p",
-        sampling={}, tools=[], nodes=nodes, rows=[], verdict={}, agent={}, patch=b"", timing={}, counters={},
-    )  # fmt: skip
-
-
 async def recorded() -> tuple[Tree, Record]:
     tree = await play(QueueEngine(*REPLIES), HISTORIES)
-    return tree, record(node_records(tree))
+    return tree, empty_record(nodes=node_records(tree))
 
 
 async def test_an_episode_replays_token_by_token() -> None:
@@ -213,6 +206,6 @@ async def test_more_calls_and_less_room_than_recorded_are_differences() -> None:
         await play(ReplayEngine(then, CharTokenizer()), [*HISTORIES, HISTORIES[2]])
     tree = await play(QueueEngine("hello"), HISTORIES[:1])
     prompt = tree.nodes[0].ids
-    engine = ReplayEngine(record(node_records(tree)), CharTokenizer())
+    engine = ReplayEngine(empty_record(nodes=node_records(tree)), CharTokenizer())
     with pytest.raises(ReplayDifferenceError, match="call 1: its recorded reply has 6 tokens, now 5 fit"):
         await engine.generate("e", prompt, {"max_tokens": 5})

@@ -346,29 +346,11 @@ async def test_when_nothing_gets_a_verdict_it_stops(
     evaluation.close()
 
 
-async def test_tokens_are_counted_from_the_tree_or_by_the_agent(tasks: list[Task]) -> None:
-    proxy = ProxyServer()
-    await proxy.start()
-    session = await proxy.open_session("e", char_policy(QueueEngine("one", "three")))
-    talk = [{"role": "user", "content": "hi"}]
-    prompts = sampled = 0
-    for said in ("one", "three"):
-        node = await session.prepare(play_request(talk), False).reply()
-        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
-        prompts, sampled = prompts + node.reply.input_tokens, sampled + node.reply.output_tokens
-    line = line_of(record_of(an_episode(tasks[0], "eval-2-x-1", RESOLVED, session), "eval", 0, "m", "kit"))
-    assert (line["tokens_in"], line["tokens_out"], line["sample"], line["calls"]) == (prompts, sampled, 2, 2)
-    await proxy.stop()
-    used = {"inputTokens": 3, "cacheReadInputTokens": 40, "cacheCreationInputTokens": 500, "outputTokens": 7}
-    events = [{"type": "result", "modelUsage": {"policy": used, "policy-side": {"inputTokens": 1000}}}]
-    line = line_of(record_of(an_episode(tasks[0], "eval-0-x-1", RESOLVED, events=events), "eval", 0, "m", ""))
-    assert (line["tokens_in"], line["tokens_out"]) == (1543, 7)
-
-
-def play_request(messages: list[dict[str, str]]) -> Any:
-    from rollout.proxy.messages import decode_request
-
-    return decode_request(json.dumps({"model": "policy", "max_tokens": 50, "messages": messages}).encode())
+def test_a_line_has_its_sample_and_its_patch(tasks: list[Task]) -> None:
+    line = line_of(record_of(an_episode(tasks[0], "eval-2-x-1", FAILED), "eval", 3, "m", "kit"))
+    assert (line["sample"], line["attempt"], line["started"], line["agent"]) == (2, 0, 1.0, "finished")
+    assert (line["reason"], line["detail"], line["patch"]) == ("tests_failed", "1 of 2 tests failed", "a patch")
+    assert (line["turns"], line["wall_s"], line["agent_s"]) == (2, 2.0, 1.5)
 
 
 # --- what it comes to

@@ -1,37 +1,80 @@
 """Episode records become step metrics, a line, a table and a curve."""
 
 import json
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rewards.task import Task
+from rewards.verdict import Reason, Verdict
 from rl import report
 from rl.metrics import episodes as metrics
 from rl.run.progress import step_line
+from rollout.agent import AgentRun, Status
+from rollout.episode import Episode
+from rollout.proxy.messages import decode_request
+from rollout.proxy.session import Session
+from rollout.records import Record, record_of
+from tests.kit import QueueEngine, char_policy, empty_record
+from tests.unit.test_task import row
 
 
-def episode(**changes) -> dict:
-    record = dict.fromkeys(metrics.EPISODE_KEYS, 0) | {
-        "split": "train",
-        "reward": 0.0,
-        "resolved": False,
-        "failure": None,
-        "infra": False,
-        "proxy_overhead_ms": 2.0,
-        "rows": 1,
-        "flags": [],
-        "repo": "acme/calc",
-        "difficulty": None,
-    }
-    return record | changes
+def episode(**changes: Any) -> metrics.Line:
+    record = empty_record(repo="acme/calc", counters={"calls": 1, "overhead_s": 0.002})
+    return metrics.line(record) | {"reason": None} | changes
+
+
+async def test_figures_of_an_episode_come_from_its_record() -> None:
+    """Two calls; the first reply is trained in the row of the second, and a third one was never delivered."""
+    session = Session("e", char_policy(QueueEngine("one", "three", "lost")))
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    prompts = sampled = 0
+    for said in ("one", "three", "lost"):
+        body = json.dumps({"model": "policy", "max_tokens": 50, "messages": talk}).encode()
+        node = await session.prepare(decode_request(body), retry=False).reply()
+        node.delivered = said != "lost"
+        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        prompts, sampled = prompts + node.reply.input_tokens, sampled + len(said) + 1
+    session.counters.overhead_s, session.counters.cache_queries = 0.006, 4
+    task = Task.from_row(row(difficulty="easy"), Path())
+    verdict = Verdict(Reason.TESTS_FAILED, dropped=["a", "b"], flags=["exit"])
+    timing = {"total": 4.0, "boot": 0.5, "agent": 2.0, "grade": 1.0}
+    run = AgentRun(Status.FINISHED, 2, "", [])
+    played = Episode("train-7-x", task, 1, 9.0, verdict, session, run, b"+x", session.tree.sequences(), timing)
+    record = record_of(played, "train", 7, "m", "kit")
+    wanted = {
+        "episode": "train-7-x", "task": task.instance_id, "repo": task.repo, "difficulty": "easy", "split": "train",
+        "step": 7, "resolved": False, "infra": False, "reason": "tests_failed", "reward": 0.0, "dropped": 2,
+        "flags": ["exit"], "rows": 1, "tokens_sampled": sampled, "tokens_context": session.tree.encoded_tokens(),
+        "tokens_trained": sampled - len("lost "), "tokens_in": prompts, "turns": 2, "calls": 3, "malformed_calls": 0,
+        "cut_replies": 0, "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5, "agent_s": 2.0,
+        "grade_s": 1.0, "proxy_overhead_ms": pytest.approx(2.0),
+    }  # fmt: skip
+    assert metrics.line(record) == wanted
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record)
+    assert metrics.line(read) == wanted and json.dumps(metrics.line(read)) == json.dumps(metrics.line(record))
+
+
+def test_what_no_session_and_a_model_elsewhere_leave() -> None:
+    task, verdict = Task.from_row(row(), Path()), Verdict(Reason.NO_SPACE)
+    lost = metrics.line(record_of(Episode("e", task, 0, 0.0, verdict, None, None, b"", [], {}), "val", 0, "m", ""))
+    assert (lost["infra"], lost["reward"], lost["calls"], lost["turns"]) == (True, None, 0, 0)
+    assert (lost["tokens_sampled"], lost["wall_s"], lost["proxy_overhead_ms"]) == (0, 0.0, None)
+    used = {"inputTokens": 3, "cacheReadInputTokens": 40, "cacheCreationInputTokens": 500, "outputTokens": 7}
+    events = [{"type": "result", "modelUsage": {"policy": used, "policy-side": {"inputTokens": 1000}}}]
+    hosted = metrics.line(empty_record(events=events))
+    assert (hosted["tokens_in"], hosted["tokens_sampled"], hosted["tokens_context"]) == (1543, 7, 0)
 
 
 def test_infrastructure_failures_count_but_do_not_average():
     records = [
         episode(resolved=True, reward=1.0, rows=3),
-        episode(failure="no_patch"),
-        episode(infra=True, failure="sandbox_boot", reward=None, rows=0, proxy_overhead_ms=None),
+        episode(reason="no_patch"),
+        episode(infra=True, reason="sandbox_boot", reward=None, rows=0, proxy_overhead_ms=None),
     ]
     folded = metrics.fold(records, "episode")
     assert folded["episode/resolve_rate"] == 0.5
@@ -44,7 +87,7 @@ def test_infrastructure_failures_count_but_do_not_average():
 
 
 def test_all_lost_to_infrastructure_has_no_resolve_rate():
-    folded = metrics.fold([episode(infra=True, failure="docker", reward=None)], "episode")
+    folded = metrics.fold([episode(infra=True, reason="docker", reward=None)], "episode")
     assert folded == {"episode/count": 0, "infra/failures": 1, "infra/docker": 1}
 
 
@@ -53,7 +96,7 @@ def test_what_the_rules_found_is_counted():
         episode(resolved=True, reward=1.0, flags=["exit", "results"], dropped=2),
         episode(flags=["exit"]),
         episode(dropped=1),
-        episode(infra=True, failure="no_git", reward=None, flags=["exit"]),
+        episode(infra=True, reason="no_git", reward=None, flags=["exit"]),
     ]
     for prefix, outer in (("episode", ""), ("val", "val/")):
         folded = metrics.fold(records, prefix)
@@ -73,7 +116,7 @@ def test_resolve_rates_by_label():
         episode(resolved=True, difficulty="<15 min fix"),
         episode(difficulty="<15 min fix"),
         episode(difficulty=">4 hours", repo="acme/other"),
-        episode(infra=True, failure="docker", reward=None, difficulty=">4 hours"),
+        episode(infra=True, reason="docker", reward=None, difficulty=">4 hours"),
         episode(resolved=True),
     ]
     folded = metrics.fold(records, "val", ["difficulty", "repo"])
@@ -120,7 +163,7 @@ def test_groups_that_teach_nothing_are_counted():
 
 
 def test_held_out_metrics_do_not_mix_with_training():
-    folded = metrics.fold([episode(split="val", failure="tests")], "val")
+    folded = metrics.fold([episode(split="val", reason="tests")], "val")
     assert all(key.startswith("val/") for key in folded)
 
 
@@ -135,11 +178,6 @@ def test_reader_gives_each_record_once_and_by_split(tmp_path):
     with open(log.path, "a") as f:
         f.write('{"split": "train", "ta')  # being written
     assert reader.take("train") == []
-
-
-def test_log_refuses_other_keys(tmp_path):
-    with pytest.raises(KeyError, match="colour"):
-        metrics.EpisodeLog(tmp_path).append(episode(colour="red"))
 
 
 def test_rewind_drops_what_comes_after_the_checkpoint(tmp_path):

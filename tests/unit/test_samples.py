@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rl.metrics import samples
 from rl.metrics.samples import COLUMNS, EACH, SampleLog, SampleReader
-from rollout.agent import AgentRun, Status
-from rollout.episode import Episode
-from tests.unit.test_task import row
+from rollout.records import Record
+from tests.kit import empty_record
 
 EVENTS = [
     {"type": "system", "subtype": "init"},
@@ -30,10 +28,8 @@ EVENTS = [
 ]
 
 
-def episode(verdict: Verdict, patch: bytes = b"+x\n", events: list | None = None) -> Episode:
-    run = AgentRun(Status.FINISHED, 3, "", EVENTS if events is None else events)
-    task = Task.from_row(row(), Path())
-    return Episode("train-1-a-0-0000", task, 0, 0.0, verdict, None, run, patch, [], {})
+def episode(verdict: Verdict, step: int, patch: bytes = b"+x\n", events: list | None = None) -> Record:
+    return empty_record(step=step, verdict=verdict.to_dict(), patch=patch, events=EVENTS if events is None else events)
 
 
 def test_last_messages_are_the_end_of_what_was_said() -> None:
@@ -48,7 +44,7 @@ def test_last_messages_are_the_end_of_what_was_said() -> None:
 
 def test_a_sample_is_bounded() -> None:
     long = [{"type": "assistant", "message": {"content": [{"type": "text", "text": "x" * 10_000 + "end"}]}}]
-    made = samples.sample(episode(Verdict(Reason.TESTS_FAILED), b"\xff" * 10_000, long), "train", 3)
+    made = samples.sample(episode(Verdict(Reason.TESTS_FAILED), 3, b"\xff" * 10_000, long))
     assert tuple(made) == COLUMNS
     assert len(made["patch"]) < 2100 and len(made["last messages"]) < 2100
     assert made["last messages"].endswith("end") and made["verdict"] == "tests_failed"
@@ -58,9 +54,9 @@ def test_some_of_each_kind_and_no_infrastructure_failures(tmp_path: Path) -> Non
     log, reader = SampleLog(tmp_path), SampleReader(tmp_path)
     for step in (1, 2):
         for _ in range(5):
-            log.offer(episode(Verdict(None)), "train", step)
-            log.offer(episode(Verdict(Reason.TESTS_FAILED)), "train", step)
-            log.offer(episode(Verdict(Reason.NO_SPACE)), "train", step)
+            log.offer(episode(Verdict(None), step))
+            log.offer(episode(Verdict(Reason.TESTS_FAILED), step))
+            log.offer(episode(Verdict(Reason.NO_SPACE), step))
         taken = reader.take()
         assert [one["verdict"] for one in taken] == ["resolved"] * EACH + ["tests_failed"] * EACH
         assert {one["step"] for one in taken} == {step}
@@ -68,5 +64,5 @@ def test_some_of_each_kind_and_no_infrastructure_failures(tmp_path: Path) -> Non
 
 
 def test_a_reader_of_a_continued_run_begins_with_what_is_new(tmp_path: Path) -> None:
-    SampleLog(tmp_path).offer(episode(Verdict(None)), "train", 1)
+    SampleLog(tmp_path).offer(episode(Verdict(None), 1))
     assert SampleReader(tmp_path).take() == []

@@ -98,7 +98,7 @@ async def test_a_reply_and_its_usage(proxy: ProxyServer, http: aiohttp.ClientSes
     assert (reply["content"], reply["stop_reason"]) == ([{"type": "text", "text": "hello"}], "end_turn")
     assert reply["usage"] == {"input_tokens": session.tree.encoded_tokens(), "output_tokens": 6}
     assert [node.delivered for node in session.tree.nodes if node.sampled] == [True]
-    assert session.overhead_ms > 0
+    assert session.counters.overhead_s > 0
 
 
 async def test_a_streamed_reply_is_the_same_reply(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:

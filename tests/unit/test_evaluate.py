@@ -28,9 +28,8 @@ from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.server import ProxyServer
-from rollout.proxy.session import Session
 from rollout.records import RecordWriter, record_of
-from tests.kit import QueueEngine, char_policy
+from tests.kit import QueueEngine, char_policy, empty_record
 
 HOSTED = ["endpoint=http://127.0.0.1:9", "protocol=messages", "model=m"]
 
@@ -247,10 +246,9 @@ def test_what_does_not_decide_an_episode_is_not_part_of_an_evaluation(tasks_file
 # --- the directory
 
 
-def an_episode(task: Task, name: str, verdict: Verdict, session: Session | None = None, **agent: Any) -> Episode:
-    run = AgentRun(Status.FINISHED, 2, "", agent.get("events", []))
-    rows = session.tree.sequences() if session else []
-    return Episode(name, task, 0, 1.0, verdict, session, run, b"a patch", rows, {"total": 2.0, "agent": 1.5})
+def an_episode(task: Task, name: str, verdict: Verdict) -> Episode:
+    run = AgentRun(Status.FINISHED, 2, "", [])
+    return Episode(name, task, 0, 1.0, verdict, None, run, b"a patch", [], {"total": 2.0, "agent": 1.5})
 
 
 RESOLVED = Verdict(None)
@@ -357,16 +355,16 @@ def test_a_line_has_its_sample_and_its_patch(tasks: list[Task]) -> None:
 
 
 def lines_of(**outcomes: str) -> list[play.Line]:
-    """Of each task a character per episode: r(esolved), f(ailed), l(ost)."""
+    """The lines of several tasks: a character per episode says whether it is r(esolved), f(ailed) or l(ost)."""
     verdicts = {"r": RESOLVED, "f": FAILED, "l": LOST}
-    task = Task.__new__(Task)
-    lines = []
-    for name, said in outcomes.items():
-        for sample, one in enumerate(said):
-            object.__setattr__(task, "instance_id", name)
-            episode = an_episode(task, f"eval-{sample}-{name}-0", verdicts[one])
-            lines.append(line_of(record_of(episode, "eval", 0, "m", "kit")))
-    return lines
+    agent = {"status": "finished", "turns": 2}
+    return [
+        line_of(
+            empty_record(episode=f"eval-{sample}-{name}-0", task=name, verdict=verdicts[one].to_dict(), agent=agent)
+        )
+        for name, said in outcomes.items()
+        for sample, one in enumerate(said)
+    ]
 
 
 def rows(*names: str, **difficulty: str) -> dict[str, dict[str, Any]]:

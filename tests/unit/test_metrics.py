@@ -25,7 +25,7 @@ from tests.unit.test_task import row
 
 def episode(**changes: Any) -> metrics.Line:
     record = empty_record(repo="acme/calc", counters={"calls": 1, "overhead_s": 0.002})
-    return metrics.line(record) | {"reason": None} | changes
+    return metrics.line(record) | {"reason": None, "rows": 1} | changes
 
 
 async def test_figures_of_an_episode_come_from_its_record() -> None:

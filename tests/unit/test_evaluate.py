@@ -357,11 +357,9 @@ def test_a_line_has_its_sample_and_its_patch(tasks: list[Task]) -> None:
 def lines_of(**outcomes: str) -> list[play.Line]:
     """The lines of several tasks: a character per episode says whether it is r(esolved), f(ailed) or l(ost)."""
     verdicts = {"r": RESOLVED, "f": FAILED, "l": LOST}
-    agent = {"status": "finished", "turns": 2}
+    rest: dict[str, Any] = {"agent": {"status": "finished", "turns": 2}, "patch": b"a patch"}
     return [
-        line_of(
-            empty_record(episode=f"eval-{sample}-{name}-0", task=name, verdict=verdicts[one].to_dict(), agent=agent)
-        )
+        line_of(empty_record(episode=f"eval-{sample}-{name}-0", task=name, verdict=verdicts[one].to_dict(), **rest))
         for name, said in outcomes.items()
         for sample, one in enumerate(said)
     ]

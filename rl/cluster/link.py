@@ -1,7 +1,8 @@
-"""How the nodes of a job talk while ``rl.cluster`` starts and ends them: JSON lines over TCP, one connection a node.
+"""This module lets the nodes of a job talk while ``rl.cluster`` starts and ends them: JSON lines, a TCP connection
+each.
 
-The connection lives as long as its two processes, so its end is how each side learns of the other's. The first line of
-a node holds the job's key; who does not know it is not heard. What is sent is no secret, so nothing is encrypted.
+The connection lives as long as its two processes, so each side learns of the other's end by the connection's. The first
+line of a node holds the job's key; a client without it is not heard. Nothing secret is sent, so nothing is encrypted.
 
 node -> head: {"key", "node"}, then any of {"say": text}, {"ready": keys}, {"problem": text}.
 head -> node: {"welcome": true}, {"ray": "ip:port"}; the end of the connection means: stop.
@@ -25,12 +26,16 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a ma
 
 
 class NodeError(Exception):
-    """A node failed; the message is one line that begins with its name."""
+    """A node failed; the message is one line that begins with the node's name."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is in the job. head: address of the first node; key: known to the job's tasks only."""
+    """A place is where this process is in the job.
+
+    ``head`` is the address of the first node, ``attempt`` counts requeues from 0, ``array_task`` is None outside of an
+    array job, and ``key`` is known to the tasks of the job only.
+    """
 
     rank: int
     nodes: int
@@ -44,7 +49,7 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
-        """From what srun sets, and the key that the batch script has made. Raises ConfigError outside of a job."""
+        """Read what srun has set, and the key that the batch script has made. Raises ConfigError outside of a job."""
         try:
             number = int(environment["SLURM_JOB_ID"])
             task = environment.get("SLURM_ARRAY_TASK_ID")
@@ -64,7 +69,10 @@ class Place:
 
 
 class Peer:
-    """The head's end of a node's connection."""
+    """A peer is the head's end of the connection to one node.
+
+    ``ready`` gets the node's message that it is prepared; ``gone`` is set when the connection has ended.
+    """
 
     def __init__(self, name: str, writer: asyncio.StreamWriter) -> None:
         self.name, self._writer = name, writer
@@ -72,35 +80,39 @@ class Peer:
         self.gone = asyncio.Event()
 
     async def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # that it is gone is seen where it is read
+        """Send a message; nothing happens if the node is gone, which its reader notices."""
+        with contextlib.suppress(OSError):
             await _send(self._writer, message)
 
     def close(self) -> None:
+        """Hang up, which tells the node to stop."""
         self._writer.write_eof()
 
 
-class Head:
-    """Listens for the other nodes of the job. ``failed`` gets the first NodeError of any of them."""
+class Listener:
+    """The head's listener for the other nodes of the job.
+
+    ``failed`` gets the first NodeError of any of them; ``address`` is this node's, as the others reach it.
+    """
 
     def __init__(self, place: Place, say: Callable[[str], None]) -> None:
         self.place, self._say = place, say
         self.peers: dict[str, Peer] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.address = place.head
-        """Of this node, as the others reach it."""
         self._complete = asyncio.Event()
         self._closing = False
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Raises NodeError when the port is taken."""
+        """Open the port. Raises NodeError if it is taken."""
         try:
             self._server = await asyncio.start_server(self._serve, None, self.place.port, limit=_LINE)
         except OSError as error:
             raise NodeError(f"{self.place.node}: cannot listen on port {self.place.port}: {error}") from error
 
     async def complete(self, seconds: float) -> None:
-        """Wait until all nodes of the job have called. Raises NodeError."""
+        """Wait until all nodes of the job have called. Raises NodeError after ``seconds``."""
         if self.place.nodes > 1:
             try:
                 await asyncio.wait_for(self._complete.wait(), seconds)
@@ -158,16 +170,15 @@ class Head:
 
 
 class Link:
-    """A node's end of the connection."""
+    """A link is a node's end of the connection; ``address`` is this node's, as the head reaches it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._lines, self._writer = _lines(reader), writer
         self.address: str = writer.get_extra_info("sockname")[0]
-        """Of this node, as the head reaches it."""
 
     @classmethod
     async def open(cls, place: Place, seconds: float) -> Link:
-        """Call the head until it answers. Raises NodeError."""
+        """Call the head until it answers. Raises NodeError after ``seconds``."""
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:
@@ -183,17 +194,19 @@ class Link:
                 await asyncio.sleep(0.5)
 
     async def send(self, **message: Any) -> None:
+        """Send a message; nothing happens if the head is gone, which ``receive`` notices."""
         with contextlib.suppress(OSError):
             await _send(self._writer, message)
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next message of the head, None when it has hung up or is gone."""
+        """Return the next message of the head, None if it has hung up or is gone."""
         try:
             return await anext(self._lines, None)
         except OSError:
             return None
 
     async def close(self) -> None:
+        """Close the connection, which tells the head that this node has stopped."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

@@ -1,4 +1,4 @@
-"""Ray on the nodes of a job: starting and ending it on one, and seeing from the head that all are there."""
+"""This module starts and ends Ray on a node, and lets the head wait until all nodes have joined."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from rl.run.programs import free_port, tied
 from rl.run.scratch import remove_socket_directory, socket_directory
 from rollout.sandbox import directory
 
-# For Ray to end by itself. SLURM gives a job that is cancelled 30 s by default (KillWait), for all that is done then.
+# For Ray to end by itself. A cancelled job has 30 s by default (SLURM's KillWait) for all that is done then.
 _STOP_S = 12.0
 
 
 class RayNode:
-    """Ray's processes on one node, in a session of their own: signals to the job's tasks do not reach them."""
+    """Ray's processes on one node. They are in a session of their own: signals to the job's tasks do not reach them."""
 
-    def __init__(self, place: Place, cfg: DictConfig, logs: Path) -> None:
-        self._place, self._cfg, self._logs = place, cfg, logs
+    def __init__(self, place: Place, config: DictConfig, logs: Path) -> None:
+        self._place, self._config, self._logs = place, config, logs
         self._note = logs / "ray_dir"
         self._directory = socket_directory(self._note)
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Future[None] | None = None
 
     async def start(self, address: str, *how: str) -> asyncio.Future[None]:
-        """Start it; what is returned fails with a NodeError when it ends, which it does not by itself.
+        """Start Ray and return a future that fails with a NodeError when Ray ends.
 
-        address: of this node. how: --head and its port, or --address of the head.
+        Args:
+            address: this node's.
+            how: --head with its port, or --address of the head.
         """
-        given = self._cfg.ray_kwargs.ray_init
+        given = self._config.ray_kwargs.ray_init
         options = {
             "node-ip-address": address,
             "node-name": self._place.node,
@@ -55,7 +57,7 @@ class RayNode:
         arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
         environment = os.environ | {
             "RAY_USAGE_STATS_ENABLED": "0",
-            # When it is told to end there is nothing to wait for.
+            # When Ray is told to end, no work is left that it would have to drain.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
         with open(self._logs / "ray-start.log", "ab") as log:
@@ -75,7 +77,7 @@ class RayNode:
         raise NodeError(f"{self._place.node}: Ray has ended (exit code {code}); see {self._logs / 'ray-start.log'}")
 
     async def stop(self) -> None:
-        """End all of it; keep the logs, with the attempt's number."""
+        """End all of Ray's processes, sweep their sandboxes, and copy the logs under the attempt's number."""
         if self._watch:
             self._watch.cancel()
         if self._process is not None and self._process.returncode is None:
@@ -90,11 +92,11 @@ class RayNode:
                 for process in alive:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
-        await asyncio.to_thread(directory.sweep)  # a worker that was killed has left its boxes
-        with contextlib.suppress(OSError, shutil.Error):  # what Ray still writes; a shared disk that is full
+        await asyncio.to_thread(directory.sweep)  # sandboxes of workers that were killed
+        with contextlib.suppress(OSError, shutil.Error):  # Ray may still write; a shared disk may be full
             for session in Path(self._directory).glob("session_2*"):
                 shutil.copytree(session / "logs", self._logs / f"ray-{self._place.attempt}", dirs_exist_ok=True)
-        for _ in range(20):  # where Ray ended by itself, what it had started ends a little later and writes until then
+        for _ in range(20):  # if Ray has ended by itself, what it started ends a little later and writes until then
             shutil.rmtree(self._directory, ignore_errors=True)
             await asyncio.sleep(0.25)
             if not Path(self._directory).exists():
@@ -102,20 +104,21 @@ class RayNode:
         remove_socket_directory(self._note)
 
 
-def gpu_nodes(cfg: DictConfig) -> int:
-    """Nodes that the config puts the trainer and its engines on; a job may have more, which only run episodes."""
-    separate = cfg.trainer.v1.trainer_mode == "separate_async"
-    return cfg.trainer.nnodes + (cfg.actor_rollout_ref.rollout.nnodes if separate else 0)
+def gpu_nodes(config: DictConfig) -> int:
+    """Return on how many nodes trainer and engines run; a job may have more, which run episodes only."""
+    separate = config.trainer.v1.trainer_mode == "separate_async"
+    return config.trainer.nnodes + (config.actor_rollout_ref.rollout.nnodes if separate else 0)
 
 
 def reachable(address: str) -> str:
-    """Ray wants an address that is not the loopback's, even where all nodes are one machine."""
+    """Return an address that Ray accepts: it refuses the loopback's, even if all nodes are one machine."""
     import ray.util
 
     return ray.util.get_node_ip_address() if address.startswith("127.") else address
 
 
 async def answers(address: str, port: int, seconds: float) -> None:
+    """Wait until something listens at ``address``:``port``. Raises NodeError after ``seconds``."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -128,19 +131,19 @@ async def answers(address: str, port: int, seconds: float) -> None:
             await asyncio.sleep(0.2)
 
 
-async def joined(address: str, names: list[str], cfg: DictConfig) -> None:
-    """Each node is in the Ray cluster, and enough of them have their GPUs. Raises NodeError."""
+async def joined(address: str, names: list[str], config: DictConfig) -> None:
+    """Wait until the named nodes are in the Ray cluster and enough have their GPUs. Raises NodeError."""
     over = threading.Event()
     try:
-        await asyncio.to_thread(_watch_nodes, address, names, cfg, over)
+        await asyncio.to_thread(_watch_nodes, address, names, config, over)
     finally:
         over.set()
 
 
-def _watch_nodes(address: str, names: list[str], cfg: DictConfig, over: threading.Event) -> None:
+def _watch_nodes(address: str, names: list[str], config: DictConfig, over: threading.Event) -> None:
     import ray
 
-    end = time.monotonic() + cfg.cluster.start_timeout_s
+    end = time.monotonic() + config.cluster.start_timeout_s
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError) as error:
@@ -152,17 +155,19 @@ def _watch_nodes(address: str, names: list[str], cfg: DictConfig, over: threadin
             if not missing or over.wait(0.5):
                 break
             if time.monotonic() > end:
-                raise NodeError(f"{', '.join(missing)}: not in the Ray cluster in {cfg.cluster.start_timeout_s:.0f} s")
+                raise NodeError(
+                    f"{', '.join(missing)}: not in the Ray cluster in {config.cluster.start_timeout_s:.0f} s"
+                )
     finally:
         ray.shutdown()
     if not over.is_set():
-        check_gpus(cfg, found)
+        check_gpus(config, found)
 
 
-def check_gpus(cfg: DictConfig, found: Mapping[str, float]) -> None:
-    """Enough nodes have their GPUs. found: GPUs by node. Raises NodeError."""
-    wanted = cfg.trainer.n_gpus_per_node
+def check_gpus(config: DictConfig, found: Mapping[str, float]) -> None:
+    """Raise NodeError if too few nodes have their GPUs. ``found``: number of GPUs by node."""
+    wanted = config.trainer.n_gpus_per_node
     few = {name: count for name, count in found.items() if count < wanted}
-    if len(found) - len(few) < gpu_nodes(cfg):
+    if len(found) - len(few) < gpu_nodes(config):
         counts = ", ".join(f"{name}: {count:.0f} GPUs" for name, count in sorted(few.items()))
-        raise NodeError(f"{counts}; trainer.n_gpus_per_node is {wanted}, on {gpu_nodes(cfg)} nodes")
+        raise NodeError(f"{counts}; trainer.n_gpus_per_node is {wanted}, on {gpu_nodes(config)} nodes")

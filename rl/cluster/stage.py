@@ -1,4 +1,4 @@
-"""Model and task files on a disk of the node: what many processes read at once is read from the shared disk once."""
+"""This module copies model and task files to a disk of the node, so that they are read from the shared disk once."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from rl.config import ConfigError
 Say = Callable[[str], None]
 
 
-def stage(cfg: DictConfig, say: Say) -> dict[str, object]:
-    """Copy what ``cluster.stage_dir`` is for; the config keys that point there, the same on every node. Blocks.
+def stage(config: DictConfig, say: Say) -> dict[str, object]:
+    """Copy model and task files to ``cluster.stage_dir``, and return the config keys that point there. Blocks.
+
+    The keys are the same on every node.
 
     Raises:
-        ConfigError: there is no room, or the model is no directory.
+        ConfigError: there is no room, or the model is not a directory.
     """
-    place = Path(cfg.cluster.stage_dir).expanduser().absolute()
-    model = Path(cfg.actor_rollout_ref.model.path).expanduser().absolute()
+    place = Path(config.cluster.stage_dir).expanduser().absolute()
+    model = Path(config.actor_rollout_ref.model.path).expanduser().absolute()
     if not model.is_dir():
         raise ConfigError(
-            f"cluster.stage_dir: actor_rollout_ref.model.path={cfg.actor_rollout_ref.model.path} is no directory; "
-            "download the model first and give its directory"
+            f"cluster.stage_dir: actor_rollout_ref.model.path={config.actor_rollout_ref.model.path} is not a "
+            "directory; download the model first and give its directory"
         )
     keys: dict[str, object] = {
         "actor_rollout_ref.model.path": str(copy(model, place, say)),
-        # Episode records name a model that is still there after the job.
+        # Episode records name a model that still exists after the job.
         "cluster.staged_from": str(model),
     }
     for key in ("data.train_files", "data.val_files"):
-        files = OmegaConf.select(cfg, key)
+        files = OmegaConf.select(config, key)
         names = files if isinstance(files, ListConfig) else [files]
         keys[key] = [str(copy(Path(name).expanduser().absolute(), place, say)) for name in names]
     return keys
 
 
 def copy(source: Path, place: Path, say: Say) -> Path:
-    """A copy of a file or directory below ``place``, made whole or not at all; one that is there already is used.
+    """Copy a file or directory to ``place``, wholly or not at all, and return the copy; an existing one is used.
 
-    It is named by the original's path and its files' sizes and times.
+    The copy is named by the original's path and by sizes and times of its files.
     """
     files = [file for file in sorted(source.rglob("*")) if file.is_file()] if source.is_dir() else [source]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -63,6 +65,6 @@ def copy(source: Path, place: Path, say: Say) -> Path:
             (shutil.copytree if source.is_dir() else shutil.copy2)(source, made)
             made.rename(target)
     except OSError as error:
-        if not target.exists():  # else another process was faster with the same
+        if not target.exists():  # else another process has made the same copy
             raise ConfigError(f"cluster.stage_dir: copying {source} to {place}: {error}") from error
     return target

@@ -23,7 +23,7 @@ from rewards.grade import grade
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason
 from rl.boxes import kind_of, prepare_images
-from rl.cluster.__main__ import log_directory, prepare_node
+from rl.cluster.member import log_directory, prepare_node
 from rl.config import compose
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode

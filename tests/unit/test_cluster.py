@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rl.cluster.__main__ import Signals, Stopped, check_job, run_directory, sweep_line, unless
-from rl.cluster.link import Head, Link, NodeError, Place
+from rl.cluster.__main__ import run_directory, sweep_line
+from rl.cluster.head import Signals, StartStopped, check_job
+from rl.cluster.link import Link, Listener, NodeError, Place
+from rl.cluster.member import unless
 from rl.cluster.ray import check_gpus
 from rl.cluster.stage import copy, stage
 from rl.config import ConfigError, compose
@@ -176,7 +178,7 @@ def test_what_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     file.write_text("rows")
     cfg = config(stage_dir=str(tmp_path / "local"), model="Qwen/Qwen3-8B", train=str(file), val=str(file))
-    with pytest.raises(ConfigError, match="Qwen/Qwen3-8B is no directory; download"):
+    with pytest.raises(ConfigError, match="Qwen/Qwen3-8B is not a directory; download"):
         stage(cfg, print)
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"cluster\.stage_dir: copying .*train\.parquet to .*taken"):
@@ -188,7 +190,7 @@ def test_what_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
 
 async def test_nodes_call_are_heard_and_hung_up_on(unused_tcp_port: int) -> None:
     said: list[str] = []
-    head = Head(place("n1", 3, unused_tcp_port), said.append)
+    head = Listener(place("n1", 3, unused_tcp_port), said.append)
     late = asyncio.ensure_future(Link.open(place("n2", 3, unused_tcp_port), 60))  # before the head listens
     await asyncio.sleep(0.2)
     await head.listen()
@@ -216,7 +218,7 @@ async def test_a_node_that_has_a_problem_or_dies_is_named(unused_tcp_port: int) 
         (lambda link: link.send(problem="no container engine answers"), "n2: no container engine answers"),
         (lambda link: link.close(), "n2: lost: its process has ended"),
     ):
-        head = Head(place("n1", 2, unused_tcp_port), print)
+        head = Listener(place("n1", 2, unused_tcp_port), print)
         await head.listen()
         link = await Link.open(place("n2", 2, unused_tcp_port), 60)
         await head.complete(60)
@@ -228,7 +230,7 @@ async def test_a_node_that_has_a_problem_or_dies_is_named(unused_tcp_port: int) 
 
 
 async def test_who_does_not_know_the_key_is_not_heard(unused_tcp_port: int) -> None:
-    head = Head(place("n1", 2, unused_tcp_port), print)
+    head = Listener(place("n1", 2, unused_tcp_port), print)
     await head.listen()
     with pytest.raises(NodeError, match=r"n2: the head \(127.0.0.1:\d+\) does not answer"):
         await Link.open(place("n2", 2, unused_tcp_port, key="guess"), 1)
@@ -241,7 +243,7 @@ async def test_who_does_not_know_the_key_is_not_heard(unused_tcp_port: int) -> N
 async def test_a_port_that_is_taken_is_one_line(unused_tcp_port: int) -> None:
     taken = await asyncio.start_server(lambda *_: None, None, unused_tcp_port)
     with pytest.raises(NodeError, match=f"n1: cannot listen on port {unused_tcp_port}"):
-        await Head(place("n1", 2, unused_tcp_port), print).listen()
+        await Listener(place("n1", 2, unused_tcp_port), print).listen()
     taken.close()
 
 
@@ -262,7 +264,7 @@ async def test_work_ends_with_its_guard() -> None:
 async def test_signals_end_the_start_and_are_handed_to_the_trainer_once_each(tmp_path: Path) -> None:
     signals = Signals()
     os.kill(os.getpid(), signal.SIGUSR1)
-    with pytest.raises(Stopped, match="SIGUSR1"):
+    with pytest.raises(StartStopped, match="SIGUSR1"):
         await asyncio.wait_for(signals.early, 60)
 
     signals = Signals()

@@ -13,7 +13,7 @@ import pytest
 
 from rewards.grade import grade
 from rewards.rules import Rules
-from rewards.task import Task
+from rewards.task import Task, _parsers_in_source, log_parsers
 from rewards.verdict import Outcome, Reason, Verdict
 from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError
 
@@ -114,6 +114,14 @@ async def test_logs(log: str, reason: Reason | None) -> None:
     assert verdict.reason is reason and verdict.reward == (1.0 if reason is None else 0.0)
     assert box.closed == 1 and verdict.seconds > 0
     assert json.loads(json.dumps(verdict.to_dict()))["reason"] == reason
+
+
+def test_the_parsers_that_are_read_from_swebenchs_source_are_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swebench.harness.log_parsers import PARSER_REGISTRY
+
+    assert _parsers_in_source() == set(PARSER_REGISTRY)
+    monkeypatch.setitem(PARSER_REGISTRY, "mine", len)
+    assert "mine" in log_parsers()  # whoever imports swebench may register parsers
 
 
 async def test_the_script_merges_its_streams_first() -> None:

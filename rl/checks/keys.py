@@ -18,7 +18,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import ConfigError, compose
+from rl.config import CONFIGS, ConfigError, compose
 
 # What is below these keys is another program's own (Ray's, Megatron's), or names that the user chooses. The same holds
 # below every key that is null or empty by default.
@@ -39,7 +39,10 @@ def check_keys(config: DictConfig) -> None:
     yaml files lack.
     """
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    known = {**_reference(plain.get("sandbox", {}).get("kind"), "megatron" in _actor(plain))}
+    kinds = {group: plain.get(group, {}).get("kind") for group in ("agent", "sandbox")}
+    groups = [f"{group}={kind}" for group, kind in kinds.items() if (CONFIGS / group / f"{kind}.yaml").exists()]
+    groups += ["model_engine=megatron"] if "megatron" in _actor(plain) else []
+    known = {**_reference(*groups)}
     if prepare := plain.get("prepare"):  # its settings are in a group of the name of its package
         known |= {key: {} for key in plain if key in str(prepare).split(":")[0].split(".")}
     for path, siblings in _unknown(plain, known, ""):
@@ -57,13 +60,12 @@ def _actor(plain: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @functools.cache
-def _reference(sandbox: str | None, megatron: bool) -> dict[str, Any]:
+def _reference(*groups: str) -> dict[str, Any]:
     """Return the primary config with these groups and no experiment."""
-    groups = [f"sandbox={sandbox}"] if sandbox else []
-    groups += ["model_engine=megatron"] if megatron else []
     # In a Hydra application a second Hydra is refused, and the first one knows the same files.
     running = GlobalHydra.instance().is_initialized()
-    return OmegaConf.to_container(hydra.compose("train", groups) if running else compose(groups), resolve=False)
+    config = hydra.compose("train", list(groups)) if running else compose(list(groups))
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, list[str]]]:

@@ -1,5 +1,6 @@
 """The shipped experiments: they compose at both scales, pass our checks, and verl reads every key of theirs."""
 
+import shutil
 from pathlib import Path
 
 import pyarrow
@@ -113,6 +114,16 @@ def test_keys_that_only_verls_dataclasses_or_other_programs_know() -> None:
     check_keys(compose(["+experiment=qwen3_coder_30b", *more]))
     check_keys(compose(["+experiment=qwen3_coder_30b_megatron", "sandbox=apptainer"]))
     check_keys(compose(["+experiment=quickstart", "quickstart.experts=4"]))
+
+
+def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs" / "agent" / "other.yaml").write_text("kind: other\nletters: 1\n")
+    for module in ("rl.config", "rl.checks.keys"):
+        monkeypatch.setattr(f"{module}.CONFIGS", tmp_path / "configs")
+    check_keys(compose(["agent=other"]))
+    with pytest.raises(ConfigError, match="agent.leters: nothing reads this key; do you mean agent.letters"):
+        check_keys(compose(["agent=other", "+agent.leters=1"]))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for module in ("rl.config", "rl.checks.keys"):
         monkeypatch.setattr(f"{module}.CONFIGS", tmp_path / "configs")
     check_keys(compose(["agent=other"]))
-    with pytest.raises(ConfigError, match="agent.leters: nothing reads this key; do you mean agent.letters"):
+    with pytest.raises(ConfigError, match=r"agent\.leters: nothing reads this key; do you mean agent\.letters"):
         check_keys(compose(["agent=other", "+agent.leters=1"]))
 
 

@@ -1,1 +1,1 @@
-"""A complete run small enough for a laptop CPU: generated tasks for a policy of a few million weights."""
+"""The quickstart is a complete run that is small enough for a laptop CPU: generated tasks, a policy of 1 M weights."""

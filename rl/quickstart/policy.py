@@ -1,11 +1,11 @@
-"""Make the quickstart's policy: a small random Qwen3, or Qwen3-MoE, with a tokenizer of its own.
+"""Make the quickstart's policy: a small random Qwen3 or Qwen3-MoE with its own tokenizer.
 
     python -m rl.quickstart.policy --out DIR --seed S [--experts N]
 
-writes a Hugging Face model directory: Qwen3ForCausalLM, or with experts Qwen3MoeForCausalLM, with random weights (set
-by the seed; the tokenizer does not depend on it), a byte-level BPE that encodes any text and gives it back, and the
-chat template of template.jinja (Qwen3-Coder's tool calls). The BPE is trained on generated text of the kind the policy
-will see, so that an episode is a few hundred tokens. The same arguments give the same bytes.
+The result is a Hugging Face model directory: Qwen3ForCausalLM, or with experts Qwen3MoeForCausalLM, with random weights
+(the seed sets them, but not the tokenizer); a byte-level BPE that can encode any text without loss; and the chat
+template of template.jinja (Qwen3-Coder's tool calls). The BPE is trained on generated text of the kind that the policy
+will see, so that an episode is a few hundred tokens long. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
 
 TEMPLATE = Path(__file__).with_name("template.jinja")
 
-# Qwen's names and order. Tags of tool calls and thinking are not "special" in Qwen's tokenizers either: they stay
-# in the text when special tokens are skipped, which is where parsers look for them.
+# Qwen's names and order. The tags of tool calls and thinking are not "special" in Qwen's tokenizers either: they stay
+# in the text when special tokens are skipped, and parsers look for them there.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCABULARY = 2048
@@ -39,27 +39,28 @@ SHAPE: dict[str, int | float] = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "max_position_embeddings": 16384,
-    # Six times the usual 0.02: a net this narrow learns to copy names several times sooner from it.
+    # Six times the usual 0.02: a network this narrow then learns to copy names several times sooner.
     "initializer_range": 0.12,
 }
-# Of a policy with experts, besides: two of them are active and as wide together as the dense MLP.
+# What a policy with experts has in addition. Two experts are active; together they are as wide as the dense MLP.
 MOE_SHAPE: dict[str, int | bool] = {
     "moe_intermediate_size": 192,
     "num_experts_per_tok": 2,
-    # As Qwen3-Coder-30B-A3B has it.
+    # as in Qwen3-Coder-30B-A3B
     "norm_topk_prob": True,
 }
-# Tokens stay apart in the residual stream. Imitation tells the words asked for alike ("any expression may follow"),
-# and with embeddings as small as the other weights their last hidden states end up with a cosine of 0.995: what
-# reward teaches about one word then goes to all of them. With these it is 0.96, and learning about twice as fast. At
-# 4.0 it is 0.91, but one episode in four does not get the form of an edit right after the same warm start.
+# Large embeddings keep the words asked for apart in the residual stream. The warm start treats these words alike (any
+# expression may follow), so with embeddings as small as the other weights their last hidden states become nearly
+# parallel and what reward teaches about one word spreads to all. Still larger embeddings learn the form of an edit
+# badly. docs/quickstart.md has the figures.
 EMBEDDING_STD = 1.0
 
-# What is one piece before BPE: a line break (verl's Qwen builder needs "\n" to be one token wherever it stands), a
-# tag such as <parameter=file_path>, an expression of the tasks, a word with a space or dot before it and a colon
-# after it, a digit, a run of signs, blank space. That an expression is one token right behind the word asked for
-# ("The sum: a + b") makes the one decision of an episode one token whose predecessor says what is right: a policy
-# of this size finds that by reward in a few dozen updates, and not when a dozen tokens stand in between.
+# The pieces into which text is split before BPE: a line break (verl's Qwen builder needs "\n" to be one token
+# everywhere), a tag such as <parameter=file_path>, an expression of the tasks, a word with the space or dot before it
+# and the colon after it, a digit, a run of punctuation, white space. An expression is one token and directly follows
+# the word asked for ("The sum: a + b"), so the only decision of an episode is one token whose predecessor determines
+# it. A policy of this size learns that by reward in a few dozen updates; it does not if a dozen tokens stand in
+# between.
 _PIECES = (
     r"\n|</?[A-Za-z_][^<>\n]*>| ?a [-+] b\b| ?[a-z]+\(a, b\)"
     r"|[ .]?[A-Za-z_]+:?| ?[0-9]| ?[^\sA-Za-z0-9_<]+|[^\S\n]+|<"
@@ -67,8 +68,11 @@ _PIECES = (
 
 
 def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None, experts: int = 0) -> None:
-    """Write the model directory `out`: dense, or with so many experts (2 or more) per layer. `texts` replaces the
-    generated text that the BPE is trained on."""
+    """Write the model directory `out`.
+
+    texts: replaces the generated text that the BPE is trained on.
+    experts: per layer, at least 2; 0 makes a dense model.
+    """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -76,7 +80,7 @@ def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None, expert
     make_config, make_model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
     config = make_config(
         vocab_size=len(tokenizer),
-        # vLLM's weight sync on the CPU does not refresh an output layer that shares the embedding's weights.
+        # On a CPU, vLLM's weight sync does not refresh an output layer that shares the embedding's weights.
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -96,13 +100,16 @@ def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None, expert
         model.save_pretrained(name)
         tokenizer.save_pretrained(name)
         out.mkdir(exist_ok=True)
-        # config.json last: a directory without it is not a model yet.
+        # config.json comes last: a directory without it is not a model yet.
         for file in sorted(Path(name).iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, out / file.name)
 
 
 def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """Train the BPE. Byte-level over all 256 bytes, no normalization: decode(encode(x)) == x."""
+    """Return the tokenizer with its BPE trained on `texts` (default: generated episodes).
+
+    It is byte-level over all 256 bytes and does not normalize, so decode(encode(x)) == x for any text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -117,7 +124,7 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # The trainer would learn pieces of these as if they were text.
+    # Control tokens are cut out, as the trainer would learn pieces of them like any text.
     control = re.compile("|".join(map(re.escape, [*SPECIAL, *TAGS])))
     corpus = _corpus() if texts is None else texts
     tokenizer.train_from_iterator((part for text in corpus for part in control.split(text)), trainer)
@@ -133,7 +140,7 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
     )
 
 
-# As Claude Code 2.1 describes them to a bare session; of the schemas only what the template shows.
+# The tools as Claude Code 2.1 describes them to a bare session, with what the template shows of their schemas.
 def _tool(name: str, description: str, required: str, **types: str) -> dict[str, Any]:
     schema = {
         "type": "object",
@@ -181,7 +188,7 @@ ERRORS = (
 
 
 def _corpus() -> Iterator[str]:
-    """Episodes over all names and expressions, as the template renders them. Every name comes up equally often."""
+    """Yield rendered episodes over all names and expressions. Every function name occurs equally often."""
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE.read_text())
     cues = list(CANDIDATES)
     for number in range(4 * len(FUNCTIONS)):
@@ -194,7 +201,10 @@ def _corpus() -> Iterator[str]:
 
 
 def example_messages(module: str, function: str, cue: str, bug: str, new: str, number: int = 0) -> list[dict[str, Any]]:
-    """The chat of one episode; every fourth has an error in place of the edit's success."""
+    """Return the chat of one episode in which `bug` is replaced by `new`; `cue` is the word asked for.
+
+    If `number` is a multiple of four, the edit is answered with an error.
+    """
     file = f"{module}.py"
     edited = EDITED if number % 4 else ERRORS[number // 4 % len(ERRORS)]
     edit = {"file_path": file, "old_string": f"return {bug}", "new_string": f"return {new}"}
@@ -215,10 +225,11 @@ def _call(name: str, arguments: dict[str, Any], text: str = "") -> dict[str, Any
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m rl.quickstart.policy", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--experts", type=int, default=0, help="of a Qwen3-MoE; 0: a dense Qwen3")
+    parser.add_argument("--experts", type=int, default=0, help="per layer of a Qwen3-MoE (default: 0, a dense Qwen3)")
     options = parser.parse_args()
     make_policy(options.out, options.seed, experts=options.experts)
     print(f"policy in {options.out}")

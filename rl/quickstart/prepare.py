@@ -1,8 +1,8 @@
-"""Everything the quickstart trains on, made on the spot: tasks, a policy, and its warm start.
+"""This module makes everything that the quickstart trains on: tasks, a policy, and the policy's warm start.
 
-The warm start is imitation of episodes that a script played through the real proxy with the real Claude Code: the
-rows are the session trees' own, token for token, not re-rendered text. The script chooses among the candidate
-edits at random, so what is learned here is the form of an episode and not which edit is right.
+The warm start imitates episodes that a script plays through the real proxy with the real Claude Code. The rows are
+those of the session trees, token for token, not re-rendered text. The script chooses among the candidate edits at
+random, so the policy learns the form of an episode and not which edit is right.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
+from rl.batch import Progress, run_all
 from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript
 from rl.quickstart.tasks import make_tasks
@@ -32,17 +33,18 @@ from rollout.records import RecordWriter, record_of
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
-    """Make what is not there yet, under ``run.root``/prepared, and return the config keys that point at it.
+    """Make what is missing below ``run.root``/prepared, and return the config overrides that point at it.
 
-    Keyed by everything the result depends on, so a second run with the same seed starts at once and a changed
-    task generator is never mixed with an old policy. Each part is made under another name and renamed.
+    The directory is named after everything that the result depends on, so a second run with the same seed starts at
+    once, and a changed task generator is never combined with an old policy. Each part is made under another name and
+    renamed. Raises RuntimeError if the warm start makes too few rows.
     """
     where = Path(config.run.root).resolve() / "prepared" / f"quickstart-{config.seed}-{_fingerprint(config)}"
     where.mkdir(parents=True, exist_ok=True)
     quick = config.quickstart
     tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
     if not tasks.exists():
-        screen.say(f"making {quick.train_tasks} + {quick.heldout_tasks} tasks and verifying them")
+        screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
         _make(tasks, lambda out: make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks))
     if not policy.exists():
         screen.say("making tokenizer and policy")
@@ -96,29 +98,28 @@ async def _play_all(
     proxy = ProxyServer()
     setup = make_setup(config, tokenizer, model_type, engine, proxy)
     writer = RecordWriter(records, "warm")
-    slots = asyncio.Semaphore(config.sandbox.concurrency)
-    done = 0
+    progress = Progress(screen, "warm start, episodes", len(tasks))
+    played: dict[int, Episode] = {}
 
     def keep(episode: Episode) -> None:
-        nonlocal done
-        done += 1
         writer.append(record_of(episode, "warm", 0, str(policy), config.proxy.tool_parser))
-        screen.show("warm start, episodes", done, len(tasks))
+        progress.count(episode.verdict.outcome, final=not episode.verdict.is_infra)
 
-    async def one(number: int, task: Task) -> Episode:
-        async with slots:
-            return await play(setup, task, f"warm-{number:04d}-{task.instance_id}", keep)
+    async def work(piece: tuple[int, Task]) -> None:
+        number, task = piece
+        played[number] = await play(setup, task, f"warm-{number:04d}-{task.instance_id}", keep)
 
     await proxy.start()
     try:
-        return list(await asyncio.gather(*(one(i, task) for i, task in enumerate(tasks))))
+        await run_all(enumerate(tasks), config.sandbox.concurrency, work)
+        return [played[number] for number in range(len(tasks))]
     finally:
         await proxy.stop()
         writer.close()
 
 
 def _make(target: Path, make: Callable[[Path], None]) -> None:
-    """Run ``make`` on a directory that becomes ``target`` only when it is whole."""
+    """Call ``make`` with an empty directory, which becomes ``target`` once it is complete."""
     building = target.with_name(f".{target.name}-{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()

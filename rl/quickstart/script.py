@@ -1,14 +1,14 @@
-"""Plays an episode without knowing the answer: what the policy is warm-started on.
+"""This module plays the episodes that the policy is warm-started on, without knowing the right answers.
 
-A ``RepairScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``: the text of a prompt in, the text of
-a reply out. It reads the module, names what the statement asks for, puts one of the four expressions in the place
-of the one it has read, and stops. That may be the same expression: then Edit answers with an error, and the policy
-has to have seen how an episode goes on after one, or it babbles there until its context is full.
-Which expression does not depend on what is asked for: imitation teaches
-the form of an episode, and only the reward can teach which edit is right.
+A ``RepairScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``: it takes the text of a prompt and returns
+the text of a reply. It reads the module, names what the statement asks for, replaces the expression that it has read by
+one of the four candidates, and stops. The candidate may be the same expression. Edit then answers with an error, and
+the policy must have seen how an episode continues after one, or it babbles there until its context is full. The
+candidate does not depend on what is asked for: imitation teaches the form of an episode, and only the reward can teach
+which edit is right.
 
-The file's name, the word asked for and the expression are read from the prompt alone, so that calls of different
-episodes may come in any order.
+The file's name, the word asked for and the expression are taken from the prompt alone, so calls of different episodes
+may come in any order.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ _RETURN = re.compile(r"^\d+\t    return (.+)$", re.MULTILINE)
 
 
 class RepairScript:
-    """Replies to prompts of quickstart episodes. The same seed and order of prompts give the same replies."""
+    """A repair script replies to the prompts of quickstart episodes.
+
+    The same seed and order of prompts give the same replies.
+    """
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        # (word asked for, expression read) -> edits not tried yet. Drawing without replacement makes each edit
-        # equally frequent for each word: in a few hundred free draws some would go together by chance, and the
-        # policy would start with that superstition.
+        # (word asked for, expression read) -> edits left to draw. Drawing without replacement makes all edits equally
+        # frequent for each word. In a few hundred independent draws some would correlate by chance, and the policy
+        # would start out believing in that.
         self._bags: dict[tuple[str, str], list[str]] = {}
 
     def __call__(self, prompt_text: str) -> str:
+        """Return the reply to a prompt."""
         statement = _STATEMENT.search(prompt_text)
         if statement is None:
             return DONE
@@ -43,7 +47,7 @@ class RepairScript:
         if not results:
             return _call("Read", file_path=file)
         read = _RETURN.search(results[-1])
-        if read is None:  # the edit was made, or something went wrong that this script cannot mend
+        if read is None:  # the edit was made, or something went wrong that the script cannot repair
             return DONE
         old, new = read[1], self._edit(word, read[1])
         return f"The {word}: {new}\n" + _call(

@@ -2,15 +2,14 @@
 
     python -m rl.quickstart.tasks --out DIR --seed S [--train 64 --heldout 32]
 
-writes DIR/train.parquet, DIR/heldout.parquet and DIR/repos/<instance_id>/. A repository holds one
-module with one function that returns the wrong one of four expressions of its arguments; the problem
-statement says which one is wanted. The (gold, bug) pairs are spread evenly over both splits, and no
-(module, function) pair of the training split is in the held-out one. Nothing an agent sees but the
-statement tells the gold expression; the tests exist only in eval_script.
+The result is DIR/train.parquet, DIR/heldout.parquet and DIR/repos/<instance_id>/. Each repository has one module with
+one function that returns the wrong one of four expressions of its arguments; the problem statement says which one is
+wanted. The (gold, bug) pairs are spread evenly over both splits, and no (module, function) pair is in both. Of all that
+an agent sees only the statement tells the gold expression; the tests exist only in eval_script.
 
-The same seed gives the same bytes (parquet files, commit ids). Hidden tests are chosen so that every
-wrong expression fails one of those that the bug fails. Before anything is put in its final place every
-task is graded in a sandbox: the gold patch must be resolved, and a patch that keeps the bug must not.
+The same seed gives the same bytes (parquet files, commit ids). The hidden tests are chosen so that every wrong
+expression fails one of those that the bug fails. Before anything is moved to its final place, every task is graded in a
+sandbox: the gold patch must resolve it, and a patch that keeps the bug must not.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ import pyarrow.parquet
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
+from rl.batch import run_all
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.treediff import object_id
 
@@ -43,11 +43,11 @@ CANDIDATES: dict[str, str] = {
     "larger": "max(a, b)",
     "smaller": "min(a, b)",
 }
-"""The cue in a problem statement -> the expression that solves it."""
+"""The expression that solves a task, by the cue in its problem statement."""
 
-# None is a module of the standard library: tests find the task's module behind those.
+# No name is a module of the standard library: the tests import the task's module after those. There are few names
+# because the policy must copy them, which is most of what the warm start has to teach.
 # fmt: off
-# Few, because the policy has to copy the name: that is most of what its warm start must learn.
 MODULES = ("basket", "bridge", "candle", "garden", "hammer", "lamp", "mirror", "river")
 FUNCTIONS = (
     "align", "bind", "blend", "chart", "craft", "fold", "fuse", "gauge", "grade", "join", "judge",
@@ -64,7 +64,7 @@ _MEANING: dict[str, Callable[[int, int], int]] = {
 }
 _ARGUMENTS = range(-9, 10)
 _TIMEOUT_S = 60.0
-# A patch that changes no code: the empty patch is never run, and the bug must be seen to fail.
+# This patch changes no code. It is needed because an empty patch is never run, and the bug must be seen to fail.
 _NOTE_PATCH = """\
 diff --git a/NOTE b/NOTE
 new file mode 100644
@@ -84,8 +84,8 @@ _COMMIT = {
     "GIT_CONFIG_GLOBAL": os.devnull,
 }
 
-# The tests come on standard input, so that no file of them lies beside the code they test. -I and
-# appending the work tree: a file there cannot stand in for a module of the standard library.
+# The tests come on standard input, so that no file with them lies beside the code under test. -I, and appending the
+# work tree to the path, keep a file there from shadowing a module of the standard library.
 _EVAL_SCRIPT = """\
 #!/bin/bash
 set -uxo pipefail
@@ -103,7 +103,7 @@ unittest.main()
 END_OF_TESTS
 : '>>>>> End Test Output'
 """
-# swebench's parser for this output takes the docstring for the test's name, in every Python version.
+# With every Python version, swebench's parser for this output takes the docstring as the test's name.
 _TEST = '''
     def test_{number}(self):
         """{name}"""
@@ -113,19 +113,24 @@ _TEST = '''
 
 @dataclass(frozen=True)
 class Case:
-    """One hidden test: function(a, b) must be `expected`."""
+    """A case is one hidden test: function(a, b) must be `expected`."""
 
     a: int
     b: int
     expected: int
 
     def name(self, function: str) -> str:
+        """Return the test's name, as it is in FAIL_TO_PASS or PASS_TO_PASS."""
         return f"{function}({self.a}, {self.b}) is {self.expected}"
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """One task before it is written. gold and bug are expressions; failing cases fail with the bug."""
+    """A puzzle is one task before it is written.
+
+    cue: the word for the gold expression. bug: the wrong expression in the repository. failing: the cases that the bug
+    fails. passing: a case that the bug passes.
+    """
 
     instance_id: str
     module: str
@@ -137,13 +142,15 @@ class Puzzle:
 
     @property
     def gold(self) -> str:
+        """Return the expression that solves the task."""
         return CANDIDATES[self.cue]
 
     def source(self, expression: str) -> str:
+        """Return the module's source with `expression` in it."""
         return f"def {self.function}(a, b):\n    return {expression}\n"
 
     def patch(self, expression: str) -> str:
-        """A git patch from the bug to `expression`."""
+        """Return the git patch that replaces the bug by `expression`."""
         name, old, new = f"{self.module}.py", self.source(self.bug), self.source(expression)
         ids = [object_id(b"blob", text.encode()).hex()[:7] for text in (old, new)]
         first = f" def {self.function}(a, b):\n"
@@ -154,9 +161,9 @@ class Puzzle:
 
 
 def make_tasks(out: Path, seed: int, n_train: int = 64, n_heldout: int = 32) -> None:
-    """Write and verify both splits (see the module's docstring). Existing files are replaced.
+    """Write and verify both splits, as the module's docstring describes. Existing files are replaced.
 
-    Raises ValueError when there are not enough names, RuntimeError when a task fails verification.
+    Raises ValueError if a split is empty or there are not enough names, RuntimeError if a task fails verification.
     """
     train, heldout = _puzzles(random.Random(seed), n_train, n_heldout)
     out.mkdir(parents=True, exist_ok=True)
@@ -175,11 +182,11 @@ def _puzzles(rng: random.Random, n_train: int, n_heldout: int) -> tuple[list[Puz
     names = list(itertools.product(MODULES, FUNCTIONS))
     total = n_train + n_heldout
     if min(n_train, n_heldout) < 1 or total > len(names):
-        raise ValueError(f"each split needs a task, and there are names for {len(names)}, not {total}")
+        raise ValueError(f"each split needs a task, and there are names for {len(names)} tasks, not for {total}")
     rng.shuffle(names)
     pairs = [*_spread(rng, n_train), *_spread(rng, n_heldout)]
     numbers = list(range(total))
-    rng.shuffle(numbers)  # a number must not tell the split or the pair
+    rng.shuffle(numbers)  # a task's number must not reveal its split or its expressions
     puzzles = [
         _puzzle(rng, f"quickstart__{module}-{number:04d}", module, function, cue, bug)
         for (module, function), (cue, bug), number in zip(names, pairs, numbers, strict=False)
@@ -188,7 +195,7 @@ def _puzzles(rng: random.Random, n_train: int, n_heldout: int) -> tuple[list[Puz
 
 
 def _spread(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """`count` (cue, bug) pairs in random order, each of the twelve as often as the others, or once more."""
+    """Return `count` (cue, bug) pairs in random order. The twelve pairs occur equally often, or some once more."""
     pairs = [(cue, bug) for cue, gold in CANDIDATES.items() for bug in CANDIDATES.values() if bug != gold]
     rng.shuffle(pairs)
     chosen = list(itertools.islice(itertools.cycle(pairs), count))
@@ -199,26 +206,24 @@ def _spread(rng: random.Random, count: int) -> list[tuple[str, str]]:
 def _puzzle(rng: random.Random, instance_id: str, module: str, function: str, cue: str, bug: str) -> Puzzle:
     gold = CANDIDATES[cue]
     right, planted = _MEANING[gold], _MEANING[bug]
+    wrong = [meaning for expression, meaning in _MEANING.items() if expression != gold]
     points = [(a, b) for a, b in itertools.product(_ARGUMENTS, repeat=2) if (a, b) != (0, 0)]
     rng.shuffle(points)
     agreeing = next(point for point in points if right(*point) == planted(*point))
     telling = [(a, b) for a, b in points if a != b and right(a, b) != planted(a, b)]
-    for first, second in itertools.combinations(telling, 2):
-        told = all(
-            any(right(*point) != wrong(*point) for point in (first, second))
-            for expression, wrong in _MEANING.items()
-            if expression != gold
-        )
-        if told and min(first) < 0 and min(second) < 0 < max(second):
-            break
-    else:
-        raise AssertionError(f"no cases tell {gold} from the rest")
-    failing, passing = [Case(*p, right(*p)) for p in (first, second)], Case(*agreeing, right(*agreeing))
-    return Puzzle(instance_id, module, function, cue, bug, (failing[0], failing[1]), passing)
+    failing = next(
+        (first, second)
+        for first, second in itertools.combinations(telling, 2)
+        if min(first) < 0
+        and min(second) < 0 < max(second)
+        and all(any(right(*point) != other(*point) for point in (first, second)) for other in wrong)
+    )
+    cases = [Case(*point, right(*point)) for point in (*failing, agreeing)]
+    return Puzzle(instance_id, module, function, cue, bug, failing=(cases[0], cases[1]), passing=cases[2])
 
 
 def _write_repositories(directory: Path, puzzles: list[Puzzle]) -> dict[str, str]:
-    """One repository with one commit per puzzle; returns instance id -> commit id."""
+    """Write one repository with one commit per puzzle, and return the commit ids by instance id."""
     directory.mkdir()
     template = directory / ".template"
     _git(directory, "init", "--quiet", "--template=", "--initial-branch=main", str(template))
@@ -274,27 +279,26 @@ def _write_parquet(path: Path, tasks: list[Task]) -> None:
 
 
 async def _verify(puzzles: list[Puzzle], commits: dict[str, str], base_dir: Path) -> None:
-    """Grade the gold patch and one that keeps the bug, for each puzzle."""
-    slots = asyncio.Semaphore(os.cpu_count() or 1)
+    """Grade the gold patch and a patch that keeps the bug, for each puzzle. Raises RuntimeError for a wrong verdict."""
 
-    async def check(puzzle: Puzzle, patch: str, wanted: Outcome) -> None:
+    async def check(piece: tuple[Puzzle, str, Outcome]) -> None:
+        puzzle, patch, wanted = piece
         task = _task(puzzle, commits, base_dir)
-        async with slots:
-            boot = functools.partial(boot_local, task.snapshot)
-            verdict = await grade(task, patch.encode(), boot, timeout_s=_TIMEOUT_S)
+        boot = functools.partial(boot_local, task.snapshot)
+        verdict = await grade(task, patch.encode(), boot, timeout_s=_TIMEOUT_S)
         if verdict.outcome is not wanted:
             raise RuntimeError(
                 f"{puzzle.instance_id} (gold `{puzzle.gold}`, bug `{puzzle.bug}`) should be {wanted}, but is "
                 f"{verdict.outcome} ({verdict.reason}: {verdict.detail}) with\n{patch}\n{verdict.log_tail}"
             )
 
-    async with asyncio.TaskGroup() as group:
-        for puzzle in puzzles:
-            group.create_task(check(puzzle, puzzle.patch(puzzle.gold), Outcome.RESOLVED))
-            group.create_task(check(puzzle, _NOTE_PATCH, Outcome.UNRESOLVED))
+    gold = [(puzzle, puzzle.patch(puzzle.gold), Outcome.RESOLVED) for puzzle in puzzles]
+    kept = [(puzzle, _NOTE_PATCH, Outcome.UNRESOLVED) for puzzle in puzzles]
+    await run_all([*gold, *kept], os.cpu_count() or 1, check)
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m rl.quickstart.tasks", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, required=True)

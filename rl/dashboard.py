@@ -1,9 +1,11 @@
-"""Create the wandb workspace of a project: ``python -m rl.dashboard RUN|PROJECT|ENTITY/PROJECT``
+"""Create the wandb workspace of a project.
 
-RUN is a run directory, whose config names the project. The panels are those of ``rl.metrics.panels``, by section, over
-all runs of the project, beside a table of sampled episodes. Runs that were offline are uploaded with ``wandb sync``
-first. Needs ``WANDB_API_KEY`` or ``wandb login``; ``--dry-run`` needs nothing and prints the workspace as JSON. Exit
-status: 0 done, 1 wandb refused or was not reached, 2 the arguments are wrong.
+    python -m rl.dashboard RUN|PROJECT|ENTITY/PROJECT [--name NAME] [--dry-run]
+
+RUN is a run directory, whose config names the project. The workspace shows the panels of ``rl.metrics.panels``, by
+section, over all runs of the project, and a table of sampled episodes. Upload runs that were offline with ``wandb
+sync`` first. Needs ``WANDB_API_KEY`` or ``wandb login``; ``--dry-run`` needs neither and prints the workspace as JSON.
+Exit status: 0 done, 1 wandb refused or could not be reached, 2 the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ SAMPLES = "samples/episodes"
 
 
 def workspace(entity: str, project: str, name: str) -> Workspace:
-    """The workspace, not saved; no network."""
+    """Return the workspace without saving it. Needs no network."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
@@ -55,19 +57,22 @@ def _plot(panel: Panel) -> LinePlot:
 
 
 def spec(made: Workspace) -> dict[str, Any]:
-    """What wandb stores of a workspace."""
+    """Return a workspace as the JSON value that wandb stores."""
     return json.loads(made._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 
 def place(target: str) -> tuple[str, str]:
-    """(entity, project) of a run directory or a name; the entity is "" for the user's own."""
+    """Return (entity, project) for a run directory or a name; the entity is "" for the user's default one.
+
+    Raises ValueError if `target` is neither.
+    """
     config = Path(target) / "config.yaml"
     if config.is_file():
         from omegaconf import OmegaConf
 
         return os.environ.get("WANDB_ENTITY", ""), OmegaConf.load(config).trainer.project_name
     if Path(target).is_dir():
-        raise ValueError(f"{target}: a directory without config.yaml is no run")
+        raise ValueError(f"{target}: not a run directory, as it has no config.yaml")
     entity, _, project = target.rpartition("/")
     if not project or "/" in entity:
         raise ValueError(f"{target}: neither a run directory nor PROJECT or ENTITY/PROJECT")
@@ -75,11 +80,12 @@ def place(target: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m rl.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", metavar="RUN|PROJECT", help="a run directory, PROJECT or ENTITY/PROJECT")
-    parser.add_argument("--name", default="Training", help="of the workspace (Training)")
+    parser.add_argument("--name", default="Training", help="the workspace's name (default: Training)")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON, upload nothing")
     args = parser.parse_args(arguments)
     try:
@@ -95,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         api = wandb.Api()
-        made = workspace(entity or api.default_entity, project, args.name).save()
+        made = workspace(entity or api.default_entity or "", project, args.name).save()
     except (wandb.errors.Error, requests.RequestException, ValueError) as error:
         print(f"dashboard: wandb: {' '.join(str(error).split())}", file=sys.stderr)
         print("--dry-run prints the workspace; a project exists once a run was synced to it", file=sys.stderr)

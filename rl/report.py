@@ -1,9 +1,11 @@
-"""The curves of runs without any service: ``python -m rl.report RUN [RUN...] [--out PREFIX]``
+"""Draw the curves of runs without any service.
 
-Draws the panels of ``rl.metrics.panels`` from the runs' metrics.jsonl into PREFIX.png, and the same with a summary, the
-last step's metrics and some episodes as they were played into PREFIX.html, which needs nothing else. PREFIX is
-RUN/report for one run, else ./report. A run may still be going on. Exit status: 0 done, 2 there is no such run, or no
-step in it.
+    python -m rl.report RUN [RUN...] [--out PREFIX]
+
+PREFIX.png has the panels of ``rl.metrics.panels``, drawn from the runs' metrics.jsonl. PREFIX.html has the same
+picture, a summary, the last step's metrics and some episodes as they were played; it needs no other file. PREFIX is
+RUN/report for one run, else ./report. A run may still be going on. Exit status: 0 done, 2 a run does not exist or has
+no step yet.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import argparse
 import base64
 import html
 import itertools
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +28,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Runs = Mapping[str, list[dict]]  # name -> records of metrics.jsonl
+Runs = Mapping[str, list[dict]]  # records of metrics.jsonl by the run's name
 
 _COLUMNS = 3
-# Inches: a chart with its title and legend, in it the left, bottom, width and height of the plot, a section's title.
-_CELL, _PLOT, _HEAD = (5.0, 3.9), (0.75, 1.4, 4.0, 2.0), 0.5
-_LINE = 0.3  # of text, at the top
-_STYLE = {
+# Inches: the size of a chart with its title and legend; the left, bottom, width and height of the plot in it; the
+# height of a section's title, and of a line of text at the top.
+_CELL, _PLOT, _HEAD, _LINE = (5.0, 3.9), (0.75, 1.4, 4.0, 2.0), 0.5, 0.3
+_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -45,14 +48,14 @@ _STYLE = {
     "lines.linewidth": 1.6,
     "lines.markersize": 3.5,
 }
-# Okabe and Ito's: told apart by people who see few colours.
+# Okabe and Ito's colours, which people with colour blindness can tell apart.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#4B3B8F")
 _LINES = ("-", "--", ":", "-.")
-_SAMPLES = 8
+_SAMPLES = 8  # episodes in a report
 
 
 def figure(runs: Runs) -> Figure:
-    """All panels that have data, by section. Stacked ones have a chart for each run."""
+    """Return a picture of all panels that have data, by section. A stacked panel has one chart per run."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -80,7 +83,8 @@ def figure(runs: Runs) -> Figure:
 
 
 def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
-    """What is drawn: a chart of all runs, or where their curves could not be told apart one of each."""
+    """Return the charts to draw: one for all runs of a panel, or one per run if their curves could not be told
+    apart."""
     charts: list[tuple[Panel, Runs]] = []
     for panel in panels:
         counts = {name: len(panel.curves(_names(records))) for name, records in runs.items()}
@@ -97,7 +101,7 @@ def _names(records: list[dict]) -> list[str]:
 
 
 def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None = None) -> None:
-    """A panel's curves. ``colors``: of several runs, whose metrics then differ by line."""
+    """Draw a panel's curves. ``colors``: a colour per run, if there are several; metrics then differ by line style."""
     from matplotlib.ticker import MaxNLocator
 
     for run, records in runs.items():
@@ -137,21 +141,28 @@ def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None 
 
 
 def _stack(axes: Axes, records: list[dict], curves: dict[str, str]) -> None:
-    """Bars, because a step's parts belong together and not to the space between steps."""
+    """Draw the curves as stacked bars: the parts belong to a step, not to the space between steps."""
     steps = [r for r in records if any(r.get(name) is not None for name in curves)]
     bottom = [0.0] * len(steps)
     for number, (name, label) in enumerate(curves.items()):
         values = [r.get(name) or 0.0 for r in steps]
         if any(values):
             color = _COLORS[number % len(_COLORS)]
-            # An edge of its own colour: without one the background shows between bars.
-            look = {"color": color, "edgecolor": color, "linewidth": 0.4, "label": label}
-            axes.bar([r["step"] for r in steps], values, bottom=bottom, width=1.0, **look)
+            axes.bar(
+                [r["step"] for r in steps],
+                values,
+                bottom=bottom,
+                width=1.0,
+                color=color,
+                edgecolor=color,  # without an edge the background shows between bars
+                linewidth=0.4,
+                label=label,
+            )
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
 
 
 def curve(records: list[dict], path: Path) -> None:
-    """The learning curve alone, as PNG."""
+    """Write a PNG file with the learning curve alone."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -166,52 +177,48 @@ def _save(picture: Figure, path: Path) -> None:
         picture.savefig(new, dpi=110, format="png")
 
 
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+# What the summary shows as the mean over steps: label, metric, format.
+_MEANS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("groups that teach nothing", "group/all_equal", _percent),
+    ("seconds per step", "timing_s/step", "{:.1f}".format),
+    ("  rollout", "timing_s/gen", "{:.1f}".format),
+    ("  update", "timing_s/update_actor", "{:.1f}".format),
+    ("  weight sync", "timing_s/update_weights", "{:.2f}".format),
+    ("rows per episode", "episode/rows", "{:.2f}".format),
+    ("turns per episode", "episode/turns", "{:.1f}".format),
+    ("prefix-cache hit rate", "engine/prefix_cache_hit_rate", _percent),
+    ("proxy overhead per call, ms", "proxy/overhead_ms", "{:.1f}".format),
+    ("GPU busy", "gpu/busy", _percent),
+)
+
+
 def summary(records: list[dict]) -> list[tuple[str, str]]:
-    """(label, value) rows of a run."""
+    """Return a run's main figures as (label, value), from its records of metrics.jsonl."""
     steps = [r for r in records if "timing_s/step" in r]
     held_out = [(r["step"], resolve_rate(r, "val")) for r in records if has_validation(r)]
-    rows: list[tuple[str, str]] = []
-    if held_out:
-        rows.append((f"held-out resolved, step {held_out[0][0]}", _percent(held_out[0][1])))
-        if len(held_out) > 1:
-            rows.append((f"held-out resolved, step {held_out[-1][0]}", _percent(held_out[-1][1])))
+    ends = [*held_out[:1], *held_out[1:][-1:]]
+    rows = [(f"held-out resolved, step {step}", _percent(rate)) for step, rate in ends]
     rows.append(("steps", str(len(steps))))
-    if not steps:
-        return rows
-
-    def mean(key: str) -> float | None:
-        values = [r[key] for r in steps if r.get(key) is not None]
-        return sum(values) / len(values) if values else None
-
-    def add(label: str, value: float | None, form: str) -> None:
-        if value is not None:
-            rows.append((label, form.format(value) if form else _percent(value)))
-
     third = max(1, len(steps) // 3)
     for label, part in (("first", steps[:third]), ("last", steps[-third:])):
-        rates = [rate for r in part if (rate := resolve_rate(r, "train")) is not None]
-        if rates:
-            rows.append((f"train resolved, {label} third", _percent(sum(rates) / len(rates))))
-    add("groups that teach nothing", mean("group/all_equal"), "")
-    add("seconds per step", mean("timing_s/step"), "{:.1f}")
-    add("  rollout", mean("timing_s/gen"), "{:.1f}")
-    add("  update", mean("timing_s/update_actor"), "{:.1f}")
-    add("  weight sync", mean("timing_s/update_weights"), "{:.2f}")
-    add("rows per episode", mean("episode/rows"), "{:.2f}")
-    add("turns per episode", mean("episode/turns"), "{:.1f}")
-    add("prefix-cache hit rate", mean("engine/prefix_cache_hit_rate"), "")
-    add("proxy overhead per call, ms", mean("proxy/overhead_ms"), "{:.1f}")
-    add("GPU busy", mean("gpu/busy"), "")
-    pearsons = [p for r in steps if (p := r.get("training/rollout_actor_probs_pearson_corr")) is not None]
-    if pearsons:
+        if rates := [rate for r in part if (rate := resolve_rate(r, "train")) is not None]:
+            rows.append((f"train resolved, {label} third", _percent(statistics.fmean(rates))))
+    for label, metric, form in _MEANS:
+        if values := _values(steps, metric):
+            rows.append((label, form(statistics.fmean(values))))
+    if pearsons := _values(steps, "training/rollout_actor_probs_pearson_corr"):
         rows.append(("lowest rollout/trainer correlation", f"{min(pearsons):.4f}"))
-    if any("infra/failures" in r for r in steps):
-        rows.append(("infrastructure failures", f"{sum(r.get('infra/failures', 0) for r in steps):.0f}"))
+    if failures := _values(steps, "infra/failures"):
+        rows.append(("infrastructure failures", f"{sum(failures):.0f}"))
     return rows
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+def _values(records: list[dict], metric: str) -> list[float]:
+    return [value for record in records if (value := record.get(metric)) is not None]
 
 
 _PAGE = """<!doctype html>
@@ -234,7 +241,7 @@ pre {{ background: #f6f6f6; padding: .8rem; white-space: pre-wrap; overflow-wrap
 
 
 def page(runs: Runs, picture: bytes, samples: Sequence[dict[str, Any]]) -> str:
-    """The report as one HTML file. ``picture``: a PNG. ``samples``: rows of ``rl.metrics.samples``."""
+    """Return the report as one HTML file. ``picture``: a PNG file. ``samples``: rows of ``rl.metrics.samples``."""
     image = base64.b64encode(picture).decode()
     summaries = {name: dict(summary(records)) for name, records in runs.items()}
     steps = {name: [r for r in records if "timing_s/step" in r] for name, records in runs.items()}
@@ -254,7 +261,7 @@ def page(runs: Runs, picture: bytes, samples: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Columns side by side; a row for each name that any of them has."""
+    """Return a table of the columns, with a row for each name that occurs in any of them."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     head = "".join(f"<th>{html.escape(title)}" for title in ["", *columns])
     rows = "".join(
@@ -275,11 +282,12 @@ def _sample(one: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m rl.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="of the two files")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="where the two files go")
     args = parser.parse_args(arguments)
     directories = [directory.resolve() for directory in args.runs]
     runs = {

@@ -28,7 +28,7 @@ from rewards.verdict import Outcome
 from rl.engine import VerlEngine
 from rl.metrics.episodes import EpisodeLog, line
 from rl.metrics.samples import SampleLog
-from rl.setup import make_setup
+from rl.setup import load_policy, make_setup, training_settings
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
@@ -40,7 +40,9 @@ class Worker:
     def __init__(self, config: DictConfig, tokenizer: Any, model_type: str, engine: VerlEngine) -> None:
         self.config = config
         self.proxy = ProxyServer()
-        self.setup = make_setup(config, tokenizer, model_type, engine, self.proxy)
+        settings = training_settings(config)
+        policy = load_policy(settings, config.actor_rollout_ref.model.path, tokenizer, model_type, engine)
+        self.setup = make_setup(settings, policy, self.proxy)
         run_dir = Path(config.run.dir)
         self.records = RecordWriter(run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
         self.log = EpisodeLog(run_dir)

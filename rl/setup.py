@@ -1,9 +1,10 @@
-"""The episode's parts from the config. Imports neither verl nor vLLM until they are made."""
+"""This module makes the parts of episodes from a config. verl and vLLM are imported when the first policy is loaded."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rewards.shape import Shape
 from rl.boxes import kind_of
 from rollout.agent import Agent
 from rollout.agent.claude_code import ClaudeCode
-from rollout.episode import Setup
+from rollout.episode import Boot, Setup
 from rollout.proxy.engine import Engine
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.parsers import VllmReplyParser
@@ -22,8 +23,7 @@ from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_confi
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy
 
-# How each kind of agent (``agent.kind``) is made, from the values of its configs/agent/*.yaml and the limits of a reply
-# and of the context. Raises FileNotFoundError when the agent's program is not there.
+# Makes each kind of agent (``agent.kind``) from the values of its configs/agent/*.yaml, max_tokens and max_context.
 AGENTS: dict[str, Callable[..., Agent]] = {"claude_code": ClaudeCode.of}
 
 
@@ -36,13 +36,8 @@ def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
     return AGENTS[kind](max_tokens=max_tokens, max_context=max_context, **settings)
 
 
-def agent_config(config: DictConfig) -> Agent:
-    max_tokens = config.proxy.max_tokens or config.data.max_response_length
-    return agent_from(config, max_tokens, config.actor_rollout_ref.rollout.max_model_len)
-
-
 def rules_from(config: DictConfig) -> Rules:
-    """What of a patch is graded, and what of it is flagged. Raises ValueError, whose message begins with the key."""
+    """Return the rules that say what of a patch is graded and flagged. Raises ValueError that begins with the key."""
     grading = OmegaConf.to_container(config.grading, resolve=True)
     try:
         return Rules(grading["drop"], grading["flags"])
@@ -51,47 +46,103 @@ def rules_from(config: DictConfig) -> Rules:
 
 
 def shape_from(config: DictConfig) -> Shape | None:
-    """The reward's shape, None for the outcome's own. Raises ValueError, whose message begins with the key."""
+    """Return the shape of the reward, None for 1 or 0. Raises ValueError that begins with the key."""
     try:
         return Shape.of(**config.grading.reward)
     except ValueError as error:
         raise ValueError(f"grading.reward: {error}") from error
 
 
-def side_endpoint(config: DictConfig) -> SideEndpoint | None:
-    if config.proxy.side_calls != "forward":
-        return None
-    side = config.proxy.side_endpoint
-    return SideEndpoint(side.url, side.model, os.environ.get(side.key_env) if side.key_env else None)
+@dataclass(frozen=True)
+class Settings:
+    """Settings are what a config says about episodes, as plain values.
+
+    ``max_tokens``: of one reply; ``max_context``: of a prompt and its reply together. ``side_endpoint``: where side
+    calls go; None: to the policy, which is trained on them if ``train_side_calls``.
+    """
+
+    agent: Agent
+    boot: Boot
+    rules: Rules
+    shape: Shape | None
+    grade_timeout_s: float
+    infra_retries: int
+    tool_parser: str
+    reasoning_parser: str | None
+    any_family: bool
+    train_side_calls: bool
+    side_endpoint: SideEndpoint | None
+    max_tokens: int
+    max_context: int
 
 
-def make_setup(config: DictConfig, tokenizer: Any, model_type: str, engine: Engine, proxy: ProxyServer) -> Setup:
-    """Everything that an episode of this run needs. ``model_type``: of the policy's config.json."""
-    policy = Policy(
-        engine=engine,
-        renderer=ChatTemplateRenderer(tokenizer, model_type, any_family=config.proxy.any_family),
-        parser=VllmReplyParser(config.proxy.tool_parser, config.proxy.reasoning_parser, tokenizer),
-        tokenizer=tokenizer,
-        end_ids=end_ids(tokenizer, generation_config(config.actor_rollout_ref.model.path)),
-        max_tokens=agent_config(config).max_tokens,
+def training_settings(config: DictConfig) -> Settings:
+    """Return the settings of a training run's config. Raises as ``read_settings`` does."""
+    return read_settings(
+        config,
+        max_tokens=config.proxy.max_tokens or config.data.max_response_length,
         max_context=config.actor_rollout_ref.rollout.max_model_len,
-        train_side_calls=config.proxy.side_calls == "train",
-        side_endpoint=side_endpoint(config),
+        run=Path(config.run.dir or "").name,
     )
-    return setup_around(config, policy, proxy)
 
 
-def setup_around(config: DictConfig, policy: Policy, proxy: ProxyServer) -> Setup:
-    """Everything but the policy and the proxy that it is reached through."""
-    agent = agent_config(config)
+def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run: str) -> Settings:
+    """Return the settings of the groups that all programs have: agent, proxy, sandbox, grading and episode.
+
+    ``run``: the name of the run, which marks its boxes. Raises ConfigError, ValueError and FileNotFoundError.
+    """
+    proxy = config.proxy
+    agent = agent_from(config, max_tokens, max_context)
+    side_endpoint = None
+    if proxy.side_calls == "forward":
+        side = proxy.side_endpoint
+        side_endpoint = SideEndpoint(side.url, side.model, os.environ.get(side.key_env) if side.key_env else None)
+    return Settings(
+        agent=agent,
+        boot=kind_of(config.sandbox).boot(agent.binary, run),
+        rules=rules_from(config),
+        shape=shape_from(config),
+        grade_timeout_s=config.grading.timeout_s,
+        infra_retries=config.episode.infra_retries,
+        tool_parser=proxy.tool_parser,
+        reasoning_parser=proxy.reasoning_parser,
+        any_family=proxy.any_family,
+        train_side_calls=proxy.side_calls == "train",
+        side_endpoint=side_endpoint,
+        max_tokens=max_tokens,
+        max_context=max_context,
+    )
+
+
+def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str, engine: Engine) -> Policy:
+    """Return a policy that ``engine`` samples for; this imports vLLM and verl.
+
+    ``model``: directory or hub name of its generation_config.json; ``model_type``: from its config.json. Raises
+    ValueError for a parser or a chat template's family that is not known.
+    """
+    return Policy(
+        engine=engine,
+        renderer=ChatTemplateRenderer(tokenizer, model_type, any_family=settings.any_family),
+        parser=VllmReplyParser(settings.tool_parser, settings.reasoning_parser, tokenizer),
+        tokenizer=tokenizer,
+        end_ids=end_ids(tokenizer, generation_config(model)),
+        max_tokens=settings.max_tokens,
+        max_context=settings.max_context,
+        train_side_calls=settings.train_side_calls,
+        side_endpoint=settings.side_endpoint,
+    )
+
+
+def make_setup(settings: Settings, policy: Policy, proxy: ProxyServer) -> Setup:
+    """Return everything that the episodes of a process need."""
     return Setup(
         policy=policy,
         proxy=proxy,
-        boot=kind_of(config.sandbox).boot(agent.binary, Path(config.run.dir or "").name),
-        agent=agent,
-        grade_timeout_s=config.grading.timeout_s,
-        rules=rules_from(config),
-        shape=shape_from(config),
-        infra_retries=config.episode.infra_retries,
+        boot=settings.boot,
+        agent=settings.agent,
+        grade_timeout_s=settings.grade_timeout_s,
+        rules=settings.rules,
+        shape=settings.shape,
+        infra_retries=settings.infra_retries,
         scratch=Path(scratch) if (scratch := os.environ.get("RL_SOCKET_DIR")) else None,
     )

@@ -40,7 +40,7 @@ from rl.plan import plan
 from rl.plan.memory import kv_tokens
 from rl.run.vllm_server import vllm_server
 from rl.screen import Screen
-from rl.setup import make_setup
+from rl.setup import load_policy, make_setup, training_settings
 from rollout.episode import Episode, play
 from rollout.proxy.engine import Completion, Engine
 from rollout.proxy.server import ProxyServer
@@ -100,7 +100,8 @@ async def episodes(
     model_type = json.loads((path / "config.json").read_text())["model_type"]
     http = VllmHttpEngine(url, "policy")
     calls, proxy = Calls(http), ProxyServer()
-    setup = make_setup(cfg, tokenizer, model_type, calls, proxy)
+    settings = training_settings(cfg)
+    setup = make_setup(settings, load_policy(settings, str(path), tokenizer, model_type, calls), proxy)
     rollout = cfg.actor_rollout_ref.rollout
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     setup = replace(setup, policy=replace(setup.policy, sampling=sampling))

@@ -35,11 +35,14 @@ from rl.evaluate.play import Evaluation, Line, LostError
 from rl.run.scratch import remove_socket_directory, socket_directory
 from rl.run.vllm_server import SERVED_AS, VllmServer
 from rl.screen import Screen, this_command
+from rl.setup import load_policy, make_setup
 from rollout import files
 from rollout.episode import Setup
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.passthrough import PassThrough
+from rollout.proxy.render import generation_config
 from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Policy
 from rollout.sandbox import SandboxError
 
 # For a hosted model, whose window is not known: what Claude Code takes for a model that it does not know.
@@ -149,11 +152,10 @@ async def _play(
 
 
 def _forwarded(cfg: DictConfig, out: Path) -> Setup:
-    from rl.setup import setup_around, side_endpoint
-
-    proxy = PassThrough(SideEndpoint(cfg.endpoint, cfg.model, config.key(cfg)), side_endpoint(cfg))
-    context = cfg.max_context or _HOSTED_CONTEXT
-    return setup_around(config.episode_config(cfg, "", context, out), proxy.policy, proxy)
+    """Return the set-up in which all calls of the agent go on to the endpoint as they are."""
+    settings = config.settings(cfg, cfg.max_context or _HOSTED_CONTEXT, out)
+    proxy = PassThrough(SideEndpoint(cfg.endpoint, cfg.model, config.key(cfg)), settings.side_endpoint)
+    return make_setup(settings, proxy.policy, proxy)
 
 
 def _tokenizer(cfg: DictConfig, weights: Weights | None, served: serve.Served | None) -> str:
@@ -170,47 +172,42 @@ async def _by_tokens(
     out: Path,
     stack: contextlib.AsyncExitStack,
 ) -> Setup:
-    """What is slow to import is loaded while the server starts."""
-    from rl.setup import setup_around
+    """Return the set-up in which the proxy asks a vLLM server by token ids. Slow imports are done while it starts."""
     from rollout.proxy.vllm_http import VllmHttpEngine
 
     url, model = (server.url, SERVED_AS) if server else (str(cfg.endpoint), str(cfg.model))
     engine = VllmHttpEngine(url, model, config.key(cfg) if server is None else None)
     stack.push_async_callback(engine.close)
-    tokenizer = _tokenizer(cfg, weights, served)
-    setup, sampling = await asyncio.to_thread(_load, cfg, tokenizer, engine, out)
+    policy = await asyncio.to_thread(_load, cfg, _tokenizer(cfg, weights, served), engine, out)
     if server is not None:
         await asyncio.to_thread(server.wait, cfg.serve.timeout_s)
         served = await serve.ask_server(url, model, None)
     assert served is not None
-    if setup.policy.side_endpoint is not None:
-        stack.push_async_callback(setup.policy.side_endpoint.close)
-    context = min(cfg.max_context or served.max_context, served.max_context)
-    episodes = config.episode_config(cfg, tokenizer, context, out)
-    policy = replace(setup.policy, max_context=context, max_tokens=episodes.data.max_response_length, sampling=sampling)
-    return setup_around(episodes, policy, setup.proxy)
+    if policy.side_endpoint is not None:
+        stack.push_async_callback(policy.side_endpoint.close)
+    settings = config.settings(cfg, min(cfg.max_context or served.max_context, served.max_context), out)
+    policy = replace(policy, max_context=settings.max_context, max_tokens=settings.max_tokens)
+    return make_setup(settings, policy, ProxyServer())
 
 
-def _load(cfg: DictConfig, tokenizer: str, engine: Any, out: Path) -> tuple[Setup, dict[str, Any]]:
-    """Tokenizer, chat template and parsers, and how to sample. Raises ConfigError."""
+def _load(cfg: DictConfig, tokenizer: str, engine: Any, out: Path) -> Policy:
+    """Return the policy with its sampling parameters; the server will tell its context length. Raises ConfigError."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from rl.setup import make_setup
-    from rollout.proxy.render import generation_config
-
-    episodes = config.episode_config(cfg, tokenizer, cfg.max_context or _HOSTED_CONTEXT, out)
+    settings = config.settings(cfg, cfg.max_context or _HOSTED_CONTEXT, out)
     try:
         text_tools = AutoTokenizer.from_pretrained(tokenizer)
         model_type = AutoConfig.from_pretrained(tokenizer).model_type
     except (OSError, ValueError) as error:
         raise ConfigError(f"tokenizer: {tokenizer} cannot be loaded: {' '.join(str(error).split())}") from error
     try:
-        setup = make_setup(episodes, text_tools, model_type, engine, ProxyServer())
+        policy = load_policy(settings, tokenizer, text_tools, model_type, engine)
     except ValueError as error:  # a parser or chat template that is not known
         raise ConfigError(f"{tokenizer}: {' '.join(str(error).split())}") from error
     said = generation_config(tokenizer)
     sampling = {name: said[name] for name in _SAMPLING if said.get(name) is not None}
-    return setup, sampling | {name: value for name, value in cfg.sampling.items() if value is not None}
+    sampling |= {name: value for name, value in cfg.sampling.items() if value is not None}
+    return replace(policy, sampling=sampling)
 
 
 def _hints(cfg: DictConfig, directory: Path, found: dict[str, Any], screen: Screen) -> None:

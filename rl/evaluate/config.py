@@ -18,6 +18,7 @@ from rl.checks.episodes import check_episodes
 from rl.checks.numbers import check_numbers
 from rl.config import ConfigError, compose
 from rl.run.checkpoints import newest
+from rl.setup import Settings, read_settings
 
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config: what an experiment sets is taken from it.
@@ -196,12 +197,7 @@ def _fingerprint(weights: Weights) -> str:
     return digest({file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files})
 
 
-def episode_config(cfg: DictConfig, tokenizer: str, max_context: int, out: Path) -> DictConfig:
-    """The same under training's names, for rl.setup."""
+def settings(cfg: DictConfig, max_context: int, out: Path) -> Settings:
+    """Return an evaluation's settings of episodes. Raises as ``rl.setup.read_settings`` does."""
     reply = cfg.proxy.max_tokens or min(_REPLY_TOKENS, max_context)
-    rest = {
-        "run": {"dir": str(out)},
-        "data": {"max_response_length": reply},
-        "actor_rollout_ref": {"model": {"path": tokenizer}, "rollout": {"max_model_len": max_context}},
-    }
-    return OmegaConf.create({group: cfg[group] for group in _GROUPS} | rest)
+    return read_settings(cfg, max_tokens=reply, max_context=max_context, run=out.name)

@@ -24,7 +24,7 @@ from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript
 from rl.quickstart.tasks import make_tasks
 from rl.screen import Screen
-from rl.setup import make_setup
+from rl.setup import load_policy, make_setup, training_settings
 from rl.sft import run_sft
 from rollout.episode import Episode, play
 from rollout.proxy.engine import ScriptedEngine
@@ -96,7 +96,8 @@ async def _play_all(
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
     engine = ScriptedEngine(tokenizer, tokenizer.eos_token_id, RepairScript(config.seed))
     proxy = ProxyServer()
-    setup = make_setup(config, tokenizer, model_type, engine, proxy)
+    settings = training_settings(config)
+    setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engine), proxy)
     writer = RecordWriter(records, "warm")
     progress = Progress(screen, "warm start, episodes", len(tasks))
     played: dict[int, Episode] = {}

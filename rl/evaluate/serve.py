@@ -1,5 +1,5 @@
-"""Where the policy answers: a checkpoint's weights in one piece, a vLLM server of our own, or an endpoint that is asked
-whether it is what the config says."""
+"""This module prepares the policy to be evaluated: it merges a checkpoint's shards, starts a vLLM server, or asks an
+endpoint whether it is what the config says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,8 @@ _ASK_S = 60.0
 
 @dataclass(frozen=True)
 class Served:
-    """What a vLLM server says of its model: its name there, where it is from, its longest context in tokens."""
+    """A served model is what a vLLM server reports: the model's name, its directory or hub name (``root``), and its
+    longest context in tokens."""
 
     name: str
     root: str
@@ -37,8 +37,11 @@ class Served:
 
 
 def merge(sharded: Path, target: Path, log: Path) -> None:
-    """Write the weights of an FSDP checkpoint to ``target`` as a Hugging Face model, by verl's merger, unless they are
-    there. Weights come out as bfloat16; an adapter (LoRA) is added to what it adapts. Raises ServeError."""
+    """Merge an FSDP checkpoint's shards into a Hugging Face model in ``target``, with verl's merger.
+
+    Does nothing if the model is already there. The weights become bfloat16; an adapter (LoRA) is added to the weights
+    that it adapts. ``log`` gets the merger's output. Raises ServeError.
+    """
     with open(target.with_name(".merge.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (target / "config.json").is_file():
@@ -59,12 +62,12 @@ def merge(sharded: Path, target: Path, log: Path) -> None:
 
 
 def _add_adapter(model: Path) -> None:
-    """verl's merger leaves an adapter beside the weights that it adapts: served so, nothing of it would be there."""
+    """Add an adapter to the weights that it adapts. verl's merger leaves it beside them, where a server ignores it."""
     adapter = model / "lora_adapter"
     if not adapter.is_dir():
         return
     if not json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"]:
-        raise ServeError(f"{model.parent} has no lora_train_meta.json: the scale of its adapter is not known")
+        raise ServeError(f"{model.parent} has no lora_train_meta.json, so the scale of its adapter is unknown")
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -85,66 +88,63 @@ def start_server(model: str, max_context: int | None, serve: Any, log: Path) -> 
 
 
 async def ask_server(url: str, model: str | None, key: str | None) -> Served:
-    """What the vLLM server at ``url`` serves as ``model``, or the only one it has, after one token from it. Raises
-    ConfigError."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    models = await _get(f"{url.rstrip('/')}/v1/models", headers)
+    """Return what the vLLM server at ``url`` reports of ``model``, after sampling one token from it.
+
+    model: None for the only model that the server has. key: the server's API key. Raises ConfigError.
+    """
+    status, text = await _ask(f"{url.rstrip('/')}/v1/models", {"Authorization": f"Bearer {key}"} if key else {})
+    if status in (401, 403):
+        raise ConfigError(f"endpoint: {url}: status {status}; set key_env to the server's --api-key")
     try:
-        # An adapter that a server has beside its model does not tell a length of its own.
-        longest = max((one["max_model_len"] or 0 for one in models["data"]), default=0)
-        found = {one["id"]: Served(one["id"], one["root"], one["max_model_len"] or longest) for one in models["data"]}
-    except (KeyError, TypeError):
-        raise ConfigError(f"endpoint: {url} is no vLLM server; protocol=messages is for other endpoints") from None
+        models = json.loads(text)["data"]
+        # A LoRA adapter that a server has beside its model reports no length of its own.
+        longest = max((one["max_model_len"] or 0 for one in models), default=0)
+        found = {one["id"]: Served(one["id"], one["root"], one["max_model_len"] or longest) for one in models}
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"endpoint: {url} is no vLLM server; use protocol=messages for other endpoints") from None
+    names = ", ".join(map(repr, found)) or "nothing"
     if model is None and len(found) != 1:
-        raise ConfigError(f"model: {url} serves {_list(found)}; set model=NAME")
+        raise ConfigError(f"model: {url} serves {names}; set model=NAME")
     if model is not None and model not in found:
-        raise ConfigError(f"model: {url} has no {model!r}; it serves {_list(found)}")
+        raise ConfigError(f"model: {url} has no {model!r}; it serves {names}")
     served = found[model] if model is not None else next(iter(found.values()))
     engine = VllmHttpEngine(url, served.name, key)
     try:
         async with asyncio.timeout(_ASK_S):
             await engine.generate("check", [0], {"max_tokens": 1})
-    except (EngineError, TimeoutError) as error:
-        raise ConfigError(f"endpoint: {error or f'{url} gives no reply in {_ASK_S:g} s'}") from None
+    except TimeoutError:
+        raise ConfigError(f"endpoint: {url} gives no reply in {_ASK_S:g} s") from None
+    except EngineError as error:
+        raise ConfigError(f"endpoint: {error}") from None
     finally:
         await engine.close()
     return served
 
 
 async def ask_endpoint(endpoint: SideEndpoint) -> None:
-    """One token from an endpoint of Anthropic's Messages API: address, key and model are right. Raises ConfigError."""
+    """Sample one token from an endpoint of Anthropic's Messages API, to check address, key and model.
+
+    Raises ConfigError.
+    """
     body = {"model": endpoint.model, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
     headers = {"anthropic-version": "2023-06-01"} | ({"x-api-key": endpoint.key} if endpoint.key else {})
     url = f"{endpoint.url.rstrip('/')}/v1/messages"
+    status, text = await _ask(url, headers, body)
+    said = " ".join(text.split())[:300]
+    if status in (401, 403):
+        where = "it does not accept the key in key_env" if endpoint.key else "it needs a key; set key_env=VARIABLE"
+        raise ConfigError(f"endpoint: {url}: status {status}; {where}: {said}")
+    if status != 200:
+        raise ConfigError(f"endpoint: {url} does not answer as {endpoint.model!r}: status {status}: {said}")
+
+
+async def _ask(url: str, headers: dict[str, str], body: dict[str, Any] | None = None) -> tuple[int, str]:
+    """Return status and text of the answer to a GET, or to a POST of ``body``. Raises ConfigError if there is none."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S)) as http,
-            http.post(url, json=body, headers=headers) as reply,
+            http.request("POST" if body else "GET", url, json=body, headers=headers) as reply,
         ):
-            said = " ".join((await reply.text(errors="replace")).split())[:300]
+            return reply.status, await reply.text(errors="replace")
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConfigError(f"endpoint: {url} does not answer: {error or type(error).__name__}") from None
-    if reply.status in (401, 403):
-        where = "key_env names a key that it does not take" if endpoint.key else "it wants a key; set key_env=VARIABLE"
-        raise ConfigError(f"endpoint: {url}: status {reply.status}; {where}: {said}")
-    if reply.status != 200:
-        raise ConfigError(f"endpoint: {url} does not answer as {endpoint.model!r}: status {reply.status}: {said}")
-
-
-async def _get(url: str, headers: dict[str, str]) -> Any:
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S)) as http,
-            http.get(url, headers=headers) as reply,
-        ):
-            if reply.status in (401, 403):
-                raise ConfigError(f"endpoint: {url}: status {reply.status}; set key_env to the server's --api-key")
-            return json.loads(await reply.text()) if reply.status == 200 else None
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConfigError(f"endpoint: {url} does not answer: {error or type(error).__name__}") from None
-    except ValueError:
-        return None
-
-
-def _list(names: Sequence[str] | dict[str, Any]) -> str:
-    return ", ".join(repr(name) for name in names) or "nothing"
+        raise ConfigError(f"endpoint: {url} does not answer: {str(error) or type(error).__name__}") from None

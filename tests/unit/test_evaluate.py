@@ -88,13 +88,16 @@ def test_an_absent_endpoint_is_said_before_anything_is_made(
 
 @asynccontextmanager
 async def vllm(**models: int) -> AsyncIterator[str]:
-    """Something that answers like a vLLM server with these models and context lengths."""
+    """Answer like a vLLM server with these models and context lengths. ``slow`` never replies, ``silent`` cannot."""
+    over = asyncio.Event()
 
     async def listed(_: web.Request) -> web.Response:
         data = [{"id": name, "root": f"/models/{name}", "max_model_len": length} for name, length in models.items()]
         return web.json_response({"data": data})
 
     async def generate(_: web.Request) -> web.Response:
+        if "slow" in models:
+            await over.wait()
         choice = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "length"}
         return web.json_response({"choices": [choice]})
 
@@ -106,10 +109,11 @@ async def vllm(**models: int) -> AsyncIterator[str]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    over.set()
     await runner.cleanup()
 
 
-async def test_a_vllm_server_is_asked_for_its_models_and_a_token() -> None:
+async def test_a_vllm_server_is_asked_for_its_models_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     async with vllm(one=512) as url:
         assert await serve.ask_server(url, None, None) == serve.Served("one", "/models/one", 512)
         with pytest.raises(ConfigError, match=r"model: http.* has no 'two'; it serves 'one'"):
@@ -121,6 +125,10 @@ async def test_a_vllm_server_is_asked_for_its_models_and_a_token() -> None:
     async with vllm(silent=1) as url:
         with pytest.raises(ConfigError, match=r"endpoint: .* status 404"):
             await serve.ask_server(url, None, None)
+    monkeypatch.setattr(serve, "_ASK_S", 0.3)
+    async with vllm(slow=1) as url:
+        with pytest.raises(ConfigError, match=r"endpoint: http.* gives no reply in 0.3 s"):
+            await serve.ask_server(url, None, None)
 
 
 async def test_an_endpoint_is_asked_for_a_token() -> None:
@@ -129,9 +137,9 @@ async def test_an_endpoint_is_asked_for_a_token() -> None:
     session = await back.open_session("e", char_policy(QueueEngine("x")))
     url = f"http://127.0.0.1:{back.port}"
     await serve.ask_endpoint(SideEndpoint(url, "m", session.secret))
-    with pytest.raises(ConfigError, match="status 401; key_env names a key that it does not take"):
+    with pytest.raises(ConfigError, match="status 401; it does not accept the key in key_env"):
         await serve.ask_endpoint(SideEndpoint(url, "m", "wrong"))
-    with pytest.raises(ConfigError, match="status 401; it wants a key; set key_env=VARIABLE"):
+    with pytest.raises(ConfigError, match="status 401; it needs a key; set key_env=VARIABLE"):
         await serve.ask_endpoint(SideEndpoint(url, "m"))
     with pytest.raises(ConfigError, match="is no vLLM server"):
         await serve.ask_server(url, None, None)

@@ -1,7 +1,7 @@
-"""What tests of the proxy's core need in place of a model: a tokenizer, a chat format and a parser that one can read.
+"""A tokenizer, a chat format and a parser that people can read, for tests of the proxy without a model.
 
-One token per character, so that a wrong token is visible in the text; <e> ends a turn. Replies call tools as
-``[[name {json}]]`` and think, before all else, as ``((thought))``.
+A token is a character, so that a wrong token is visible in the text; <e> ends a turn. Replies call tools as
+``[[name {json}]]`` and think, before anything else, as ``((thought))``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from rollout.proxy.parsers import Parsed
 from rollout.proxy.session import Policy
 from rollout.records import Record
 
-END = 0x110000  # the first number that is no character
+END = 0x110000  # the first number that is not a character
 CALL = re.compile(r"\[\[(\w+) (\{.*?\})\]\]", re.DOTALL)
-
 
 THOUGHT = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
 
@@ -39,7 +38,7 @@ def _units(part: str) -> Sequence[str]:
 
 
 class CharRenderer:
-    """Counts what it encodes: ``encoded`` is the number of tokens made so far."""
+    """Writes messages as lines of text. ``encoded`` is the number of tokens that it has made so far."""
 
     def __init__(self) -> None:
         self.encoded = 0
@@ -77,13 +76,13 @@ class CallParser:
 
 
 class QueueEngine:
-    """Says what was put into ``replies``, in order; logprobs are different for every token it ever sampled."""
+    """Says what is in ``replies``, in order. Every token that it ever samples has a different logprob."""
 
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
         self.prompts: list[list[int]] = []
         self.drawn = 0
-        self.hangs = False  # until it is cancelled
+        self.hangs = False  # True: every call waits until it is cancelled
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         if self.hangs:

@@ -1,7 +1,7 @@
-"""What tests share that drive the real Claude Code: a stage to play on, an engine that can wait and fail, checks.
+"""Helpers for tests that run the real Claude Code: a stage to play on, an engine that can wait and fail, and checks.
 
 A stage is one sandbox and one proxy session. Claude Code can be started on it any number of times (a resumed
-conversation is two processes on one session), and everything that it sends is kept, byte for byte.
+conversation is two processes in one session). Everything that it sends is kept.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def scripted(script: Script) -> ScriptedEngine:
 
 
 class Moody:
-    """An engine that first asks ``mood(call number, prompt)``, which may wait or raise, and then plays its script.
+    """An engine that first calls ``mood(number of the call, prompt)``, which may wait or raise, and then its script.
 
-    ``aborted``: calls that were cancelled while it waited.
+    ``aborted``: the number of calls that were cancelled during their mood.
     """
 
     def __init__(self, script: Script, mood: Callable[[int, str], Awaitable[None]]) -> None:
@@ -61,7 +61,7 @@ class Moody:
 
 
 def failing(*numbers: int) -> Callable[[int, str], Awaitable[None]]:
-    """The mood that fails these calls."""
+    """Return a mood that fails the calls with these numbers."""
 
     async def mood(number: int, prompt: str) -> None:
         if number in numbers:
@@ -82,18 +82,18 @@ def call(tool: str, **arguments: Any) -> str:
 
 
 def answers(prompt: str) -> int:
-    """How many replies the conversation of a prompt has already."""
+    """Return the number of replies that a prompt's conversation has."""
     return prompt.count("assistant: ") - 1
 
 
 def in_turn(*replies: str) -> Script:
-    """One reply after the other, by the number of those that the prompt has; the last one for ever."""
+    """Return a script of these replies, one after the other; the last one is repeated for ever."""
     return lambda prompt: replies[min(answers(prompt), len(replies) - 1)]
 
 
 @dataclass
 class Sent:
-    """A request as it came in."""
+    """A request as it was received."""
 
     path: str
     headers: Mapping[str, str]
@@ -109,7 +109,7 @@ class Sent:
 
 @dataclass
 class Stage:
-    """``requests``: what Claude Code sent so far; ``runs``: how its processes ended."""
+    """Where Claude Code plays. ``requests``: what it has sent so far; ``runs``: how its processes ended."""
 
     task: Task
     box: Sandbox
@@ -130,16 +130,14 @@ class Stage:
         return [sent for sent in self.requests if sent.path == "/v1/messages"]
 
     def check(self, directory: Path, *, rows: int) -> list[TrainingSequence]:
-        """Invariants 1 and 2 through a record and the audit, and the number of training sequences."""
+        """Check invariants 1 and 2 with a record and the audit, and the number of rows; return the rows."""
         tree = self.session.tree
-        task = Task.__new__(Task)  # a record wants a name of it and nothing else
-        object.__setattr__(task, "instance_id", "stage")
         found = tree.sequences()
         run = replace(self.runs[-1], events=[event for run in self.runs for event in run.events])
         verdict = Verdict(Reason.EMPTY_PATCH)
-        check_record(Episode("stage", task, 0, time.time(), verdict, self.session, run, b"", found, {}), directory)
+        check_record(Episode("stage", self.task, 0, time.time(), verdict, self.session, run, b"", found, {}), directory)
         assert len(found) == rows, [(len(row.prompt_ids), len(row.response_ids), row.nodes) for row in found]
-        # Append-only: what the rows hold is what the tree holds, no context was encoded twice on a path.
+        # Every delivered reply is trained on in exactly one row.
         trained = [n for row in found for n in row.nodes]
         assert sorted(trained) == [n.index for n in tree.nodes if n.sampled and n.delivered]
         return found
@@ -149,7 +147,7 @@ class Stage:
 async def stage(
     engine: Any, task: Task, *, max_context: int = 10**7, max_tokens: int = 10_000, **agent: Any
 ) -> AsyncIterator[Stage]:
-    """A proxy, a session and a box with the work tree of ``task``, all gone at the end.
+    """Make a proxy, a session and a box with the work tree of ``task``; all are closed at the end.
 
     ``agent``: ClaudeCode's fields; by default, Claude Code runs with its full prompt and all its tools.
     """
@@ -172,7 +170,7 @@ async def stage(
 
 
 class Listener:
-    """Keeps what a server is asked."""
+    """Keeps the requests that a server receives."""
 
     def __init__(self) -> None:
         self.requests: list[Sent] = []
@@ -189,7 +187,7 @@ class Listener:
 
 
 def check_record(episode: Episode, directory: Path) -> records.Record:
-    """Through the file and the audit, as for a run."""
+    """Write and read a record as a run does, and audit it."""
     writer = records.RecordWriter(directory, "w")
     writer.append(records.record_of(episode, "train", 1, "chars", "calls"))
     writer.close()

@@ -1,20 +1,22 @@
-"""Conversations that are more than one, or that break off: sub-agents, compaction, resumed sessions, retries, hang-ups.
+"""Tests of conversations that become several, or that break off: sub-agents, compaction, resumed sessions, retries.
 
-Every test runs the real binary and ends in the audit; the number of sequences is one per conversation whose prompts
-do not extend another one's.
+Every test runs the real Claude Code and ends with the audit. There is one training sequence per conversation whose
+prompts do not extend another one's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rewards.task import Task
 from rollout import SIDE_MODEL
-from rollout.proxy.messages import conversation, decode_request
 from tests.integration.claude_kit import (
     Moody,
     Script,
@@ -36,17 +38,17 @@ def agent(task: str, kind: str = "general-purpose", **more: object) -> str:
 
 
 def with_subs(main: Script, sub: Script) -> Script:
-    """The main conversation begins with MAIN, a sub-agent's with SUB."""
+    """Play ``main`` for prompts with MAIN in them, and ``sub`` for all others, which are sub-agents' (SUB)."""
     return lambda prompt: main(prompt) if "MAIN" in prompt else sub(prompt)
 
 
 def thread_of(prompt: str) -> str:
-    """main, or what the sub-agent was told to do."""
+    """Return "main", or the first word of what the sub-agent was told to do."""
     return "main" if "MAIN" in prompt else prompt.split("SUB ", 1)[1].split()[0].split("<")[0]
 
 
 async def test_sub_agents_in_sequence(task: Task, tmp_path: Path) -> None:
-    """In the foreground: each has its own system prompt and tools, and is one sequence."""
+    """Each sub-agent in the foreground has a system prompt and tools of its own, and is one sequence."""
     main = in_turn(agent("one", run_in_background=False), agent("two", "Explore", run_in_background=False), "Done.")
     sub = in_turn(call("Bash", command="echo sub"), "I found it.")
     async with stage(scripted(with_subs(main, sub)), task) as played:
@@ -60,7 +62,7 @@ async def test_sub_agents_in_sequence(task: Task, tmp_path: Path) -> None:
 
 
 async def test_sub_agents_in_parallel_are_interleaved(task: Task, tmp_path: Path) -> None:
-    """Two of one kind share their head and differ in the first message; their calls overlap in time."""
+    """Two sub-agents of one kind have the same head and different first messages; their calls overlap in time."""
     order: list[str] = []
     both = asyncio.Barrier(2)
 
@@ -81,8 +83,8 @@ async def test_sub_agents_in_parallel_are_interleaved(task: Task, tmp_path: Path
 
 
 async def test_background_agents_notify_by_reminders_alone(task: Task, tmp_path: Path) -> None:
-    """Agents run in the background unless told otherwise. The main conversation goes on, and learns of each end by a
-    user message that is all <system-reminder>."""
+    """Agents run in the background unless told otherwise. The main conversation goes on meanwhile, and learns that an
+    agent has ended from a user message that is only a <system-reminder>."""
     main = in_turn(agent("one"), "I wait.", "Done.")
     sub = in_turn(call("Bash", command="echo 1"), "Found.")
     went_on = asyncio.Event()
@@ -99,30 +101,16 @@ async def test_background_agents_notify_by_reminders_alone(task: Task, tmp_path:
         assert sorted(len(row.nodes) for row in rows) == [2, 3]
         (message,) = [m for m in played.calls[-1].body["messages"] if "task-notification" in json.dumps(m)]
         assert all(b["text"].strip().startswith("<system-reminder>") for b in message["content"])
-        # What a key leaves out the policy still reads.
+        # A span's key leaves reminders out, but the policy reads them.
         text = CharTokenizer().decode([*max(rows, key=lambda row: len(row.nodes)).response_ids])
         assert text.count("<task-notification>") == 1 and "<result>Found.</result>" in text
-
-
-async def test_notifications_are_told_apart() -> None:
-    """Two messages that are all reminder, at the same place: the policy must be shown the one that was sent."""
-
-    def ends(result: str) -> bytes:
-        note = (
-            f"<system-reminder>\n<task-notification><result>{result}</result></task-notification>\n</system-reminder>"
-        )
-        talk = [("user", "Go."), ("assistant", "I wait."), ("user", [{"type": "text", "text": note}])]
-        body = {"messages": [{"role": role, "content": content} for role, content in talk]}
-        return conversation(decode_request(json.dumps(body).encode())).spans[-1].key
-
-    assert ends("Found.") == ends("Found.") != ends("Not found.")
 
 
 SUMMARY = "<analysis>Short.</analysis><summary>MAIN: lines were read.</summary>"
 
 
 def reader(prompt: str) -> str:
-    """Reads on and on; writes a summary when asked to, and ends after it."""
+    """Read on and on, write a summary when asked for one, and end after it."""
     if "CRITICAL: Respond with TEXT ONLY" in prompt[-10_000:]:
         return SUMMARY
     if "continued from a previous conversation" in prompt:
@@ -135,10 +123,10 @@ async def put_big(played: Stage) -> None:
 
 
 def check_compaction(played: Stage, rows: list) -> None:
-    """The conversation, its summary, and the one that starts from the summary: three prompts, none extends another.
+    """Check the three rows: the conversation, its summary, and the conversation that starts from the summary.
 
-    The summary call ends in the last context message with the request for a summary added, so it shares the tokens
-    before that message; what came after the summary starts anew.
+    The request for the summary is added to the last context message, so the summary shares the tokens before that
+    message. The conversation after it starts anew.
     """
     conversation, summary, after = rows
     assert (len(summary.nodes), len(after.nodes)) == (1, 1) and len(conversation.nodes) > 1
@@ -149,27 +137,17 @@ def check_compaction(played: Stage, rows: list) -> None:
     assert len(shared) >= 2
     first = CharTokenizer().decode(after.prompt_ids)
     assert "MAIN: lines were read." in first and "continued from a previous conversation" in first
-    # The newest messages are kept verbatim; their replies are context now, and trained where they were sampled.
-    kept = [call_id for call_id in played.calls[-1].text().split('"') if call_id.startswith("toolu_")]
-    assert kept and all(not m for m in after.mask[: -len(tree.nodes[after.nodes[0]].ids)])
-
-
-async def test_replies_kept_over_a_compaction_are_those_sampled(task: Task) -> None:
-    """Invariant 2: the prompt after the summary holds the kept replies' own tokens, not their echo encoded again."""
-    async with stage(scripted(reader), task, bare=True, max_context=20_000, tools=("Read",)) as played:
-        await put_big(played)
-        await played.play("MAIN read all.")
-        (*_, after) = played.session.tree.sequences()
-        nodes = [node for node in played.session.tree.nodes if node.reply and node.reply.tool_ids]
-        kept = [node for node in nodes if node.reply.tool_ids <= {*played.calls[-1].text().split('"')}]
-        assert kept
-        first = CharTokenizer().decode(after.prompt_ids)
-        assert all(node.text in first for node in kept)
+    # The newest messages are kept. Their replies are context now, with the tokens that were sampled (invariant 2), and
+    # are trained on in the first row.
+    sent = {*played.calls[-1].text().split('"')}
+    kept = [node for node in tree.nodes if node.reply and node.reply.tool_ids and node.reply.tool_ids <= sent]
+    assert kept and all(node.text in first for node in kept)
+    assert all(not m for m in after.mask[: -len(tree.nodes[after.nodes[0]].ids)])
 
 
 @pytest.mark.parametrize("bare", [False, True])
 async def test_full_context_is_compacted(task: Task, tmp_path: Path, bare: bool) -> None:
-    """Our words for a full context make Claude Code compact and go on."""
+    """Our error for a full context makes Claude Code compact and go on."""
     room = {"max_context": 20_000, "tools": ("Read",), "system_prompt": "Read."} if bare else {"max_context": 45_000}
     async with stage(scripted(reader), task, bare=bare, **room) as played:
         await put_big(played)
@@ -181,7 +159,7 @@ async def test_full_context_is_compacted(task: Task, tmp_path: Path, bare: bool)
 
 
 async def test_no_room_for_the_summary_ends_the_run(task: Task, tmp_path: Path) -> None:
-    """The request for a summary is long itself; refused as well, it is tried once more at most."""
+    """The request for a summary is long itself. When it is refused as well, it is tried once more at most."""
     async with stage(scripted(reader), task, max_context=21_000) as played:
         await put_big(played)
         run = await played.play("MAIN read all.")
@@ -198,7 +176,7 @@ async def test_no_room_for_the_summary_ends_the_run(task: Task, tmp_path: Path) 
     ],
 )
 async def test_auto_compaction(task: Task, tmp_path: Path, window: dict[str, str]) -> None:
-    """By the token counts that we report, before the context is full."""
+    """Claude Code compacts by the token counts that we report, before the context is full."""
     async with stage(scripted(reader), task, max_context=45_000) as played:
         await put_big(played)
         run = await played.play("MAIN read all.", "--settings", json.dumps({"env": window}))
@@ -222,7 +200,7 @@ async def test_compact_command(task: Task, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bare", [False, True])
 async def test_resumed_conversation_is_one_row(task: Task, tmp_path: Path, bare: bool) -> None:
-    """Three processes, one conversation: by --resume ID and by --continue."""
+    """Three processes play one conversation: the second with --resume ID, the third with --continue."""
     script = in_turn(call("Bash", command="echo 1"), " First. ", call("Edit", file_path="x"), "Second.", "Third.")
     async with stage(scripted(script), task, bare=bare) as played:
         run = await played.play("MAIN one.")
@@ -235,8 +213,8 @@ async def test_resumed_conversation_is_one_row(task: Task, tmp_path: Path, bare:
 
 
 async def test_failed_calls_are_asked_again(task: Task, tmp_path: Path) -> None:
-    """Claude Code's own retries (of a 529) say x-stainless-retry-count: 0, like a first try: they are told by their
-    content."""
+    """Claude Code's own retries of a 529 have x-stainless-retry-count: 0, like first requests; the proxy knows them by
+    their content."""
     engine = Moody(in_turn(call("Bash", command="echo 1"), "Fin."), failing(1, 3))
     async with stage(engine, task) as played:
         run = await played.play("MAIN go.")
@@ -247,29 +225,48 @@ async def test_failed_calls_are_asked_again(task: Task, tmp_path: Path) -> None:
         assert played.calls[2].body["messages"] == played.calls[3].body["messages"]
 
 
+async def kill_when(event: Coroutine[Any, Any, Any], played: Stage) -> None:
+    """Start Claude Code and kill it when ``event`` is there."""
+    playing = asyncio.create_task(played.play("MAIN go."))
+    await asyncio.wait_for(event, 60)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+
+
 async def test_killed_in_a_reply_and_continued(task: Task, tmp_path: Path) -> None:
-    """The generation is aborted, nothing of it is trained; the next process says "No response requested." in its
+    """The generation is aborted and nothing of it is trained on. The next process has "No response requested." in its
     place and goes on in the same row."""
+    sampling = asyncio.Event()
 
     async def mood(number: int, prompt: str) -> None:
         if number == 2:
+            sampling.set()
             await asyncio.sleep(60)
 
     engine = Moody(in_turn(call("Bash", command="echo 1"), "Fin."), mood)
     async with stage(engine, task) as played:
-        await played.play("MAIN go.", timeout_s=10)
+        await kill_when(sampling.wait(), played)
         await played.play("MAIN again.", "--continue")
         (row,) = played.check(tmp_path, rows=1)
-        assert [r.status for r in played.runs] == ["timeout", "finished"]
         assert (engine.aborted, played.session.counters.aborted) == (1, 1)
         assert len(row.nodes) == 2
         assert played.calls[-1].body["messages"][4]["content"] == [{"type": "text", "text": "No response requested."}]
 
 
 async def test_killed_in_a_tool_and_continued(task: Task, tmp_path: Path) -> None:
-    """The call was delivered and its result never came; the next process goes on behind it."""
-    async with stage(scripted(in_turn(call("Bash", command="tail -f /dev/null"), "Fin.")), task) as played:
-        await played.play("MAIN go.", timeout_s=10)
+    """The call was delivered but its result never came; the next process goes on after it."""
+    work = call("Bash", command="touch begun; tail -f /dev/null")
+    async with stage(scripted(in_turn(work, "Fin.")), task) as played:
+
+        async def begun() -> None:
+            while True:
+                with contextlib.suppress(FileNotFoundError):
+                    await played.box.get("begun")
+                    return
+                await asyncio.sleep(0.05)
+
+        await kill_when(begun(), played)
         await played.play("MAIN again.", "--continue")
         (row,) = played.check(tmp_path, rows=1)
         assert len(row.nodes) == 2
@@ -277,8 +274,8 @@ async def test_killed_in_a_tool_and_continued(task: Task, tmp_path: Path) -> Non
 
 
 async def test_what_a_headless_run_asks_of_the_small_model(task: Task, tmp_path: Path) -> None:
-    """Nothing by itself (no titles, no summaries of tools); a sub-agent on "haiku" goes there. The sub-call of a web
-    search is on the main model's name, with a tool of its own kind."""
+    """By itself it asks nothing (no titles, no summaries of tools); a sub-agent on "haiku" uses it. The sub-call of a
+    web search has the main model's name, and a tool of a special type."""
     main = in_turn(
         call("WebSearch", query="what"), agent("small", "Explore", model="haiku", run_in_background=False), "Done."
     )
@@ -294,7 +291,7 @@ async def test_what_a_headless_run_asks_of_the_small_model(task: Task, tmp_path:
         search = played.calls[1].body
         assert [tool["type"] for tool in search["tools"]] == ["web_search_20250305"]
         assert search["tool_choice"] == {"type": "auto"}
-        # What a request says about sampling; stop sequences are never among it, a temperature neither.
+        # These are all fields of a request: there is never a temperature or a stop sequence.
         said = {"model", "messages", "system", "tools", "metadata", "max_tokens", "stream", "output_config"}
         assert search.keys() == said | {"tool_choice"}
         for sent in (played.calls[0], *played.calls[2:]):

@@ -23,6 +23,10 @@ def text(value: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": value, **more}
 
 
+def note(said: str) -> str:
+    return f"<system-reminder>\n<task-notification><result>{said}</result></task-notification>\n</system-reminder>"
+
+
 def result(call: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": call, "content": content, **more}
 
@@ -64,6 +68,7 @@ SAME = [
     (user("fix it"), user([text("  fix it\n"), text("<system-reminder>be kind</system-reminder>")])),
     (user([result("t1", "out")]), user([result("t1", [text("out\n<system-reminder>x</system-reminder>")])])),
     (user([result("t1", "out")]), user([result("t1", "out", is_error=False, cache_control={"type": "ephemeral"})])),
+    (user(note("Found.")), user([text(note(" Found.\n"))])),
 ]
 DIFFERENT = [
     (user("fix it"), user("fix that")),
@@ -71,6 +76,8 @@ DIFFERENT = [
     (user([result("t1", "out")]), user([result("t1", "other")])),
     (user([result("t1", "a"), result("t2", "b")]), user([result("t1", "b"), result("t2", "a")])),
     (user([text("a"), result("t1", "b")]), user([result("t1", "b"), text("a")])),
+    # A message that is only a reminder, which is how Claude Code says that a background agent has ended.
+    (user(note("Found.")), user(note("Not found."))),
     (user([{"type": "image", "source": {"data": "A"}}]), user([{"type": "image", "source": {"data": "B"}}])),
 ]
 

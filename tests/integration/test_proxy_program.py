@@ -1,5 +1,4 @@
-"""The stand-alone proxy: which session a request belongs to, and the program with a real vLLM server behind it and the
-real Claude Code before it."""
+"""Tests of the stand-alone proxy: its sessions, and the program between the real Claude Code and a real vLLM server."""
 
 from __future__ import annotations
 
@@ -64,9 +63,9 @@ async def test_one_session_per_token_and_claude_code_session(proxy: StandAlone) 
         assert (await ask(proxy, **headers))[0] == 200
     assert [session.counters.calls for session in proxy.sessions.values()] == [2, 1, 1]
     await ask(proxy, **of("1"))
-    # Without the header it is the user id in the body.
+    # Without the header, the user id in the body counts.
     await ask(proxy, {**HELLO, "metadata": {"user_id": "someone"}}, Authorization="Bearer t")
-    # Three are kept: the least recently used, 2, made room.
+    # Three sessions are kept; the least recently used, 2, was closed.
     assert [session.counters.calls for session in proxy.sessions.values()] == [3, 1, 1]
     await ask(proxy, **of("2"))
     assert [session.counters.calls for session in proxy.sessions.values()] == [3, 1, 1]
@@ -131,13 +130,13 @@ async def test_models_health_and_metrics(proxy: StandAlone) -> None:
     assert values['rollout_proxy_tokens_total{kind="sampled"}'] == "6.0"
     assert values["rollout_proxy_overhead_seconds_count"] == "1.0"
     assert values["rollout_proxy_open_sessions"] == "1.0"
-    # What a closed session counted stays counted.
+    # The counters of a closed session are still part of the sums.
     await proxy.close_session(next(iter(proxy.sessions.values())))
     text = (await ask(proxy, None, "/metrics"))[1].decode()
     assert "rollout_proxy_session_calls_total 1.0" in text and "rollout_proxy_open_sessions 0.0" in text
 
 
-async def test_what_a_model_directory_says_of_ends_and_sampling(tmp_path: Path) -> None:
+async def test_end_ids_and_sampling_come_from_the_model_directory(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     policy = standalone.load_policy(Options(NOWHERE, str(tmp_path), "qwen3_coder"))(QueueEngine(), 100)
@@ -161,7 +160,7 @@ async def test_until_it_is_loaded_a_client_is_told_to_retry() -> None:
 
 @pytest.mark.claude
 async def test_claude_code_goes_on_with_a_restarted_proxy(tmp_path: Path) -> None:
-    """Which knows nothing of the conversation that it is in the middle of."""
+    """The new proxy does not know the conversation, in the middle of which the first one stopped."""
     (tmp_path / "code.py").write_text("x = 1\n")
     edit = call("Edit", file_path="code.py", old_string="x = 1", new_string="x = 2")
     script = in_turn(call("Read", file_path="code.py"), edit, "Done.")
@@ -189,7 +188,7 @@ async def test_claude_code_goes_on_with_a_restarted_proxy(tmp_path: Path) -> Non
 
 
 async def claude(port: int | None, directory: Path, max_tokens: int) -> asyncio.subprocess.Process:
-    """Claude Code at work in a directory, with the proxy at a port."""
+    """Start Claude Code in a directory, with the proxy at a port."""
     agent = ClaudeCode(
         find_binary(None), 4, 60, max_tokens, system_prompt="Repair the code.", tools=("Edit", "Read"), bare=True
     )
@@ -205,7 +204,7 @@ async def claude(port: int | None, directory: Path, max_tokens: int) -> asyncio.
 
 
 class Program:
-    """``python -m rollout.proxy`` on a free port. ``rss``: its resident bytes when the port is open."""
+    """Runs ``python -m rollout.proxy`` on a free port. ``rss``: its resident bytes when the port is open."""
 
     def __init__(self, engine: str, model: str) -> None:
         argv = [sys.executable, "-m", "rollout.proxy", "--engine", engine, "--model", model]
@@ -244,7 +243,7 @@ def program(vllm: Running) -> Iterator[Program]:  # noqa: F811
 @pytest.mark.claude
 @pytest.mark.timeout(600)
 async def test_claude_code_talks_to_a_vllm_server(program: Program, tmp_path: Path) -> None:
-    assert program.rss < 200 << 20  # before anything of vLLM or verl is imported
+    assert program.rss < 200 << 20  # nothing of vLLM or verl is imported yet
     async with aiohttp.ClientSession(program.url) as http:
         async with http.post("/v1/messages", json=HELLO) as response:
             assert (response.status, response.headers["Retry-After"]) == (529, "1")
@@ -263,7 +262,7 @@ async def test_claude_code_talks_to_a_vllm_server(program: Program, tmp_path: Pa
         async with http.get("/metrics") as response:
             text = await response.text()
         assert re.search(r'requests_total\{path="/v1/messages",status="200"\} [1-9]', text), text
-        # A call in flight ends, then the program does, and nothing new is let in.
+        # The call in progress ends, then the program; nothing new is accepted.
         body = {**HELLO, "max_tokens": 2000, "stream": True}
         async with http.post("/v1/messages", json=body) as response:
             assert response.status == 200 and b"message_start" in await response.content.readline()

@@ -1,5 +1,8 @@
-"""Whatever two trees look like and however git prints their difference: each file is cut out whole, what is put
-together again is the patch, and what is left out is exactly what does not change."""
+"""Hypothesis makes up two trees and the way in which git prints their difference.
+
+Each file must be split off whole, the parts joined must be the patch, and if some files are left out, exactly these
+must stay unchanged.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.property.test_treediff_property import _files, _trees, _write
 
 
 def git_diff(base: Path, *options: str) -> bytes:
-    """Of base/a and base/b, as `git diff` prints them in a work tree."""
+    """Return the changes from base/a to base/b as `git diff` prints them in a work tree."""
     env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     for side in ("a", "b"):  # two commits of one repository, so that renames and copies are found
         work = base / side
@@ -31,7 +34,7 @@ def git_diff(base: Path, *options: str) -> bytes:
 
 
 def read_by_git(patch: bytes) -> list[str]:
-    """The paths of a patch as git reads them, in its order."""
+    """Return the paths of a patch as git reads them, in order."""
     done = subprocess.run(["git", "apply", "--numstat", "-z"], input=patch, check=True, capture_output=True, cwd="/")
     assert read_the_same(split(patch), done.stdout)
     rows = done.stdout.split(b"\0")[:-1]
@@ -60,7 +63,10 @@ def test_every_file_is_cut_out_whole(old: dict, new: dict, options: list[str]) -
 
 
 def apart(base: Path, files: list) -> None:
-    """Applied without every second path (a link in place of a file has two parts), only the others are changed."""
+    """Apply every second path of the patch and check that only these change.
+
+    A link in place of a file has two parts, hence paths and not parts.
+    """
     names = set(sorted({file.path for file in files})[::2])
     kept = [file for file in files if file.path in names]
     before, after = _files(base / "a"), _files(base / "b")
@@ -74,7 +80,7 @@ def apart(base: Path, files: list) -> None:
         env={**os.environ, "GIT_DIR": "/none"},
         capture_output=True,
     )
-    if done.returncode == 0:  # else a file is in the way of a directory, or the other way round
+    if done.returncode == 0:  # otherwise a file is in the way of a directory, or the other way round
         assert _files(base / "a") == wanted
     else:
         assert any(f"{one}/" in other for one in before for other in after) or any(
@@ -98,7 +104,7 @@ _fragments = st.one_of(*map(st.sampled_from, (_HEADERS, _MOVES, _OTHERS, _SIDES,
 @settings(max_examples=400)
 @given(st.lists(_fragments, min_size=1, max_size=9))
 def test_no_mixture_of_headers_gets_a_change_through(fragments: list[str]) -> None:
-    """Parts of patches in any order: what is left without conftest.py is refused, or leaves conftest.py alone."""
+    """Parts of patches come in any order; without those of conftest.py they are refused or do not change it."""
     base = Path(tempfile.mkdtemp())
     try:
         for name in _NAMES:

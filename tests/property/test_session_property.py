@@ -1,8 +1,8 @@
-"""Invariants 1 and 2 under a client that does what Claude Code does, and more, in any order.
+"""Invariants 1 and 2 hold for a client that does what Claude Code does, and more, in any order.
 
-A state machine plays the client: it opens threads, extends them, branches off earlier points, repeats requests,
-loses replies, hangs up, makes side calls, and rewrites everything it echoes the way Claude Code does (sampled thinking
-comes back or not, as it likes). The session must keep exact tokens.
+A state machine plays the client. It opens threads, extends them, branches off at earlier points, repeats requests,
+loses replies, hangs up and makes side calls. It rewrites the history as Claude Code does, with or without sampled
+thinking. The session must keep the exact tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ replies = st.one_of(said, st.builds(lambda thought, s: f"(({thought})){s}", plai
 
 
 class Client(RuleBasedStateMachine):
-    threads = Bundle("threads")  # a thread is a list of (message, reply node index or None)
+    threads = Bundle("threads")  # a thread is a list of (message, index of the reply's node or None)
 
     @initialize()
     def start(self) -> None:
@@ -39,33 +39,33 @@ class Client(RuleBasedStateMachine):
         self.engine = QueueEngine()
         policy = char_policy(self.engine, self.renderer, max_tokens=60)
         self.session = Session("e", replace(policy, train_side_calls=False))
-        self.leaves: set[tuple[int, ...]] = set()  # chains of reply nodes the client holds
+        self.leaves: set[tuple[int, ...]] = set()  # the chains of replies that the client has received
         self.fresh = 0
 
     def teardown(self) -> None:
         if hasattr(self, "loop"):
             self.loop.close()
 
-    def turn(self, messages: list[dict[str, Any]], retry: bool = False, **more: Any) -> Call:
+    def call(self, messages: list[dict[str, Any]], retry: bool = False, **more: Any) -> Call:
         body = {"model": "m", "max_tokens": 1000, "system": "sys", "messages": messages, **more}
         return self.session.prepare(decode_request(json.dumps(body).encode()), retry)
 
     def ask(self, messages: list[dict[str, Any]], reply: str, deliver: bool, retry: bool = False) -> Node:
         self.engine.replies = [reply]
-        turn = self.turn(messages, retry)
-        node = self.loop.run_until_complete(turn.reply())
+        call = self.call(messages, retry)
+        node = self.loop.run_until_complete(call.reply())
         node.delivered = node.delivered or deliver
         return node
 
     @rule(target=threads, text=words, reply=replies)
     def open(self, text: str, reply: str) -> list[Any]:
-        self.fresh += 1  # two threads that start alike would rightly share their first node
+        self.fresh += 1  # two threads that start with the same message would share their first node
         message = {"role": "user", "content": f"{self.fresh} {text}"}
         return self.extend([(message, None)], reply)
 
     @rule(target=threads, thread=threads, text=words, reply=replies, data=st.data())
     def follow(self, thread: list[Any], text: str, reply: str, data: st.DataObject) -> list[Any]:
-        """The agent goes on: tool results for every call, rewritten history, now and then another branch."""
+        """The agent goes on, with results of all calls and a rewritten history, sometimes in another branch."""
         history, message = self.next_request(thread, text, data)
         return self.extend([*history, (message, None)], reply)
 
@@ -78,7 +78,7 @@ class Client(RuleBasedStateMachine):
         data=st.data(),
     )
     def follow_silent(self, thread: list[Any], text: str, silent: str, reply: str, data: st.DataObject) -> list[Any]:
-        """A reply that shows nothing is dropped, and a nudge goes into the message before it."""
+        """A reply without visible content is dropped, and a reminder is added to the message before it."""
         history, message = self.next_request(thread, text, data)
         node = self.ask([*(m for m, _ in history), message], silent, deliver=True)
         nudged = {"role": "user", "content": [*message["content"], {"type": "text", "text": "go on!"}]}
@@ -93,7 +93,7 @@ class Client(RuleBasedStateMachine):
 
     @rule(thread=threads, reply=replies, data=st.data())
     def retry(self, thread: list[Any], reply: str, data: st.DataObject) -> None:
-        """A retry of the thread's last request gets the reply it already has, and nothing is sampled."""
+        """A retry of the thread's last request gets the same reply, and nothing is sampled."""
         drawn = self.engine.drawn
         messages = [rewritten(message, data) for message, _ in thread[:-1]]
         node = self.ask(messages, reply, deliver=True, retry=True)
@@ -102,7 +102,7 @@ class Client(RuleBasedStateMachine):
 
     @rule(thread=threads, text=plain, first=replies, second=replies)
     def lost(self, thread: list[Any], text: str, first: str, second: str) -> None:
-        """A reply that never arrived: asked again, it is the same one; left alone, it is not trained."""
+        """A reply never arrives. The next request gets the same one; without one it is not trained on."""
         self.fresh += 1
         messages = [message for message, _ in thread] + [{"role": "user", "content": f"{self.fresh} {text}"}]
         node = self.ask(messages, first, deliver=False)
@@ -111,27 +111,27 @@ class Client(RuleBasedStateMachine):
 
     @rule(thread=threads, text=plain, reply=replies)
     def hang_up(self, thread: list[Any], text: str, reply: str) -> None:
-        """A client that goes away in the middle of a generation aborts it; nothing of it stays."""
+        """The client hangs up during a generation, which is aborted and leaves nothing."""
         self.fresh += 1
         messages = [message for message, _ in thread] + [{"role": "user", "content": f"{self.fresh} {text}"}]
         aborted, sampled = self.session.counters.aborted, self.session.tree.sampled_tokens()
         self.engine.hangs = True
-        waiting = self.loop.create_task(self.turn(messages).reply())
+        waiting = self.loop.create_task(self.call(messages).reply())
         self.loop.run_until_complete(asyncio.wait([waiting], timeout=0.001))
         waiting.cancel()
         self.loop.run_until_complete(asyncio.wait([waiting]))
         self.engine.hangs = False
         assert self.session.counters.aborted == aborted + 1
         assert self.session.tree.sampled_tokens() == sampled
-        assert not self.ask(messages, reply, deliver=False).delivered  # asked again, it is sampled anew
+        assert not self.ask(messages, reply, deliver=False).delivered  # the next request is sampled anew
 
     @rule(text=plain, reply=replies)
     def side_call(self, text: str, reply: str) -> None:
-        """Served and not trained."""
+        """A side call is answered and not trained on."""
         self.fresh += 1
         self.engine.replies = [reply]
-        turn = self.turn([{"role": "user", "content": f"{self.fresh} {text}"}], model=SIDE_MODEL)
-        node = self.loop.run_until_complete(turn.reply())
+        call = self.call([{"role": "user", "content": f"{self.fresh} {text}"}], model=SIDE_MODEL)
+        node = self.loop.run_until_complete(call.reply())
         node.delivered = True
         assert not node.trained
 
@@ -140,7 +140,7 @@ class Client(RuleBasedStateMachine):
         before = tree.encoded_tokens()
         node = self.ask([message for message, _ in history], reply, deliver=True)
         held = [index for _, index in history if index is not None]
-        # Invariant 2: the request extends what this thread's replies were sampled from.
+        # Invariant 2: the prompt extends the tokens of this thread's earlier replies.
         assert [n.index for n in node.path() if n.sampled] == [*held, node.index]
         assert self.renderer.encoded - encoded == tree.encoded_tokens() - before
         assert self.engine.prompts[-1] + node.ids == node.path_ids()
@@ -162,13 +162,13 @@ class Client(RuleBasedStateMachine):
             assert len(row.response_ids) == len(row.mask) == len(row.logprobs)
             assert row.mask[0] == 1 and all(p == 0.0 for p, m in zip(row.logprobs, row.mask, strict=True) if not m)
             assert row.prompt_ids + row.response_ids == tree.nodes[row.nodes[-1]].path_ids()
-        # The least possible number of rows: one per chain that no longer chain contains.
+        # There are as few rows as possible: one per chain that is not the beginning of another one.
         tops = {c for c in self.leaves if not any(c != d and d[: len(c)] == c for d in self.leaves)}
         assert len(rows) == len(tops)
 
 
 def rewritten(message: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
-    """A message as Claude Code may echo it."""
+    """Return a message as Claude Code may send it back."""
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(b) for b in content]
     if data.draw(st.booleans()):

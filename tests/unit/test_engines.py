@@ -1,4 +1,4 @@
-"""Engines without a model: the HTTP engine's errors, and replay of a recorded episode."""
+"""Tests of engines without a model: the HTTP engine's errors, and the replay of a recorded episode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Server:
-    """Says what vLLM's endpoint would say, or something worse."""
+    """Plays vLLM's endpoint; ``answer`` may be an error."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -84,7 +84,7 @@ async def test_ids_go_in_and_ids_and_logprobs_come_out(server: tuple[Server, Vll
     assert (asked["token_ids"], asked["model"]) == ([1, 2, 3], "policy")
     assert asked["sampling_params"].items() >= {**SAMPLING, "logprobs": 0}.items()
     await engine.generate("e", [1, 2, 3], SAMPLING)
-    assert len(vllm.connections) == 1  # used again
+    assert len(vllm.connections) == 1  # the connection is reused
     assert vllm.requests[0]["request_id"] != vllm.requests[1]["request_id"]
 
 
@@ -99,7 +99,7 @@ async def test_ids_go_in_and_ids_and_logprobs_come_out(server: tuple[Server, Vll
         (reply([5], [-0.5], "abort"), 200, r"ended the reply after 1 tokens \(abort\)"),
     ],
 )
-async def test_what_is_no_reply_is_an_engine_error_of_one_line(
+async def test_anything_but_a_reply_is_an_engine_error_of_one_line(
     server: tuple[Server, VllmHttpEngine], body: Any, status: int, words: str
 ) -> None:
     vllm, engine = server

@@ -1,4 +1,4 @@
-"""Verdicts, and the grader around a scripted sandbox; real ones are in tests/integration."""
+"""Tests of verdicts, and of the grader with a scripted sandbox; tests/integration has real ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def task(tmp: Path = Path("/"), **changes: str) -> Task:
 
 
 class ScriptedBox:
-    """Takes the eval script and the patch, and answers for `git apply` (exit status `apply`) and the script as told."""
+    """Takes the eval script and the patch. `apply` is the exit status of `git apply`, `log` the script's output."""
 
     workdir, home, tmpdir = "/testbed", "/home/agent", "/tmp"
 
@@ -131,7 +131,7 @@ async def test_the_script_merges_its_streams_first() -> None:
     assert box.patch == PATCH
 
 
-async def test_bytes_that_are_no_text() -> None:
+async def test_a_log_may_have_bytes_that_are_not_utf8() -> None:
     class Binary(ScriptedBox):
         async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
             done = await super().exec(argv, **options)
@@ -148,7 +148,7 @@ async def test_an_empty_patch_boots_nothing(patch: bytes) -> None:
     assert (await grade(task(), patch, boot, timeout_s=9)).reason is Reason.EMPTY_PATCH
 
 
-async def test_no_patch_at_all_runs_the_tests_on_what_is_there() -> None:
+async def test_without_a_patch_the_tests_run_on_the_snapshot() -> None:
     box = ScriptedBox(START + "FAILED t.py::new\nPASSED t.py::old\n" + END)
 
     async def boot() -> ScriptedBox:
@@ -183,13 +183,13 @@ async def test_infrastructure_failures_are_no_reward(error: Exception, reason: R
     assert box.closed == 1
 
 
-async def test_a_box_without_git_is_no_policy_failure() -> None:
+async def test_a_box_without_git_is_an_infrastructure_failure() -> None:
     assert (await graded(ScriptedBox(apply=127))).reason is Reason.NO_GIT
 
 
-async def test_what_git_reads_otherwise_is_refused() -> None:
+async def test_a_patch_that_git_reads_differently_is_refused() -> None:
     both = PATCH + PATCH.replace(b"x", b"y")
-    refused = await graded(ScriptedBox(START), both)  # the box's git has changed x only
+    refused = await graded(ScriptedBox(START), both)  # the box says that git has changed only x
     assert refused.reason is Reason.PATCH_APPLY_FAILED and "other files" in refused.detail
 
 
@@ -225,7 +225,7 @@ async def test_an_eval_script_that_was_killed_has_no_results(returncode: int, re
 
 
 @pytest.mark.parametrize("where", ["boot", "exec", "close"])
-async def test_a_grader_that_hangs_is_no_policy_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grading_that_hangs_is_an_infrastructure_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rewards.grade._CLOSE_S", 0.01)
 
     class Hanging(ScriptedBox):
@@ -246,7 +246,7 @@ async def test_a_grader_that_hangs_is_no_policy_failure(where: str, monkeypatch:
 
     box = Hanging(START + "PASSED t.py::new\nPASSED t.py::old\n" + END)
     verdict = await grade(task(), PATCH, boot, timeout_s=0.1, spare_s=0.2)
-    if where == "close":  # the verdict was known
+    if where == "close":  # the verdict was already known
         assert verdict.reward == 1.0
     else:
         assert (verdict.reason, verdict.reward) == (Reason.GRADER_HUNG, None)
@@ -269,7 +269,7 @@ async def test_cancellation_closes_the_box() -> None:
     assert box.closed == 1
 
 
-def test_every_reason_belongs_to_one_side() -> None:
+def test_every_reason_is_either_the_policys_or_the_infrastructures() -> None:
     assert Verdict(None).reward == 1.0
     for reason in Reason:
         assert Verdict(reason).reward == (None if reason.is_infra else 0.0)

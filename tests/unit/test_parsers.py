@@ -1,4 +1,4 @@
-"""vLLM's real parsers behind the strict reading of every format: whole calls or text as sampled, nothing between."""
+"""Tests of the strict parsers, with vLLM's own behind them: a reply has whole calls or is text as sampled."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def minimax(calls: list[Call]) -> str:
     return "<minimax:tool_call>\n" + "".join(bodies) + "</minimax:tool_call>"
 
 
-# As the chat templates of the families write calls.
+# Each writes calls as the chat templates of the model family do.
 WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "deepseek_v3": lambda calls: deepseek(calls, "function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"),
     "deepseek_v31": lambda calls: deepseek(calls, "{name}<｜tool▁sep｜>{arguments}"),
@@ -117,7 +117,7 @@ CLOSES = "{% if add_generation_prompt %}<|assistant|><think>\n\n</think>\n\n{% e
 
 
 def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """Bytes, and every marker of every format as one token."""
+    """Make a tokenizer of bytes, in which every marker of every format is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -153,7 +153,7 @@ def test_every_format_is_tested() -> None:
 
 
 @every_format
-def test_whole_calls_are_read_and_text_is_kept_as_it_is(name: str) -> None:
+def test_whole_calls_are_parsed_and_text_is_kept_unchanged(name: str) -> None:
     write = WRITERS[name]
     for before, after in (("", ""), ("\n\n", "\n"), ("Let me look.\n\n", ""), ("  one ", " and two\n")):
         read = parser(name).parse(before + write([EDIT, READ]) + after, TOOLS)
@@ -177,7 +177,7 @@ def test_without_tools_nothing_is_a_call(name: str) -> None:
 
 
 @every_format
-def test_a_call_that_lacks_a_marker_or_has_one_too_many_is_text(name: str) -> None:
+def test_a_call_with_a_missing_or_an_additional_marker_is_text(name: str) -> None:
     whole = "Look.\n" + WRITERS[name]([EDIT, READ])
     form = FORMATS[name]()
     markers = {marker for marker in (*form.starts, *form.ends) if marker in whole}
@@ -223,7 +223,7 @@ def test_what_vllm_would_repair_or_drop_is_text(name: str, text: str) -> None:
     assert (read.blocks, read.malformed) == (said(text), True)
 
 
-# What policies write into files, and the signs that formats are made of.
+# What policies write into files, with the characters that the formats are made of.
 values = st.text(alphabet=st.sampled_from("a ä\n\t<>/{}\"'\\=|_`"), max_size=12) | st.text(max_size=8)
 arguments = st.fixed_dictionaries(
     {}, optional={"path": values, "text": values, "count": st.integers(-9, 9), "all": st.booleans()}
@@ -232,7 +232,7 @@ calls = st.lists(st.tuples(st.sampled_from(["Edit", "mcp__files-read"]), argumen
 
 
 def check_cut(name: str, text: str, full: list[dict[str, Any]]) -> None:
-    """``text`` begins a reply that is ``full``: it gives some of its calls, as they were written, or is all text."""
+    """Check the beginning ``text`` of a reply with the blocks ``full``: it has its first blocks, or is all text."""
     cut = parser(name).parse(text, TOOLS)
     if any(block["type"] == "tool_use" for block in cut.blocks):
         assert not cut.malformed and cut.blocks == full[: len(cut.blocks)]
@@ -263,7 +263,7 @@ def test_any_cut_of_any_reply(name: str, wanted: list[Call], before: str, share:
 
 
 @pytest.mark.parametrize("tool", sorted(REASONING))
-def test_thinking_comes_first_and_the_rest_is_read_as_ever(tool: str) -> None:
+def test_thinking_is_split_off_and_the_rest_is_parsed_as_usual(tool: str) -> None:
     write, tag = WRITERS[tool], "seed:think" if tool == "seed_oss" else "think"
     read = parser(f"{tool}+{REASONING[tool]}").parse
     thought = {"type": "thinking", "thinking": "\nHm, <b>.\n"}
@@ -276,7 +276,7 @@ def test_thinking_comes_first_and_the_rest_is_read_as_ever(tool: str) -> None:
     broken = write([EDIT])[:-3]
     assert read(reply + broken, TOOLS).blocks == [thought, *said("\n\n" + broken)]
     assert read(reply + broken, TOOLS).malformed
-    # Thinking without an end: the reply was cut.
+    # The reply was cut, so the thinking has no end.
     assert read(f"<{tag}>Hm", TOOLS).blocks == [{"type": "thinking", "thinking": "Hm"}]
     assert read(f"<{tag}>\n\n</{tag}>\n\nYes.", TOOLS).blocks == said("\n\nYes.")
 
@@ -297,7 +297,7 @@ def test_a_generation_prompt_that_closes_the_thinking() -> None:
     assert parser("qwen3_coder+qwen3", CLOSES).parse("Yes.", TOOLS).blocks == said("Yes.")
 
 
-def test_a_call_ends_unfinished_thinking_where_the_family_says_so() -> None:
+def test_a_call_ends_unfinished_thinking_in_some_families() -> None:
     thought = {"type": "thinking", "thinking": "I look.\n"}
     text = "I look.\n" + qwen([EDIT])
     assert parser("qwen3_coder+qwen3", OPENS).parse(text, TOOLS).blocks == [thought, use(EDIT)]
@@ -306,7 +306,7 @@ def test_a_call_ends_unfinished_thinking_where_the_family_says_so() -> None:
     assert (read.blocks, read.malformed) == ([{"type": "thinking", "thinking": text}], True)
 
 
-def test_names_that_are_not_known_and_tokenizers_that_do_not_fit() -> None:
+def test_unknown_names_and_unfit_tokenizers_are_errors() -> None:
     assert parser("qwen3_coder+qwen3").spec == "qwen3_coder+qwen3" and parser("hermes").spec == "hermes"
     with pytest.raises(ValueError, match=r"'pythonic'.*known are: .*qwen3_coder"):
         make_parser("pythonic", make_tokenizer())

@@ -1,4 +1,4 @@
-"""Where one turn ends and the next begins, with verl's builders over tokenizers made here."""
+"""Tests of what stands between two turns, with verl's builders and tokenizers that are made here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GLM = (
 
 
 def letters(template: str, special: list[str], eos: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character and some special ones."""
+    """Make a tokenizer with a token per character and some special tokens."""
     characters = sorted({chr(c) for c in range(32, 127)} | {"\n"})
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -43,7 +43,7 @@ def whole(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     return tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
 
 
-def test_a_conversation_grown_by_pieces_is_what_the_template_writes_at_once() -> None:
+def test_a_conversation_encoded_in_parts_equals_the_template_applied_once() -> None:
     tokenizer = make_tokenizer()
     renderer = ChatTemplateRenderer(tokenizer, "qwen3")
     reply = {"role": "assistant", "content": "no."}
@@ -56,7 +56,7 @@ def test_a_conversation_grown_by_pieces_is_what_the_template_writes_at_once() ->
 
 
 @pytest.mark.parametrize("written", ["", "{{ m.tool_call_id }}:"])
-def test_encoding_the_same_again_is_the_same_but_for_ids_that_the_template_writes(written: str) -> None:
+def test_the_ids_of_tool_calls_are_encoded_only_if_the_template_writes_them(written: str) -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>" + written + "{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     tokenizer = letters(template, ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"], "<|end|>")
@@ -78,7 +78,7 @@ def test_a_cut_reply_is_closed_before_the_next_turn() -> None:
 
 
 @pytest.mark.parametrize("end", ["<|observation|>", "<|user|>"])
-def test_a_sampled_token_that_ends_a_turn_and_begins_the_next_stays_and_is_not_doubled(end: str) -> None:
+def test_a_token_that_ends_one_turn_and_begins_the_next_is_there_once(end: str) -> None:
     tokenizer = glm()
     renderer = ChatTemplateRenderer(tokenizer, "glm4_moe")
     tail = [*tokenizer.encode("ok"), tokenizer.convert_tokens_to_ids(end)]
@@ -88,7 +88,7 @@ def test_a_sampled_token_that_ends_a_turn_and_begins_the_next_stays_and_is_not_d
     assert text == f"ok{seen}<tool_response>a</tool_response><|assistant|>\n"
 
 
-def test_a_family_whose_turns_end_without_a_token_gets_none_after_a_cut_reply() -> None:
+def test_a_cut_reply_is_not_closed_in_a_family_without_an_end_token() -> None:
     tokenizer = glm()
     added = ChatTemplateRenderer(tokenizer, "glm4_moe").extend(
         tokenizer.encode("cut"), False, [{"role": "user", "content": "more"}]
@@ -96,7 +96,7 @@ def test_a_family_whose_turns_end_without_a_token_gets_none_after_a_cut_reply() 
     assert tokenizer.decode(added).replace(" ", "") == "<|user|>\nmore<|assistant|>\n"
 
 
-def test_a_system_message_that_the_template_refuses_later_on_is_the_users() -> None:
+def test_a_later_system_message_becomes_the_users_if_the_template_refuses_it() -> None:
     tokenizer = make_tokenizer()
     strict = "{% if not loop.first and message.role == 'system' %}{{ raise_exception('system first') }}{% endif %}"
     loop = "{%- for message in messages -%}"
@@ -117,14 +117,14 @@ def test_what_a_template_refuses_is_a_request_error() -> None:
 
 
 def _unchecked(tokenizer: Any) -> ChatTemplateRenderer:
-    """A renderer made while its template still worked."""
+    """Return a renderer that was made while its template still worked."""
     broken, tokenizer.chat_template = tokenizer.chat_template, make_tokenizer().chat_template
     renderer = ChatTemplateRenderer(tokenizer, "qwen3")
     tokenizer.chat_template = broken
     return renderer
 
 
-def test_an_unknown_family_is_refused_unless_its_loss_is_accepted() -> None:
+def test_an_unknown_family_is_refused_unless_any_family_is_set() -> None:
     tokenizer = make_tokenizer()
     assert known_family("qwen3_moe") == "qwen3" and known_family("llama") is None
     with pytest.raises(ValueError, match=r"'llama'.*any_family"):

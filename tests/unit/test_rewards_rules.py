@@ -1,4 +1,4 @@
-"""Which paths are dropped, what is flagged, and how patches are taken apart."""
+"""Tests of which paths are dropped, what is flagged, and how patches are split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT = rules_from(
 
 
 def creates(path: str, *lines: str) -> bytes:
-    """The patch that makes a file of these lines."""
+    """Return a patch that creates a file with these lines."""
     text = "".join(f"+{line}\n" for line in lines)
     head = f"diff --git a/{path} b/{path}\nnew file mode 100644\nindex 0000000..1111111\n--- /dev/null\n+++ b/{path}\n"
     return (head + f"@@ -0,0 +1,{len(lines)} @@\n" + text).encode()
@@ -84,7 +84,7 @@ def test_the_default_keeps(path: str) -> None:
     assert not DEFAULT.drops(path)
 
 
-def test_a_file_goes_as_a_whole() -> None:
+def test_a_file_is_dropped_as_a_whole() -> None:
     rules = Rules(["conftest.py"])
     move = "diff --git a/{0} b/{1}\nsimilarity index 100%\nrename from {0}\nrename to {1}\n"
     for old, new in (("conftest.py", "x"), ("x", "conftest.py")):
@@ -92,7 +92,7 @@ def test_a_file_goes_as_a_whole() -> None:
         assert (found.dropped, [file.data for file in found.files]) == (("conftest.py",), [creates("y", "1")])
 
 
-def test_what_the_eval_script_brings_is_always_dropped() -> None:
+def test_files_that_the_eval_script_creates_are_always_dropped() -> None:
     script = (
         task().eval_script
         + "git apply - <<'EOF'\n--- /dev/null\n+++ b/pkg/checks/new.py\n@@ -0,0 +1,2 @@\n+a\n+++ b/no.py\nEOF\n"
@@ -127,7 +127,7 @@ def test_what_the_eval_script_brings_is_always_dropped() -> None:
 )
 def test_what_is_flagged(flag: str, line: str) -> None:
     assert flag in DEFAULT.screen(task(), creates("pkg/mod.py", "x = 1", line, "y = 2")).flags
-    # Not in context and not in what is taken away; also in a file that is dropped.
+    # Lines of context and removed lines are not searched; files that are dropped are.
     away = f"--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,2 @@\n {line}\n-{line}\n+x\n".encode()
     assert DEFAULT.screen(task(), away).flags == ()
     assert flag in DEFAULT.screen(task(), creates("conftest.py", line)).flags
@@ -146,15 +146,15 @@ def test_honest_code_is_not_flagged() -> None:
 
 
 @pytest.mark.parametrize("rule", [{"added": "("}, {"path": "["}, {"adds": "x"}, {}])
-def test_flags_that_are_wrong_are_named(rule: dict[str, str]) -> None:
+def test_an_error_names_the_flag_that_is_wrong(rule: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="flag mine"):
         Rules(flags={"mine": rule})
 
 
-# --- taking apart
+# --- splitting
 
 
-def test_lines_of_a_file_are_no_headers() -> None:
+def test_lines_of_a_file_are_not_headers() -> None:
     lines = ["diff --git a/conftest.py b/conftest.py", "-- a/conftest.py", "++ b/conftest.py", "@@ -1 +1 @@", ""]
     patch = creates("x", *lines)
     assert [(file.paths, file.data) for file in split(patch)] == [(("x", "x"), patch)]
@@ -198,7 +198,7 @@ def test_large_patches_take_linear_time(unit: str) -> None:
         b"diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1 @@\n-a\n+b\n",  # shorter than it says
         b"diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 @@\n",
         b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\nx\n",
-        b"diff --git a/x b/y\n",  # whose?
+        b"diff --git a/x b/y\n",  # which of the two?
         b'diff --git "a/x" b/x\n', b'diff --git "a/x" "b/y"\n',
         b"--- /dev/null\n+++ /dev/null\n@@ -0,0 +1 @@\n+x\n",
         b'diff --git "a/x b/x\nnew file mode 100644\n',
@@ -206,7 +206,7 @@ def test_large_patches_take_linear_time(unit: str) -> None:
         b"--- x\n+++ x\n@@ -1 +1 @@\n-a\n+b\n",
     ],
 )  # fmt: skip
-def test_what_cannot_be_taken_apart(patch: bytes) -> None:
+def test_patches_that_cannot_be_split(patch: bytes) -> None:
     with pytest.raises(PatchError) as failure:
         split(patch)
     assert "\n" not in str(failure.value)

@@ -1,4 +1,4 @@
-"""Other rewards than the outcome's: what they are worth, when they are refused, and that they are off."""
+"""Tests of rewards other than the outcome's: their values, what is refused, and that they are off by default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFF: dict[str, Any] = {
 
 
 def failed(new: tuple[int, int], old: tuple[int, int] = (0, 0)) -> Verdict:
-    """Tests that passed and failed, by kind."""
+    """Return a verdict with these numbers of passed and failed tests."""
     kinds = {"FAIL_TO_PASS": new, "PASS_TO_PASS": old}
     tests = {kind: {"success": ["s"] * good, "failure": ["f"] * bad} for kind, (good, bad) in kinds.items()}
     return Verdict(Reason.TESTS_FAILED, tests=tests)
@@ -43,7 +43,7 @@ def test_the_default_is_off() -> None:
         (RESOLVED, 1.0),
         (failed((1, 3)), 0.1),
         (failed((3, 1), (9, 0)), 0.3),
-        (failed((3, 1), (9, 1)), 0.0),  # something else was broken for it
+        (failed((3, 1), (9, 1)), 0.0),  # something else was broken
         (failed((4, 0), (0, 1)), 0.0),
         (failed((0, 4)), 0.0),
         (failed((0, 0), (1, 0)), 0.0),
@@ -51,7 +51,7 @@ def test_the_default_is_off() -> None:
         (Verdict(Reason.LOG_FORGED), 0.0),
     ],
 )
-def test_the_share_of_tests_that_pass(verdict: Verdict, reward: float) -> None:
+def test_an_unresolved_episode_may_get_the_share_of_tests_that_pass(verdict: Verdict, reward: float) -> None:
     shaped = Shape.of(**{**OFF, "fail_to_pass": 0.4})(verdict, task(), Effort(5, 5000))
     assert shaped.reward == pytest.approx(reward)
     assert replace(shaped, shaped=None) == verdict and shaped.outcome is verdict.outcome
@@ -65,13 +65,13 @@ def test_penalties_are_for_resolved_episodes_only_and_bounded() -> None:
     assert shape(failed((3, 1)), task(), Effort(4, 3000)).reward == 0.0
 
 
-def test_infrastructure_failures_stay_without_a_reward() -> None:
+def test_infrastructure_failures_get_no_reward() -> None:
     lost = Verdict(Reason.NO_SPACE)
     for shape in (Shape(fail_to_pass=0.4), Shape(turn_penalty=0.1), Shape(function=lambda *_: 1.0)):
         assert shape(lost, task(), Effort(1, 1)) == lost and lost.reward is None
 
 
-# --- a function of one's own
+# --- functions of the user
 
 
 def halved(verdict: Verdict, of: Task, effort: Effort) -> float:
@@ -83,14 +83,14 @@ def broken(verdict: Verdict, of: Task, effort: Effort) -> float:
     return {"inf": math.inf, "nan": math.nan}.get(verdict.detail) or float(verdict.detail)
 
 
-def test_a_function_takes_the_place_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_replaces_the_other_shapes() -> None:
     shape = Shape.of(**{**OFF, "function": f"{__name__}:halved"})
     assert shape(RESOLVED, task(), Effort(1, 250)).reward == 1.75
     assert shape(failed((1, 1)), task(), Effort(0, 0)).reward == 0.0
 
 
 @pytest.mark.parametrize("what", ["inf", "nan", "no number"])
-def test_a_function_that_fails_is_not_the_policys_fault(what: str) -> None:
+def test_a_function_that_fails_is_an_infrastructure_failure(what: str) -> None:
     shape = Shape.of(**{**OFF, "function": f"{__name__}:broken"})
     verdict = replace(RESOLVED, detail=what, flags=("exit",))
     shaped = shape(verdict, task(), Effort(1, 1))

@@ -1,4 +1,4 @@
-"""What a session does beside matching: stop sequences, tool_choice, side calls, joining and aborting generations."""
+"""Tests of what a session does besides matching: stop sequences, tool_choice, side calls, shared generations, seeds."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ async def ask(session: Session, *messages: Any, retry: bool = False, **fields: A
     return node
 
 
-async def turns() -> None:
-    """Everything that can go on has gone on."""
+async def settle() -> None:
+    """Let all tasks run until they wait."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 class SlowEngine:
-    """Answers when it is told to; counts what was begun and what was cancelled."""
+    """Answers when ``go`` is set; counts the calls that were begun and those that were cancelled."""
 
     def __init__(self) -> None:
         self.begun = self.cancelled = 0
@@ -56,10 +56,10 @@ class SlowEngine:
         return Completion([ord("x"), END], [-1.0, -2.0])
 
 
-async def test_what_the_engine_had_in_its_cache_is_counted() -> None:
+async def test_hits_of_the_engines_prefix_cache_are_counted() -> None:
     class Caching:
         def __init__(self) -> None:
-            self.cached = iter([0, 7, None])  # the last one does not tell
+            self.cached = iter([0, 7, None])  # in the last call the engine does not say
 
         async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
             return Completion([ord("x"), END], [-1.0, -2.0], cached=next(self.cached))
@@ -74,17 +74,17 @@ async def test_a_reply_ends_at_the_agents_stop_sequence_and_keeps_the_tokens_up_
     session = Session("e", char_policy(QueueEngine("one STOP two", "fine")))
     node = await ask(session, "q", stop_sequences=["never", "STOP"])
     assert (node.reply.text, node.reply.stop_reason, node.reply.stop_sequence) == ("one ", "stop_sequence", "STOP")
-    # An engine that ran on: what the client never sees was never said.
+    # The engine went on after the stop sequence; what the client is not sent is not kept.
     assert CharTokenizer().decode(node.ids) == node.text == "one STOP"
     assert len(node.logprobs) == len(node.ids) and not node.ended
     after = await ask(session, "q", {"role": "assistant", "content": "one"}, "go on")
-    assert after.path_ids()[: node.length] == node.path_ids()  # the echo without the stop sequence is still matched
+    assert after.path_ids()[: node.length] == node.path_ids()  # the echo, without the stop sequence, is matched
     (row,) = session.tree.sequences()
     assert sum(row.mask) == len(node.ids) + len(after.ids)
 
 
 class OfferedCalls(CallParser):
-    """As vLLM's parsers: without tools there are no calls."""
+    """Without tools there are no calls, as with vLLM's parsers."""
 
     def parse(self, text: str, tools: Any) -> Parsed:
         return super().parse(text, tools) if tools else Parsed([{"type": "text", "text": text}])
@@ -110,7 +110,7 @@ async def test_side_calls_are_trained_or_only_served(trained: bool) -> None:
     assert sorted(n for row in rows for n in row.nodes) == sorted([main.index, more.index] + [side.index] * trained)
 
 
-async def test_who_asks_for_the_same_at_once_gets_the_same_sample() -> None:
+async def test_equal_requests_at_the_same_time_share_one_sample() -> None:
     engine = SlowEngine()
     session = Session("e", char_policy(engine))
     first, second = (asyncio.create_task(ask(session, "q")) for _ in range(2))
@@ -120,19 +120,19 @@ async def test_who_asks_for_the_same_at_once_gets_the_same_sample() -> None:
     assert await ask(session, "q", retry=True) is await first and engine.begun == 1
 
 
-async def test_a_generation_goes_on_while_one_waits_and_is_aborted_when_none_does() -> None:
+async def test_a_generation_is_aborted_when_the_last_client_leaves() -> None:
     engine = SlowEngine()
     session = Session("e", char_policy(engine))
     first, second = (asyncio.create_task(ask(session, "q")) for _ in range(2))
-    await turns()
+    await settle()
     first.cancel()
-    await turns()
+    await settle()
     assert (engine.begun, engine.cancelled, session.counters.aborted) == (1, 0, 0)
     second.cancel()
-    await turns()
+    await settle()
     assert (engine.begun, engine.cancelled, session.counters.aborted) == (1, 1, 1)
     engine.go.set()
-    assert (await ask(session, "q", retry=True)).ids == [ord("x"), END]  # asked again: sampled again
+    assert (await ask(session, "q", retry=True)).ids == [ord("x"), END]  # a retry is sampled anew
     assert engine.begun == 2 and len(session.tree.sequences()) == 1
 
 
@@ -140,7 +140,7 @@ async def test_closing_a_session_aborts_its_generations() -> None:
     engine = SlowEngine()
     session = Session("e", char_policy(engine))
     waiting = asyncio.create_task(ask(session, "q"))
-    await turns()
+    await settle()
     session.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -155,7 +155,7 @@ async def test_a_session_holds_only_so_many_tokens() -> None:
     assert raised.value.status == 413
 
 
-async def test_what_was_counted_is_not_encoded_again() -> None:
+async def test_a_prompt_that_was_counted_is_not_encoded_again() -> None:
     renderer = CharRenderer()
     session = Session("e", char_policy(QueueEngine("a"), renderer))
     counted = session.count(decode_request(body("question")))
@@ -165,7 +165,7 @@ async def test_what_was_counted_is_not_encoded_again() -> None:
 
 
 async def test_a_reply_in_a_new_place_keeps_its_own_tokens() -> None:
-    """Claude Code's compaction: another first message, then the last replies as they were, rewritten a little."""
+    """Claude Code's compaction: another first message, then the last replies, rewritten a little."""
     session = Session("e", char_policy(QueueEngine("((hm))one", f" so {CALL}", "three")))
     first = await ask(session, "q")
     second = await ask(session, "q", {"role": "assistant", "content": "one"}, "go on")
@@ -180,14 +180,14 @@ async def test_a_reply_in_a_new_place_keeps_its_own_tokens() -> None:
 
 
 class SeedEngine:
-    """Says the seed that a call was given."""
+    """Replies with the seed of the call."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         said = [ord(letter) for letter in f"{CALL} {sampling.get('seed')}"]
         return Completion([*said, END], [0.0] * (len(said) + 1))
 
 
-async def test_calls_have_seeds_of_their_own_whatever_happens_around_them() -> None:
+async def test_a_calls_seed_does_not_depend_on_other_calls() -> None:
     async def replies(seed: int, *questions: str) -> dict[str, tuple[str, frozenset[str]]]:
         session = Session("e", replace(char_policy(SeedEngine()), sampling={"seed": seed}))
         nodes = {question: await ask(session, question) for question in questions}
@@ -195,7 +195,7 @@ async def test_calls_have_seeds_of_their_own_whatever_happens_around_them() -> N
 
     first, swapped, other = await replies(7, "a", "b"), await replies(7, "b", "a"), await replies(8, "a", "b")
     assert {question: text for question, (text, _) in first.items()} == {q: t for q, (t, _) in swapped.items()}
-    assert await replies(7, "a", "b") == first  # the ids of tool calls too: some templates write them
+    assert await replies(7, "a", "b") == first  # with the ids of tool calls, which some templates write
     assert len({text for text, _ in [*first.values(), *other.values()]}) == 4
 
 
@@ -204,14 +204,14 @@ async def test_without_a_seed_none_is_made_up() -> None:
     assert "None" in (await ask(session, "q")).reply.text
 
 
-async def test_a_prompt_that_is_asked_again_is_sampled_anew() -> None:
+async def test_seeds_differ_by_episode_prompt_and_number_of_replies() -> None:
     ids = list(range(40))
     seeds = {call_seed(seed, prompt, before) for seed in (1, 2) for prompt in (ids, ids[1:]) for before in (0, 1)}
     assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 class RoutingEngine(QueueEngine):
-    """Records routing as vLLM does: of all tokens of prompt and reply but the last. Here it is the token itself."""
+    """Records routing as vLLM does, of all tokens of prompt and reply except the last; it is the token itself."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         done = await super().generate(request_id, prompt_ids, sampling)
@@ -219,7 +219,7 @@ class RoutingEngine(QueueEngine):
         return replace(done, experts=np.broadcast_to(tokens[:, None, None], (len(tokens), 2, 3)))
 
 
-async def test_a_row_has_the_routing_of_its_own_tokens_but_the_last() -> None:
+async def test_a_row_has_the_routing_of_all_its_tokens_except_the_last() -> None:
     session = Session("e", char_policy(RoutingEngine("one", "two STOP and on", "other", "more")))
     said = {"role": "assistant", "content": "one"}
     await ask(session, "q")
@@ -232,6 +232,6 @@ async def test_a_row_has_the_routing_of_its_own_tokens_but_the_last() -> None:
         routing = np.concatenate(row.experts)
         assert routing.shape == (len(row.prompt_ids + row.response_ids) - 1, 2, 3)
         assert routing[:, 1, 2].tolist() == (row.prompt_ids + row.response_ids)[:-1]
-    # Each token's once, however often it was part of a prompt.
+    # The routing of a token is kept once, however often it was part of a prompt.
     kept = sum(len(node.experts) for node in session.tree.nodes if node.experts is not None)
     assert kept < session.tree.tokens and all(n.experts is None or n.experts.base is None for n in session.tree.nodes)

@@ -61,7 +61,7 @@ def test_the_patch_is_optional(tmp_path: Path) -> None:
     assert load_tasks(write(tmp_path / "t.parquet", [without]))[0].patch is None
 
 
-def test_what_a_box_is_prepared_with(tmp_path: Path) -> None:
+def test_setup_patch_and_hidden_paths(tmp_path: Path) -> None:
     plain = Task.from_row(row(), tmp_path)
     assert plain.setup_patch is None and plain.hidden_paths == ()
     task = Task.from_row(row(setup_patch="diff", hidden_paths='["/r2e_tests", "tests/a.py"]'), tmp_path)
@@ -72,7 +72,7 @@ def test_what_a_box_is_prepared_with(tmp_path: Path) -> None:
     assert load_tasks(write(tmp_path / "t.parquet", [task.to_row()])) == [task]
 
 
-def test_difficulty_is_text_whatever_the_set_has(tmp_path: Path) -> None:
+def test_difficulty_becomes_text(tmp_path: Path) -> None:
     for value, wanted in ((None, None), ("1-4 hours", "1-4 hours"), (3, "3")):
         task = Task.from_row(row(difficulty=value), tmp_path)
         assert task.difficulty == wanted and Task.from_row(task.to_row(), tmp_path) == task
@@ -130,7 +130,7 @@ def test_bad_files(tmp_path: Path) -> None:
         assert "\n" not in str(failure.value)
 
 
-def test_an_image_that_is_no_directory_has_no_snapshot(tmp_path: Path) -> None:
+def test_only_a_directory_has_a_snapshot(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="not a local snapshot"):
         Task.from_row(row(image="swebench/x:latest"), tmp_path).snapshot  # noqa: B018
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -9,10 +10,17 @@ from rl.config import ConfigError
 
 
 def check_model(config: DictConfig) -> None:
-    """Raise ConfigError if the model is given as a directory that has no model; hub names are not looked up."""
+    """Raise ConfigError if the model's directory cannot be trained from; names of hub models are not looked up."""
     path = local_model(config)
-    if path is not None and not (path / "config.json").is_file():
+    if path is None:
+        return
+    if not (path / "config.json").is_file():
         raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
+    if OmegaConf.select(config, "trainer.device") == "cpu" and _config(path).get("tie_word_embeddings"):
+        raise ConfigError(
+            f"{path} has tied embeddings, and vLLM on a CPU does not load lm_head again when weights are synced; "
+            "take a model with tie_word_embeddings=false"
+        )
 
 
 def check_plan(config: DictConfig) -> None:
@@ -44,7 +52,7 @@ def check_family(config: DictConfig) -> None:
         return
     from rollout.proxy.render import known_family, unknown_family
 
-    model_type = str(json.loads((path / "config.json").read_text()).get("model_type"))
+    model_type = str(_config(path).get("model_type"))
     if known_family(model_type) is None:
         raise ConfigError(f"{path}: {unknown_family(model_type)}")
 
@@ -61,3 +69,7 @@ def local_model(config: DictConfig) -> Path | None:
     path = Path(name).expanduser()
     is_path = name[0] in "~./" or name.count("/") > 1 or path.exists()
     return path.absolute() if is_path else None
+
+
+def _config(model: Path) -> dict[str, Any]:
+    return json.loads((model / "config.json").read_text())

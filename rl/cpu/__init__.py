@@ -1,12 +1,11 @@
-"""verl on a machine without an accelerator.
+"""This package lets verl run on a machine without an accelerator.
 
-verl imports this package in every process (entry-point group ``verl.plugins``); that only *registers*
-a platform named "cpu", which nothing selects unless ``VERL_PLATFORM=cpu``. So importing it on a GPU
-machine is cheap and changes nothing.
+verl imports it in every process (entry-point group ``verl.plugins``). That only registers a platform named "cpu", which
+nothing selects unless ``VERL_PLATFORM=cpu``: on a GPU machine the import is cheap and changes nothing.
 
-With ``VERL_PLATFORM=cpu`` it also replaces the rollout replica "vllm" by one whose weight sync works
-on vLLM's CPU back end, and repairs one process-group argument (see ``_gloo_once``). The
-environment a CPU run needs is ``rl.config.CPU_ENVIRONMENT``.
+With ``VERL_PLATFORM=cpu`` it also replaces the rollout replica "vllm" by one whose weight sync works on vLLM's CPU back
+end, and repairs one argument of process groups (see ``_gloo_once``). The environment that a CPU run needs is
+``rl.config.CPU_ENVIRONMENT``; the patches are listed in docs/architecture.md, "Patches at run time".
 """
 
 import os
@@ -27,9 +26,8 @@ def _load_replica():
 def _gloo_once() -> None:
     """Let ``init_process_group`` accept the backend string that verl builds on a CPU.
 
-    Run-time patch, the only one. verl 0.9.1 (verl/utils/distributed.py) always asks for
-    "cpu:gloo,<device>:<backend>", which on a CPU is "cpu:gloo,cpu:gloo"; torch 2.13 refuses a device
-    named twice. tests/unit/test_cpu_platform.py fails once either of them changes its mind.
+    verl (verl/utils/distributed.py) always asks for "cpu:gloo,<device>:<backend>", which on a CPU is
+    "cpu:gloo,cpu:gloo"; torch refuses a device that is named twice.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The trainer's worker of trainer.v1.trainer_mode=separate_async, whose saved weights are copies on a CPU too."""
+"""This module is the trainer's worker of separate_async, whose saved weights are copies on a CPU too."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,16 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 
 
 class CPUDetachActorWorker(DetachActorWorker):
-    """Each update of a step compares with the policy that the step began with: verl saves its weights and loads them
-    back. It saves by ``tensor.cpu()``, which on a CPU is the tensor itself, and the policy would be the newest one."""
+    """A worker whose ``save_model_to_cpu`` keeps copies of the weights.
+
+    Each update of a step compares with the policy that the step began with: verl saves its weights and loads them back.
+    verl saves by ``tensor.cpu()``, which on a CPU is the tensor itself: the saved policy would always be the newest
+    one.
+    """
 
     @property
     def copy_handler(self) -> Callable:
+        """Return verl's function that saves a module's weights, with copies in place of views."""
         save = super().copy_handler
 
         def copy(module: nn.Module) -> tuple:

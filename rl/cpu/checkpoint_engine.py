@@ -1,8 +1,8 @@
-"""Weights from the trainer to engines that have devices of their own, where there is no NCCL: over ZeroMQ.
+"""This module sends weights from the trainer to engines with devices of their own, over ZeroMQ in place of NCCL.
 
-verl imports this module by its config key ``actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module``; the
-backend's name is ``zmq``. Only trainer.v1.trainer_mode=separate_async sends weights by it. For processes of one machine
-and models of a few million parameters: each engine gets a copy of its own, tensor by tensor.
+verl imports it by its config key ``actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module``; the backend's
+name is ``zmq``. Only trainer.v1.trainer_mode=separate_async uses it. It is made for processes of one machine and models
+of a few million parameters: each engine gets a copy of its own, tensor by tensor.
 """
 
 import asyncio
@@ -29,24 +29,23 @@ _END = b""
 
 @CheckpointEngineRegistry.register("zmq")
 class ZmqCheckpointEngine(CheckpointEngine):
-    """One end of it: the trainer's first process sends, each engine receives, the trainer's other processes only take
-    part in gathering the weights.
+    """One end of the transfer.
 
-    bucket_size: bytes of a message at most; larger tensors come in parts. is_master: this is the trainer's first
-    process.
+    The trainer's first process (``is_master``) sends and each engine receives; the trainer's other processes only take
+    part in gathering the weights. ``bucket_size`` is the largest size of a message in bytes; larger tensors are split.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self.bucket_size = bucket_size
         self.is_master = is_master
-        # In the run's own directory, if there is one (rl.run.scratch): what a kill leaves goes with it.
+        # The run's own directory, if there is one (rl.run.scratch): it is removed with what a kill leaves in it.
         directory = os.environ.get("RL_SOCKET_DIR") or tempfile.gettempdir()
         self._path = Path(directory) / f"weights-{uuid.uuid4().hex[:12]}"
         self._receiving: zmq.Socket | None = None
         self._sending: list[zmq.Socket] = []
 
     def prepare(self) -> str:
-        """Open this process's own address and return it. Not all are used: verl does not say yet who receives."""
+        """Open this process's own address and return it; verl does not say yet which processes receive."""
         self._receiving = zmq.Context.instance().socket(zmq.PULL)
         self._receiving.bind(f"ipc://{self._path}")
         return f"ipc://{self._path}"
@@ -55,11 +54,15 @@ class ZmqCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell each process of the trainer where the engines listen. metadata: addresses, the trainer's first."""
+        """Return what tells each process of the trainer where the engines listen.
+
+        ``metadata``: all addresses, the trainer's first.
+        """
         receivers = metadata[actor_wg_world_size:]
         return {"receivers": [receivers] * actor_wg_world_size}, {"receivers": [[]] * rollout_world_size}
 
     def init_process_group(self, receivers: list[str]) -> None:
+        """Connect to the engines, in the process that sends."""
         if self.is_master:
             for address in receivers:
                 socket = zmq.Context.instance().socket(zmq.PUSH)
@@ -67,7 +70,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
                 self._sending.append(socket)
 
     def finalize(self) -> None:
-        """verl calls it when all is received."""
+        """Close the sockets; verl calls this when everything has been received."""
         for socket in (self._receiving, *self._sending):
             if socket is not None:
                 socket.close(linger=0)
@@ -75,6 +78,7 @@ class ZmqCheckpointEngine(CheckpointEngine):
         self._path.unlink(missing_ok=True)
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
+        """Send all weights to each engine."""
         async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
             for socket in self._sending:
                 await asyncio.to_thread(socket.send_multipart, [pickle.dumps(meta), chunk.detach().numpy()])
@@ -82,11 +86,12 @@ class ZmqCheckpointEngine(CheckpointEngine):
             await asyncio.to_thread(socket.send_multipart, [_END, b""])
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield name and weight until the trainer has sent all."""
         async for name, weight in merge_weight_chunks(self._chunks(), self.bucket_size):
             yield name, weight
 
     async def _chunks(self) -> AsyncIterator[tuple[TensorMeta, torch.Tensor]]:
-        """Parts of tensors, each a uint8 vector."""
+        """Yield parts of tensors, each a uint8 vector."""
         assert self._receiving is not None
         while True:
             meta, data = await asyncio.to_thread(self._receiving.recv_multipart)

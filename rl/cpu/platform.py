@@ -1,8 +1,8 @@
-"""The platform "cpu": verl's device interface on a machine without an accelerator.
+"""This module is the platform "cpu": verl's device interface on a machine without an accelerator.
 
-One "device" exists, index 0, and it is the host. Ray is told of GPUs (``num_gpus``), because Ray hands out
-accelerator ids only for kinds it knows and verl places its workers by such an id: one for the trainer, and one for an
-engine that does not share it (trainer.v1.trainer_mode=separate_async). All of them are the host.
+There is one device, index 0, and it is the host. Ray is told of GPUs (``num_gpus``), because Ray hands out accelerator
+ids only for kinds that it knows, and verl places its workers by such an id: one for the trainer, and one for an engine
+that does not share it (trainer.v1.trainer_mode=separate_async). All of them are the host.
 """
 
 import types
@@ -14,7 +14,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 
 
 def _host_memory() -> tuple[int, int]:
-    """(free, total) bytes of the host."""
+    """Return (free, total) bytes of the host."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -22,7 +22,7 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _rss(*_args) -> int:
-    """Bytes resident in this process: the closest thing to an allocator's counter."""
+    """Return the bytes resident in this process, the closest thing to an allocator's counter."""
     import psutil
 
     return psutil.Process().memory_info().rss
@@ -58,7 +58,7 @@ class _HostDevice(types.ModuleType):
 
 
 class PlatformCPU(PlatformBase):
-    """See the module's docstring. Profiling and allocator settings are no-ops."""
+    """The host as verl's only device. Profiling and allocator settings do nothing."""
 
     _device_module = _HostDevice()
 

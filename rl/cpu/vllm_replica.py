@@ -1,12 +1,11 @@
-"""A vLLM replica whose weight sync works on vLLM's CPU back end.
+"""This module is a vLLM replica whose weight sync works on vLLM's CPU back end.
 
-vLLM repacks linear weights for the CPU after loading them, so verl's ``model.load_weights`` on the
-live model fails ("Parameter has no attribute weight_loader"). vLLM's own answer is
-``reload_weights``: it restores the layout of a checkpoint, loads, and repacks. It wants all weights in
-one call, and verl sends them in buckets, so the worker collects the buckets first.
+vLLM repacks linear weights for the CPU after loading them, so verl's ``model.load_weights`` on the live model fails
+("Parameter has no attribute weight_loader"). vLLM's own answer is ``reload_weights``: it restores the layout of a
+checkpoint, loads, and repacks. It takes all weights in one call, while verl sends them in buckets, so the worker
+collects the buckets first.
 
-Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload. Use untied ones
-(``rl.checks`` says so before anything starts).
+Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload; models must have untied ones.
 """
 
 import os
@@ -20,17 +19,17 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 def _own_socket(handle: str) -> str:
-    """The same socket in this run's own directory, if rl.train made one (RL_SOCKET_DIR).
+    """Return the same socket in this run's own directory, if rl.train made one (RL_SOCKET_DIR).
 
-    verl names it by Ray's job id in /tmp, and each cluster's first job has the same id: two runs on one
-    machine would load each other's weights.
+    verl names it in /tmp by Ray's job id, and the first job of every cluster has the same id: two runs on one machine
+    would load each other's weights.
     """
     directory = os.environ.get("RL_SOCKET_DIR")
     return f"ipc://{directory}/{handle.rpartition('/')[2]}" if directory else handle
 
 
 class CPUServerAdapter(ServerAdapter):
-    """The trainer's end of the weight sync."""
+    """The trainer's end of the weight sync, with a socket of this run."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -38,7 +37,7 @@ class CPUServerAdapter(ServerAdapter):
 
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's vLLM worker extension with a whole-model reload in place of bucket-wise loading."""
+    """verl's worker extension of vLLM with a reload of the whole model in place of loading bucket by bucket."""
 
     def _get_zmq_handle(self) -> str:
         return _own_socket(super()._get_zmq_handle())
@@ -70,9 +69,8 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
 def _pack_experts(model: torch.nn.Module) -> None:
     """Bring the experts' weights into the layout of vLLM's CPU kernel.
 
-    vLLM 0.28 does it when it makes the kernel and not when weights are loaded again
-    (UnquantizedFusedMoEMethod._setup_kernel): the engine would talk nonsense. Once vLLM does it each time,
-    tests/integration/test_experiments.py sees nonsense with this.
+    vLLM does it when it makes the kernel (UnquantizedFusedMoEMethod._setup_kernel), but not when weights are loaded
+    again: the engine would sample nonsense.
     """
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
@@ -84,8 +82,8 @@ class CPUHttpServer(vLLMHttpServer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # verl sets it with rollout.full_determinism, but vLLM's batch-invariant kernels are Triton's, which has none
-        # for a CPU: the engine dies at its first reply.
+        # verl sets it with rollout.full_determinism, but vLLM's batch-invariant kernels need Triton, which does not run
+        # on a CPU: the engine would die at its first reply.
         os.environ["VLLM_BATCH_INVARIANT"] = "0"
 
     def _get_worker_extension_cls(self) -> str:

@@ -264,6 +264,17 @@ def test_missing_model_directory(cfg, path):
     refused(cfg, "model.path", "config.json", actor_rollout_ref__model__path=path)
 
 
+def test_tied_embeddings_on_a_cpu(cfg):
+    model = Path(cfg.actor_rollout_ref.model.path) / "config.json"
+    for tied in (True, False):
+        model.write_text(f'{{"tie_word_embeddings": {str(tied).lower()}}}')
+        check_model(cfg)
+    model.write_text('{"tie_word_embeddings": true}')
+    cfg.trainer.device = "cpu"
+    with pytest.raises(ConfigError, match="tied embeddings"):
+        check_model(cfg)
+
+
 def test_hub_names_are_not_looked_up(cfg):
     cfg.actor_rollout_ref.model.path = "Qwen/Qwen3-8B"
     check(cfg)

@@ -1,11 +1,8 @@
-"""rl.cpu registers a platform, changes nothing elsewhere, and its patch is still needed."""
+"""rl.cpu registers a platform and changes nothing elsewhere."""
 
-import inspect
 import os
 import subprocess
 import sys
-
-import pytest
 
 from rl.config import CPU_ENVIRONMENT
 
@@ -35,47 +32,3 @@ def test_without_the_switch_only_a_name_is_registered():
 
 def test_with_the_switch_platform_replica_and_backend_are_ours():
     assert run(PROBE, **CPU_ENVIRONMENT).split() == ["PlatformCPU", "cpu", "rl.cpu", "init_process_group_cpu"]
-
-
-def test_backend_patch_is_still_needed():
-    """Fails when verl asks for another backend or torch accepts this one: then remove _gloo_once."""
-    import torch.distributed.distributed_c10d as c10d
-    import verl.utils.distributed as distributed
-
-    assert 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"' in inspect.getsource(distributed)
-    with pytest.raises(ValueError):
-        c10d.BackendConfig(c10d.Backend("cpu:gloo,cpu:gloo"))
-
-
-SAVED = """
-import types
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from verl.experimental.separation.engine_workers import DetachActorWorker
-from rl.cpu.actor import CPUDetachActorWorker
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-def goes_back(kind):
-    model = torch.nn.Linear(2, 2)
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-    worker = object.__new__(kind)
-    worker.config = types.SimpleNamespace(actor=types.SimpleNamespace(strategy="fsdp2"))
-    worker.actor = types.SimpleNamespace(engine=types.SimpleNamespace(module=model))
-    worker._strategy_handlers = None
-    before = model.weight.full_tensor().clone()
-    worker.save_model_to_cpu(0)
-    with torch.no_grad():
-        model.weight.add_(1)
-    worker.restore_model_from_cpu(0)
-    return torch.equal(before, model.weight.full_tensor())
-
-print(goes_back(CPUDetachActorWorker), goes_back(DetachActorWorker))
-dist.destroy_process_group()
-"""
-
-
-def test_saved_weights_are_copies_and_verls_own_still_are_not():
-    """Once verl's are, rl.cpu.actor may go."""
-    assert run(SAVED, **CPU_ENVIRONMENT).split() == ["True", "False"]

@@ -142,15 +142,3 @@ def test_verls_own_buffer_ends_the_run_when_a_group_has_no_rows(monkeypatch: pyt
     queue(monkeypatch, {"good": [1.0, 0.0], "lost": []})
     with pytest.raises(RuntimeError, match="missing DAPO metric"):
         made.replay_buffer.sample(global_steps=1, partition_id="train", batch_size=2)
-
-
-def test_verl_still_ends_the_separate_set_up_with_a_line_that_logging_refuses() -> None:
-    """If this fails, _setup in rl.trainer may go."""
-    import inspect
-    import logging
-
-    from verl.trainer.ppo.v1 import trainer_separate_async
-
-    assert "flush=True" in inspect.getsource(trainer_separate_async.PPOTrainerSeparateAsync._setup)
-    with pytest.raises(TypeError, match="flush"):
-        logging.Logger("any").info("", flush=True)

@@ -1,0 +1,185 @@
+"""What we change in verl, Ray and vLLM at run time is still needed, and docs/architecture.md lists all of it.
+
+Each test shows the behaviour that a patch corrects. When one fails after an upgrade, its patch may go.
+"""
+
+import importlib.metadata
+import inspect
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from rl.config import CPU_ENVIRONMENT, package_dir
+from tests.unit.test_cpu_platform import run
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vllm"), reason="vLLM is not its CPU build")
+# Ways to reach into another library: what matches is a patch, and its file must be in the table.
+REACHES = re.compile(
+    r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
+    r"|getLogger\(.(verl|ray|vllm)"
+)
+
+
+def table() -> list[list[str]]:
+    """The rows of the table: what, where, why, version, test."""
+    section = (
+        (ROOT / "docs" / "architecture.md").read_text().partition("## Patches at run time")[2].partition("\n## ")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|\n ").split(" | ")] for line in section.splitlines() if line[:1] == "|"
+    ]
+    return rows[2:]
+
+
+def source_of(module: str) -> str:
+    """A module's text, without importing it or its package."""
+    package, _, inner = module.partition(".")
+    return Path(package_dir(package), f"{inner.replace('.', '/')}.py").read_text()
+
+
+def test_the_table_names_files_and_tests_that_exist() -> None:
+    rows = table()
+    assert len(rows) > 8
+    for row in rows:
+        assert len(row) == 5, row
+        places, tests = re.findall(r"`([^`]+)`", row[1]), re.findall(r"`(test_\w+)`", row[4])
+        assert places and tests, row
+        for place in places:
+            file, _, name = place.partition("::")
+            assert not name or name in (ROOT / file).read_text(), place
+        for test in tests:
+            found = [file for file in (ROOT / "tests").rglob("test_*.py") if f"def {test}(" in file.read_text()]
+            assert found, test
+
+
+def test_nothing_reaches_into_a_library_that_the_table_does_not_name() -> None:
+    listed = {place.partition("::")[0] for row in table() for place in re.findall(r"`([^`]+)`", row[1])}
+    files = [file for wing in ("rl", "rollout", "rewards") for file in (ROOT / wing).rglob("*.py")]
+    reaching = {str(file.relative_to(ROOT)) for file in files if REACHES.search(file.read_text())}
+    assert reaching <= listed
+
+
+# --- the trainer
+
+
+def test_verl_still_ends_the_separate_set_up_with_a_line_that_logging_refuses() -> None:
+    text = source_of("verl.trainer.ppo.v1.trainer_separate_async")
+    assert "flush=True" in text[text.index("def _setup(") :].partition("\n    def ")[0]
+    with pytest.raises(TypeError, match="flush"):
+        logging.Logger("any").info("", flush=True)  # ty: ignore[unknown-argument]
+
+
+def test_verl_still_counts_rows_of_an_update_and_not_episodes() -> None:
+    text = source_of("verl.trainer.ppo.v1.trainer_base")
+    for name in ("_update_actor", "_get_required_batch_multiple"):
+        method = text[text.index(f"def {name}(") :].partition("\n    def ")[0]
+        assert re.search(r"mini_batch_size \*?= .*rollout\.n", method)
+
+
+def test_verl_still_removes_an_old_checkpoint_before_the_new_one_is_whole() -> None:
+    text = source_of("verl.utils.checkpoint.fsdp_checkpoint_manager")
+    saving = text[text.index("def save_checkpoint(") :]
+    assert 0 < saving.index("self.ensure_checkpoint_capacity(") < saving.index("torch.save(")
+
+
+# --- Ray
+
+
+def test_ray_still_puts_its_own_handler_for_sigterm() -> None:
+    from ray._private import worker
+
+    assert "set_sigterm_handler(sigterm_handler)" in inspect.getsource(worker.init)
+
+
+def test_rays_public_list_of_actors_still_needs_the_dashboard() -> None:
+    from ray._private.state import actors
+    from ray.util.state import StateApiClient
+
+    assert "actor_state_name" in inspect.signature(actors).parameters
+    assert "dashboard" in inspect.getsource(StateApiClient)
+
+
+# --- the engine
+
+
+def test_verls_client_still_tells_no_attempts_and_aborts_none() -> None:
+    text = source_of("verl.workers.rollout.llm_server")
+    client = text[text.index("class LLMServerClient") : text.index("class FullyAsyncLLMServerClient")]
+    assert "def abort" not in client and "server_id, server = await self._acquire_server(" in client
+    assert "return uuid4().hex" in client  # the server's id of a request is not known outside
+
+
+# --- a CPU
+
+
+def test_verl_still_asks_torch_for_a_backend_that_names_a_device_twice() -> None:
+    import torch.distributed.distributed_c10d as c10d
+
+    assert 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"' in source_of("verl.utils.distributed")
+    with pytest.raises(ValueError):
+        c10d.BackendConfig(c10d.Backend("cpu:gloo,cpu:gloo"))
+
+
+def test_verls_engine_still_is_for_accelerators_only() -> None:
+    text = source_of("verl.workers.engine.fsdp.transformer_impl")
+    assert 'backend=["fsdp", "fsdp2"], device=["cuda", "npu"]' in text
+
+
+def test_verl_still_names_the_socket_of_the_weight_sync_by_rays_job() -> None:
+    text = source_of("verl.workers.rollout.vllm_rollout.vllm_rollout")
+    assert 'f"ipc:///tmp/rl-colocate-zmq-{job_id}-' in text
+
+
+@needs_vllm_cpu
+def test_verl_still_loads_weights_bucket_by_bucket_and_vllm_still_repacks_them() -> None:
+    assert "on_bucket_received" in source_of("verl.workers.rollout.vllm_rollout.utils")
+    assert "layer.cpu_linear = " in source_of("vllm.model_executor.layers.utils")
+
+
+@needs_vllm_cpu
+def test_vllm_still_packs_experts_only_when_it_makes_their_kernel() -> None:
+    text = source_of("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+    setup = text[text.index("def _setup_kernel(") :].partition("\n    def ")[0]
+    assert setup.index("if not is_weight_update:") < setup.index("fused_experts.process_weights_after_loading(layer)")
+
+
+def test_verls_server_still_asks_for_batch_invariant_kernels_on_a_cpu() -> None:
+    assert 'os.environ["VLLM_BATCH_INVARIANT"] = "1"' in source_of(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server"
+    )
+
+
+SAVED = """
+import types
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from rl.cpu.actor import CPUDetachActorWorker
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def goes_back(kind):
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    worker = object.__new__(kind)
+    worker.config = types.SimpleNamespace(actor=types.SimpleNamespace(strategy="fsdp2"))
+    worker.actor = types.SimpleNamespace(engine=types.SimpleNamespace(module=model))
+    worker._strategy_handlers = None
+    before = model.weight.full_tensor().clone()
+    worker.save_model_to_cpu(0)
+    with torch.no_grad():
+        model.weight.add_(1)
+    worker.restore_model_from_cpu(0)
+    return torch.equal(before, model.weight.full_tensor())
+
+print(goes_back(CPUDetachActorWorker), goes_back(DetachActorWorker))
+dist.destroy_process_group()
+"""
+
+
+def test_saved_weights_are_copies_and_verls_own_still_are_not() -> None:
+    assert run(SAVED, **CPU_ENVIRONMENT).split() == ["True", "False"]

@@ -82,7 +82,8 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
         super().__init__(*args, hf_model_type=hf_model_type, **kwargs)
         self.model_type = hf_model_type or ""
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+    # verl annotates one output; its workers take a list of them as well.
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:  # ty: ignore
         """Return the episode's training rows, the main thread's last; none if the infrastructure failed for good."""
         worker = await self._worker()
         task = worker.tasks(row["task_file"])[row["task"]]

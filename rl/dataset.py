@@ -1,4 +1,4 @@
-"""Task files as verl's training and validation data."""
+"""This module gives verl the task files as training and validation data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rl.metrics.episodes import MAX_LABELS
 
 
 class TaskDataset(Dataset[dict[str, Any]]):
-    """One item per task. verl's ``data.custom_cls``; the signature is verl's.
+    """A data set has one item per task. It is verl's ``data.custom_cls``, whose signature this is.
 
     An item names the task and its file and does not carry the row itself: hidden tests stay out of the trainer's
-    queues, and an agent loop worker reads the file once. ``labels``: what tells the tasks apart in metrics. Raises
-    rewards.task.TaskError for a bad row.
+    queues, and an agent loop worker reads each file once. ``labels``: by which of "difficulty" and "repo" metrics are
+    split. Raises rewards.task.TaskError for a bad row.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TaskDataset(Dataset[dict[str, Any]]):
                 "task_file": str(Path(file).absolute()),
                 "split": "val" if file in held_out else "train",
                 "data_source": task.repo,
-                # Read by verl's validation table; Claude Code makes the real prompt from the statement.
+                # For verl's validation table; Claude Code makes the real prompt from the statement.
                 "raw_prompt": [{"role": "user", "content": task.problem_statement}],
             }
             for file, task in tasks

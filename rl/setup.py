@@ -29,7 +29,7 @@ AGENTS: dict[str, Callable[..., Agent]] = {"claude_code": ClaudeCode.of}
 
 def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
     """Return the agent of a config. Raises ValueError for an unknown kind and FileNotFoundError without its program."""
-    settings: dict[str, Any] = OmegaConf.to_container(config.agent, resolve=True)
+    settings: Any = OmegaConf.to_container(config.agent, resolve=True)
     kind = settings.pop("kind", "claude_code")  # configs of earlier runs do not name it
     if kind not in AGENTS:
         raise ValueError(f"agent.kind is {kind!r}; it must be one of {', '.join(AGENTS)}")
@@ -38,7 +38,7 @@ def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
 
 def rules_from(config: DictConfig) -> Rules:
     """Return the rules that say what of a patch is graded and flagged. Raises ValueError that begins with the key."""
-    grading = OmegaConf.to_container(config.grading, resolve=True)
+    grading: Any = OmegaConf.to_container(config.grading, resolve=True)
     try:
         return Rules(grading["drop"], grading["flags"])
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Plays a recorded episode back and says where this time differs from then."""
+"""This module plays a recorded episode back and tells where this time differs from then."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _SHOWN = 24
 
 
 class ReplayDifferenceError(EngineError):
-    """This run asked for something that the recorded one did not. The message says which call, the position of the
-    first token that differs, and the text around it in both. Asking again does not help."""
+    """This run asked for something that the recorded one did not. The message names the call and the first token that
+    differs, and shows the text around it in both. Asking again does not help."""
 
 
 class ReplayEngine:
-    """Answers every prompt as it was answered in ``record``: the same ids, logprobs and weight versions.
+    """This engine answers every prompt as it was answered in ``record``: same ids, logprobs and weight versions.
 
-    Prompts are found by their tokens, so calls that ran beside each other (sub-agents) may come in another order. A
-    prompt that was sampled several times gets its replies in the recorded order. The first difference is kept in
-    ``difference``; everything after it fails with the same error. ``left``: how many recorded replies were not asked
-    for yet.
+    Prompts are found by their tokens, so concurrent calls (sub-agents) may come in another order. A prompt that was
+    sampled several times gets its replies in the recorded order. After the first difference, which ``difference``
+    keeps, every call fails with the same error.
 
-    Chat templates that write out the ids of tool calls do not replay: a session makes new ones.
+    Episodes whose chat template writes out the ids of tool calls do not replay: a session makes new ids.
     """
 
     def __init__(self, record: Record, tokenizer: TextCodec) -> None:
@@ -45,16 +44,19 @@ class ReplayEngine:
 
     @property
     def left(self) -> int:
+        """Return how many recorded replies were not asked for yet."""
         return len(self._replies)
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        """Return the recorded reply to ``prompt_ids``. Raises ReplayDifferenceError."""
         if self.difference is not None:
             raise self.difference
         self._calls += 1
         for number, (prompt, reply) in enumerate(self._replies):
             if prompt == prompt_ids:
                 if len(reply.ids) > sampling["max_tokens"]:
-                    self._differ(f"its recorded reply has {len(reply.ids)} tokens, now {sampling['max_tokens']} fit")
+                    limit = sampling["max_tokens"]
+                    self._differ(f"the recorded reply has {len(reply.ids)} tokens, but max_tokens is now {limit}")
                 del self._replies[number]
                 return reply
         if not self._replies:
@@ -77,7 +79,7 @@ class ReplayEngine:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts share from the start."""
+    """Return how many tokens two prompts share from the start."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

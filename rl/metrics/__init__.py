@@ -1,1 +1,1 @@
-"""What a run measures, and how people see it: episode metrics, panels, samples, GPU load."""
+"""This package measures a run and shows it to people: episode metrics, panels, samples and the load of the GPUs."""

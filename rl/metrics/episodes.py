@@ -25,20 +25,8 @@ from rollout.records import Record
 
 Line = dict[str, Any]
 
-_MEANS = (
-    "rows",
-    "tokens_sampled",
-    "tokens_context",
-    "tokens_trained",
-    "turns",
-    "calls",
-    "malformed_calls",
-    "cut_replies",
-    "wall_s",
-    "boot_s",
-    "agent_s",
-    "grade_s",
-)
+_MEANS = ("rows", "turns", "calls", "malformed_calls", "cut_replies", "wall_s", "boot_s", "agent_s", "grade_s")
+_MEANS += ("tokens_sampled", "tokens_context", "tokens_trained")
 _WALL_PERCENTILES = (50, 90, 99)
 
 # A label with more values than this (repositories, ...) is not split by value: nobody reads as many curves.
@@ -101,12 +89,7 @@ def _tokens(record: Record) -> dict[str, int]:
             prompts += sum(used.get(kind, 0) for kind in kinds)
             sampled += used.get("outputTokens", 0)
     trained = sum(record.nodes[number].length for row in record.rows for number in row.nodes)
-    return {
-        "tokens_sampled": sampled,
-        "tokens_context": context,
-        "tokens_trained": trained,
-        "tokens_in": prompts,
-    }
+    return {"tokens_sampled": sampled, "tokens_context": context, "tokens_trained": trained, "tokens_in": prompts}
 
 
 class EpisodeLog:

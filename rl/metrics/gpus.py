@@ -1,7 +1,7 @@
-"""How busy the GPUs of a run are, by NVIDIA's own counters (NVML). Nothing is measured where there is none.
+"""This module measures how busy a run's GPUs are, by NVIDIA's own counters (NVML); nothing on machines without them.
 
-One small Ray actor per node with GPUs asks NVML once a second for the share of time in which any kernel ran: an upper
-bound of how well a GPU is used, and a sure sign when it is not.
+One small Ray actor per node with GPUs asks NVML once a second for the share of time in which any kernel ran. That is an
+upper bound of how well a GPU is used: a low value always means that it is idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WAIT_S = 10.0
 
 
 class GpuMeter:
-    """Of one node. ``take`` gives the busy share of each of its GPUs since the last call, 0 to 1."""
+    """A meter measures the GPUs of one node. Where NVML cannot be used there are none."""
 
     def __init__(self) -> None:
         import pynvml
@@ -36,7 +36,7 @@ class GpuMeter:
             threading.Thread(target=self._run, daemon=True).start()
 
     def _visible(self) -> list[Any]:
-        """The GPUs that this job may use: on a shared node NVML may see others too."""
+        """Return the GPUs that this job may use: on a shared node NVML may see others too."""
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         if not named:
             return [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
@@ -50,12 +50,14 @@ class GpuMeter:
             self.measure()
 
     def measure(self) -> None:
+        """Read the counters once."""
         busy = [self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100 for gpu in self._gpus]
         with self._lock:
             self._sums = [total + share for total, share in zip(self._sums, busy, strict=True)]
             self._count += 1
 
     def take(self) -> list[float]:
+        """Return the busy share (0 to 1) of each GPU since the last call; [] if nothing was measured since."""
         with self._lock:
             shares = [total / self._count for total in self._sums] if self._count else []
             self._sums, self._count = [0.0] * len(self._gpus), 0
@@ -63,7 +65,7 @@ class GpuMeter:
 
 
 class Gpus:
-    """The meters of all nodes of the Ray cluster."""
+    """These are the meters of all nodes of the Ray cluster."""
 
     def __init__(self) -> None:
         remote = ray.remote(num_cpus=0)(GpuMeter)
@@ -74,8 +76,8 @@ class Gpus:
         ]
 
     def take(self) -> dict[str, float]:
-        """``gpu/busy``: mean over the GPUs since the last call; ``gpu/busy_min``: of the idlest. Empty without NVML; a
-        node that does not answer is left out from then on."""
+        """Return the busy share since the last call: ``gpu/busy``, the mean over the GPUs, and ``gpu/busy_min``, the
+        idlest one's. Empty without NVML. A node that does not answer is left out from then on."""
         shares: list[float] = []
         for meter in list(self._meters):
             try:

@@ -1,6 +1,6 @@
-"""Which curves a person looks at: one list for the wandb workspace (``rl.dashboard``) and the report (``rl.report``).
+"""Panels are the charts that people look at: one list for the wandb workspace (``rl.dashboard``) and for ``rl.report``.
 
-A metric is named as docs/metrics.md names it; ``<...>`` in a name stands for any text.
+Metrics have the names of docs/metrics.md; ``<...>`` in a name stands for any text.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart over steps. ``metrics``: name -> what its curve is called; the part that ``<...>`` stands for is put in
-    the place of ``{}``. ``unit``: of the y axis. ``stacked``: the curves are parts of a whole."""
+    """A panel is one chart over steps.
+
+    ``metrics``: the labels of its curves, by the name of the metric; ``{}`` in a label is filled with the text that
+    ``<...>`` stands for. ``unit``: label of the y axis; ``bounds``: its ends, None for automatic. ``stacked``: the
+    curves are parts of a whole.
+    """
 
     title: str
     unit: str
@@ -21,7 +25,7 @@ class Panel:
     bounds: tuple[float | None, float | None] = (None, None)
 
     def curves(self, names: list[str]) -> dict[str, str]:
-        """name -> label of the ``names`` that belong here, in the panel's order."""
+        """Return the labels of those of ``names`` that belong here, by name and in the panel's order."""
         found: dict[str, str] = {}
         for metric, label in self.metrics.items():
             for name in names:
@@ -31,7 +35,7 @@ class Panel:
 
 
 def pattern(metric: str) -> re.Pattern[str]:
-    """What a documented name matches."""
+    """Return the pattern of the names that a documented name stands for."""
     parts = re.split(r"<[^>]+>", metric)
     return re.compile("(.+)".join(re.escape(part) for part in parts))
 
@@ -121,11 +125,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             "Pearson",
             {"training/rollout_actor_probs_pearson_corr": "rollout / trainer"},
         ),
-        Panel(
-            "KL, rollout to trainer",
-            "nats per token",
-            {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"},
-        ),
+        Panel("KL, rollout to trainer", "nats per token", {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}),
         Panel("Perplexity ratio, trainer / rollout", "ratio", {"rollout_corr/ppl_ratio": "ratio"}),
         Panel(
             "Importance weights",

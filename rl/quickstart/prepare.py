@@ -81,7 +81,7 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
     resolved = sum(episode.verdict.outcome == "resolved" for episode in episodes)
     screen.say(f"warm start: {len(rows)} rows, {resolved / len(episodes):.2f} resolved by chance; imitating them")
     screen.show("imitating them")
-    sft = OmegaConf.to_container(quick.sft)
+    sft: Any = OmegaConf.to_container(quick.sft)
     model = run_sft(policy, out / "rows.parquet", out / "sft", seed=config.seed, log=out / "sft.log", **sft)
     model.rename(out / "model")
     shutil.rmtree(out / "sft", ignore_errors=True)
@@ -92,7 +92,7 @@ async def _play_all(
 ) -> list[Episode]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
     engine = ScriptedEngine(tokenizer, tokenizer.eos_token_id, RepairScript(config.seed))
     proxy = ProxyServer()

@@ -207,5 +207,5 @@ async def test_more_calls_and_less_room_than_recorded_are_differences() -> None:
     tree = await play(QueueEngine("hello"), HISTORIES[:1])
     prompt = tree.nodes[0].ids
     engine = ReplayEngine(empty_record(nodes=node_records(tree)), CharTokenizer())
-    with pytest.raises(ReplayDifferenceError, match="call 1: its recorded reply has 6 tokens, now 5 fit"):
+    with pytest.raises(ReplayDifferenceError, match="call 1: the recorded reply has 6 tokens, but max_tokens is now 5"):
         await engine.generate("e", prompt, {"max_tokens": 5})

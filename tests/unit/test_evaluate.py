@@ -23,6 +23,7 @@ from rl.config import ConfigError, compose
 from rl.evaluate import compare, config, play, results, serve
 from rl.evaluate.__main__ import main
 from rl.evaluate.play import Evaluation, LostError, line_of
+from rl.evaluate.weights import Weights, find_weights
 from rl.quickstart.tasks import make_tasks
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
@@ -173,69 +174,76 @@ def a_run(directory: Path, tasks_file: Path, *overrides: str) -> Path:
 def test_what_a_policy_stands_for(tmp_path: Path, tasks_file: Path) -> None:
     run = a_run(tmp_path / "quickstart" / "today", tasks_file)
     with pytest.raises(ConfigError, match="neither a model directory nor a run"):
-        config.find_weights(str(run))
+        find_weights(str(run))
     for step in (9, 10):
         actor = checkpoint(run, step)
-    found = config.find_weights(str(run))
-    assert found == config.Weights(str(actor / "merged"), actor, run, 10)
+    found = find_weights(str(run))
+    assert found == Weights(str(actor / "merged"), actor, run, 10)
     assert found.name == "quickstart-today-step10"
-    assert config.find_weights(str(actor)) == config.find_weights(str(actor.parent)) == found
-    assert config.find_weights(str(run / "checkpoints" / "global_step_9")).step == 9
+    assert find_weights(str(actor)) == find_weights(str(actor.parent)) == found
+    assert find_weights(str(run / "checkpoints" / "global_step_9")).step == 9
     (checkpoint(run, 11).parent / "complete").unlink()  # still being written
-    assert config.find_weights(str(run)) == found
-    before = config._fingerprint(found)
+    assert find_weights(str(run)) == found
+    before = found.stamps()
     checkpoint(run, 10, "merged/model.safetensors", "merged/config.json")
-    merged = config.find_weights(str(run))
-    assert merged == replace(found, sharded=None) and config._fingerprint(merged) == before
+    merged = find_weights(str(run))
+    assert merged == replace(found, sharded=None) and merged.stamps() == before
     os.utime(actor / "model_world_size_1_rank_0.pt", (1, 1))  # trained again
-    assert config._fingerprint(merged) != before
+    assert merged.stamps() != before
     # The trainer may have saved whole weights itself.
     checkpoint(run, 9, "huggingface/model.safetensors")
-    assert config.find_weights(str(run / "checkpoints" / "global_step_9")).model.endswith("huggingface")
-    assert config.find_weights("Qwen/Qwen3-8B").name == "Qwen__Qwen3-8B"
+    assert find_weights(str(run / "checkpoints" / "global_step_9")).model.endswith("huggingface")
+    assert find_weights("Qwen/Qwen3-8B").name == "Qwen__Qwen3-8B"
     plain = tmp_path / "model"
     plain.mkdir()
     (plain / "config.json").touch()
     with pytest.raises(ConfigError, match="no weights"):
-        config.find_weights(str(plain))
+        find_weights(str(plain))
     (plain / "model.safetensors").touch()
-    assert config.find_weights(str(plain)) == config.Weights(str(plain))
+    assert find_weights(str(plain)) == Weights(str(plain))
 
 
 def test_a_run_brings_its_settings_and_the_command_line_wins(tmp_path: Path, tasks_file: Path) -> None:
     run = a_run(tmp_path / "quickstart" / "today", tasks_file, "proxy.max_tokens=null", "agent.max_turns=7")
     checkpoint(run, 1)
-    cfg, _ = config.compose_evaluation([f"policy={run}"])
-    assert cfg.agent.max_turns == 7 and cfg.agent.bare and list(cfg.agent.tools) == ["Edit", "Read"]
-    assert (cfg.max_context, cfg.proxy.max_tokens, cfg.sampling.temperature) == (4096, 2048, 1.0)
-    assert (cfg.serve.dtype, cfg.serve.enforce_eager, cfg.tasks) == ("float32", True, str(tasks_file))
+    composed, _ = config.compose_evaluation([f"policy={run}"])
+    assert composed.agent.max_turns == 7 and composed.agent.bare and list(composed.agent.tools) == ["Edit", "Read"]
+    assert (composed.max_context, composed.proxy.max_tokens, composed.sampling.temperature) == (4096, 2048, 1.0)
+    assert (composed.serve.dtype, composed.serve.enforce_eager, composed.tasks) == ("float32", True, str(tasks_file))
     said = ["agent.max_turns=3", "sandbox=docker", "sampling.top_p=0.8", "max_context=1000", "tasks=other.parquet"]
-    cfg, _ = config.compose_evaluation([f"policy={run}", *said])
-    assert (cfg.agent.max_turns, cfg.agent.timeout_s) == (3, 60)
-    assert (cfg.sandbox.kind, cfg.sandbox.concurrency) == ("docker", compose(["sandbox=docker"]).sandbox.concurrency)
-    assert (cfg.sampling.top_p, cfg.sampling.temperature) == (0.8, 1.0)
-    assert (cfg.max_context, cfg.tasks) == (1000, "other.parquet")
+    composed, _ = config.compose_evaluation([f"policy={run}", *said])
+    assert (composed.agent.max_turns, composed.agent.timeout_s) == (3, 60)
+    assert (composed.sandbox.kind, composed.sandbox.concurrency) == (
+        "docker",
+        compose(["sandbox=docker"]).sandbox.concurrency,
+    )
+    assert (composed.sampling.top_p, composed.sampling.temperature) == (0.8, 1.0)
+    assert (composed.max_context, composed.tasks) == (1000, "other.parquet")
     with pytest.raises(Exception, match="max_truns"):
         config.compose_evaluation([f"policy={run}", "agent.max_truns=3"])
-    with pytest.raises(ConfigError, match="which has a config of its own"):
+    with pytest.raises(ConfigError, match="which has its own config"):
         config.compose_evaluation([f"policy={run}", "+experiment=qwen3_8b"])
 
 
 def test_an_experiment_brings_its_settings_and_its_model() -> None:
     trained = compose(["+experiment=qwen3_8b"])
-    cfg, weights = config.compose_evaluation(["+experiment=qwen3_8b", "agent.max_turns=9", "tasks=t.parquet"])
-    assert weights == config.Weights(trained.actor_rollout_ref.model.path)
-    assert (cfg.agent.max_turns, cfg.agent.timeout_s, cfg.sandbox) == (9, trained.agent.timeout_s, trained.sandbox)
-    assert (cfg.max_context, cfg.tasks) == (trained.actor_rollout_ref.rollout.max_model_len, "t.parquet")
-    assert cfg.proxy.tool_parser == trained.proxy.tool_parser
-    cfg, weights = config.compose_evaluation(["+experiment=qwen3_8b", "endpoint=http://127.0.0.1:1"])
-    assert weights is None and cfg.policy is None and cfg.tasks == trained.data.val_files
+    composed, weights = config.compose_evaluation(["+experiment=qwen3_8b", "agent.max_turns=9", "tasks=t.parquet"])
+    assert weights == Weights(trained.actor_rollout_ref.model.path)
+    assert (composed.agent.max_turns, composed.agent.timeout_s, composed.sandbox) == (
+        9,
+        trained.agent.timeout_s,
+        trained.sandbox,
+    )
+    assert (composed.max_context, composed.tasks) == (trained.actor_rollout_ref.rollout.max_model_len, "t.parquet")
+    assert composed.proxy.tool_parser == trained.proxy.tool_parser
+    composed, weights = config.compose_evaluation(["+experiment=qwen3_8b", "endpoint=http://127.0.0.1:1"])
+    assert weights is None and composed.policy is None and composed.tasks == trained.data.val_files
 
 
 def test_what_does_not_decide_an_episode_is_not_part_of_an_evaluation(tasks_file: Path, tasks: list[Task]) -> None:
     def identity(*overrides: str) -> dict[str, Any]:
-        cfg, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}", *overrides])
-        return config.identity(cfg, weights, tasks)
+        composed, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}", *overrides])
+        return config.identity_of(composed, weights, tasks)
 
     same = identity()
     for free in (

@@ -1,4 +1,4 @@
-"""What verl is handed of an episode."""
+"""An episode becomes the training rows that verl is given."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ def episode(status: str = "finished", verdict: Verdict | None = None, **counters
     for name, value in counters.items():
         setattr(session.counters, name, value)
     run = AgentRun(Status(status), 2, "", [])
-    task: Any = None  # nobody looks at it
+    task: Any = None  # not used here
     return Episode("e", task, 0, 0.0, verdict or Verdict(None), session, run, b"", [ROW], {})
 
 
-def test_rows_as_verl_stores_them() -> None:
+def test_rows_have_the_form_that_verl_stores() -> None:
     from rl.agent_loop import outputs
 
     (output,) = outputs(episode())
     row = output.as_dict()
     assert row["response_mask"].tolist() == [1, 0, 1] and row["rm_scores"].tolist() == [0, 0, 1]
-    # One entry per token; nobody needs that of the last one, and verl replays none for it.
+    # One entry per token but the last, whose routing nobody needs; verl pads with 0.
     assert row["routed_experts"].shape == (5, 4, 2) and row["routed_experts"][:, 0, 0].tolist() == [5, 5, 6, 6, 0]
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 4)
 
@@ -55,5 +55,5 @@ def test_an_infrastructure_failure_has_no_rows() -> None:
         ("crashed", {}, False),
     ],
 )
-def test_overlong_is_what_a_limit_ended(status: str, counters: dict[str, int], overlong: bool) -> None:
+def test_an_episode_is_overlong_if_a_limit_ended_it(status: str, counters: dict[str, int], overlong: bool) -> None:
     assert episode(status, **counters).overlong is overlong

@@ -1,4 +1,4 @@
-"""What tells tasks apart in metrics."""
+"""Metrics are split by the labels in which the tasks of a file differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.test_task import row, write
         ([{"repo": f"a/{n}", "difficulty": str(n % 2)} for n in range(MAX_LABELS + 1)], ["difficulty"]),
     ],
 )
-def test_labels_are_what_differs_in_few_ways(changes: list[dict], labels: list[str], tmp_path: Path) -> None:
+def test_labels_have_a_few_different_values(changes: list[dict], labels: list[str], tmp_path: Path) -> None:
     file = write(tmp_path / "t.parquet", [row(instance_id=f"t-{n}", **change) for n, change in enumerate(changes)])
     dataset = TaskDataset(str(file), None, OmegaConf.create({"val_files": str(file)}))
     assert dataset.labels == labels

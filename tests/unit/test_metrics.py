@@ -1,4 +1,4 @@
-"""Episode records become step metrics, a line, a table and a curve."""
+"""Records become the figures of episodes, and these become metrics of steps, a line, a table and a curve."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ async def test_figures_of_an_episode_come_from_its_record() -> None:
     assert metrics.line(read) == wanted and json.dumps(metrics.line(read)) == json.dumps(metrics.line(record))
 
 
-def test_what_no_session_and_a_model_elsewhere_leave() -> None:
+def test_figures_without_a_session_and_of_a_model_elsewhere() -> None:
     task, verdict = Task.from_row(row(), Path()), Verdict(Reason.NO_SPACE)
     lost = metrics.line(record_of(Episode("e", task, 0, 0.0, verdict, None, None, b"", [], {}), "val", 0, "m", ""))
     assert (lost["infra"], lost["reward"], lost["calls"], lost["turns"]) == (True, None, 0, 0)
@@ -91,7 +91,7 @@ def test_all_lost_to_infrastructure_has_no_resolve_rate():
     assert folded == {"episode/count": 0, "infra/failures": 1, "infra/docker": 1}
 
 
-def test_what_the_rules_found_is_counted():
+def test_flags_and_dropped_paths_are_counted():
     records = [
         episode(resolved=True, reward=1.0, flags=["exit", "results"], dropped=2),
         episode(flags=["exit"]),
@@ -138,7 +138,7 @@ def test_wall_times_and_cache_hits():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.integers(1, 100))
-def test_a_percentile_is_a_value_that_so_many_do_not_exceed(values, percent):
+def test_a_percentile_is_a_value_that_this_share_does_not_exceed(values, percent):
     found = metrics.percentile(values, percent)
     assert found in values
     assert sum(value <= found for value in values) >= percent / 100 * len(values)
@@ -167,7 +167,7 @@ def test_held_out_metrics_do_not_mix_with_training():
     assert all(key.startswith("val/") for key in folded)
 
 
-def test_reader_gives_each_record_once_and_by_split(tmp_path):
+def test_the_reader_returns_each_line_once_and_by_split(tmp_path):
     log = metrics.EpisodeLog(tmp_path)
     log.append(episode(task="old"))
     reader = metrics.EpisodeReader(tmp_path)
@@ -180,7 +180,7 @@ def test_reader_gives_each_record_once_and_by_split(tmp_path):
     assert reader.take("train") == []
 
 
-def test_rewind_drops_what_comes_after_the_checkpoint(tmp_path):
+def test_rewind_drops_lines_after_the_checkpoint(tmp_path):
     for step in range(4):
         metrics.append_step(tmp_path, step, 0.0, {"a": step, "b": float("nan"), "c": "text"})
     log = metrics.EpisodeLog(tmp_path)

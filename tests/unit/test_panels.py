@@ -22,7 +22,7 @@ NAMES = [row.name for row in documented()]
 PANELS = [panel for panels in SECTIONS.values() for panel in panels]
 
 
-def test_the_document_names_nothing_twice_and_says_what_each_metric_is() -> None:
+def test_the_document_explains_each_metric_once() -> None:
     assert len(NAMES) == len(set(NAMES)) > 100
     assert all(len(row) == 5 for row in documented())
     silent = [row.name for row in documented() if not row.meaning and row.unit != "seconds"]
@@ -42,7 +42,7 @@ def test_a_panel_finds_its_curves() -> None:
 
 
 def strings(node: Any) -> list[str]:
-    """All texts of a JSON value."""
+    """Return all texts in a JSON value."""
     if isinstance(node, dict):
         return [text for value in node.values() for text in strings(value)]
     if isinstance(node, list):
@@ -69,7 +69,7 @@ def test_the_workspace_shows_all_panels_and_nothing_else(capsys: pytest.CaptureF
     assert dashboard.SAMPLES in strings(samples)
 
 
-def test_where_a_dashboard_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_names_entity_and_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_ENTITY", raising=False)
     (tmp_path / "config.yaml").write_text("trainer: {project_name: mine}\n")
     assert dashboard.place(str(tmp_path)) == ("", "mine")
@@ -80,13 +80,13 @@ def test_where_a_dashboard_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("target", ["a/b/c", "team/", "EMPTY"])
-def test_a_target_that_is_none(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_target_is_one_line_of_error(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dashboard.main([target.replace("EMPTY", str(tmp_path))]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_no_key_and_no_server_are_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: wandb keeps what it found out about a key."""
+def test_a_missing_key_is_one_line_of_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This runs in a process of its own, because wandb caches what it found out about a key."""
     nobody = {"PATH": "/usr/bin", "HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "rl.dashboard", "mine"]
     told = subprocess.run(command, env=nobody, cwd=Path(__file__).parents[2], capture_output=True, text=True)
@@ -126,7 +126,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_report_needs_nothing_but_itself(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_page_needs_no_other_file(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [run_directory(tmp_path, f"run-{number}", 3 + number) for number in range(count)]
     assert report.main([*map(str, runs), "--out", str(tmp_path / "out" / "both")] if count > 1 else [str(runs[0])]) == 0
     png, html = map(Path, capsys.readouterr().out.split())
@@ -139,24 +139,24 @@ def test_a_report_needs_nothing_but_itself(count: int, tmp_path: Path, capsys: p
         assert any(run.name in word for word in page.words)
 
 
-def test_the_picture_has_a_chart_for_what_there_is(tmp_path: Path) -> None:
+def test_the_picture_has_charts_for_metrics_with_numbers_only(tmp_path: Path) -> None:
     one = metrics.read_jsonl(run_directory(tmp_path, "a", 3) / "metrics.jsonl")
     titles = [axes.get_title(loc="left") for axes in report.figure({"a": one}).axes]
     assert "Resolve rate" in titles and "Held-out resolve rate by repository" in titles
-    assert "Entropy" not in titles, "it has no number"
+    assert "Entropy" not in titles, "all its values are NaN"
     both = report.figure({"a": one, "b": one})
     titles = [axes.get_title(loc="left") for axes in both.axes]
     assert {"Verdicts\na", "Verdicts\nb"} <= set(titles) and titles.count("Resolve rate") == 1
     assert [text.get_text() for text in both.texts][:2] == ["\u25a0 a", "\u25a0 b"]
 
 
-def test_a_part_is_named_where_it_is_alone() -> None:
+def test_a_stacked_chart_with_a_single_part_names_it() -> None:
     picture = report.figure({"a": [{"step": 1, "failure/tests_failed": 3.0, "episode/resolved": 0.0}]})
     (legend,) = [axes.get_legend() for axes in picture.axes if axes.get_title(loc="left") == "Verdicts"]
     assert [text.get_text() for text in legend.get_texts()] == ["tests_failed"]
 
 
-def test_legends_are_not_over_the_data(tmp_path: Path) -> None:
+def test_legends_do_not_cover_the_data(tmp_path: Path) -> None:
     one = metrics.read_jsonl(run_directory(tmp_path, "a", 3) / "metrics.jsonl")
     picture = report.figure({"a": one, "b": one})
     picture.draw_without_rendering()
@@ -167,7 +167,7 @@ def test_legends_are_not_over_the_data(tmp_path: Path) -> None:
             assert not any(box.overlaps(frame) for frame in frames), axes.get_title(loc="left")
 
 
-def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The record format survives crashes and reports damage; the audit finds every kind of wrong row."""
+"""Records survive crashes and report damage; the audit finds every kind of wrong row."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from rl.metrics.episodes import line
 from rollout import audit
 from rollout.audit import audit_heard, audit_text, audit_tokens
 from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
 from rollout.records import (
     CorruptRecordError,
+    NodeRecord,
     Reader,
     Record,
     RecordWriter,
@@ -24,7 +27,7 @@ from rollout.records import (
     pack_ids,
     row_records,
 )
-from tests.kit import CallParser, CharTokenizer, QueueEngine, char_policy
+from tests.kit import CallParser, CharTokenizer, QueueEngine, char_policy, empty_record
 
 TOOLS: list[dict[str, Any]] = []
 
@@ -42,11 +45,7 @@ async def played() -> Record:
     await ask(session, [{"role": "user", "content": "make a title"}], True)
     await ask(session, [{"role": "user", "content": "nobody hears"}], False)
     rows = session.tree.sequences()
-    return Record(
-        version=1, episode="e", task="t", split="train", step=1, attempt=0, started=0.0, model="m", parser="p",
-        sampling={}, tools=[], nodes=node_records(session.tree), rows=row_records(rows), verdict={}, agent={},
-        patch=b"", timing={}, counters={}, events=events,
-    )  # fmt: skip
+    return empty_record(version=1, nodes=node_records(session.tree), rows=row_records(rows), events=events)
 
 
 async def ask(session: Session, messages: list[dict[str, Any]], delivered: bool) -> Any:
@@ -166,6 +165,22 @@ async def written(tmp_path: Path, count: int = 3) -> tuple[Path, Record]:
 async def test_records_come_back_as_written(tmp_path: Path) -> None:
     _, record = await written(tmp_path)
     assert list(Reader(tmp_path)) == [record] * 3
+
+
+async def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Version 1 had a pair of weight versions per reply; neither version had what is optional now."""
+    one = msgspec.msgpack.decode(msgspec.msgpack.encode(empty_record(version=1, nodes=[NodeRecord(-1, pack_ids([1]))])))
+    two = {**one, "version": 2, "verdict": {"outcome": "resolved", "reason": None, "reward": 1.0, "detail": ""}}
+    one["nodes"] = [one["nodes"][0], {"parent": 0, "ids": pack_ids([2, 3]), "logprobs": b"", "versions": [4, 5]}]
+    writer = RecordWriter(tmp_path, "old")
+    for old in (one, two):
+        assert not {"repo", "difficulty", "events"} & set(old)
+        writer.append(old)
+    writer.close()
+    first, second = Reader(tmp_path)
+    assert first.nodes[1].versions == (4, 5) and (first.repo, first.difficulty) == ("", None)
+    assert line(first)["tokens_sampled"] == 2
+    assert line(second)["resolved"] and (line(second)["dropped"], line(second)["flags"]) == (0, [])
 
 
 async def test_every_torn_tail_is_dropped_and_reported(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def episode(verdict: Verdict, step: int, patch: bytes = b"+x\n", events: list | 
     return empty_record(step=step, verdict=verdict.to_dict(), patch=patch, events=EVENTS if events is None else events)
 
 
-def test_last_messages_are_the_end_of_what_was_said() -> None:
+def test_last_messages_are_the_end_of_the_conversation() -> None:
     assert samples.last_messages(EVENTS).splitlines() == [
         "[assistant] I look.",
         '[assistant] Read {"file_path": "a.py"}',
@@ -50,7 +50,7 @@ def test_a_sample_is_bounded() -> None:
     assert made["last messages"].endswith("end") and made["verdict"] == "tests_failed"
 
 
-def test_some_of_each_kind_and_no_infrastructure_failures(tmp_path: Path) -> None:
+def test_a_few_of_each_kind_are_kept_and_no_infrastructure_failures(tmp_path: Path) -> None:
     log, reader = SampleLog(tmp_path), SampleReader(tmp_path)
     for step in (1, 2):
         for _ in range(5):
@@ -63,6 +63,6 @@ def test_some_of_each_kind_and_no_infrastructure_failures(tmp_path: Path) -> Non
     assert reader.take() == []
 
 
-def test_a_reader_of_a_continued_run_begins_with_what_is_new(tmp_path: Path) -> None:
+def test_the_reader_of_a_resumed_run_skips_old_samples(tmp_path: Path) -> None:
     SampleLog(tmp_path).offer(episode(Verdict(None), 1))
     assert SampleReader(tmp_path).take() == []

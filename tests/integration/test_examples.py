@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rewards.task import load_tasks
-from rl.quickstart.tasks import make_tasks
+from rewards.task import Task, load_tasks
+from rl.data import admit
 from tests.integration.test_vllm_server import Running
 from tests.integration.test_vllm_server import server as vllm  # noqa: F401 (a fixture)
 
@@ -58,14 +58,13 @@ def test_tasks_from_commits_are_admitted(tmp_path: Path) -> None:
     assert task.problem_statement == "mean() divides by one too many"
     assert "test_mean" not in (task.snapshot / "tests" / "test_calc.py").read_text()
     admitted = out / "admitted.parquet"
-    python("-m", "rl.data.admit", out / "tasks.parquet", "--out", admitted, "--tries", "1")
+    assert admit.main([str(out / "tasks.parquet"), "--out", str(admitted), "--tries", "1"]) == 0
     assert len(load_tasks(admitted)) == 1
 
 
-def test_a_reward_is_tried(tmp_path: Path) -> None:
-    make_tasks(tmp_path, seed=1, n_train=1, n_heldout=1)
+def test_a_reward_is_tried(task: Task) -> None:
     directory = EXAMPLES / "own_reward"
-    said = python(directory / "try_it.py", tmp_path / "train.parquet", "careful:reward", path=directory)
+    said = python(directory / "try_it.py", task.base_dir / "train.parquet", "careful:reward", path=directory)
     assert [line.split()[-1] for line in said.splitlines()] == ["0.95", "0.0"]
 
 

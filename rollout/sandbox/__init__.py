@@ -1,15 +1,16 @@
-"""What an episode and the grader may ask of a sandbox.
+"""This package runs programs in sandboxes; this module says what an episode and the grader may ask of one.
 
-A sandbox is one private copy of a task's repository plus a HOME and a temporary directory, with a way
-to run programs in it. It is booted for one use and closed after it: `close` ends every process in it
-and deletes every file of it, and may be called at any time and more than once.
+A sandbox is one private copy of a task's repository plus a HOME and a temporary directory, with a way to run programs
+in it. It is booted for one use and closed after it: `close` ends every process in it and deletes every file of it, and
+may be called at any time and more than once.
 
-Whatever goes wrong on our side (no disk, missing snapshot, a box that does not start) is a
-`SandboxError`: never the policy's fault and never a reward. What a *program* in the box does (exit
-codes, timeouts, too much output) is an ordinary result.
+Whatever goes wrong on our side (no disk, a missing snapshot, a box that does not start) is a `SandboxError`: never the
+policy's fault and never a reward. What a *program* in the box does (exit codes, timeouts, too much output) is an
+ordinary result.
 
-Implementations: `rollout.sandbox.local.box` (directories and processes of this machine), `rollout.sandbox.docker.box`
-(containers), `rollout.sandbox.apptainer.box` (containers without an engine and without root).
+Each kind of box is one folder: `local` (directories and processes of this machine), `docker` (containers of an engine),
+`apptainer` (containers without an engine and without root). They import nothing of each other; what they share is in
+the modules beside them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+WORKDIR, HOME, TMPDIR = "/testbed", "/home/agent", "/tmp"
+"""Where a box that has its own root file system keeps its work tree, HOME and temporary files."""
+
 OUTPUT_CAP = 16 * 2**20
-"""Bytes of stdout, and of stderr, that `exec` keeps unless told otherwise."""
+"""How many bytes of stdout, and of stderr, `exec` keeps unless told otherwise."""
 
 PATCH_CAP = 8 * 2**20
-"""Bytes of changed content, and of patch text, beyond which `diff` refuses."""
+"""How many bytes of changed content, and of patch text, `diff` accepts."""
 
 
 class SandboxError(Exception):
-    """The infrastructure failed. `cause` is a short slug for metrics, e.g. "missing_snapshot" (`rewards.verdict.Reason`
-    has the names that are counted)."""
+    """The infrastructure failed.
+
+    cause: a short slug for metrics, such as "missing_snapshot"; `rewards.verdict.Reason` lists those that are counted.
+    """
 
     def __init__(self, cause: str, detail: str = "") -> None:
         super().__init__(f"{cause}: {detail}" if detail else cause)
@@ -40,21 +46,21 @@ _FULL = tuple(os.strerror(number).lower() for number in (errno.ENOSPC, errno.EDQ
 
 
 def failed(cause: str, text: str) -> SandboxError:
-    """A SandboxError of this cause, or no_space where the system's words for a full disk are in the text."""
+    """Return a SandboxError of this cause, or of no_space if the text has the system's words for a full disk."""
     return SandboxError("no_space" if any(words in text.lower() for words in _FULL) else cause, text)
 
 
 class PatchTooLarge(Exception):
-    """The agent changed more than `PATCH_CAP` bytes: the policy's failure, not the infrastructure's."""
+    """The agent changed more than `PATCH_CAP` bytes; this is the policy's failure, not the infrastructure's."""
 
 
 @dataclass(frozen=True)
 class ExecResult:
-    """How a program in the box ended.
+    """This is how a program in a box ended.
 
-    returncode: as a shell reports it (128 + N for a death by signal N); None when it was timed out.
-    truncated: stdout or stderr was longer than the cap; the first bytes were kept.
-    wall_s: seconds from start to end, set-up of the box included.
+    returncode: as a shell reports it (128 + N for a death by signal N); None if it was timed out.
+    truncated: stdout or stderr was longer than the cap; its first bytes were kept.
+    wall_s: seconds from start to end, including the set-up of the box.
     """
 
     returncode: int | None
@@ -67,11 +73,11 @@ class ExecResult:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a box; each kind of box says which of them it enforces.
+    """These limits hold for a box; the module of each kind says which of them it enforces.
 
-    Of the whole box: memory_bytes (there is no swap), cpus, processes (threads count), disk_bytes of added or changed
-    files. Of each process in it: cpu_s, seconds of CPU time; file_bytes, the largest file that it may write;
-    open_files, file descriptors.
+    Of the whole box: memory_bytes (there is no swap), cpus, processes (threads count as such) and disk_bytes, the
+    files that are added or changed. Of each process: cpu_s, seconds of CPU time; file_bytes, the largest file that it
+    may write; open_files, file descriptors.
     """
 
     memory_bytes: int = 4 * 2**30
@@ -84,17 +90,19 @@ class Limits:
 
 
 class Sandbox(Protocol):
-    """Paths are paths as seen INSIDE the box."""
+    """A sandbox has these verbs once it is booted. Paths are paths as seen INSIDE the box."""
 
     @property
     def workdir(self) -> str:
-        """The work tree, and the directory that programs start in."""
+        """Return the work tree, which is also the directory that programs start in."""
 
     @property
-    def home(self) -> str: ...
+    def home(self) -> str:
+        """Return the box's HOME."""
 
     @property
-    def tmpdir(self) -> str: ...
+    def tmpdir(self) -> str:
+        """Return the box's directory for temporary files."""
 
     async def exec(
         self,
@@ -108,23 +116,29 @@ class Sandbox(Protocol):
         """Run a program and end everything it started, also on timeout and on cancellation.
 
         The environment is `env` over the sandbox's own PATH, HOME, TMPDIR and LANG (and what a container image sets),
-        nothing else. Programs that are started at the same time may run one after another.
-        A program that cannot be found gives returncode 127 or 126. Raises SandboxError.
+        and nothing else. Programs that are started at the same time may run one after another. A program that cannot be
+        found gives returncode 127 or 126. Raises SandboxError.
         """
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file (parents made, mode 0644, replaced in one step). Symbolic links are not
-        followed. `path` is relative to workdir or lies below workdir, home or tmpdir, else
-        ValueError. Raises SandboxError."""
+        """Write a file, with mode 0644, in one step; missing parent directories are made.
+
+        `path` is relative to workdir or lies below workdir, home or tmpdir, else ValueError. Symbolic links are not
+        followed. Raises SandboxError.
+        """
 
     async def get(self, path: str) -> bytes:
-        """Read a file; the same paths as `put`. FileNotFoundError where no regular file is (symbolic
-        links are not followed). Raises SandboxError."""
+        """Read a file; the same paths as for `put` are allowed.
+
+        Raises FileNotFoundError if there is no regular file (symbolic links are not followed), and SandboxError.
+        """
 
     async def diff(self) -> bytes:
-        """All changes to the work tree since boot as a git patch, b"" when there are none. Nothing the
-        agent can do (its own .git, config, attributes, ignore files, hooks) has a say in it.
-        Raises PatchTooLarge, SandboxError."""
+        """Return all changes to the work tree since boot as a git patch, b"" if there are none.
+
+        Nothing that the agent can do (its own .git, config, attributes, ignore files, hooks) has an influence on it.
+        Raises PatchTooLarge, SandboxError.
+        """
 
     async def close(self) -> None:
         """End all processes and delete all files. Never raises."""

@@ -1,7 +1,7 @@
-"""Files of a sandbox handled from outside it.
+"""This module handles the files of a sandbox from outside it.
 
-The agent may have put a symbolic link anywhere, so no path of it is opened by name: every component is
-opened relative to the one before, and none of them may be a link.
+The agent may have put a symbolic link anywhere, so no path is opened by its whole name: every component is opened
+relative to the one before, and none of them may be a link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_below(base: Path, relative: PurePosixPath, data: bytes) -> None:
-    """Write base/relative, mode 0644, in one step. Missing directories are made. Raises OSError."""
+    """Write base/relative with mode 0644, in one step; missing directories are made. Raises OSError."""
     with _parent(base, relative, create=True) as directory:
         temporary = f".put-{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,8 +34,7 @@ def write_below(base: Path, relative: PurePosixPath, data: bytes) -> None:
 
 
 def read_below(base: Path, relative: PurePosixPath) -> bytes:
-    """Read the regular file base/relative. Raises OSError, of which FileNotFoundError when it is
-    something else than a regular file."""
+    """Read the regular file base/relative. Raises OSError; FileNotFoundError if it is not a regular file."""
     with _parent(base, relative, create=False) as directory:
         # O_NONBLOCK: opening a FIFO must not wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -46,7 +45,7 @@ def read_below(base: Path, relative: PurePosixPath) -> bytes:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory, whatever its owner did to its modes and depth. Raises nothing."""
+    """Delete a directory, whatever was done to the modes and depth of what is in it. Raises nothing."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -57,13 +56,13 @@ def remove_tree(path: Path) -> None:
 
 
 def open_modes(path: Path) -> None:
-    """Give the owner back the right to read, write and enter everything below a directory."""
+    """Give this user back the right to read, write and enter everything below a directory."""
     subprocess.run(["chmod", "-R", "u+rwX", "--", str(path)], stdin=subprocess.DEVNULL, capture_output=True)
 
 
 @contextlib.contextmanager
 def _parent(base: Path, relative: PurePosixPath, create: bool) -> Generator[int]:
-    """A descriptor of the directory that holds base/relative."""
+    """Open the directory that holds base/relative, and yield the descriptor."""
     directory = os.open(base, _DIRECTORY)
     try:
         for name in relative.parts[:-1]:

@@ -1,7 +1,7 @@
-"""Whose something is: a process, by machine, boot, process namespace, id and start time.
+"""This module names a process so that others can tell whether it is certainly gone.
 
-What outlives a process (a container, a lease on a shared disk) carries this, so that others can tell whether the owner
-is certainly gone.
+The name has machine, boot, process namespace, id and start time. What may outlive its owner carries it: a container, a
+lease on a shared disk.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from pathlib import Path
 
 @functools.cache
 def _identity() -> tuple[str, str, str]:
-    """Machine name, boot id, process namespace: what makes a process id mean something."""
+    """Return machine name, boot id and process namespace, which make a process id unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node(), boot, os.readlink("/proc/self/ns/pid")
 
 
 def me() -> str:
-    """This process."""
+    """Return the name of this process."""
     return "/".join((*_identity(), str(os.getpid()), _started(os.getpid()) or ""))
 
 
 def gone(owner: str, running: bool) -> bool:
-    """Whether the process that `owner` names is certainly gone; where that cannot be known it is not."""
+    """Return whether the process that `owner` names is certainly gone; False if that cannot be known.
+
+    running: what it owns is running (a container), so it cannot be from before a reboot of this machine.
+    """
     parts = owner.split("/")
     if len(parts) != 5:
         return False
@@ -33,12 +36,12 @@ def gone(owner: str, running: bool) -> bool:
     if parts[0] != node:
         return False
     if parts[1] != boot:
-        return not running  # after a reboot nothing runs; what runs belongs to a namesake
+        return not running  # nothing survives a reboot: what runs belongs to another machine of this name
     return parts[2] == namespace and parts[3].isdigit() and _started(int(parts[3])) != parts[4]
 
 
 def _started(pid: int) -> str | None:
-    """A process's start time, in clock ticks since boot; None when there is no such process."""
+    """Return a process's start time in clock ticks since boot, None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,8 +1,7 @@
-"""Sealing a task's image, as far as it does not depend on the engine that runs it.
+"""This module holds what kinds of box that start from a task's image share: sealing, preparation ahead, eviction.
 
-A sealed image is the task's image with one commit in place of its history (`seal.sh`): no parents, later commits,
-tags, remotes, reflogs or unreachable objects. This module says what is sealed, judges what `seal.sh` reports, and
-makes many images ahead of a run.
+A sealed image is the task's image with one commit in place of its history (`seal.sh`): no parents, later commits, tags,
+remotes, reflogs or unreachable objects. How an image is run, stored and removed is the business of each kind.
 """
 
 from __future__ import annotations
@@ -10,34 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout.sandbox import SandboxError
 
-logger = logging.getLogger(__name__)
-
-HOME = "/home/agent"
-
-
-WORKDIR = "/testbed"
-
-
 SCRIPT = Path(__file__).with_name("seal.sh").read_text()
-
 
 # What `seal.sh` reports about a good image; all other keys are residue.
 _FACTS = frozenset({"uid", "gid", "commits", "unreachable", "ref", "sealed", "missing", "remote", "alternates"})
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Source:
-    """What boxes are made from: a task's image, and what is done to its work tree when it is sealed.
+    """Boxes are made from this: a task's image, and what is done to its work tree when it is sealed.
 
     base_commit: the name by which the eval script asks for the commit. setup_patch: applied first. hide: files and
     directories that are removed, relative to the work tree or absolute.
@@ -50,18 +41,42 @@ class Source:
 
     @property
     def name(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
+        """Return a short name that no other source has."""
+        return digest(repr(self))
 
 
-def check_commit(source: Source) -> None:
-    """SandboxError seal_failed when the eval script's name for the commit is none that git could replace."""
+@dataclass(frozen=True)
+class Wanted:
+    """This sealed image is needed for a task; tests: names of hidden tests, which should not be in it."""
+
+    instance_id: str
+    source: Source
+    tests: tuple[str, ...] = ()
+
+
+def digest(text: str) -> str:
+    """Return 32 hexadecimal digits that stand for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def check_source(source: Source) -> None:
+    """Raise SandboxError if a source cannot be sealed.
+
+    missing_image: it is a local snapshot, not an image. seal_failed: the eval script's name for the commit is not a
+    full commit id, and git can replace nothing else.
+    """
+    if source.image.startswith("dir:"):
+        raise SandboxError("missing_image", f"{source.image} is a local snapshot; boxes need an image's name")
     if source.base_commit and not re.fullmatch(r"[0-9a-f]{40}", source.base_commit):
         raise SandboxError("seal_failed", f"{source.image}: base_commit {source.base_commit!r} is no full commit id")
 
 
 def judged(source: Source, code: int | None, out: str, said: str) -> dict[str, Any]:
-    """What `seal.sh` has to say, if all is well: {"uid", "gid", "residue": lines}. code, out, said: its exit status,
-    output and errors. Raises SandboxError: no_git, seal_failed."""
+    """Return what `seal.sh` found out about an image: {"uid", "gid", "residue": lines}.
+
+    code, out, said: the exit status, stdout and stderr of the script. Raises SandboxError no_git or seal_failed unless
+    exactly one commit is left.
+    """
     facts = [(key, value) for key, space, value in (line.partition(" ") for line in out.splitlines()) if space]
     problem = _problem(facts, source.base_commit)
     if code != 0 or problem:
@@ -73,7 +88,7 @@ def judged(source: Source, code: int | None, out: str, said: str) -> dict[str, A
 
 
 def _problem(facts: Sequence[tuple[str, str]], base_commit: str) -> str:
-    """What is wrong with the history that sealing has left, "" if nothing."""
+    """Return what is wrong with the history that sealing has left, "" if nothing is."""
     found = {key: [value for name, value in facts if name == key] for key, _ in facts}
     refs = {"refs/heads/main", *([f"refs/replace/{base_commit}"] if base_commit else [])}
     if found.get("sealed") != ["yes"]:
@@ -85,7 +100,10 @@ def _problem(facts: Sequence[tuple[str, str]], base_commit: str) -> str:
 
 
 def tests_in(read: Callable[[PurePosixPath], bytes], tests: Iterable[str]) -> list[str]:
-    """Those of the tests (pytest's names) that a work tree has already. read: a file of it, or FileNotFoundError."""
+    """Return those of the tests (pytest's names) that a work tree already has.
+
+    read: returns the contents of a file of the work tree, or raises FileNotFoundError.
+    """
     by_file: dict[PurePosixPath, set[str]] = {}
     for test in tests:
         file, _, name = test.partition("::")
@@ -102,24 +120,21 @@ def tests_in(read: Callable[[PurePosixPath], bytes], tests: Iterable[str]) -> li
     return sorted(seen)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """One task's image; tests: names of hidden tests, which should not be in it."""
-
-    instance_id: str
-    source: Source
-    tests: tuple[str, ...] = ()
-
-
 async def ahead(
     wanted: Sequence[Wanted],
-    make: Callable[[Wanted], Awaitable[dict | None]],
+    make: Callable[[Wanted], Awaitable[tuple[str, Sequence[str], Sequence[str]] | None]],
     *,
     parallel: int,
     say: Callable[[str], None],
     count: Callable[[int, int], None] | None,
 ) -> dict[str, dict]:
-    """The reports of `make` by instance id, `parallel` made at a time; without those that are None: no room now."""
+    """Make images ahead of a run, `parallel` at a time; returns {"image", "sealed", "residue": lines} by instance id.
+
+    make: returns the name of the sealed image, what its sealing found and which hidden tests it has; None if there is
+    no room for it now. Such an image is left out, and made when it is needed.
+    say: is given lines for the user. count: is given how many of how many are ready, in place of lines on the way.
+    Raises the first SandboxError of `make`.
+    """
     slots = asyncio.Semaphore(parallel)
     reports: dict[str, dict] = {}
     said = time.monotonic()
@@ -127,10 +142,12 @@ async def ahead(
     async def one(task: Wanted) -> None:
         nonlocal said
         async with slots:
-            report = await make(task)
-        if report is None:
+            made = await make(task)
+        if made is None:
             return
-        reports[task.instance_id] = report
+        name, residue, tests = made
+        lines = [*residue, *(f"test: {test}" for test in tests)]
+        reports[task.instance_id] = {"image": task.source.image, "sealed": name, "residue": lines}
         if count is not None:
             count(len(reports), len(wanted))
         elif len(reports) < len(wanted) and time.monotonic() - said > 5:  # the last line is said in any case
@@ -145,6 +162,26 @@ async def ahead(
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     rest = len(wanted) - len(reports)
-    later = f"; {rest} more when they are needed, for the budget is full" if rest else ""
+    later = f"; the budget is full, {rest} more are made when they are needed" if rest else ""
     say(f"images: {len(reports)} of {len(wanted)} ready{later}")
     return {task.instance_id: reports[task.instance_id] for task in wanted if task.instance_id in reports}
+
+
+def evict_oldest(
+    entries: Iterable[tuple[float, int, T]], budget_bytes: int, remove: Callable[[T, float], bool]
+) -> list[T]:
+    """Remove the least recently used entries until the rest fits the budget; returns what was removed.
+
+    entries: time of last use, bytes, entry. remove: is given the entry and its time, and returns False for one that
+    stays.
+    """
+    entries = sorted(entries, key=lambda entry: entry[0])
+    total = sum(size for _, size, _ in entries)
+    removed = []
+    for last, size, entry in entries:
+        if total <= budget_bytes:
+            break
+        if remove(entry, last):
+            total -= size
+            removed.append(entry)
+    return removed

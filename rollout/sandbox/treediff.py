@@ -1,10 +1,10 @@
-"""A git patch between two directory trees, out of reach of whoever wrote the second one.
+"""This module makes a git patch between two directory trees, on which whoever wrote the second one has no influence.
 
-The trees are compared as bytes: no index, no `.git` of either tree, no attributes, filters, ignore
-files or hooks are read. Only the files that differ are written as objects to a scratch repository, and
-one `git diff-tree` there prints the patch. Left out: everything below a `.git` (however spelled, at any
-depth), what tests and interpreters leave behind (`JUNK_DIRS`, `JUNK_SUFFIXES`; a stale .pyc in a patch
-could even stand in for its source), and anything that is neither a file nor a symbolic link.
+The trees are compared as bytes: no index, no `.git` of either tree, no attributes, filters, ignore files or hooks are
+read. Only the files that differ are written as objects to a scratch repository, and one `git diff-tree` there prints
+the patch. Left out are everything below a `.git` (in any spelling, at any depth), what tests and interpreters leave
+behind (`JUNK_DIRS`, `JUNK_SUFFIXES`; a stale .pyc in a patch could even take the place of its source), and anything
+that is neither a file nor a symbolic link.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Entry = tuple[int, bytes]  # git mode, raw object id
 
 
 class Tree(Protocol):
-    """What is compared: relative path -> (git mode, size in bytes) of every file and link that counts (see
-    `counts`), and their contents (a link's: where it points)."""
+    """A tree has the files and links that belong in a patch (see `counts`)."""
 
     @property
-    def files(self) -> Mapping[bytes, tuple[int, int]]: ...
+    def files(self) -> Mapping[bytes, tuple[int, int]]:
+        """Return (git mode, size in bytes) by relative path."""
 
-    def read(self, path: bytes) -> bytes: ...
+    def read(self, path: bytes) -> bytes:
+        """Return the contents of a file, or where a link points."""
 
 
 def tree_diff(old: Path, new: Path, scratch: Path, max_bytes: int) -> bytes:
-    """`patch_between` two directories. OSError when one cannot be read."""
+    """Return the `patch_between` two directories. Raises OSError too if one cannot be read."""
     return patch_between(Directory(os.fsencode(old)), Directory(os.fsencode(new)), scratch, max_bytes)
 
 
 def patch_between(old: Tree, new: Tree, scratch: Path, max_bytes: int) -> bytes:
-    """The patch that turns `old` into `new` (apply with `git apply`), b"" when nothing differs.
+    """Return the patch that turns `old` into `new` (apply it with `git apply`), b"" if nothing differs.
 
-    scratch: a directory that does not exist yet; the caller deletes it.
-    Raises PatchTooLarge when the changed content or the patch exceeds max_bytes, SandboxError when git
-    fails, OSError when a tree cannot be read.
+    scratch: a directory that does not exist yet; the caller deletes it. Raises PatchTooLarge if the changed content or
+    the patch exceeds max_bytes, SandboxError if git fails, OSError if a tree cannot be read.
     """
     budget = max_bytes
     before: dict[bytes, tuple[int, bytes]] = {}
@@ -77,7 +77,7 @@ def patch_between(old: Tree, new: Tree, scratch: Path, max_bytes: int) -> bytes:
 
 
 def counts(path: bytes, mode: int) -> bool:
-    """Whether a file or link at this relative path belongs in a patch. mode: as `stat` gives it."""
+    """Return whether a file or link at this relative path belongs in a patch. mode: as `stat` gives it."""
     *directories, name = path.split(b"/")
     if len(path) > _MAX_PATH or any(part.lower() == b".git" for part in (*directories, name)):
         return False
@@ -87,17 +87,17 @@ def counts(path: bytes, mode: int) -> bool:
 
 
 def git_mode(mode: int) -> int:
-    """Git's mode of a file or link. mode: as `stat` gives it."""
+    """Return git's mode of a file or link. mode: as `stat` gives it."""
     return LINK if stat.S_ISLNK(mode) else _EXECUTABLE if mode & 0o100 else _PLAIN
 
 
 def object_id(kind: bytes, data: bytes) -> bytes:
-    """The raw SHA-1 id that git gives an object."""
+    """Return the raw SHA-1 id that git gives an object."""
     return hashlib.sha1(kind + b" %d\0" % len(data) + data).digest()
 
 
 class Directory:
-    """A directory of this machine."""
+    """A directory of this machine is read as a `Tree`; its files must not change meanwhile. Raises OSError."""
 
     def __init__(self, root: bytes) -> None:
         self._root = root
@@ -110,13 +110,14 @@ class Directory:
                     path = os.path.join(directory, entry.name)
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(status.st_mode):
-                        # A name below it, so that the rules for directories are asked.
+                        # Asked with a name below it, so that the rules for directories apply.
                         if counts(path + b"/x", stat.S_IFREG):
                             pending.append(path)
                     elif counts(path, status.st_mode):
                         self.files[path] = git_mode(status.st_mode), status.st_size
 
     def read(self, path: bytes) -> bytes:
+        """Return the contents of a file, or where a link points."""
         full = os.path.join(self._root, path)
         if self.files[path][0] == LINK:
             return os.readlink(full)
@@ -135,7 +136,7 @@ def _write_object(objects: Path, kind: bytes, data: bytes) -> bytes:
 
 
 def _write_files(objects: Path, files: Mapping[bytes, tuple[int, bytes]]) -> bytes:
-    """Write blobs and the trees that hold them; returns the root tree's id."""
+    """Write blobs and the trees that hold them; returns the id of the root tree."""
     entries = {path: (mode, _write_object(objects, b"blob", data)) for path, (mode, data) in files.items()}
     children: dict[bytes, dict[bytes, Entry]] = {b"": {}}
     for path, entry in entries.items():

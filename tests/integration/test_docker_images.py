@@ -197,7 +197,7 @@ async def test_what_does_not_fit_the_budget_is_made_when_it_is_needed(engine: Co
     try:
         reports = await images.prepare(wanted, parallel=1, budget_bytes=1, say=said.append)
         assert list(reports) == ["0"]
-        assert said[-1] == "images: 1 of 3 ready; 2 more when they are needed, for the budget is full"
+        assert said[-1] == "images: 1 of 3 ready; the budget is full, 2 more are made when they are needed"
         sealed = [await engine.call(images.sealed, engine, images.Source(tag), 1) for tag in tags]
         # Each in the place of the one before.
         assert images.missing(engine, [one.ref for one in sealed]) == sorted(one.ref for one in sealed[:2])

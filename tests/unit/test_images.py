@@ -18,8 +18,8 @@ async def test_each_line_is_said_once(monkeypatch: pytest.MonkeyPatch, seconds: 
     monkeypatch.setattr(sealing, "time", SimpleNamespace(monotonic=itertools.count(step=seconds).__next__))
     said: list[str] = []
 
-    async def make(wanted: sealing.Wanted) -> dict:
-        return {}
+    async def make(wanted: sealing.Wanted) -> tuple[str, tuple, tuple]:
+        return "", (), ()
 
     wanted = [sealing.Wanted(name, sealing.Source("image")) for name in "abc"]
     await sealing.ahead(wanted, make, parallel=1, say=said.append, count=None)

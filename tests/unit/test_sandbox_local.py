@@ -206,12 +206,8 @@ def test_on_uvloop_too(snapshot: Path, isolation: Isolation, nap: str) -> None:
 # --- limits
 
 
-@pytest.mark.parametrize("has_prlimit", [True, False])
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-async def test_limits(snapshot: Path, isolation: Isolation, has_prlimit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_prlimit:
-        bwrap.available()
-        monkeypatch.setattr(local.shutil, "which", lambda name: None)
+async def test_limits(snapshot: Path, isolation: Isolation) -> None:
     limits = Limits(cpu_s=1, file_bytes=2**20, open_files=50)
     box = await boot_local(snapshot, isolation=isolation, limits=limits)
     try:

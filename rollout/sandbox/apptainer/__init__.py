@@ -1,1 +1,1 @@
-"""Sandboxes by apptainer or SingularityCE: no engine, no root."""
+"""This package makes sandboxes by apptainer or SingularityCE, without a container engine and without root."""

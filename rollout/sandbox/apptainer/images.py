@@ -1,20 +1,19 @@
-"""Task images for `apptainer`: pulled and sealed once, in a directory that several machines may share.
+"""This module keeps task images for `apptainer`, pulled and sealed once, in a directory that machines may share.
 
-An entry of the cache is a directory: of an image as it was pulled (`image.sif`), or of a sealed one: `image.sif` with
-an empty /testbed, and `tree.tar`, the sealed work tree (one commit in place of its history, by `seal.sh`, as for
-containers). A box gets a copy of the tree bound over /testbed; there is nothing below it, and few large files are what
-shared disks are good at. `facts.json` says what was found; its time is that of the last use.
+An entry of the cache is a directory. That of an image as it was pulled has `image.sif`; that of a sealed one has
+`image.sif` with an empty /testbed, and `tree.tar`, the sealed work tree. A box gets a copy of the tree, bound over
+/testbed: nothing is below it, and shared disks are good at few large files. `facts.json` says what was found; its time
+is that of the last use.
 
-An entry is made under a lease and renamed into place, so it is there as a whole or not at all. When the entries exceed
-the budget the least recently used go, but none that was used in the last half hour: boxes renew that while they live.
-An image that was pulled stays as it is until it goes, also where its tag names another one now.
+An entry is made under a lease and renamed into place, so others see all of it or nothing. When the entries exceed the
+budget the least recently used are removed, but none that was used in the last half hour; boxes renew that while they
+live. An image that was pulled stays as it is until it is removed, even if its tag means another image by now.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -25,12 +24,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from rollout.sandbox import SandboxError, failed, files, sealing
+from rollout.sandbox import HOME, WORKDIR, SandboxError, failed, files, sealing
 from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.apptainer.cli import Program, exec_command, said
 from rollout.sandbox.apptainer.lease import lease
 from rollout.sandbox.directory import built, make_root
-from rollout.sandbox.sealing import HOME, SCRIPT, WORKDIR, Source, Wanted
+from rollout.sandbox.sealing import SCRIPT, Source, Wanted
 from rollout.sandbox.treediff import LINK, counts, git_mode
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ _SEAL_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Cache:
-    """directory: made if missing. budget_bytes: of all entries together, None without a limit."""
+    """The images are here. directory: made if missing. budget_bytes: of all entries together, None without a limit."""
 
     directory: Path
     budget_bytes: int | None = None
@@ -53,8 +52,11 @@ class Cache:
 
 @dataclass(frozen=True)
 class Sif:
-    """image: a .sif file. entry: its directory in the cache, None for a file of the user's. residue: what was found in
-    the task's image that could tell the answer, as "kind: what" lines; empty is good."""
+    """Boxes are started from such an image.
+
+    image: a .sif file. entry: its directory in the cache, None for a file of the user's. residue: what was found in the
+    task's image that could tell the answer, as "kind: what" lines; empty is good.
+    """
 
     image: Path
     entry: Path | None = None
@@ -62,11 +64,11 @@ class Sif:
 
     @property
     def tree(self) -> Path:
-        """The sealed work tree."""
+        """Return the archive of the sealed work tree."""
         return self.image.with_name("tree.tar")
 
     def used(self) -> None:
-        """Note a use. It may be gone."""
+        """Note a use of the image, which may have been removed."""
         if self.entry is not None:
             try:
                 os.utime(self.entry / _FACTS)
@@ -74,9 +76,10 @@ class Sif:
                 logger.warning("noting the use of an image: %s", error)
 
 
-async def plain(cache: Cache, found: Program, image: str) -> Sif:
-    """An image as it is: the name of one in a registry, any address that `apptainer pull` takes, or a .sif file.
+async def plain(cache: Cache, program: Program, image: str) -> Sif:
+    """Return an image as it is, pulled if it is not there.
 
+    image: its name in a registry, any address that `apptainer pull` takes, or a .sif file.
     Raises SandboxError: missing_image, no_space.
     """
     if image.endswith(".sif") and "://" not in image:
@@ -85,35 +88,34 @@ async def plain(cache: Cache, found: Program, image: str) -> Sif:
         return Sif(Path(image).absolute())
 
     async def make(new: Path, scratch: Path) -> dict:
-        if image.startswith("dir:"):
-            raise SandboxError("missing_image", f"{image} is a local snapshot; apptainer needs an image's name")
         address = image if "://" in image else f"docker://{image}"
-        pull = [found.path, "--quiet", "pull", "--disable-cache", str(new / "image.sif"), address]
+        pull = [program.path, "--quiet", "pull", "--disable-cache", str(new / "image.sif"), address]
         await _do(pull, scratch, "missing_image", f"{image} cannot be pulled", _PULL_TIMEOUT_S)
         return {"image": image}
 
     return await _entry(cache, _key("pulled", image), make)
 
 
-async def sealed(cache: Cache, found: Program, source: Source) -> Sif:
-    """The sealed image of a source, made (and the image pulled) if it is not there.
+async def sealed(cache: Cache, program: Program, source: Source) -> Sif:
+    """Return the sealed image of a source, made (and the image pulled) if it is not there.
 
     Raises SandboxError: missing_image, seal_failed, no_git, no_space.
     """
 
     async def make(new: Path, scratch: Path) -> dict:
-        base = await plain(cache, found, source.image)
-        return {"image": source.image, **await _seal(found, source, base, new, scratch)}
+        sealing.check_source(source)
+        base = await plain(cache, program, source.image)
+        return {"image": source.image, **await _seal(program, source, base, new, scratch)}
 
     return await _entry(cache, _key("sealed", repr(source), SCRIPT), make)
 
 
 def _key(kind: str, *parts: str) -> str:
-    return f"{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
+    return f"{kind}-{sealing.digest(json.dumps(parts))}"
 
 
 async def _entry(cache: Cache, key: str, make: Callable[[Path, Path], Awaitable[dict]]) -> Sif:
-    """The entry of this name; `make` fills a new directory, with a scratch directory of this machine at hand."""
+    """Return the entry of this name; `make` fills a new directory, given a scratch directory of this machine too."""
     place = cache.directory / key
     try:
         if not (place / _FACTS).is_file():
@@ -131,7 +133,7 @@ async def _entry(cache: Cache, key: str, make: Callable[[Path, Path], Awaitable[
 
 
 async def _fill(place: Path, make: Callable[[Path, Path], Awaitable[dict]]) -> None:
-    for left in place.parent.glob(f".new-{place.name}-*"):  # by a holder that died
+    for left in place.parent.glob(f".new-{place.name}-*"):  # by a holder of the lease that died
         await asyncio.to_thread(files.remove_tree, left)
     new = Path(tempfile.mkdtemp(prefix=f".new-{place.name}-", dir=place.parent))
     scratch = None
@@ -148,23 +150,22 @@ async def _fill(place: Path, make: Callable[[Path, Path], Awaitable[dict]]) -> N
             await asyncio.shield(asyncio.to_thread(files.remove_tree, directory))
 
 
-async def _seal(found: Program, source: Source, base: Sif, new: Path, scratch: Path) -> dict:
+async def _seal(program: Program, source: Source, base: Sif, new: Path, scratch: Path) -> dict:
     """Unpack an image on this machine, run `seal.sh` in it, and pack it again, its work tree apart."""
-    sealing.check_commit(source)
     unpacked, name = scratch / "image", source.image
-    build = [found.path, "--quiet", "build"]
+    build = [program.path, "--quiet", "build"]
     unpack = [*build, "--sandbox", "--fix-perms", str(unpacked), str(base.image)]
     await _do(unpack, scratch, "seal_failed", f"{name} cannot be unpacked", _SEAL_TIMEOUT_S)
     tree = unpacked / WORKDIR.lstrip("/")
     if tree.is_symlink() or not tree.is_dir():
         raise SandboxError("seal_failed", f"{name}: {WORKDIR} is no directory")
     await asyncio.to_thread(files.write_below, unpacked, PurePosixPath("setup.diff"), source.setup_patch.encode())
-    # As this user, whom all of the unpacked files belong to; so no file's owner is changed ("0").
+    # All unpacked files belong to this user, who also runs the script, so no owner is changed ("0").
     script = ["bash", "-c", SCRIPT, "seal", WORKDIR, HOME, "0", source.base_commit, *source.hide]
-    argv = exec_command(found, unpacked, ["--writable", "--no-home", "--pwd", "/"], script)
+    argv = exec_command(program, unpacked, ["--writable", "--no-home", "--pwd", "/"], script)
     done = await apptainer_cli.call(argv, apptainer_cli.plain_environment(scratch / "home"), _SEAL_TIMEOUT_S)
     facts = sealing.judged(source, done.returncode, done.stdout.decode(errors="replace"), said(done))
-    # Links to a file's other names come as files: a name may be all that a reader asks for.
+    # Further names of a file are packed as files: a reader may ask for one name only.
     pack = ["tar", "--create", "--hard-dereference", f"--file={new / 'tree.tar'}", f"--directory={tree}", "."]
     await _do(pack, scratch, "seal_failed", f"{name}: packing {WORKDIR}", _SEAL_TIMEOUT_S)
     await asyncio.to_thread(files.remove_tree, tree)
@@ -175,14 +176,11 @@ async def _seal(found: Program, source: Source, base: Sif, new: Path, scratch: P
 
 
 async def _do(argv: Sequence[str], scratch: Path, cause: str, what: str, timeout_s: float) -> None:
-    # The user's own environment: credentials and proxies of registries are found through it.
+    # The user's own environment: it leads to credentials and proxies of registries.
     places = {f"{name}_TMPDIR": str(scratch / "tmp") for name in ("APPTAINER", "SINGULARITY")}
     done = await apptainer_cli.call(argv, {**os.environ, **places, "LC_ALL": "C"}, timeout_s)
     if done.returncode != 0:
         raise failed(cause, f"{what}: {said(done)}")
-
-
-# --- ahead of a run
 
 
 async def prepare(
@@ -193,21 +191,19 @@ async def prepare(
     say: Callable[[str], None] = logger.info,
     count: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict]:
-    """Pull and seal what is not there, as `images.prepare` does; the same report. Raises the first SandboxError."""
-    found = await asyncio.to_thread(apptainer_cli.program)
+    """Pull and seal what is not there until the budget is full; see `sealing.ahead`."""
+    program = await asyncio.to_thread(apptainer_cli.program)
 
-    async def make(task: Wanted) -> dict | None:
+    async def make(task: Wanted) -> tuple[str, Sequence[str], Sequence[str]] | None:
         if cache.budget_bytes is not None and await asyncio.to_thread(_size, cache) >= cache.budget_bytes:
             return None
-        made = await sealed(cache, found, task.source)
-        visible = await asyncio.to_thread(_visible, made.tree, task.tests)
-        residue = [*made.residue, *(f"test: {name}" for name in visible)]
-        return {"image": task.source.image, "sealed": str(made.entry), "residue": residue}
+        made = await sealed(cache, program, task.source)
+        return str(made.entry), made.residue, await asyncio.to_thread(_hidden_tests, made.tree, task.tests)
 
     return await sealing.ahead(wanted, make, parallel=parallel, say=say, count=count)
 
 
-def _visible(tree: Path, tests: Sequence[str]) -> list[str]:
+def _hidden_tests(tree: Path, tests: Sequence[str]) -> list[str]:
     if not tests:
         return []
     tar = TarTree(tree)
@@ -225,8 +221,10 @@ def _visible(tree: Path, tests: Sequence[str]) -> list[str]:
 
 
 async def evict(cache: Cache, keep: Path | None = None) -> list[str]:
-    """Remove least recently used entries until the rest fits the budget; returns their names. What was used in the
-    last `IN_USE_S`, and `keep`, stays. OSError."""
+    """Remove least recently used entries until the rest fits the budget; returns their names.
+
+    `keep` stays, and what was used in the last `IN_USE_S`. Raises OSError.
+    """
     if cache.budget_bytes is None:
         return []
     async with lease(cache.directory / "evict.lease"):
@@ -235,21 +233,17 @@ async def evict(cache: Cache, keep: Path | None = None) -> list[str]:
 
 def _evict(cache: Cache, budget_bytes: int, keep: Path | None) -> list[str]:
     with tempfile.NamedTemporaryFile(prefix=".now-", dir=cache.directory) as file:
-        now = os.fstat(file.fileno()).st_mtime  # by the clock that the entries' times are of
-    entries = _entries(cache)
-    total = sum(size for _, size, _ in entries)
-    removed = []
-    for last, size, place in sorted(entries):
-        if total <= budget_bytes or last > now - IN_USE_S:
-            break
-        if place == keep:
-            continue
+        now = os.fstat(file.fileno()).st_mtime  # by the clock that also sets the entries' times
+
+    def remove(place: Path, last: float) -> bool:
+        if last > now - IN_USE_S or place == keep:
+            return False
         old = Path(tempfile.mkdtemp(prefix=".old-", dir=cache.directory))
-        place.rename(old / place.name)  # first, so that nobody meets half of it
+        place.rename(old / place.name)  # first, so that nobody sees half of it
         files.remove_tree(old)
-        total -= size
-        removed.append(place.name)
-    return removed
+        return True
+
+    return [place.name for place in sealing.evict_oldest(_entries(cache), budget_bytes, remove)]
 
 
 def _size(cache: Cache) -> int:
@@ -257,19 +251,19 @@ def _size(cache: Cache) -> int:
 
 
 def _entries(cache: Cache) -> list[tuple[float, int, Path]]:
-    """Last use, bytes and place of what is there."""
-    found = []
+    """Return last use, bytes and place of each entry."""
+    entries = []
     for facts in cache.directory.glob(f"[!.]*/{_FACTS}"):
         try:
             size = sum(file.stat().st_size for file in facts.parent.iterdir())
-            found.append((facts.stat().st_mtime, size, facts.parent))
+            entries.append((facts.stat().st_mtime, size, facts.parent))
         except FileNotFoundError:  # another process removes it
             continue
-    return found
+    return entries
 
 
 class TarTree:
-    """A work tree in an archive, as a `treediff.Tree`. OSError when it cannot be read."""
+    """A work tree in an archive is read in place, as a `treediff.Tree`. Raises OSError if it cannot be."""
 
     def __init__(self, archive: Path) -> None:
         self.files: dict[bytes, tuple[int, int]] = {}
@@ -288,6 +282,7 @@ class TarTree:
             raise OSError(f"{archive}: {error}") from error
 
     def read(self, path: bytes) -> bytes:
+        """Return the contents of a file, or where a link points."""
         content = self._contents[path]
         if isinstance(content, bytes):
             return content

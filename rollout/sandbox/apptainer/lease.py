@@ -1,12 +1,12 @@
-"""A lock on a disk that several machines share, which survives the death of its holder.
+"""This module makes locks on a disk that several machines share; a lock does not outlive the death of its holder.
 
-The lease is a file that names its holder and whose time the holder renews. Making a file that must not exist yet and
-renaming one are atomic on every shared file system (NFS from version 3, Lustre, GPFS, BeeGFS, CephFS); `flock` is not
-held between machines on several of them (Lustre without the mount option flock, BeeGFS by default), so it is not used.
-Clocks need not agree: who waits measures by its own how long the file's time has not changed.
+A lease is a file that names its holder and whose time the holder renews. Making a file that must not exist yet and
+renaming one are atomic on every shared file system (NFS from version 3, Lustre, GPFS, BeeGFS, CephFS). `flock` is not
+used, because on several of them it does not exclude other machines (Lustre without the mount option flock, BeeGFS by
+default). Clocks need not agree: a process that waits measures with its own how long the file's time has not changed.
 
 A holder that stands still for longer than `STALE_S` (a suspended machine, a disk that hangs) may find that another has
-taken over. So a lease only saves work twice done: what is made under it must be published in one step.
+taken over. So a lease only prevents that work is done twice; what is made under it must be published in one step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from rollout.sandbox.owner import gone, me
 
 STALE_S = 90.0
-"""A lease that was not renewed for so long belongs to nobody. Above what NFS clients keep a file's time for (60 s)."""
+"""A lease that was not renewed for so many seconds belongs to nobody. NFS clients may cache a file's time for 60."""
 
 _BEAT_S = STALE_S / 6
 _POLL_S = 0.5
@@ -30,7 +30,7 @@ _POLL_S = 0.5
 
 @contextlib.asynccontextmanager
 async def lease(file: Path) -> AsyncGenerator[None]:
-    """Hold the lease `file`; waits until it is free or its holder is known or taken to be gone. OSError."""
+    """Hold the lease `file` in the block, after waiting until it is free or its holder is gone. Raises OSError."""
     words = f"{me()} {secrets.token_hex(8)}"
     last: tuple[str, int] | None = None
     since = time.monotonic()
@@ -53,29 +53,29 @@ async def lease(file: Path) -> AsyncGenerator[None]:
 
 
 def _take(file: Path, words: str) -> bool:
-    # Written under a name of its own and linked: nobody ever reads a lease that does not name its holder yet.
+    # Written under another name and linked, so that nobody ever reads a lease that does not name its holder yet.
     own = file.with_name(f".{file.name}-{words.rpartition(' ')[2]}")
     own.write_text(words)
     try:
         os.link(own, file)
         return True
     except FileExistsError:
-        return os.stat(own).st_nlink == 2  # an NFS server may have heard the request twice
+        return os.stat(own).st_nlink == 2  # an NFS server may have got the request twice
     finally:
         own.unlink()
 
 
 def _read(file: Path) -> tuple[str, int] | None:
-    """What a lease says, and its time in ns; None when there is none."""
+    """Return what a lease says and its time in ns, None if there is none."""
     try:
-        with open(file) as stream:  # opening it makes NFS ask the server for its time
+        with open(file) as stream:  # opening makes an NFS client ask the server for the time
             return stream.read(), os.fstat(stream.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
 
 
 def _break(file: Path, words: str) -> None:
-    """Take away a lease that belongs to nobody any more, and none that somebody else has taken meanwhile."""
+    """Take away a lease that belongs to nobody any more, but not one that somebody else has taken meanwhile."""
     aside = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # another was faster
         os.rename(file, aside)

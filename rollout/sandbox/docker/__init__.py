@@ -1,1 +1,1 @@
-"""Sandboxes in containers of Docker or podman."""
+"""This package makes sandboxes in containers of Docker or podman."""

@@ -1,7 +1,7 @@
-"""The patch of a container's work tree, by the engine's word and not the box's.
+"""This module makes the patch of a container's work tree by what the engine says, not the box.
 
-The engine lists the paths that differ from the image; only those are fetched, from the box and from a container of
-the image that was never started, and compared by `treediff`, as local sandboxes are. Nothing is run in the box.
+The engine lists the paths that differ from the image. Only those are fetched, from the box and from a container of the
+image that was never started, and compared by `treediff`, as for local sandboxes. Nothing is run in the box.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _CHUNK = 1 << 20
 
 
 def container_diff(engine: ContainerEngine, container: str, origin: str | Path, workdir: str, max_bytes: int) -> bytes:
-    """What changed below `workdir` since its origin, the container's image or a small directory that was copied there,
-    as a patch. The container must not be running. Blocks.
+    """Return what changed below `workdir`, as a patch. The container must not be running. Blocks.
 
+    origin: what was there at first, as the name of the container's image or as the small directory that was copied.
     Raises PatchTooLarge, SandboxError.
     """
     try:
@@ -56,44 +56,32 @@ def _since_image(engine: ContainerEngine, container: str, image: str, workdir: s
     except APIError as error:
         if error.status_code != 500:
             raise
-        # Podman cannot list changes when a file or a link has become a directory: all that there is is compared.
+        # Podman cannot list changes if a file or a link has become a directory: then everything is compared.
         changed, gone, unnamed = set(), set(), {b""}
     if not is_directory(engine.stat(container, workdir)):  # the work tree itself is gone, or a link now
         changed, gone, unnamed = set(), {b""}, set()
     if not changed and not gone and not unnamed:
         return b""
-    host = {"network_mode": "none", "log_config": {"Type": "none"}}
-    pristine = engine.client.create_container(
-        image,
-        ["true"],
-        entrypoint=[],
-        labels=engine.labels(),
-        host_config=engine.client.create_host_config(**host),
-        use_config_proxy=False,
-    )["Id"]
-    try:
-        with tempfile.TemporaryDirectory(prefix="diff-") as name:
-            old = _Fetched(engine, pristine, workdir, Path(name, "old"))
-            old.fetch(changed, gone | unnamed)
-            new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, max_bytes)
-            new.fetch(changed, unnamed)
-            # A directory that became something else: nothing that was in it is named.
-            old.fetch(set(), {path for path in changed & old.directories if path not in new.directories})
-            return patch_between(old, new, Path(name, "git"), max_bytes)
-    finally:
-        engine.client.remove_container(pristine, v=True, force=True)
+    with engine.unstarted(image) as pristine, tempfile.TemporaryDirectory(prefix="diff-") as name:
+        old = _Fetched(engine, pristine, workdir, Path(name, "old"))
+        old.fetch(changed, gone | unnamed)
+        new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, max_bytes)
+        new.fetch(changed, unnamed)
+        # Of a directory that became something else, the engine names nothing that was in it.
+        old.fetch(set(), {path for path in changed & old.directories if path not in new.directories})
+        return patch_between(old, new, Path(name, "git"), max_bytes)
 
 
 def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[bytes], set[bytes]]:
-    """The relative paths that the engine calls added or modified, those that it calls deleted, and directories with
-    names in them that are no UTF-8, for which the engine has no words."""
+    """Return three sets of relative paths: what the engine calls added or modified, what it calls deleted, and
+    directories that hold names which are not UTF-8, which the engine cannot name."""
     changed: set[bytes] = set()
     gone: set[bytes] = set()
     unnamed: set[bytes] = set()
     for entry in entries:
         path = os.fsencode(entry["Path"])
         relative = path.removeprefix(root + b"/")
-        # What does not count as a link does not count at all, a directory's name included.
+        # A path that would not count if it were a link does not count whatever it is, a directory included.
         if relative == path or not counts(relative, stat.S_IFLNK):
             continue
         if _UNKNOWN in relative:
@@ -106,8 +94,8 @@ def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[byte
 class _Fetched:
     """Some files and links of a work tree in a container, as a `treediff.Tree`; contents lie in numbered files.
 
-    With `old`, only what has the size that it has there is read without a limit; all else must stay under `budget`,
-    as it must for the patch. `directories`: those that were met.
+    old: if given, only files whose size is the same there are read without a limit; the others together may have
+    `budget` bytes, which is also the limit of the patch. directories: those that were seen.
     """
 
     def __init__(
@@ -131,9 +119,12 @@ class _Fetched:
         return content if isinstance(content, bytes) else content.read_bytes()
 
     def fetch(self, single: set[bytes], whole: set[bytes]) -> None:
-        """Read the files and links among `single`, and all that is at or below `whole`. What is not there is left
-        out. The engine names what is in a directory that was added or changed, but not what was in a deleted one."""
-        # Podman follows a link that it is asked for, but not those that it finds in a directory.
+        """Read the files and links among `single`, and everything at or below `whole`; what is not there is left out.
+
+        `whole` is needed because the engine names what is in a directory that was added or changed, but not what was in
+        a deleted one.
+        """
+        # Podman follows a link that it is asked for, but not links that it finds in a directory.
         if len(single) + len(whole) > _ONE_BY_ONE or (self._engine.podman and single | whole):
             place = os.path.commonpath(single | whole)
             if self._engine.podman:
@@ -143,7 +134,7 @@ class _Fetched:
         for path in whole:
             self._read(path, lambda _: True)
         for path in sorted(single):
-            # Below a link the engine would look where that points.
+            # Below a link the engine would look where the link points.
             if not _within(os.path.dirname(path), self.files.keys()):
                 self._read(path, None)
 
@@ -154,7 +145,7 @@ class _Fetched:
         try:
             with archive(self._engine, self._container, where) as members:
                 for tar, member in members:
-                    # Names begin with the last part of the path that was asked for.
+                    # Names in the archive begin with the last part of the path that was asked for.
                     below = os.fsencode(member.name).split(b"/", 1)[1:]
                     path = b"/".join(part for part in (place, *below) if part)
                     if member.isdir():
@@ -168,7 +159,7 @@ class _Fetched:
                             self._keep(path, _mode(member), tar, member)
         except FileNotFoundError:
             return
-        for path in links:  # a further name of a file: on its own it comes with its contents
+        for path in links:  # another name of a file; asked for alone, it comes with the contents
             self._read(path, None)
 
     def _keep(self, path: bytes, mode: int, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
@@ -193,13 +184,13 @@ class _Fetched:
 
 
 def _within(path: bytes, tops: Container[bytes]) -> bool:
-    """Whether `path` is one of `tops` or below one."""
+    """Return whether `path` is one of `tops` or below one."""
     while path and path not in tops:
         path = os.path.dirname(path)
     return path in tops
 
 
 def _mode(member: tarfile.TarInfo) -> int:
-    """As `stat` gives it; 0 for what is neither a file nor a link."""
+    """Return the mode as `stat` gives it, 0 for what is neither a file nor a link."""
     kind = stat.S_IFLNK if member.issym() else stat.S_IFREG if member.isreg() or member.islnk() else 0
     return kind and kind | member.mode

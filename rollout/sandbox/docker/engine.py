@@ -1,12 +1,12 @@
-"""The container engine (Docker, or podman's socket): calls to it, whose containers are whose, one exec's stream.
+"""This module talks to the container engine (Docker, or podman's socket).
 
-Calls go through the docker SDK in a thread pool of our own, whose size is also that of the client's connection pool:
-with fewer connections than threads the SDK's pool breaks under load. The one exception is the stream of an exec: the
-SDK reads the answer's head through a buffer and hands out the bare socket, so output that came with the head is lost.
-`Stream` makes that one request itself, and needs no thread for as long as a program runs.
+Calls go through the docker SDK in a thread pool, whose size is also that of the client's connection pool: with fewer
+connections than threads the SDK's pool breaks under load. The one exception is the stream of an exec: the SDK reads
+the head of the answer through a buffer and hands out the bare socket, so output that came with the head is lost.
+`ContainerEngine.open_stream` makes that one request itself, and needs no thread while a program runs.
 
-Every container carries the labels of its owner: machine, boot, process namespace, process and its start time. `reap`
-removes the containers of owners that are certainly gone.
+Every container carries its owner in a label: machine, boot, process namespace, process and its start time.
+`ContainerEngine.reap` removes the containers of owners that are certainly gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,15 @@ PROJECT = "claude-code-rl"
 OWNER, RUN = f"{PROJECT}.owner", f"{PROJECT}.run"
 _THREADS = 32
 _TIMEOUT_S = 120.0  # for one answer of the engine; pulls and builds send something all the time
+_GRACE_S = 10.0  # for a killed container to be dead
 _CHUNK = 1 << 16
 
 
 class ContainerEngine:
-    """One engine, as DOCKER_HOST and its companions name it. Raises SandboxError no_engine when it does not answer.
+    """This is one container engine, the one that DOCKER_HOST and its companions name.
 
-    All methods but `call` and `open_stream` block.
+    The constructor raises SandboxError no_engine if it does not answer. All methods but `call` and `open_stream` block,
+    and raise the SDK's errors.
     """
 
     def __init__(self) -> None:
@@ -63,22 +65,25 @@ class ContainerEngine:
         self.reap()
 
     async def call(self, function: Callable[..., Any], *args: Any, cause: str = "docker_failed", **options: Any) -> Any:
-        """Run a blocking function in the pool. What the engine refuses is a SandboxError with this cause, or with
-        a more telling one. A cancelled call runs on to its end, unobserved: shield what must be seen."""
+        """Run a blocking function in the thread pool; errors of the SDK become SandboxErrors, as in `checked`.
+
+        A cancelled call runs on to its end, unobserved; shield it if its result matters.
+        """
         work = functools.partial(checked, cause, function, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def labels(self, run: str = "") -> dict[str, str]:
+        """Return the labels of a new container. run: the name of the run."""
         return {OWNER: me(), RUN: run}
 
     def ulimits(self, **values: int) -> list[dict[str, Any]]:
-        """Limits of each process of a container that is to be started, for its host config."""
+        """Return limits for each process of a new container, in the form of its host config."""
         values = {**podman.ulimits(), **values} if self.podman else values
         return [{"Name": name, "Soft": value, "Hard": value} for name, value in values.items()]
 
     @functools.cached_property
     def security_opt(self) -> list[str]:
-        """Of a container that is to be started, for its host config: no new privileges, and no new namespaces."""
+        """Return the host config's security options of a new container: no new privileges, and no new namespaces."""
         profile = podman.seccomp(self.client, cache_dir("podman")) if self.podman else None
         return ["no-new-privileges", *([f"seccomp={profile}"] if profile else [])]
 
@@ -92,22 +97,24 @@ class ContainerEngine:
             return removed
         for container in containers:
             if gone(container["Labels"][OWNER], container["State"] == "running"):
-                with contextlib.suppress(DockerException, requests.RequestException):  # another process was faster
-                    self.client.remove_container(container["Id"], force=True, v=True)
+                with contextlib.suppress(DockerException, requests.RequestException):  # another process is at it
+                    self.remove(container["Id"])
                     removed.append(container["Id"])
         if removed:
             logger.warning("removed %d containers of runs that are gone", len(removed))
         return removed
 
     def owe(self, container: str) -> None:
-        """Remove a container that cannot be removed now, for the engine is away, when the next one is made."""
+        """Remove a container when the next one is made, because the engine is away now."""
         self._owed.add(container)
 
     def create(self, image: str, host: dict[str, Any], disk_bytes: int, **config: Any) -> tuple[str, bool]:
-        """Create a container; returns its id and whether the engine itself limits its disk."""
+        """Create a container; returns its id and whether the engine itself limits its disk.
+
+        host: the host config. config: the rest.
+        """
         for owed in list(self._owed):  # threads that do this at the same time do no harm
-            with contextlib.suppress(NotFound):
-                self.client.remove_container(owed, force=True, v=True)
+            self.remove(owed)
             self._owed.discard(owed)
         if self._sized is not False:
             sized = {**host, "storage_opt": {"size": str(disk_bytes)}}
@@ -121,20 +128,48 @@ class ContainerEngine:
                 self._sized = False  # this storage driver has no quotas
         return self._create(image, host, config), False
 
+    @contextlib.contextmanager
+    def unstarted(self, image: str) -> Generator[str]:
+        """Make a container that is never started, from which the files of an image can be read."""
+        config = {"command": ["true"], "entrypoint": [], "labels": self.labels()}
+        container = self._create(image, {"network_mode": "none", "log_config": {"Type": "none"}}, config)
+        try:
+            yield container
+        finally:
+            self.remove(container)
+
     def _create(self, image: str, host: dict[str, Any], config: dict[str, Any]) -> str:
         # The SDK would set the HTTP proxies of ~/.docker/config.json in the box.
         return self.client.create_container(
             image, host_config=self.client.create_host_config(**host), use_config_proxy=False, **config
         )["Id"]
 
+    def kill(self, container: str) -> None:
+        """Kill a container and wait until it is dead; it may be dead already."""
+        try:
+            self.client.kill(container)
+        except APIError as error:
+            if error.status_code not in (404, 409):
+                raise
+        self.client.wait(container, timeout=_GRACE_S)
+
+    def remove(self, container: str) -> None:
+        """Kill and delete a container with its volumes; it may be gone already."""
+        with contextlib.suppress(NotFound):
+            self.client.remove_container(container, force=True, v=True)
+
+    def state(self, container: str) -> Mapping[str, Any]:
+        """Return the engine's `State` of a container."""
+        return self.client.inspect_container(container)["State"]
+
     def changed_bytes(self, container: str) -> int:
-        """The size of what a running container has written; 0 when it is not there."""
+        """Return the size of what a running container has written, 0 if there is no such container."""
         try:
             return self._changed_bytes(container)
         except APIError:
             if not self.podman:
                 raise
-        # Podman cannot count while files go, and a box must not hide so: it stands still for a moment.
+        # Podman cannot count while files are deleted, and a box must not hide that way, so it is paused.
         try:
             self.client.pause(container)
         except APIError:  # it has just ended
@@ -149,24 +184,29 @@ class ContainerEngine:
         return listed[0].get("SizeRw", 0) if listed else 0
 
     def processes(self, container: str) -> list[list[str]]:
-        """A row for each process of a running container."""
-        # By default podman runs the container's own `ps`; it looks itself when it is asked for columns of its own.
+        """Return a row for each process of a running container."""
+        # By default podman runs the container's own `ps`. Asked for columns that it knows, it looks itself.
         return self.client.top(container, "pid,args" if self.podman else None)["Processes"]
 
     def stat(self, container: str, path: str) -> Mapping[str, Any] | None:
-        """What is at a path of a container, links not followed at its end: name, size, mode (Go's), linkTarget."""
+        """Return what is at a path of a container, None if nothing is: name, size, mode (Go's), linkTarget.
+
+        A link at the end of the path is not followed.
+        """
         answer = self.client.head(self._archive_url(container), params={"path": path}, timeout=_TIMEOUT_S)
         encoded = answer.headers.get("X-Docker-Container-Path-Stat")
         if encoded is None:
             if answer.status_code == 404:
                 return None
             raise SandboxError("docker_failed", f"stat {path}: HTTP {answer.status_code}")
-        # Podman: there is a link, but nothing where it points (404), and base64 for addresses.
+        # Podman answers 404 for a link to nothing, with this header, and uses the URL-safe alphabet.
         return json.loads(base64.b64decode(encoded, b"-_"))
 
     def archive(self, container: str, path: str) -> requests.Response:
-        """The tar archive of a path of a container, as a stream; the caller closes it. The SDK's own cannot read
-        podman's header. Raises NotFound, APIError."""
+        """Return the tar archive of a path of a container, as a stream that the caller closes.
+
+        The SDK's own method cannot read podman's header. Raises NotFound, APIError.
+        """
         url, query = self._archive_url(container), {"path": path}
         answer = self.client.get(url, params=query, stream=True, timeout=_TIMEOUT_S)
         try:
@@ -179,7 +219,7 @@ class ContainerEngine:
         return f"{self.client.base_url}/v{self.client.api_version}/containers/{container}/archive"
 
     async def open_stream(self, exec_id: str) -> Stream:
-        """Start an exec that was created and attach to it. SandboxError when the engine cannot start it."""
+        """Start an exec that was created and attach to it. Raises SandboxError if the engine cannot start it."""
         url = urlsplit(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
         try:
             if url.scheme == "unix":
@@ -211,13 +251,13 @@ class ContainerEngine:
 
 
 class Stream:
-    """Standard input, output and error of a running exec."""
+    """A stream carries standard input, output and error of a running exec."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def send(self, data: bytes) -> None:
-        """Write all of standard input and close it. A program that does not read it is no error."""
+        """Write all of standard input and close it; that a program does not read it is no error."""
         with contextlib.suppress(OSError):
             if data:
                 self._writer.write(data)
@@ -225,7 +265,7 @@ class Stream:
             self._writer.write_eof()
 
     async def receive(self, take: Callable[[int, bytes], None]) -> None:
-        """Hand (1 or 2, bytes) to `take` until the stream ends, however it ends."""
+        """Give (1 or 2, bytes) to `take` until the stream ends, however it ends."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 head = await self._reader.readexactly(8)
@@ -238,6 +278,7 @@ class Stream:
                     take(head[0], data)
 
     def close(self) -> None:
+        """Close the connection; the program runs on."""
         self._writer.close()
 
 
@@ -247,19 +288,19 @@ def _engine(pid: int) -> ContainerEngine:
 
 
 def get_engine() -> ContainerEngine:
-    """This process's engine; the first call connects, and removes what runs that are gone have left. Blocks."""
-    return _engine(os.getpid())  # a forked child makes its own
+    """Return this process's engine; the first call connects, and removes what dead runs have left. Blocks."""
+    return _engine(os.getpid())  # a forked child connects by itself
 
 
 def cache_dir(kind: str) -> Path:
-    """A directory of this user for what is worth keeping between runs."""
+    """Return a directory in the user's cache, for what is worth keeping between runs."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", PROJECT, kind)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 def checked(cause: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """function(...), whose engine errors become SandboxErrors."""
+    """Return function(...); errors of the SDK become SandboxErrors with this cause, or a more telling one."""
     try:
         return function(*args, **options)
     except (DockerException, requests.RequestException) as error:
@@ -267,7 +308,7 @@ def checked(cause: str, function: Callable[..., Any], *args: Any, **options: Any
 
 
 def translated(error: Exception, cause: str) -> SandboxError:
-    """The SandboxError for what the SDK raised: `cause`, unless the error itself tells a better one."""
+    """Return the SandboxError for what the SDK raised, with this cause unless the error itself tells a better one."""
     text = " ".join(str(error.explanation if isinstance(error, APIError) and error.explanation else error).split())
     if isinstance(error, ImageNotFound) or (isinstance(error, NotFound) and "image" in text.lower()):
         return SandboxError("missing_image", text)

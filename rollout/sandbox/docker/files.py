@@ -1,7 +1,7 @@
-"""Single files of a container, through the engine's archive calls.
+"""This module reads and writes single files of a container through the engine's archive calls.
 
-The engine follows links in all but the last part of a path (never out of the container). The agent may have put a
-link anywhere, so every part is looked at first; no program runs in the box meanwhile.
+The engine follows links in all but the last part of a path (never out of the container). The agent may have put a link
+anywhere, so every part is looked at first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _GO_DIRECTORY, _GO_TYPE = 1 << 31, 0x8F280000
 def write(
     engine: ContainerEngine, container: str, base: str, relative: PurePosixPath, data: bytes, owner: tuple[int, int]
 ) -> None:
-    """Write base/relative with mode 0644; missing directories are made. SandboxError put_failed where a part of
-    the path is no directory."""
+    """Write base/relative with mode 0644; missing directories are made.
+
+    Raises SandboxError put_failed if a part of the path is not a directory.
+    """
     place, missing = PurePosixPath(base), list(relative.parts[:-1])
     status = engine.stat(container, base)
     while True:
@@ -47,7 +49,7 @@ def write(
 
 
 def read(engine: ContainerEngine, container: str, base: str, relative: PurePosixPath) -> bytes:
-    """Read the regular file base/relative; FileNotFoundError where none is."""
+    """Read the regular file base/relative. Raises FileNotFoundError if there is none."""
     place = PurePosixPath(base)
     for part in ("", *relative.parts[:-1]):
         place /= part
@@ -66,7 +68,7 @@ def read(engine: ContainerEngine, container: str, base: str, relative: PurePosix
 
 
 def packed(snapshot: Path, place: str, empty: Iterable[str], owner: tuple[int, int]) -> bytes:
-    """An archive for the root of a container: a copy of a directory at `place`, and some empty directories."""
+    """Return an archive for the root of a container: a copy of a directory at `place`, and some empty directories."""
 
     def owned(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid, member.gid = owner
@@ -85,7 +87,10 @@ def packed(snapshot: Path, place: str, empty: Iterable[str], owner: tuple[int, i
 def archive(
     engine: ContainerEngine, container: str, path: str
 ) -> Generator[Iterable[tuple[tarfile.TarFile, tarfile.TarInfo]]]:
-    """The members of a path, or of everything below it, as they come. FileNotFoundError when nothing is there."""
+    """Yield the archive members of a path and of everything below it, as they come from the engine.
+
+    Raises FileNotFoundError if nothing is there.
+    """
     try:
         answer = engine.archive(container, path)
     except NotFound as error:
@@ -97,11 +102,11 @@ def archive(
     except tarfile.TarError as error:
         raise SandboxError("docker_failed", f"the archive of {path} is broken: {error}") from error
     finally:
-        answer.close()  # ends the request when the rest is not wanted
+        answer.close()  # ends the request if the rest is not wanted
 
 
 class _Body:
-    """Chunks, as a file that tarfile can read."""
+    """A file that tarfile can read, made of chunks."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
@@ -121,7 +126,7 @@ class _Body:
 
 
 def is_directory(status: Mapping[str, Any] | None) -> bool:
-    """Whether `ContainerEngine.stat` found a directory, and no link to one."""
+    """Return whether `ContainerEngine.stat` found a directory, and not a link to one."""
     return status is not None and bool(status["mode"] & _GO_DIRECTORY)
 
 

@@ -1,4 +1,4 @@
-"""What podman's socket must be told so that a container is what Docker makes of the same request."""
+"""This module says what podman must be told so that its containers are what Docker makes of the same request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import docker
 from rollout.files import write
 from rollout.sandbox import failed
 
-# What podman allows to all: to make namespaces, in which a process has all capabilities, and to use the keys that all
-# of a user's processes share. Docker allows the last two, without flags for namespaces, and the others to nobody who
-# has no capabilities.
+# Podman lets every process make namespaces, in which it has all capabilities, and use the keys that a user's processes
+# share. Docker allows only the last two of these calls, without flags for namespaces, unless a process has
+# capabilities.
 _REFUSED = (
     *("fsconfig", "fsmount", "fsopen", "fspick", "mount", "mount_setattr", "move_mount", "open_tree", "pivot_root"),
     *("setns", "umount", "umount2", "unshare", "keyctl", "clone3", "clone"),
@@ -25,15 +25,15 @@ _EPERM, _ENOSYS = 1, 38
 
 
 def is_podman(version: Mapping[str, Any]) -> bool:
-    """By the engine's answer to `version`."""
+    """Return whether an engine is podman, by its answer to `version`."""
     return any(part["Name"] == "Podman Engine" for part in version.get("Components") or ())
 
 
 def ulimits() -> dict[str, int]:
-    """Of descriptors and processes, for containers that do not name their own.
+    """Return limits of descriptors and processes for containers that do not name their own.
 
-    Podman before 4.6 raises them to 1048576 then, which only CAP_SYS_RESOURCE allows: for a root without it, nothing
-    would start. Its own limit of processes is pid_max, or less where it inherits less.
+    Podman before 4.6 would raise them to 1048576, which takes CAP_SYS_RESOURCE; for a root without it, no container
+    would start. Podman's own limit of processes is pid_max, or less if it inherited less.
     """
     most = int(Path("/proc/sys/kernel/pid_max").read_text())
     own = resource.getrlimit(resource.RLIMIT_NPROC)[1]
@@ -41,8 +41,11 @@ def ulimits() -> dict[str, int]:
 
 
 def seccomp(client: docker.APIClient, directory: Path) -> Path | None:
-    """The engine's own filter of system calls without what Docker refuses, as a file in a directory; None where
-    the engine uses no filter. Engine and caller must see both files. Blocks. Raises SandboxError boot_failed."""
+    """Write the engine's own filter of system calls, without what Docker refuses, to a directory; returns the file.
+
+    None if the engine uses no filter. Engine and caller must see the same files. Blocks. Raises SandboxError
+    boot_failed.
+    """
     answer = client.get(f"{client.base_url}/v4.0.0/libpod/info")
     answer.raise_for_status()
     security = answer.json()["host"]["security"]
@@ -58,8 +61,10 @@ def seccomp(client: docker.APIClient, directory: Path) -> Path | None:
 
 
 def narrowed(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """A seccomp profile without `_REFUSED`. Programs that are told that there is no clone3 use clone, whose flags a
-    filter can see."""
+    """Return a seccomp profile without `_REFUSED`.
+
+    Programs that are told that clone3 does not exist use clone, whose flags a filter can see.
+    """
     rules = []
     for rule in profile["syscalls"]:
         if rule["action"] == "SCMP_ACT_ALLOW" and not (rule.get("includes") or {}).get("caps"):

@@ -1,1 +1,1 @@
-"""Sandboxes of this machine's own directories and processes, isolated by bubblewrap where it works."""
+"""This package makes sandboxes of directories and processes of this machine, isolated by bubblewrap."""

@@ -1,8 +1,8 @@
-"""The bubblewrap command line of a local sandbox.
+"""This module makes the bubblewrap command line of a local sandbox.
 
-Own user, pid, network, ipc and uts namespaces; no capabilities; a root file system made of the host's
-read-only system directories, the Python in use, and what the caller binds. Nothing else of the host is
-there: no home directories, no repository, no /etc beyond what programs need to start.
+A box has its own user, pid, network, ipc and uts namespaces, no capabilities, and a root file system made of the host's
+read-only system directories, the Python in use, and what the caller binds. Nothing else of the host is there: no home
+directories, no repository, no /etc beyond what programs need to start.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-HOME, TMPDIR, WORKDIR = "/home/agent", "/tmp", "/testbed"
+from rollout.sandbox import HOME, TMPDIR, WORKDIR
+
 _UID = "1000"
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "os-release")
 _DEVICES = ("full", "null", "random", "tty", "urandom", "zero")
@@ -27,15 +28,17 @@ _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
 def available() -> bool:
-    """Whether a bubblewrap sandbox starts on this machine (tried once per process)."""
+    """Return whether a bubblewrap sandbox starts on this machine (tried once per process)."""
     return _flavour() is not None
 
 
-def command(
-    root: Path, binds: Iterable[tuple[Path, str]], setenv: Iterable[tuple[str, str]], status_fd: int
-) -> list[str]:
-    """Everything before the program to run. `root` holds tree/, home/, tmp/ of the box and what
-    `prepare` made; `binds` are read-only; bwrap reports the program's start and end as JSON on status_fd."""
+def command(root: Path, binds: Iterable[tuple[Path, str]], setenv: Mapping[str, str], status_fd: int) -> list[str]:
+    """Return the command line up to the program to run.
+
+    root: holds tree/, home/ and tmp/ of the box and what `prepare` made. binds: (host path, path inside), read-only.
+    setenv: variables that only the program gets, not bwrap. status_fd: bwrap reports the program's start and end
+    there, as JSON.
+    """
     flavour = _flavour()
     assert flavour is not None, "call available() first"
     writable = ((root / "tmp", TMPDIR), (root / "home", HOME), (root / "tree", WORKDIR))
@@ -48,20 +51,20 @@ def command(
         argv += ["--dev-bind", str(node), f"/dev/{node.name}"]
     for source, inside in [*_python_prefixes(), *binds]:
         argv += ["--ro-bind", str(source), inside]
-    for key, value in setenv:
+    for key, value in setenv.items():
         argv += ["--setenv", key, value]
     return [*argv, *_seal(), "--chdir", WORKDIR, "--"]
 
 
 def prepare(root: Path) -> None:
-    """Make what a box has besides its tree, home and tmp: account files and device nodes. OSError."""
+    """Make what a box has besides its tree, home and tmp: account files and device nodes. Raises OSError."""
     (root / "etc").mkdir()
     for name, text in (("passwd", _PASSWD), ("group", _GROUP), ("hosts", _HOSTS)):
         (root / "etc" / name).write_text(text)
     (root / "dev").mkdir()
     if os.geteuid() == 0:
-        # bwrap shows the host's own nodes, whose mode a box run by root could change for everybody.
-        with contextlib.suppress(PermissionError):  # root of a user namespace, which does not own them
+        # bwrap would show the host's own nodes, whose mode a box run by root could change for everybody.
+        with contextlib.suppress(PermissionError):  # this is root of a user namespace, which may not make nodes
             for name in _DEVICES:
                 node = root / "dev" / name
                 os.mknod(node, stat.S_IFCHR | 0o666, os.stat(f"/dev/{name}").st_rdev)
@@ -70,7 +73,7 @@ def prepare(root: Path) -> None:
 
 @functools.cache
 def _flavour() -> tuple[str, ...] | None:
-    """The strictest set of options that works here, None if there is none."""
+    """Return the strictest set of options that works here, None if there is none."""
     program = shutil.which("bwrap")
     if program is None:
         return None
@@ -91,8 +94,8 @@ def _starts(argv: Sequence[str]) -> bool:
 def _namespaces() -> list[str]:
     unshare = [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
     identity = ["--uid", _UID, "--gid", _UID, "--hostname", "sandbox"]
-    # --as-pid-1: bwrap's own init would outlive the program until its orphans end; without it the end
-    # of the program is the end of the namespace, and bwrap returns only after that.
+    # --as-pid-1: bwrap's own init would live on until the program's orphans end. Without it the namespace ends with
+    # the program, and bwrap returns only after that.
     return [*unshare, *identity, "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
 
 
@@ -110,16 +113,16 @@ def _system() -> list[str]:
 
 
 def _seal() -> list[str]:
-    """Make read-only what the box only has to look at. Comes last: mount points are made before it.
+    """Return the options that make /proc and / read-only; they come last, because mount points are made before.
 
-    /proc: when this process runs as root, the kernel takes the box's user for root where it looks at
-    the owner of a file only, and /proc/sys has files of root (one names a program to be run as root).
+    /proc is read-only because, if this process runs as root, the kernel takes the box's user for root wherever it
+    looks only at the owner of a file, and /proc/sys has files of root (one names a program that is run as root).
     """
     return ["--remount-ro", "/proc", "--remount-ro", "/"]
 
 
 @functools.cache
 def _python_prefixes() -> tuple[tuple[Path, str], ...]:
-    """The running Python and, for a virtual environment, the Python below it, at their own paths."""
+    """Return the running Python and, for a virtual environment, the Python that it is based on, at their own paths."""
     wanted = {path for prefix in (sys.prefix, sys.base_prefix) for path in (prefix, os.path.realpath(prefix))}
     return tuple((Path(path), path) for path in sorted(wanted) if not Path(path).is_relative_to("/usr"))

@@ -1,0 +1,152 @@
+"""This module holds what the kinds of box have in common: the life of an exec, paths, mounts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError
+from rollout.sandbox.process import Command
+
+
+class BaseSandbox:
+    """The verbs of `rollout.sandbox.Sandbox`, on top of what a kind of box defines: the methods at the end.
+
+    An exec is a task of its own, which is told to stop and never cancelled: it must see its processes to their end.
+    in_turn: programs (and diffs) run one after another.
+    """
+
+    def __init__(self, workdir: str, home: str, tmpdir: str, *, in_turn: bool) -> None:
+        self.workdir, self.home, self.tmpdir = workdir, home, tmpdir
+        self._closed = False
+        self._turn: contextlib.AbstractAsyncContextManager = asyncio.Lock() if in_turn else contextlib.nullcontext()
+        self._running: dict[asyncio.Task[ExecResult], asyncio.Future[None]] = {}
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float,
+        stdin: bytes = b"",
+        output_cap: int = OUTPUT_CAP,
+    ) -> ExecResult:
+        """Run a program; see `Sandbox.exec`."""
+        self._check_open("exec")
+        command = Command(list(argv), {**self._environment(), **env}, timeout_s, stdin, output_cap)
+        task = asyncio.ensure_future(self._exec(command))
+        self._running[task] = command.stop
+        task.add_done_callback(self._ended)
+        try:
+            result = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await _stop({task: command.stop})
+            raise
+        self._check_open("exec")  # closing ends programs, and what they did until then is no result
+        return result
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file; see `Sandbox.put`."""
+        base, relative = self._locate(path)
+        self._check_open("put")
+        await self._write(base, relative, data)
+
+    async def get(self, path: str) -> bytes:
+        """Read a file; see `Sandbox.get`."""
+        base, relative = self._locate(path)
+        self._check_open("get")
+        return await self._read(base, relative)
+
+    async def diff(self) -> bytes:
+        """Return what changed in the work tree; see `Sandbox.diff`."""
+        async with self._turn:
+            self._check_open("diff")
+            return await self._diff()
+
+    async def close(self) -> None:
+        """End all processes and delete all files; see `Sandbox.close`."""
+        self._closed = True
+        await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        await _stop(self._running)
+        await self._remove()
+
+    async def _exec(self, command: Command) -> ExecResult:
+        async with self._turn:
+            if command.stop.done():
+                raise SandboxError("closed", "told to stop before it began")
+            return await self._run(command)
+
+    def _ended(self, task: asyncio.Task[ExecResult]) -> None:
+        del self._running[task]
+        if not task.cancelled():
+            task.exception()  # perhaps nobody waits for it any more
+
+    def _check_open(self, verb: str) -> None:
+        if self._closed:
+            raise SandboxError("closed", f"{verb} after close")
+
+    def _locate(self, path: str) -> tuple[str, PurePosixPath]:
+        """Return the one of workdir, home and tmpdir that `path` lies in, and the path below it."""
+        full = PurePosixPath(self.workdir, path)
+        for base in (self.workdir, self.home, self.tmpdir):
+            if full.is_relative_to(base):
+                relative = full.relative_to(base)
+                if relative.name and ".." not in relative.parts:
+                    return base, relative
+        raise ValueError(f"not a path below the work tree, HOME or TMPDIR of the sandbox: {path}")
+
+    # --- what a kind of box defines
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables that every program gets."""
+        return {"HOME": self.home, "TMPDIR": self.tmpdir, "LANG": "C.UTF-8"}
+
+    async def _run(self, command: Command) -> ExecResult:
+        """Run one program, and end everything that it started, also when `command.stop` completes."""
+        raise NotImplementedError
+
+    async def _write(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+        raise NotImplementedError
+
+    async def _read(self, base: str, relative: PurePosixPath) -> bytes:
+        raise NotImplementedError
+
+    async def _diff(self) -> bytes:
+        raise NotImplementedError
+
+    async def _remove(self) -> None:
+        """Delete the box, in which no exec runs any more. Called by each `close`; raises nothing."""
+        raise NotImplementedError
+
+
+async def _stop(running: Mapping[asyncio.Task[ExecResult], asyncio.Future[None]]) -> None:
+    """End running execs, and wait until they have ended."""
+    running = dict(running)
+    for stop in running.values():
+        if not stop.done():
+            stop.set_result(None)
+    if running:  # wait, not gather: a second cancellation must not reach them
+        await asyncio.wait(running)
+
+
+def mounts_of(
+    snapshot: Path | None, binds: Mapping[Path, str] | None, socket_dir: Path | None
+) -> list[tuple[Path, str]]:
+    """Return what a new box shows of this machine, as (path here, path inside).
+
+    See the boot functions for the parameters. Raises SandboxError missing_snapshot or missing_bind for what does not
+    exist.
+    """
+    if snapshot is not None and not snapshot.is_dir():
+        raise SandboxError("missing_snapshot", str(snapshot))
+    mounts = [(path.absolute(), inside) for path, inside in (binds or {}).items()]
+    if socket_dir is not None:
+        mounts.append((socket_dir.absolute(), str(socket_dir.absolute())))
+    for path, _ in mounts:
+        if not path.exists():
+            raise SandboxError("missing_bind", str(path))
+    return mounts

@@ -65,7 +65,8 @@ def _reference(*groups: str) -> dict[str, Any]:
     # In a Hydra application a second Hydra is refused, and the first one knows the same files.
     running = GlobalHydra.instance().is_initialized()
     config = hydra.compose("train", list(groups)) if running else compose(list(groups))
-    return OmegaConf.to_container(config, resolve=False)
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    return plain
 
 
 def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, list[str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -145,7 +146,7 @@ def _watch_nodes(address: str, names: list[str], config: DictConfig, over: threa
 
     end = time.monotonic() + config.cluster.start_timeout_s
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         raise NodeError(f"{names[0]}: Ray does not let its own node in: {error}") from error
     try:

@@ -10,7 +10,7 @@ import os
 import pickle
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +44,24 @@ class ZmqCheckpointEngine(CheckpointEngine):
         self._receiving: zmq.Socket | None = None
         self._sending: list[zmq.Socket] = []
 
-    def prepare(self) -> str:
+    def prepare(self) -> dict[str, Any]:
         """Open this process's own address and return it; verl does not say yet which processes receive."""
         self._receiving = zmq.Context.instance().socket(zmq.PULL)
         self._receiving.bind(f"ipc://{self._path}")
-        return f"ipc://{self._path}"
+        return {"address": f"ipc://{self._path}"}
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return what tells each process of the trainer where the engines listen.
 
-        ``metadata``: all addresses, the trainer's first.
+        ``metadata``: what each ``prepare`` returned, the trainer's processes first.
         """
-        receivers = metadata[actor_wg_world_size:]
+        receivers = [one["address"] for one in metadata[actor_wg_world_size:]]
         return {"receivers": [receivers] * actor_wg_world_size}, {"receivers": [[]] * rollout_world_size}
 
-    def init_process_group(self, receivers: list[str]) -> None:
+    def init_process_group(self, receivers: list[str]) -> None:  # ty: ignore[incompatible-method-override]  as verl's
         """Connect to the engines, in the process that sends."""
         if self.is_master:
             for address in receivers:
@@ -77,24 +77,29 @@ class ZmqCheckpointEngine(CheckpointEngine):
         self._receiving, self._sending = None, []
         self._path.unlink(missing_ok=True)
 
-    async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
+    async def send_weights(self, weights: Generator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
         """Send all weights to each engine."""
         async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
+            assert chunk is not None
             for socket in self._sending:
                 await asyncio.to_thread(socket.send_multipart, [pickle.dumps(meta), chunk.detach().numpy()])
         for socket in self._sending:
             await asyncio.to_thread(socket.send_multipart, [_END, b""])
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def receive_weights(  # ty: ignore[incompatible-method-override]  an async generator, as verl's own are
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield name and weight until the trainer has sent all."""
-        async for name, weight in merge_weight_chunks(self._chunks(), self.bucket_size):
+        chunks: Any = self._chunks()  # verl's annotation says Generator; it takes an async one, too
+        async for name, weight in merge_weight_chunks(chunks, self.bucket_size):
             yield name, weight
 
     async def _chunks(self) -> AsyncIterator[tuple[TensorMeta, torch.Tensor]]:
         """Yield parts of tensors, each a uint8 vector."""
         assert self._receiving is not None
         while True:
-            meta, data = await asyncio.to_thread(self._receiving.recv_multipart)
+            parts: Any = await asyncio.to_thread(self._receiving.recv_multipart)
+            meta, data = parts
             if meta == _END:
                 return
             yield pickle.loads(meta), torch.frombuffer(bytearray(data), dtype=torch.uint8)

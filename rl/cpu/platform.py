@@ -80,8 +80,8 @@ class PlatformCPU(PlatformBase):
     def is_platform_available(self, use_smi_check=False) -> bool:
         return False  # never auto-detected: VERL_PLATFORM=cpu asks for it
 
-    def current_device(self) -> str:
-        return "cpu"  # an integer would be taken for an accelerator's index by tensor.to()
+    def current_device(self) -> str:  # ty: ignore[incompatible-method-override]  to tensor.to() an int is an accelerator
+        return "cpu"
 
     def device_count(self) -> int:
         return 1

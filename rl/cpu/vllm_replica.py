@@ -9,6 +9,7 @@ Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload; model
 """
 
 import os
+from typing import Any
 
 import ray
 import torch
@@ -38,6 +39,8 @@ class CPUServerAdapter(ServerAdapter):
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension of vLLM with a reload of the whole model in place of loading bucket by bucket."""
+
+    model_runner: Any  # of the vLLM worker that this class extends
 
     def _get_zmq_handle(self) -> str:
         return _own_socket(super()._get_zmq_handle())
@@ -74,7 +77,8 @@ def _pack_experts(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
-            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+            kernel: Any = layer.quant_method.moe_kernel
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 class CPUHttpServer(vLLMHttpServer):

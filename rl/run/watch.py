@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl.run import stop
 from rollout.sandbox import directory
@@ -98,8 +99,9 @@ def dead_actor() -> str:
     # Ray's public list of actors needs its dashboard, one more process; a ping would queue behind the actor's work.
     # These private names are in docs/architecture.md, "Patches at run time".
     from ray._private.state import actors
-    from ray.core.generated.common_pb2 import ActorDiedErrorContext as Context
+    from ray.core.generated import common_pb2
 
+    Context: Any = vars(common_pb2)["ActorDiedErrorContext"]  # protobuf makes it at run time
     job = ray.get_runtime_context().get_job_id()
     expected = {Context.RAY_KILL, Context.OUT_OF_SCOPE, Context.REF_DELETED}
     for actor in actors(actor_state_name="DEAD").values():

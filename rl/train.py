@@ -156,7 +156,9 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
 def continues(run: Run) -> str:
     """Return what the user of a failed run has to know besides the cause."""
     step = run.checkpoint_step
-    return f"the same command goes on {f'after step {step}' if step else 'from the start'}; log: {run.dir / 'run.log'}"
+    return (
+        f"the same command continues {f'after step {step}' if step else 'from the start'}; log: {run.dir / 'run.log'}"
+    )
 
 
 def report(failure: BaseException, run: Run, screen: Screen) -> int:
@@ -167,7 +169,7 @@ def report(failure: BaseException, run: Run, screen: Screen) -> int:
     if isinstance(failure, stop.Stopped):
         step = run.checkpoint_step
         after = f"after step {step}" if step else "before the first step"
-        screen.say(f"stopped by {failure} {after}; the same command goes on")
+        screen.say(f"stopped by {failure} {after}; the same command continues")
         screen.next(("continue", this_command()))
         return stop.STOPPED
     if isinstance(failure, stop.CutShort):

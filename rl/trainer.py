@@ -359,22 +359,29 @@ def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
         rl.run.watch.Died: an actor or an engine of the run has died.
     """
     import transfer_queue as tq
-    from verl.trainer.main_ppo import TaskRunnerV1
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+    from verl.utils.import_utils import load_class_from_fqn
     from verl.utils.logging_utils import configure_verl_logging
 
     configure_verl_logging()
     tq.init(config.transfer_queue)
-    runner, succeeded = TaskRunnerV1(), False
+    trainer, succeeded = None, False
     try:
         with Watchdog(last_words) as watchdog:
             trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
-            runner.config, runner.trainer = config, trainer
             trainer.init()
-            runner.init_agent_loop_manager()
+            name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+            manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
+            agent_loops = manager.create(
+                config=config,
+                llm_client=trainer.get_llm_client(),
+                teacher_client=trainer.get_teacher_client(),
+                reward_loop_worker_handles=trainer.get_reward_handles(),
+            )
             watchdog.engines = trainer.engine_addresses()
-            trainer.fit(runner.agent_loop_manager)
+            trainer.fit(agent_loops)
         succeeded = True
     finally:
-        if tracking := getattr(runner.trainer, "logger", None):
+        if tracking := getattr(trainer, "logger", None):
             tracking.finish(exit_code=0 if succeeded else 1)
         tq.close()

@@ -2,7 +2,7 @@
 
 Run directories are ``<run.root>/<trainer.experiment_name>/<date_time>``. Each holds ``run.json`` with a
 key, the hash of the composed config without its ``run`` group. ``open_run`` continues the newest
-unfinished directory with the same key, so the same command after a crash goes on from the last
+unfinished directory with the same key, so the same command continues after a crash from the last
 checkpoint; a finished run (file ``done``) or one that is in use by another process (locked ``run.lock``)
 is left alone and a new directory is made. An explicit ``run.dir`` is used as it is, whatever it contains.
 """

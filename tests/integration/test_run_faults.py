@@ -149,7 +149,7 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(tmp_p
     unbroken.until("step 2/4  resolved")
     unbroken.find("src/ray/raylet/raylet").kill()
     said, code = unbroken.ends()
-    assert "the same command goes on after step 2" in one_line(said) and code != 0
+    assert "the same command continues after step 2" in one_line(said) and code != 0
 
     broken = Started(tmp_path, "broken")
     broken.until("step 1/4  resolved")
@@ -157,7 +157,7 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(tmp_p
     broken.find("ray::AgentLoopWorker").kill()
     said, code = broken.ends()
     assert "AgentLoopWorker" in one_line(said) and "died" in said and code == 1
-    assert "the same command goes on after step 1" in said and f"{broken.dir}/run.log" in said
+    assert "the same command continues after step 1" in said and f"{broken.dir}/run.log" in said
 
     broken = Started(tmp_path, "broken")
     assert "continuing from step 1" in broken.until("starting trainer")
@@ -177,7 +177,7 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(tmp_p
     balloon.write_bytes(bytes(free - 2**20))
     said, code = broken.ends(within=600)
     assert "the checkpoint of step 2 could not be written with" in one_line(said) and code == 1
-    assert "the same command goes on after step 1" in said
+    assert "the same command continues after step 1" in said
     assert [place.name for place in small_disk.glob("global_step_*")] == ["global_step_1"]
 
     balloon.unlink()
@@ -207,4 +207,4 @@ def test_a_server_and_a_worker_of_the_trainer(tmp_path: Path) -> None:
         run.find(f"ray::{name}").kill()
         said, code = run.ends()
         assert re.search(f"({words}) .*died", one_line(said)) and code == 1
-        assert "the same command goes on from the start" in said
+        assert "the same command continues from the start" in said

@@ -137,7 +137,7 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finishes(
     read_until(cluster, job, out, r"step 1/3  resolved", 900)
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # what SLURM does before the time limit
     text = read_until(cluster, job, out, r"continuing from step", 400)
-    saved = re.search(r"stopped by SIGUSR1 after step (\d); the same command goes on", text)
+    saved = re.search(r"stopped by SIGUSR1 after step (\d); the same command continues", text)
     assert saved, text
     assert f"continuing from step {saved[1]} in" in text
     ended = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED", seconds=900)

@@ -1,13 +1,13 @@
-"""How fast is the proxy? Requests of the shape that Claude Code sends, a null engine, the peers in the same run.
+"""Measure how fast the proxy is, with requests of the shape that Claude Code sends.
 
     python scripts/bench_proxy.py --model DIR [--peers] [--out FILE]
 
-``DIR`` has a tokenizer and chat template with Qwen3-Coder's tool calls (``python -m rl.quickstart.policy --out DIR``).
-The proxy under test is the stand-alone server with its real tokenizer, renderer and parser; only its engine is null (a
-tool call of fixed ids, at once). It has a core of its own, the client (another process) has the others. ``--peers``
-puts beside it, with replies that are not streamed: agentlightning's LLMProxy before a null chat-completions server,
-and a real vLLM server on the CPU (random weights, one token per reply) asked through its own /v1/messages, and
-through this proxy.
+``DIR`` has a tokenizer and a chat template with Qwen3-Coder's tool calls; ``python -m rl.quickstart.policy --out DIR``
+makes one. The stand-alone proxy is measured with its real tokenizer, renderer and parser. Only its engine is a null
+engine, which returns the ids of the same tool call at once. The proxy has a core of its own; the client, another
+process, has the others. ``--peers`` compares it, with replies that are not streamed, with agentlightning's LLMProxy in
+front of a null chat-completions server, and with the /v1/messages of a real vLLM server on the CPU (random weights, one
+token per reply), which is also asked through this proxy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rl.run.vllm_server import answers, vllm_server
 SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</parameter>\n</function>\n</tool_call>"
 
 
-# ------------------------------------------------------------------ roles: each is a process of its own
+# ------------------------------------------------------------------ roles, each of which is a process
 
 
 def _policy(model: str) -> Any:
@@ -61,20 +61,20 @@ def _policy(model: str) -> Any:
 
 
 async def serve(model: str) -> None:
-    """This proxy, a null engine behind it."""
+    """Run this proxy with the null engine."""
     from rollout.proxy.standalone import Options, StandAlone
 
     server = StandAlone(Options("http://127.0.0.1:9", model, "qwen3_coder", max_sessions=1000))
     server.policy = _policy(model)
     gc.collect()
-    gc.freeze()  # as StandAlone.load does
+    gc.freeze()  # StandAlone.load does this, too
     await server.start()
     print(server.port, flush=True)
     await asyncio.Event().wait()
 
 
 async def null_backend() -> None:
-    """A chat-completions server that says the same at once."""
+    """Run a chat-completions server that gives the same reply at once."""
     from aiohttp import web
 
     function = {"name": "Tool1", "arguments": '{"path": "/src/module.py"}'}
@@ -99,7 +99,7 @@ async def null_backend() -> None:
 
 
 async def lightning(backend: int) -> None:
-    """agentlightning's LLMProxy in one process, default middlewares and callbacks, a store in memory."""
+    """Run agentlightning's LLMProxy in one process, with default middlewares and callbacks and a store in memory."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     os.environ["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"  # on loopback only
     from agentlightning.llm_proxy import LLMProxy
@@ -107,7 +107,7 @@ async def lightning(backend: int) -> None:
 
     params = {"model": "hosted_vllm/policy", "api_base": f"http://127.0.0.1:{backend}/v1", "api_key": "x"}
     store = InMemoryLightningStore(thread_safe=True)
-    rollout = await store.start_rollout(input={})  # what it records a call under, taken from the path
+    rollout = await store.start_rollout(input={})  # the path of a request says to which rollout it belongs
     proxy = LLMProxy(
         host="127.0.0.1",
         port=(port := free_port()),
@@ -120,68 +120,30 @@ async def lightning(backend: int) -> None:
     await asyncio.Event().wait()
 
 
-async def stages(model: str, turns: int) -> None:
-    """One episode of ``turns`` without HTTP: milliseconds by stage and turn, as JSON."""
-    from rollout.proxy import session as module
-    from rollout.proxy.messages import decode_request
-    from rollout.proxy.replies import reply_events
-    from rollout.proxy.session import Session
-    from rollout.proxy.tree import Tree
-
-    spent: dict[str, float] = {}
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[name] = spent.get(name, 0.0) + 1e3 * (time.perf_counter() - began)
-
-        return run
-
-    setattr(module, "conversation", timed("read", module.conversation))  # noqa: B010
-    setattr(Tree, "match", timed("match", Tree.match))  # noqa: B010
-    setattr(Session, "_encode", timed("encode", Session._encode))  # noqa: B010
-    setattr(Session, "_keep", timed("keep", Session._keep))  # noqa: B010
-    decode, events = timed("decode", decode_request), timed("reply", reply_events)
-    session, talk, rows = Session("e", _policy(model)), Talk(1, 9_000), []
-    for _ in range(turns):
-        spent.clear()
-        body = talk.body()
-        began = time.perf_counter()
-        turn = session.prepare(decode(body), retry=False)
-        node = await turn.reply()
-        out = events(node.reply)
-        total = 1e3 * (time.perf_counter() - began)
-        node.delivered = True
-        talk.heard(out)
-        rows.append({**spent, "total": total, "bytes": len(body), "context": turn.context.length})
-    tree = session.tree
-    final = max(node.length for node in tree.nodes)
-    print(json.dumps({"rows": rows, "encoded": tree.encoded_tokens(), "final": final}), flush=True)
-
-
-# ------------------------------------------------------------------ the run
+# ------------------------------------------------------------------ the measurements
 
 
 @dataclass
 class Table:
+    """A Table collects and prints the results."""
+
     rows: list[tuple[str, str, str, str]] = field(default_factory=list)
 
     def add(self, what: str, value: float, unit: str, target: str = "", met: bool | None = None) -> None:
+        """Add and print a row. ``met`` says whether the target was met, None if there is none."""
         verdict = {True: "met", False: "MISSED", None: ""}[met]
         self.rows.append((what, f"{value:.3g} {unit}", target, verdict))
         print(f"{what:64} {value:10.3g} {unit:10} {target:16} {verdict}", flush=True)
 
     def markdown(self) -> str:
+        """Return the table as Markdown."""
         head = "| what | measured | target | |\n| --- | --- | --- | --- |\n"
         return head + "".join(f"| {' | '.join(row)} |\n" for row in self.rows)
 
 
 @contextlib.contextmanager
 def role(*argv: str, cores: set[int]) -> Generator[tuple[subprocess.Popen[str], int, str]]:
-    """One of the roles above as a process on ``cores``: process, port, and what comes before a path."""
+    """Run one of the roles above as a process on ``cores``; yield the process, its port and the prefix of its paths."""
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
     process = subprocess.Popen(
         [sys.executable, __file__, *argv], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
@@ -203,7 +165,7 @@ def role(*argv: str, cores: set[int]) -> Generator[tuple[subprocess.Popen[str], 
 
 @contextlib.contextmanager
 def vllm(model: str) -> Generator[int]:
-    """A vLLM server with random weights of ``model``'s shape and room for these prompts."""
+    """Run a vLLM server with random weights of ``model``'s shape and room for these prompts; yield its port."""
     with tempfile.TemporaryDirectory() as directory:
         shutil.copytree(model, directory, dirs_exist_ok=True)
         config = Path(directory) / "config.json"
@@ -216,6 +178,7 @@ def vllm(model: str) -> Generator[int]:
 
 
 def shoot(load: Load, cores: set[int]) -> dict[str, Any]:
+    """Run the client as a process on ``cores``; return the results of ``play``."""
     argv = [sys.executable, __file__, "load", json.dumps(asdict(load))]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(process.pid, cores)
@@ -226,24 +189,25 @@ def shoot(load: Load, cores: set[int]) -> dict[str, Any]:
 
 
 def median(load: Load, cores: set[int], runs: int = 3) -> dict[str, Any]:
-    """The run in the middle: neighbours on the same host make single ones worth little."""
-    # What an engine has in its prefix cache from another run would cost it nothing.
+    """Return the run with the median time, because other users of the machine disturb single runs."""
+    # Prompts that an engine has in its prefix cache from another run would cost it nothing.
     seeds = [random.randrange(1 << 30) for _ in range(runs)]
     found = [shoot(replace(load, tag=f"{load.tag}{seed}-", seed=seed), cores) for seed in seeds]
     return sorted(found, key=lambda result: result["wall"])[runs // 2]
 
 
 def rate(result: dict[str, Any]) -> tuple[float, float]:
-    """Turns a second, mean milliseconds."""
+    """Return turns per second and the mean latency in milliseconds."""
     took = [1e3 * t for session in result["later"] for t in session]
     return len(took) / result["wall"], statistics.mean(took)
 
 
 def own(table: Table, model: str, mine: set[int], others: set[int]) -> None:
+    """Measure this proxy over HTTP."""
     with role("serve", model, cores=mine) as (process, port, _):
         rss = psutil.Process(process.pid).memory_info().rss
         table.add("resident, vLLM's parser and verl's renderer loaded", rss / 2**20, "MiB")
-        # 500 turns a second of 32 sessions leave 64 ms for each: 20 for the proxy, the rest for what an engine does.
+        # At 500 turns per second, each of 32 sessions has 64 ms per turn: 20 for the proxy and 44 for the engine.
         result = median(Load(port, 32, 60, 300, think_s=0.044, tag="t"), others)
         turns, mean = rate(result)
         low, high = (size / 1e3 for size in result["bytes"])
@@ -267,36 +231,39 @@ def own(table: Table, model: str, mine: set[int], others: set[int]) -> None:
         table.add("  turn 100 / turn 2", last / second, "x", "<= 3", last / second <= 3)
 
 
-def by_stage(table: Table, model: str) -> None:
-    out = subprocess.run([sys.executable, __file__, "stages", model], stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(out.stdout.splitlines()[-1])
-    for number in (1, 2, 20, 50, 100):
-        row = found["rows"][number - 1]
-        parts = "  ".join(f"{name} {ms:.2f}" for name, ms in row.items() if name not in ("bytes", "context"))
-        print(f"  turn {number:3}: {row['bytes'] / 1e3:7.0f} KB {row['context']:7} tokens, ms: {parts}", flush=True)
-    second, last = (statistics.median(r["total"] for r in rows) for rows in (found["rows"][1:6], found["rows"][-5:]))
-    table.add("without HTTP: turn 100 / turn 2", last / second, "x", "<= 3", last / second <= 3)
-    ratio = found["encoded"] / found["final"]
+async def without_http(table: Table, model: str) -> None:
+    """Measure one episode of 100 turns without HTTP."""
+    from rollout.proxy.messages import decode_request
+    from rollout.proxy.replies import reply_events
+    from rollout.proxy.session import Session
+
+    session, talk, took = Session("e", _policy(model)), Talk(1, 9_000), []
+    for _ in range(100):
+        body = talk.body()
+        began = time.perf_counter()
+        node = await session.prepare(decode_request(body), retry=False).reply()
+        out = reply_events(node.reply)
+        took.append(time.perf_counter() - began)
+        node.delivered = True
+        talk.heard(out)
+    ratio = statistics.median(took[-5:]) / statistics.median(took[1:6])
+    table.add("without HTTP: turn 100 / turn 2", ratio, "x", "<= 3", ratio <= 3)
+    ratio = session.tree.encoded_tokens() / max(node.length for node in session.tree.nodes)
     table.add("tokens encoded / final length", ratio, "x", "<= 1.05", ratio <= 1.05)
 
 
 def start_up(table: Table, model: str) -> None:
-    argv = [sys.executable, "-m", "rollout.proxy", "--engine", "http://127.0.0.1:9", "--model", model, "--port", "0"]
+    """Measure the start of the program."""
     began = time.perf_counter()
-    process = subprocess.Popen([*argv, "--tool-parser", "qwen3_coder"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with stand_alone("http://127.0.0.1:9", model) as (process, _):
         took = time.perf_counter() - began
         rss = psutil.Process(process.pid).memory_info().rss / 2**20
-    finally:
-        process.kill()
-        process.wait()
     table.add("start to open port", took, "s", "< 2", took < 2)
     table.add("  resident then (nothing of verl or vLLM)", rss, "MiB", "< 200", rss < 200)
 
 
 def peers(table: Table, model: str, mine: set[int], others: set[int]) -> None:
+    """Compare this proxy with agentlightning's LLMProxy and with vLLM's own server."""
     shape = Load(0, sessions=8, turns=15, result_chars=300, stream=False)
     with role("serve", model, cores=mine) as (_, port, _):
         ours, _ = rate(median(replace(shape, port=port), others))
@@ -312,42 +279,40 @@ def peers(table: Table, model: str, mine: set[int], others: set[int]) -> None:
     table.add("peers: agentlightning's LLMProxy, 8 sessions", theirs, "turns/s")
     table.add("  1 session", alone, "ms")
     table.add("  this proxy / LLMProxy", ours / theirs, "x", ">= 20", ours / theirs >= 20)
-    argv = ["--model", model, "--tool-parser", "qwen3_coder"]
-    with vllm(model) as server, stand_alone(["--engine", f"http://127.0.0.1:{server}", *argv]) as port:
+    with vllm(model) as server, stand_alone(f"http://127.0.0.1:{server}", model) as (_, port):
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            time.sleep(0.5)
         took: dict[int, list[float]] = {server: [], port: []}
-        for _ in range(8):  # in turn: what else the machine does meets both
+        for _ in range(8):  # alternately, so that other load on the machine affects both
             for at in took:
-                seed = random.randrange(1 << 30)  # what is in the engine's prefix cache costs it nothing
+                seed = random.randrange(1 << 30)  # prompts in the engine's prefix cache would cost it nothing
                 load = Load(at, 1, 15, 60, stream=False, max_tokens=1, tag=f"{seed}", seed=seed)
                 took[at] += [1e3 * t for t in shoot(load, others | mine)["later"][0]]
     theirs, ours = (statistics.median(took[at]) for at in (server, port))
     table.add("peers: vLLM's own /v1/messages, 1 session: p50, engine included", theirs, "ms")
-    table.add("  this proxy before the same server", ours, "ms")
+    table.add("  this proxy in front of the same server", ours, "ms")
     table.add("  vLLM's own / this proxy", theirs / ours, "x", "> 1", ours < theirs)
 
 
 @contextlib.contextmanager
-def stand_alone(argv: list[str]) -> Generator[int]:
-    command = [sys.executable, "-m", "rollout.proxy", *argv, "--port", str(port := free_port())]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def stand_alone(engine: str, model: str) -> Generator[tuple[subprocess.Popen[str], int]]:
+    """Run the stand-alone proxy; yield its process and its port when that is open."""
+    command = [sys.executable, "-m", "rollout.proxy", "--engine", engine, "--model", model, "--port", "0"]
+    process = subprocess.Popen([*command, "--tool-parser", "qwen3_coder"], stdout=subprocess.PIPE, text=True)
     try:
-        end = time.monotonic() + 180
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError("the proxy did not come up")
-            time.sleep(0.5)
-        yield port
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline().rpartition(":")[2])
     finally:
         process.terminate()
         process.wait()
 
 
 def main() -> None:
+    """Run all measurements, or one role if the first argument is its name."""
     roles: dict[str, Callable[..., Any]] = {
         "serve": lambda model: uvloop.run(serve(model)),
         "null-backend": lambda: uvloop.run(null_backend()),
         "lightning": lambda backend: asyncio.run(lightning(int(backend))),
-        "stages": lambda model: asyncio.run(stages(model, 100)),
         "load": lambda load: print(json.dumps(uvloop.run(play(Load(**json.loads(load)))))),
     }
     if len(sys.argv) > 1 and sys.argv[1] in roles:
@@ -355,7 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the table there, as Markdown")
+    parser.add_argument("--out", type=Path, help="write the table to this file, as Markdown")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     mine, others = {cores[0]}, set(cores[1:]) or {cores[0]}
@@ -363,7 +328,7 @@ def main() -> None:
     print(f"{machine}, Python {platform.python_version()}")
     table = Table()
     start_up(table, args.model)
-    by_stage(table, args.model)
+    asyncio.run(without_http(table, args.model))
     own(table, args.model, mine, others)
     if args.peers:
         peers(table, args.model, mine, others)

@@ -1,4 +1,4 @@
-"""The client of bench_proxy.py: conversations of the shape that Claude Code has, over plain HTTP/1.1."""
+"""This module is the client of bench_proxy.py: conversations of the shape of Claude Code's, over plain HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SYSTEM_CHARS, TOOLS, TOOLS_CHARS, FIRST_CHARS = 28_000, 12, 48_000, 10_000
 
 
 def text(chars: int, seed: int) -> str:
-    """Something like prose and code, the same for the same seed."""
+    """Return text that resembles prose and code, the same for the same seed."""
     draw = random.Random(seed)
     words = [f"{a}{b}" for a in ("re", "con", "in", "de", "pro") for b in ("turn", "figure", "spect", "vide", "fix")]
     out: list[str] = []
@@ -27,7 +27,7 @@ def text(chars: int, seed: int) -> str:
 
 
 class Talk:
-    """One conversation as a client keeps it: bytes of its messages, each made once."""
+    """A Talk is one conversation as a client keeps it: the bytes of its messages, each of which is made once."""
 
     def __init__(self, seed: int, result_chars: int, max_tokens: int = 1000, stream: bool = True) -> None:
         schema = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -44,10 +44,11 @@ class Talk:
         self._seed, self._result_chars = seed, result_chars
 
     def body(self) -> bytes:
+        """Return the body of the next request."""
         return self._head + b",".join(self._messages) + b"]}"
 
     def heard(self, reply: bytes) -> None:
-        """Take the reply into the history, and what comes after it: the result of its call, else another word."""
+        """Add a reply and what follows it: the result of its call, or a user message if there is no call."""
         said = text(self._result_chars, self._seed * 1000 + len(self._messages))
         if found := re.search(rb'"(?:toolu_|call_|chatcmpl-tool-)[^"]+"', reply):
             tool_id = found.group()[1:-1].decode()
@@ -61,7 +62,7 @@ class Talk:
 
 
 class Client:
-    """HTTP/1.1 over one kept-alive connection, with as little work as possible."""
+    """A Client speaks HTTP/1.1 over one connection, with as little work as possible."""
 
     def __init__(self, port: int, name: str, prefix: str) -> None:
         self.port = port
@@ -72,7 +73,7 @@ class Client:
         ).encode()
 
     async def ask(self, body: bytes) -> tuple[float, bytes]:
-        """Seconds to the last byte, and the reply."""
+        """Send a request; return the seconds until the reply's last byte, and the reply."""
         if not hasattr(self, "writer"):
             self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
         began = time.perf_counter()
@@ -91,9 +92,12 @@ class Client:
 
 @dataclass
 class Load:
-    """What the client process does: ``sessions`` at once, ``turns`` each, bodies that grow by ``result_chars``;
-    ``think_s`` between a reply and the next request of its session. ``tag`` tells sessions of several loads apart;
-    ``prefix``: what comes before /v1/messages; ``seed``: other seeds, other tasks and tool results."""
+    """A Load says what the client process does.
+
+    It plays ``sessions`` at the same time, with ``turns`` each, and bodies that grow by ``result_chars`` per turn.
+    ``think_s``: seconds between a reply and the next request of its session. ``tag``: tells the sessions of different
+    loads apart. ``prefix``: what comes before /v1/messages. ``seed``: another seed gives other tasks and tool results.
+    """
 
     port: int
     sessions: int
@@ -108,7 +112,10 @@ class Load:
 
 
 async def play(load: Load) -> dict[str, Any]:
-    """Latencies in seconds, [session][turn]; the first turn of all sessions is over before the clock starts."""
+    """Run a load; return its latencies in seconds, [session][turn], and totals.
+
+    The clock starts after the first turn of all sessions.
+    """
     talks = [Talk(load.seed + i, load.result_chars, load.max_tokens, load.stream) for i in range(load.sessions)]
     clients = [Client(load.port, f"{load.tag}{i}", load.prefix) for i in range(load.sessions)]
     sizes: list[int] = []

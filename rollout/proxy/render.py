@@ -8,6 +8,7 @@ of verl that ``rollout`` uses, and it is imported when a renderer is made, not w
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -156,21 +157,20 @@ def _remembering(tokenizer: Any) -> Any:
     verl's builders find the new ids of a turn by comparing with a synthetic conversation, which is the same in every
     turn; encoding it again is a third of the work of the turn's encoding.
     """
-    known: dict[bytes, Any] = {}
     apply = tokenizer.apply_chat_template
+
+    @functools.lru_cache(_REMEMBERED)
+    def ids_of(key: bytes) -> tuple[int, ...]:
+        conversation, options = msgspec.json.decode(key)
+        return tuple(apply(conversation, **options))
 
     def remember(conversation: Any, **options: Any) -> Any:
         of_ids = options.get("tokenize", True) and not options.get("return_dict", True)
-        if options.get("add_generation_prompt") or not of_ids:
-            return apply(conversation, **options)
-        key = msgspec.json.encode([conversation, options])
-        if len(key) > _SHORT:
-            return apply(conversation, **options)
-        if key not in known:
-            if len(known) >= _REMEMBERED:
-                known.clear()
-            known[key] = apply(conversation, **options)
-        return list(known[key])
+        if of_ids and not options.get("add_generation_prompt"):
+            key = msgspec.json.encode([conversation, options])
+            if len(key) <= _SHORT:
+                return list(ids_of(key))
+        return apply(conversation, **options)
 
     copied = copy.copy(tokenizer)
     copied.apply_chat_template = remember

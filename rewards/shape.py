@@ -71,6 +71,7 @@ class Shape:
         return shape if loaded or fail_to_pass or turn_penalty or token_penalty else None
 
     def __call__(self, verdict: Verdict, task: Task, effort: Effort) -> Verdict:
+        """Return the verdict with its shaped reward; it becomes REWARD_FAILED if the function fails."""
         if verdict.is_infra:
             return verdict
         if self.function is None:

@@ -19,7 +19,12 @@ log = logging.getLogger("rollout.proxy")
 def main(argv: list[str] | None = None) -> int:
     """Run the proxy until SIGTERM or SIGINT; the process ends here, with status 0 or 1."""
     parser = argparse.ArgumentParser(prog="python -m rollout.proxy", description=__doc__)
-    parser.add_argument("--engine", required=True, help="URL of the vLLM server, e.g. http://127.0.0.1:8000")
+    parser.add_argument(
+        "--engine",
+        required=True,
+        type=lambda url: url.rstrip("/"),
+        help="URL of the vLLM server, e.g. http://127.0.0.1:8000",
+    )
     parser.add_argument("--model", required=True, help="directory or hub name with its tokenizer and chat template")
     parser.add_argument("--tool-parser", required=True, help="vLLM's name for the tool-call format, e.g. qwen3_coder")
     parser.add_argument("--reasoning-parser", help="vLLM's name for the thinking format, e.g. qwen3")
@@ -31,23 +36,17 @@ def main(argv: list[str] | None = None) -> int:
         default=os.environ.get("ROLLOUT_PROXY_TOKEN"),
         help="accept only this token (default: $ROLLOUT_PROXY_TOKEN, which no process list shows)",
     )
-    parser.add_argument("--idle", type=float, default=3600.0, help="seconds after which an unused session is closed")
-    parser.add_argument("--max-sessions", type=int, default=256, help="beyond this, the least recently used is closed")
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds that calls have to end at shutdown")
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = Options(
-        engine=args.engine.rstrip("/"),
-        model=args.model,
-        tool_parser=args.tool_parser,
-        reasoning_parser=args.reasoning_parser,
-        any_family=args.any_family,
-        token=args.token,
-        idle_s=args.idle,
-        max_sessions=args.max_sessions,
-        grace_s=args.grace,
+    parser.add_argument(
+        "--idle", dest="idle_s", type=float, default=3600.0, help="seconds after which an unused session is closed"
     )
-    status = uvloop.run(_serve(options, args.host, args.port))
+    parser.add_argument("--max-sessions", type=int, default=256, help="beyond this, the least recently used is closed")
+    parser.add_argument(
+        "--grace", dest="grace_s", type=float, default=30.0, help="seconds that calls have to end at shutdown"
+    )
+    options = vars(parser.parse_args(argv))
+    host, port = options.pop("host"), options.pop("port")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    status = uvloop.run(_serve(Options(**options), host, port))
     sys.stdout.flush()
     logging.shutdown()
     # A thread may still be importing, and vLLM's exit hooks take seconds. Nothing of ours is open any more.

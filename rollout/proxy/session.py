@@ -119,7 +119,7 @@ class Session:
     def prepare(self, request: WireRequest, retry: bool) -> Call:
         """Match a request with the tree and encode what is new in it.
 
-        ``retry``: the client says that it asks this again. Raises RequestError.
+        ``retry``: whether the client marks the request as a retry. Raises RequestError.
         """
         if self.closed:
             raise closed_error()
@@ -131,7 +131,7 @@ class Session:
             ids = self._encode(talk, match)
             if self.tree.tokens + len(ids) > self.policy.max_session_tokens:
                 limit = self.policy.max_session_tokens
-                raise RequestError(f"the session would hold over {limit} tokens, its limit", 413, "request_too_large")
+                raise RequestError(f"this session may hold at most {limit} tokens", 413, "request_too_large")
             context = self.tree.add_context(match.base, talk.head.key, match.rest, ids)
         limit = min(self.policy.max_tokens, self.policy.max_context - context.length)
         if request.max_tokens > 0:

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
@@ -36,7 +36,7 @@ Count = Callable[[int, int], None]
 
 
 class Kind:
-    """One kind of box, as the config group ``sandbox`` describes it; this base class is a kind without images.
+    """A kind of box does what is said here, by its config group ``sandbox``; this base class is one without images.
 
     numbers: the keys of the group that must be numbers above 0. from_images: boxes are made from container images,
     which are pulled and sealed before a run.
@@ -57,14 +57,27 @@ class Kind:
     def boot(self, binary: Path, run: str = "") -> Boot:
         """Return the function that boots a task's boxes.
 
-        binary: Claude Code's, which is visible at its own path in an agent's box. run: the name of the run, for kinds
+        binary: the agent's, which is visible at its own path in an agent's box. run: the name of the run, for kinds
         that label their boxes.
         """
+        limits = self.limits()
+
+        async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+            binds = {binary: str(binary)} if socket_dir else None
+            grading = socket_dir is None
+            return await self._boot(task, grading, run, limits=limits, binds=binds, socket_dir=socket_dir)
+
+        return boot
+
+    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+        """Boot a box. common: the parameters that the boot functions of all kinds have."""
         raise NotImplementedError
 
     async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
-        """Pull and seal images ahead; returns a report per instance id, as ``sealing.ahead`` does. Raises
-        SandboxError."""
+        """Pull and seal images ahead; returns a report per instance id, as ``sealing.ahead`` does.
+
+        Raises SandboxError.
+        """
         raise NotImplementedError
 
     def limits(self) -> Limits:
@@ -97,21 +110,15 @@ class Local(Kind):
                 "allow them or set sandbox.isolation=auto"
             )
 
-    def boot(self, binary: Path, run: str = "") -> Boot:
-        """Return the function that boots a task's boxes; see ``Kind.boot``."""
-        isolation, limits = self.sandbox.isolation, self.limits()
-
-        async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
-            binds = {binary: str(binary)} if socket_dir else None
-            return await boot_local(
-                task.snapshot, isolation=isolation, limits=limits, binds=binds, socket_dir=socket_dir
-            )
-
-        return boot
+    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+        return await boot_local(task.snapshot, isolation=self.sandbox.isolation, **common)
 
 
 class FromImages(Kind):
-    """What kinds of box have in common that start from a task's image."""
+    """Boxes start from a task's image; this is what such kinds have in common.
+
+    base_hint: how to get a base image, for messages.
+    """
 
     from_images = True
     numbers = (*Kind.numbers, "memory_mb", "cpus", "processes", "pull_parallel")
@@ -134,11 +141,11 @@ class FromImages(Kind):
             kind = self.sandbox.kind
             raise ConfigError(f"{snapshots}, for which sandbox={kind} needs sandbox.base_image{self.base_hint}")
 
-    def source(self, task: Task, socket_dir: Path | None) -> tuple[Source, Path | None]:
-        """Return what a box is made from: the image, and for a local snapshot the directory that is copied into it."""
+    def _made_from(self, task: Task, grading: bool) -> dict[str, Any]:
+        """Return the parameters of the boot functions that name the image; a snapshot is copied into the base image."""
         if is_snapshot(task):
-            return Source(self.sandbox.base_image), task.snapshot
-        return source_of(task, grading=socket_dir is None), None
+            return {"source": Source(self.sandbox.base_image), "snapshot": task.snapshot}
+        return {"source": source_of(task, grading=grading)}
 
 
 class Docker(FromImages):
@@ -159,11 +166,10 @@ class Docker(FromImages):
             ) from error
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError if a snapshot has no image to run in, or if the first image that is not here cannot be
-        pulled either.
+        """Raise ConfigError if a snapshot has no image to run in, or if the first missing image cannot be pulled.
 
-        The other images are pulled before the run starts, which tells then. So it is for all images with podman, which
-        cannot ask a registry without a pull.
+        Whether the others can be is seen when they are pulled, before the run starts. With podman this goes for all
+        images, because it cannot ask a registry without a pull.
         """
         super().check_tasks(tasks)
         try:
@@ -173,23 +179,9 @@ class Docker(FromImages):
         except SandboxError as error:
             raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
 
-    def boot(self, binary: Path, run: str = "") -> Boot:
-        """Return the function that boots a task's boxes; see ``Kind.boot``."""
-        limits, budget = self.limits(), self.budget_bytes
-
-        async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
-            source, snapshot = self.source(task, socket_dir)
-            return await boot_docker(
-                source,
-                snapshot=snapshot,
-                limits=limits,
-                binds={binary: str(binary)} if socket_dir else None,
-                socket_dir=socket_dir,
-                run=run,
-                budget_bytes=budget,
-            )
-
-        return boot
+    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+        made_from = self._made_from(task, grading)
+        return await boot_docker(**made_from, run=run, budget_bytes=self.budget_bytes, **common)
 
     async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
         """Pull and seal images ahead; see ``Kind.prepare``."""
@@ -220,18 +212,8 @@ class Apptainer(FromImages):
             raise ConfigError(f"sandbox.base_image: no file {base}")
         writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
 
-    def boot(self, binary: Path, run: str = "") -> Boot:
-        """Return the function that boots a task's boxes; see ``Kind.boot``."""
-        limits, cache = self.limits(), self.cache
-
-        async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
-            source, snapshot = self.source(task, socket_dir)
-            binds = {binary: str(binary)} if socket_dir else None
-            return await boot_apptainer(
-                source, cache, snapshot=snapshot, limits=limits, binds=binds, socket_dir=socket_dir
-            )
-
-        return boot
+    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+        return await boot_apptainer(**self._made_from(task, grading), cache=self.cache, **common)
 
     async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
         """Pull and seal images ahead; see ``Kind.prepare``."""
@@ -258,7 +240,7 @@ def prepare_images(
     lines for the user; ``count`` is given how many of how many images are ready. Raises SandboxError.
     """
     kind = kind_of(sandbox)
-    wanted = [each for task in tasks if not is_snapshot(task) for each in wanted_of(task)]
+    wanted = wanted_of(tasks)
     if not wanted or not kind.from_images:
         return
     reports = asyncio.run(kind.prepare(wanted, say, count))
@@ -278,11 +260,16 @@ def source_of(task: Task, *, grading: bool) -> Source:
     return Source(task.image, task.base_commit, task.setup_patch or "", hide)
 
 
-def wanted_of(task: Task) -> list[Wanted]:
-    """Return the sealed images that a task needs: the agent's, and the one for grading where that is another."""
-    agent, grading = (source_of(task, grading=grading) for grading in (False, True))
-    wanted = [Wanted(task.instance_id, agent, task.FAIL_TO_PASS)]
-    return wanted if agent == grading else [*wanted, Wanted(f"{task.instance_id} (grading)", grading)]
+def wanted_of(tasks: Iterable[Task]) -> list[Wanted]:
+    """Return the sealed images that tasks need: for each the agent's, and the one for grading where that is another."""
+    wanted = []
+    for task in tasks:
+        if not is_snapshot(task):
+            agent, grading = (source_of(task, grading=grading) for grading in (False, True))
+            wanted.append(Wanted(task.instance_id, agent, task.FAIL_TO_PASS))
+            if agent != grading:
+                wanted.append(Wanted(f"{task.instance_id} (grading)", grading))
+    return wanted
 
 
 def writable(wanted: Path, key: str, advice: str) -> Path:
@@ -308,7 +295,7 @@ def main() -> None:
         kind = kind_of(compose(overrides).sandbox)
         if not kind.from_images:
             raise ConfigError(f"sandbox={kind.sandbox.kind} makes boxes without images; give another kind")
-        reports = asyncio.run(kind.prepare([each for task in tasks for each in wanted_of(task)], print))
+        reports = asyncio.run(kind.prepare(wanted_of(tasks), print))
     except (ConfigError, SandboxError) as error:
         raise SystemExit(f"images: {error}") from error
     for instance_id, report in reports.items():

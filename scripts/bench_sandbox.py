@@ -1,10 +1,10 @@
-"""How fast container sandboxes are, on an idle machine.
+"""Measure how fast container sandboxes are, on an idle machine.
 
     .venv/bin/python scripts/bench_sandbox.py [--repeat 20] [--boxes 16]
 
 Prints medians: from boot to the end of the first program; a grading, of a task whose tests take about 0.2 s, end to
-end; gradings per second with one per core at a time; and a number of episodes in parallel, each a boot, a program that
-edits a file, the diff and the end, with the errors that there were.
+end; gradings per second with one per core at a time; and the time of a number of episodes in parallel, each a boot, a
+program that edits a file, the diff and the end, with their errors.
 """
 
 from __future__ import annotations
@@ -12,32 +12,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import importlib.util
 import os
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+
+import task_images  # beside this file
 
 from rewards.grade import grade, warm_up
 from rewards.task import Task
 from rollout.sandbox.docker import images
-from rollout.sandbox.docker.box import boot_docker
+from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import get_engine
 
 
-def _kit():
-    """scripts/task_images.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("task_images", Path(__file__).with_name("task_images.py"))
-    module = sys.modules["task_images"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+async def _boot(task: Task) -> DockerSandbox:
+    return await boot_docker(images.Source(task.image, task.base_commit))
 
 
 async def _first_exec(task: Task) -> float:
     began = time.perf_counter()
-    box = await boot_docker(images.Source(task.image, task.base_commit))
+    box = await _boot(task)
     try:
         await box.exec(["true"], env={}, timeout_s=60)
         return time.perf_counter() - began
@@ -47,23 +42,20 @@ async def _first_exec(task: Task) -> float:
 
 async def _grading(task: Task) -> float:
     began = time.perf_counter()
-    boot = functools.partial(boot_docker, images.Source(task.image, task.base_commit))
-    verdict = await grade(task, task.patch.encode(), boot, timeout_s=120)
+    verdict = await grade(task, (task.patch or "").encode(), functools.partial(_boot, task), timeout_s=120)
     if verdict.reward != 1.0:
         raise RuntimeError(f"{task.instance_id}: {verdict.reason}: {verdict.detail}")
     return time.perf_counter() - began
 
 
-async def _episode(task: Task) -> float:
-    began = time.perf_counter()
-    box = await boot_docker(images.Source(task.image, task.base_commit))
+async def _episode(task: Task) -> None:
+    box = await _boot(task)
     try:
         await box.exec(["bash", "-c", "echo changed > changed"], env={}, timeout_s=60)
         if b"+changed" not in await box.diff():
             raise RuntimeError("the diff misses a change")
     finally:
         await box.close()
-    return time.perf_counter() - began
 
 
 async def _times(run: Callable[[Task], Awaitable[float]], task: Task, count: int, at_once: int) -> list[float]:
@@ -77,14 +69,12 @@ async def _times(run: Callable[[Task], Awaitable[float]], task: Task, count: int
 
 
 async def main(repeat: int, boxes: int) -> None:
-    kit = _kit()
-    task = await kit.make_task(await asyncio.to_thread(get_engine), kit.RECIPES[-1])
+    """Measure and print."""
+    task = await task_images.make_task(await asyncio.to_thread(get_engine), task_images.RECIPES[-1])
     await asyncio.to_thread(warm_up)
     await _grading(task)
-    first = await _times(_first_exec, task, repeat, 1)
-    print(f"boot to the end of the first program  {statistics.median(first) * 1000:6.0f} ms", flush=True)
-    alone = await _times(_grading, task, repeat, 1)
-    print(f"a grading                             {statistics.median(alone) * 1000:6.0f} ms", flush=True)
+    for what, run in (("boot to the end of the first program", _first_exec), ("a grading", _grading)):
+        print(f"{what:<37} {statistics.median(await _times(run, task, repeat, 1)) * 1000:6.0f} ms", flush=True)
     began = time.perf_counter()
     await _times(_grading, task, repeat, os.cpu_count() or 1)
     print(f"gradings a second                     {repeat / (time.perf_counter() - began):6.1f}", flush=True)

@@ -1,16 +1,16 @@
-"""Builds container images of real software tasks, for tests and for trying out `sandbox=docker` without a registry.
+"""Build container images of real software tasks, for tests and for trying out `sandbox=docker` without a registry.
 
     .venv/bin/python scripts/task_images.py --out DIR        # images, and DIR/tasks.parquet
     .venv/bin/python scripts/task_images.py --base           # only the base image; prints its name
 
-The images have SWE-bench's shape: the repository in /testbed at the commit before a fix, with the fix, a tag and a
-remote in its history (which sealing must hide); an environment `testbed` that eval scripts activate like conda's, with
-pytest; hidden tests that come with the eval script. The tasks are small Python packages, from their own releases, each
-with a bug planted in it and the tests that notice it taken out. FAIL_TO_PASS and PASS_TO_PASS are what the tests did in
-a box; then every task is graded: the gold patch must resolve it, and a patch that changes no code must not.
+The images have the form of SWE-bench's: the repository in /testbed at the commit before a fix, with the fix, a tag and
+a remote in its history (which sealing must hide); an environment `testbed` that eval scripts activate as if it were
+conda's, with pytest; hidden tests that come with the eval script. The tasks are small Python packages, from their own
+releases, with a planted bug and without the tests that notice it. FAIL_TO_PASS and PASS_TO_PASS are what the tests did
+in a box. Then every task is graded: the gold patch must resolve it, and no patch must not.
 
-The base image comes from debootstrap, so this needs root, debootstrap and a container engine, and a package mirror and
-index to download from. What is there already is not made again: the base takes minutes, a task seconds.
+The base image is made by debootstrap, so this needs root, debootstrap and a container engine, and a mirror and an index
+of packages to download from. What is there already is not made again: the base takes minutes, a task seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
-
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
+from rl.quickstart.tasks import write_tasks
 from rollout.files import write
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.docker import images
@@ -49,7 +47,7 @@ PACKAGES = ("git", "python3", "python3-venv")
 WHEELS = ("pytest==8.3.4", "pluggy==1.5.0", "iniconfig==2.0.0", "packaging==24.2", "wheel==0.45.1")
 TIMEOUT_S = 120.0
 
-# What conda's own script does for eval scripts: `source .../activate`, then `conda activate testbed`.
+# This does what conda's script does for eval scripts: `source .../activate`, then `conda activate testbed`.
 _ACTIVATE = """\
 conda() { if [ "$1" = activate ]; then export CONDA_DEFAULT_ENV=$2 PATH=/opt/miniconda3/envs/$2/bin:$PATH; fi; }
 """
@@ -75,13 +73,14 @@ pytest -rA {tests}
 git checkout {base} {tests}
 """
 _COMMIT = {"NAME": "task", "EMAIL": "task@example.com", "DATE": "2025-01-01T00:00:00+0000"}
-# A patch that changes no code: the empty patch is never run, and the bug must be seen to fail.
-_NOTE_PATCH = b"diff --git a/NOTE b/NOTE\nnew file mode 100644\n--- /dev/null\n+++ b/NOTE\n@@ -0,0 +1 @@\n+note\n"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task: `right` in `file` of the release becomes `wrong`; `hidden` are test functions taken out of `tests`."""
+    """A task is made from a release of a package.
+
+    `right` in `file` becomes `wrong`; the functions `hidden` are removed from the test file `tests`.
+    """
 
     package: str
     version: str
@@ -94,10 +93,12 @@ class Recipe:
 
     @property
     def instance_id(self) -> str:
+        """Return the task's instance id."""
         return f"packages__{self.package}-{self.version}"
 
     @property
     def image(self) -> str:
+        """Return the name of the task's image, which changes with the recipe and with the base image."""
         key = _key(repr(self), _base_key())
         return f"{PROJECT}/task-{self.package}:{key}"
 
@@ -148,7 +149,7 @@ RECIPES = (
 
 
 async def make_task(engine: ContainerEngine, recipe: Recipe) -> Task:
-    """The task of a recipe, verified. Image and row are made if they are not there."""
+    """Return the verified task of a recipe; image and row are made if they are not there."""
     row_file = images.cache_dir("tasks") / f"{_key(recipe.image)}.json"
     if not row_file.exists() or await engine.call(images.missing, engine, [recipe.image]):
         row = await engine.call(_build_task, engine, recipe, cause="boot_failed")
@@ -165,9 +166,9 @@ async def make_task(engine: ContainerEngine, recipe: Recipe) -> Task:
 
 
 async def verify(task: Task) -> None:
-    """RuntimeError unless the gold patch resolves the task and a patch without code does not."""
+    """Raise RuntimeError unless the gold patch resolves the task and no patch does not."""
     assert task.patch is not None
-    for patch, wanted in ((task.patch.encode(), Outcome.RESOLVED), (_NOTE_PATCH, Outcome.UNRESOLVED)):
+    for patch, wanted in ((task.patch.encode(), Outcome.RESOLVED), (None, Outcome.UNRESOLVED)):
         verdict = await grade(task, patch, functools.partial(_boot, task), timeout_s=TIMEOUT_S)
         if verdict.outcome is not wanted:
             raise RuntimeError(
@@ -176,7 +177,7 @@ async def verify(task: Task) -> None:
 
 
 def base_image(engine: ContainerEngine) -> str:
-    """The image that task images are made of; made if it is not there (minutes). Blocks."""
+    """Return the name of the image that task images are based on; it is made if it is not there (minutes). Blocks."""
     tag = f"{PROJECT}/base:{_base_key()}"
     with images.locked(tag):
         if images.missing(engine, [tag]):
@@ -196,13 +197,13 @@ def base_image(engine: ContainerEngine) -> str:
 
 
 def build_image(engine: ContainerEngine, files: Path, tag: str, script: str = "") -> None:
-    """An image on the base whose /testbed is a copy of a directory; `script` runs in it. Blocks."""
+    """Make an image on the base whose /testbed is a copy of a directory; `script` runs there first. Blocks."""
     copy = f"cp -a /files/. /testbed && cd /testbed\n{script}"
     _build(engine, base_image(engine), f"mkdir /testbed && {copy}", tag, files, "/files")
 
 
 def _build_task(engine: ContainerEngine, recipe: Recipe) -> dict[str, str]:
-    """Make the image; returns the row without its test names."""
+    """Make the image, and return the row without its test names."""
     with images.locked(recipe.image), tempfile.TemporaryDirectory(prefix="task-") as name:
         _pip_download(name, f"{recipe.package}=={recipe.version}", "--no-binary", ":all:")
         with tarfile.open(next(Path(name).glob("*.tar.gz"))) as tar:
@@ -228,8 +229,10 @@ def _build_task(engine: ContainerEngine, recipe: Recipe) -> dict[str, str]:
 
 
 def _history(recipe: Recipe, repo: Path) -> tuple[str, str, str]:
-    """Make a repository of an unpacked release, at the commit before the fix; returns that commit, the gold patch
-    and the test patch."""
+    """Make a repository of an unpacked release, at the commit before the fix.
+
+    Returns that commit, the gold patch and the test patch.
+    """
     for generated in [*repo.glob("**/*.egg-info"), repo / "PKG-INFO"]:
         shutil.rmtree(generated) if generated.is_dir() else generated.unlink(missing_ok=True)
     (repo / ".gitignore").write_text("__pycache__/\n*.egg-info/\nbuild/\n.pytest_cache/\n")
@@ -258,7 +261,7 @@ def _history(recipe: Recipe, repo: Path) -> tuple[str, str, str]:
 
 
 def _without(source: str, functions: Sequence[str]) -> str:
-    """The source without these functions, wherever they are defined."""
+    """Return the source without these functions, wherever they are defined."""
     lines = source.splitlines(keepends=True)
     nodes = [
         node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name in functions
@@ -283,7 +286,7 @@ async def _boot(task: Task) -> Sandbox:
 
 
 async def _results(task: Task, patch: bytes) -> dict[str, str]:
-    """What each test did, with a patch applied."""
+    """Return what each test did with a patch applied, by its name."""
     from swebench.harness.log_parsers import PARSER_REGISTRY
     from swebench.harness.utils import make_test_spec
 
@@ -308,17 +311,17 @@ def _debootstrap(engine: ContainerEngine, tag: str) -> None:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"task_images: debootstrap failed: {done.stdout[-500:]}")
-        # Every file costs time when the engine looks for changes.
+        # Every file costs time whenever the engine looks for changes.
         unneeded = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/locale", "usr/share/man")
         for directory in (*unneeded, "usr/share/zoneinfo/posix", "usr/share/zoneinfo/right"):
             shutil.rmtree(Path(name, directory), ignore_errors=True)
         with subprocess.Popen(["tar", "-C", name, "-c", "."], stdout=subprocess.PIPE) as tar:
             assert tar.stdout is not None
-            engine.client.import_image_from_stream(tar.stdout, tag)  # in one: podman forgets the other part
+            engine.client.import_image_from_stream(tar.stdout, tag)  # tag included: podman ignores a separate one
 
 
 def _mirror() -> list[str]:
-    """The mirror that this machine's apt uses for the suite; none: debootstrap's own."""
+    """Return the mirror that this machine's apt uses for the suite, for debootstrap; [] if none is known."""
     with contextlib.suppress(OSError):
         command = ["apt-get", "indextargets", "--format", "$(CODENAME) $(SITE)", "Created-By: Packages"]
         for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines():
@@ -336,27 +339,18 @@ def _pip_download(directory: str, *what: str) -> None:
 
 
 def _build(engine: ContainerEngine, image: str, script: str, tag: str, files: Path, inside: str) -> None:
-    """Run a script in an image, with `files` there to read, and keep what comes of it under a tag."""
+    """Run a script in an image, with a directory to read from at `inside`, and tag the result."""
     client = engine.client
-    host = {
-        "network_mode": "none",
-        "ulimits": engine.ulimits(),
-        "mounts": [{"Type": "bind", "Source": str(files), "Target": inside, "ReadOnly": True}],
-    }
-    container = client.create_container(
-        image,
-        ["bash", "-euc", script],
-        labels=engine.labels(),
-        host_config=client.create_host_config(**host),
-        use_config_proxy=False,
-    )["Id"]
+    mounts = [{"Type": "bind", "Source": str(files), "Target": inside, "ReadOnly": True}]
+    host = {"network_mode": "none", "ulimits": engine.ulimits(), "mounts": mounts}
+    container = engine.new(image, host, command=["bash", "-euc", script])
     try:
         client.start(container)
         if client.wait(container, timeout=600)["StatusCode"]:
             raise RuntimeError(f"{tag}: {client.logs(container).decode(errors='replace')[-2000:]}")
         client.commit(container, *tag.rsplit(":", 1))
     finally:
-        client.remove_container(container, force=True, v=True)
+        engine.remove(container)
 
 
 def _base_key() -> str:
@@ -375,17 +369,12 @@ async def _make(out: Path) -> None:
         tasks.append(await make_task(engine, recipe))
         counts = f"{len(tasks[-1].FAIL_TO_PASS)} fail to pass, {len(tasks[-1].PASS_TO_PASS)} pass to pass"
         print(f"{recipe.instance_id}: {counts}", flush=True)
-    write_parquet(out / "tasks.parquet", tasks)
-
-
-def write_parquet(path: Path, tasks: Sequence[Task]) -> None:
-    rows = [task.to_row() for task in tasks]
-    schema = pyarrow.schema([(name, pyarrow.string()) for name in rows[0]])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)
+    out.mkdir(parents=True, exist_ok=True)
+    write_tasks(out / "tasks.parquet", tasks)
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="scripts/task_images.py", description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="directory for tasks.parquet")

@@ -171,7 +171,7 @@ def make_tasks(out: Path, seed: int, n_train: int = 64, n_heldout: int = 32) -> 
         building = Path(name)
         commits = _write_repositories(building / "repos", [*train, *heldout])
         for split, puzzles in (("train", train), ("heldout", heldout)):
-            _write_parquet(building / f"{split}.parquet", [_task(p, commits, building) for p in puzzles])
+            write_tasks(building / f"{split}.parquet", [_task(p, commits, building) for p in puzzles])
         asyncio.run(_verify([*train, *heldout], commits, building))
         shutil.rmtree(out / "repos", ignore_errors=True)
         for entry in ("repos", "train.parquet", "heldout.parquet"):
@@ -272,7 +272,8 @@ def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
     return Task.from_row(row, base_dir)
 
 
-def _write_parquet(path: Path, tasks: list[Task]) -> None:
+def write_tasks(path: Path, tasks: list[Task]) -> None:
+    """Write a parquet file of tasks."""
     rows = [task.to_row() for task in tasks]
     schema = pyarrow.schema([(name, pyarrow.string()) for name in rows[0]])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)

@@ -39,11 +39,6 @@ class Source:
     setup_patch: str = ""
     hide: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:
-        """Return a short name that no other source has."""
-        return digest(repr(self))
-
 
 @dataclass(frozen=True)
 class Wanted:

@@ -39,11 +39,6 @@ class Tree(Protocol):
         """Return the contents of a file, or where a link points."""
 
 
-def tree_diff(old: Path, new: Path, scratch: Path, max_bytes: int) -> bytes:
-    """Return the `patch_between` two directories. Raises OSError too if one cannot be read."""
-    return patch_between(Directory(os.fsencode(old)), Directory(os.fsencode(new)), scratch, max_bytes)
-
-
 def patch_between(old: Tree, new: Tree, scratch: Path, max_bytes: int) -> bytes:
     """Return the patch that turns `old` into `new` (apply it with `git apply`), b"" if nothing differs.
 

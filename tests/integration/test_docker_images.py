@@ -334,7 +334,7 @@ async def test_a_missing_image_is_named_before_anything_starts(engine: Container
 def test_the_command_reports_every_task(engine: ContainerEngine, tmp_path: Path) -> None:
     kit = task_images()
     task = asyncio.run(made(kit.make_task, engine, kit.RECIPES[0]))
-    kit.write_parquet(tmp_path / "tasks.parquet", [task])
+    kit.write_tasks(tmp_path / "tasks.parquet", [task])
     command = [sys.executable, "-m", "rl.boxes", str(tmp_path / "tasks.parquet"), "sandbox=docker"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout == f"images: 1 of 1 ready\n{task.instance_id}: no residue\n", done

@@ -58,13 +58,13 @@ def test_admission_takes_the_tasks_that_grade_right(tasks: list[Task], tmp_path:
     """By the command: gold patches resolve, no patch does not. One whose image changes between two gradings is flaky,
     one whose patch repairs nothing is broken."""
     client, changing = get_engine().client, f"{PROJECT}/test-flaky:1"
-    note = task_images()._NOTE_PATCH.decode()
+    note = "diff --git a/NOTE b/NOTE\nnew file mode 100644\n--- /dev/null\n+++ b/NOTE\n@@ -0,0 +1 @@\n+note\n"
     others = [
         dataclasses.replace(tasks[0], instance_id="flaky", image=changing),
         dataclasses.replace(tasks[1], instance_id="broken", patch=note),
     ]
     source, out = tmp_path / "tasks.parquet", tmp_path / "admitted.parquet"
-    task_images().write_parquet(source, [*tasks, *others])
+    task_images().write_tasks(source, [*tasks, *others])
 
     def admit(tries: int) -> list[str]:
         command = [sys.executable, "-m", "rl.data.admit", str(source), "--out", str(out), "--tries", str(tries)]

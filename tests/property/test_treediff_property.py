@@ -14,7 +14,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.sandbox.treediff import tree_diff
+from rollout.sandbox.treediff import Directory, patch_between
 
 _names = st.sampled_from(["a", "b", "a.b", "a-b", "a0", "é", "sp ace", 'quo"te', "-x", "new\nline"])
 _contents = st.one_of(
@@ -71,8 +71,9 @@ def test_apply_inverts_diff(old: dict, new: dict) -> None:
     try:
         _write(base / "old", old)
         _write(base / "new", new)
-        patch = tree_diff(base / "old", base / "new", base / "scratch", 10**6)
-        assert patch == tree_diff(base / "old", base / "new", base / "again", 10**6)
+        old, new = (Directory(os.fsencode(base / name)) for name in ("old", "new"))
+        patch = patch_between(old, new, base / "scratch", 10**6)
+        assert patch == patch_between(old, new, base / "again", 10**6)
         if patch:
             env = {**os.environ, "GIT_DIR": "/none"}
             command = ["git", "apply", "--whitespace=nowarn"]

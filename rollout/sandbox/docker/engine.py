@@ -109,40 +109,38 @@ class ContainerEngine:
         self._owed.add(container)
 
     def create(self, image: str, host: dict[str, Any], disk_bytes: int, **config: Any) -> tuple[str, bool]:
-        """Create a container; returns its id and whether the engine itself limits its disk.
-
-        host: the host config. config: the rest.
-        """
+        """Create a box's container; returns its id and whether the engine itself limits its disk. See `new`."""
         for owed in list(self._owed):  # threads that do this at the same time do no harm
             self.remove(owed)
             self._owed.discard(owed)
         if self._sized is not False:
             sized = {**host, "storage_opt": {"size": str(disk_bytes)}}
             try:
-                made = self._create(image, sized, config)
+                made = self.new(image, sized, **config)
                 self._sized = True
                 return made, True
             except APIError as error:
                 if self._sized or not re.search(r"storage.?opt|quota", str(error.explanation), re.IGNORECASE):
                     raise
                 self._sized = False  # this storage driver has no quotas
-        return self._create(image, host, config), False
+        return self.new(image, host, **config), False
 
     @contextlib.contextmanager
     def unstarted(self, image: str) -> Generator[str]:
         """Make a container that is never started, from which the files of an image can be read."""
-        config = {"command": ["true"], "entrypoint": [], "labels": self.labels()}
-        container = self._create(image, {"network_mode": "none", "log_config": {"Type": "none"}}, config)
+        host = {"network_mode": "none", "log_config": {"Type": "none"}}
+        container = self.new(image, host, command=["true"], entrypoint=[])
         try:
             yield container
         finally:
             self.remove(container)
 
-    def _create(self, image: str, host: dict[str, Any], config: dict[str, Any]) -> str:
-        # The SDK would set the HTTP proxies of ~/.docker/config.json in the box.
-        return self.client.create_container(
-            image, host_config=self.client.create_host_config(**host), use_config_proxy=False, **config
-        )["Id"]
+    def new(self, image: str, host: dict[str, Any], **config: Any) -> str:
+        """Create a container; returns its id. host: the host config. config: the rest."""
+        host_config = self.client.create_host_config(**host)
+        # By default the SDK would set the HTTP proxies of ~/.docker/config.json in the box.
+        config = {"labels": self.labels(), "use_config_proxy": False, **config}
+        return self.client.create_container(image, host_config=host_config, **config)["Id"]
 
     def kill(self, container: str) -> None:
         """Kill a container and wait until it is dead; it may be dead already."""

@@ -64,7 +64,7 @@ def sealed(engine: ContainerEngine, source: Source, budget_bytes: int | None = N
     known = _known.get(source)
     if known is None:
         check_source(source)
-        with locked(source.name):
+        with locked(digest(repr(source))):
             known, fresh = _find_or_seal(engine, source)
         _known[source] = known
         if fresh and budget_bytes is not None:
@@ -146,24 +146,23 @@ def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) ->
     volumes = status["Config"].get("Volumes") or {}
     if any(PurePosixPath(WORKDIR).is_relative_to(volume) for volume in volumes):
         raise SandboxError("seal_failed", f"{image} keeps {WORKDIR} in a volume")
-    container = client.create_container(
+    host = {
+        "network_mode": "none",
+        "cap_drop": ["ALL"],
+        "cap_add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"],  # files may belong to the image's user
+        "security_opt": engine.security_opt,
+        "ulimits": engine.ulimits(),
+        "log_config": {"Type": "json-file"},  # its output is read, whatever the engine does with that of others
+    }
+    container = engine.new(
         status["Id"],
-        [WORKDIR, HOME, user, source.base_commit, *source.hide],
+        host,
+        command=[WORKDIR, HOME, user, source.base_commit, *source.hide],
         entrypoint=["bash", "-c", SCRIPT, "seal"],
         user="0:0",
         working_dir="/",
         healthcheck={"test": ["NONE"]},
-        labels=engine.labels(),
-        host_config=client.create_host_config(
-            network_mode="none",
-            cap_drop=["ALL"],
-            cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER"],  # files may belong to the image's user
-            security_opt=engine.security_opt,
-            ulimits=engine.ulimits(),
-            log_config={"Type": "json-file"},  # its output is read, whatever the engine does with that of others
-        ),
-        use_config_proxy=False,
-    )["Id"]
+    )
     try:
         docker_files.write(engine, container, "/", PurePosixPath("setup.diff"), source.setup_patch.encode(), (0, 0))
         client.start(container)

@@ -1,7 +1,7 @@
-# Runs once in a container of a task's image, which becomes the sealed image: the history of the work tree is replaced
-# by one commit with a fixed author and date. Arguments: work tree, HOME of a box, user of the image, name by which eval
-# scripts ask for the commit (may be empty), paths to remove; /setup.diff is applied first, if it is not empty.
-# Prints lines "key value": what was found, and how the result looks.
+# This runs once in a container of a task's image, which becomes the sealed image: it replaces the history of the work
+# tree by one commit with a fixed author and date. Arguments: work tree, HOME of a box, user of the image, the name by
+# which eval scripts ask for the commit (may be empty), paths to remove. /setup.diff is applied first, if it is not empty.
+# It prints lines "key value": what it found, and what the result is like.
 set -euo pipefail
 work=$1 home=$2 user=${3:-0} base=$4
 shift 4
@@ -10,7 +10,7 @@ for tool in git find; do
   command -v $tool >/dev/null || { echo "missing $tool"; exit 3; }
 done
 
-# uid:gid of the image's user, whom the new files belong to.
+# The new files will belong to uid:gid of the image's user.
 name=${user%%:*} group=
 case $user in *:*) group=${user#*:} ;; esac
 case $name in *[!0-9]*) uid=$(id -u "$name") ;; *) uid=$name ;; esac
@@ -28,7 +28,7 @@ printf '[safe]\n\tdirectory = *\n[gc]\n\tauto = 0\n[core]\n\tlogAllRefUpdates = 
 export GIT_AUTHOR_NAME=task GIT_AUTHOR_EMAIL=task@example.com GIT_AUTHOR_DATE='2025-01-01T00:00:00 +0000'
 export GIT_COMMITTER_NAME=task GIT_COMMITTER_EMAIL=task@example.com GIT_COMMITTER_DATE='2025-01-01T00:00:00 +0000'
 
-# Tracked, though ignore rules may say otherwise: these stay tracked.
+# Files that are tracked now stay tracked, even if ignore rules name them.
 { git ls-files -z 2>/dev/null || true; } | while IFS= read -r -d '' path; do
   if [ -L "$path" ] || [ -f "$path" ]; then printf '%s\0' "$path"; fi
 done >"$scratch/tracked"
@@ -46,7 +46,7 @@ git symbolic-ref HEAD refs/heads/main
 git add -A .
 git update-index -z --add --remove --stdin <"$scratch/tracked"
 git commit -q --no-verify --allow-empty -m 'The task'
-# Eval scripts check out test files from the commit they know.
+# Eval scripts check out test files from the commit that they know.
 if [ -n "$base" ] && [ "$base" != "$(git rev-parse HEAD)" ]; then
   git update-ref "refs/replace/$base" HEAD
 fi
@@ -56,7 +56,7 @@ rm -rf .git/logs .git/COMMIT_EDITMSG .git/description .git/branches .git/hooks
 mkdir -p "$home"
 if [ "$uid:$gid" != 0:0 ]; then chown -R "$uid:$gid" .git "$home"; fi
 
-# How it looks now: the engine's side refuses anything but one commit, its replacement name, and nothing loose.
+# Describe the result; the caller refuses anything but one commit, its replacement name, and no unreachable object.
 export GIT_NO_REPLACE_OBJECTS=1
 echo "commits $(git cat-file --batch-all-objects --batch-check='%(objecttype)' | grep -c '^commit$')"
 echo "unreachable $(git fsck --unreachable --no-reflogs 2>/dev/null | grep -c '^unreachable' || true)"
@@ -65,11 +65,11 @@ git remote | sed 's/^/remote /'
 [ ! -s .git/objects/info/alternates ] || echo "alternates $(head -n 1 .git/objects/info/alternates)"
 git status --porcelain | head -n 20 | sed 's/^/dirty /'
 
-# What is left that could tell the answer; for people, who judge it.
+# Report what is left that could tell the answer; people judge it.
 find . -path ./.git -prune -o \( -name '*.orig' -o -name '*.rej' \) -print | sed 's/^/leftover /'
 find / -xdev \( -path /proc -o -path /sys -o -path "$work" -o -path "$scratch" \) -prune -o -name .git -print |
-  sed 's/^/repository /' || true # without root, not everything can be looked at
+  sed 's/^/repository /' || true # without root, some directories cannot be read
 find / -xdev \( -path /proc -o -path /sys -o -path "$work" \) -prune -o -name direct_url.json -exec grep -l vcs_info {} + |
-  sed 's/^/installed_from /' || true # grep finds nothing where all is well
+  sed 's/^/installed_from /' || true # grep fails if it finds nothing, which is good
 rm -rf "$scratch"
 echo "sealed yes"

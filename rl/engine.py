@@ -1,4 +1,4 @@
-"""verl's LLM client as an engine of the proxy: token ids in, token ids and logprobs out."""
+"""This module makes verl's LLM client an engine of the proxy: token ids in, token ids and logprobs out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout.proxy.engine import Completion, EngineError
 
 
 class VerlEngine:
-    """verl's client as an engine, sticky by episode: all calls of an episode go to one server.
+    """This engine is verl's client. It is sticky by episode: all calls of an episode go to one server.
 
     *Logprobs* are those of the distribution that was sampled from: verl starts vLLM with
     ``logprobs_mode=processed_logprobs``.

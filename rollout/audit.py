@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
                 kind = "context" if node.logprobs is None else "sampled" if node.delivered else "undelivered"
                 if _infra_failed(record):
                     kind = "left out"
-                total[kind] += len(node.ids) // 4
+                total[kind] += node.length
                 total["replies"] += node.logprobs is not None
     except (CorruptRecordError, FileNotFoundError) as error:
         print(f"audit: {error}", file=sys.stderr)

@@ -44,7 +44,7 @@ class CorruptRecordError(Exception):
 
 
 class NodeRecord(msgspec.Struct, omit_defaults=True):
-    """A node of the session tree.
+    """A node record is one node of the session tree.
 
     ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: index of the node before it, -1 for a root.
     The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
@@ -67,12 +67,12 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
 
     @property
     def length(self) -> int:
-        """The number of its tokens."""
+        """Return the number of its tokens."""
         return len(self.ids) // 4
 
 
 class RowRecord(msgspec.Struct):
-    """A training row as it was handed to the trainer. ``nodes``: the sampled nodes that it trains; ``digest``: see
+    """A row record tells which training row was handed to the trainer. ``nodes``: the sampled nodes that it trains; ``digest``: see
     ``row_digest``."""
 
     prompt_tokens: int

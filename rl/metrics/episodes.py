@@ -1,4 +1,4 @@
-"""Numbers that a run records about its episodes and steps, in files of one JSON object per line:
+"""This module writes and reads the figures of a run's episodes and steps, in files of one JSON object per line:
 
 ``episode_metrics/<host>-<pid>.jsonl``
     a line per attempt, made from its record (``line``) and written by the agent loop (``EpisodeLog``).

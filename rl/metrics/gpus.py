@@ -65,7 +65,7 @@ class GpuMeter:
 
 
 class Gpus:
-    """These are the meters of all nodes of the Ray cluster."""
+    """This object holds the meters of all nodes of the Ray cluster."""
 
     def __init__(self) -> None:
         remote = ray.remote(num_cpus=0)(GpuMeter)

@@ -29,8 +29,11 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class AgentRun:
-    """An agent run is what the agent's output tells. ``turns``: calls of the main thread that were acted on, 0 if
-    unknown; ``detail``: the last answer, or what went wrong; ``events``: the agent's event stream, one dict a line."""
+    """An agent run is what the agent's output tells about it.
+
+    ``turns``: calls of the main thread that the agent acted on, 0 if unknown; ``detail``: the last answer, or what went
+    wrong; ``events``: the agent's event stream, one dict per line.
+    """
 
     status: Status
     turns: int
@@ -39,16 +42,16 @@ class AgentRun:
 
 
 class Agent(Protocol):
-    """An agent with its settings. Implementations are frozen dataclasses."""
+    """An agent is a program with its settings. Implementations are frozen dataclasses."""
 
     @property
     def binary(self) -> Path:
-        """The executable on this machine; boxes show it, read-only, under the same path."""
+        """Return the executable on this machine; boxes show it, read-only, under the same path."""
         ...
 
     @property
     def timeout_s(self) -> float:
-        """Wall seconds after which a run is ended."""
+        """Return the wall seconds after which a run is ended."""
         ...
 
     def argv(self, prompt: str) -> list[str]:

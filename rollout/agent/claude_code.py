@@ -1,4 +1,4 @@
-"""Claude Code as an agent, headless: its binary, command line, environment and result. Written against version 2.1.
+"""This module runs Claude Code as an agent, headless. It is written against version 2.1.
 
 The environment is built from nothing and points at the episode's proxy session only; no variable of the trainer's
 process reaches the agent.
@@ -27,9 +27,9 @@ _LEAST_WINDOW = 45_000
 
 @dataclass(frozen=True)
 class ClaudeCode:
-    """Claude Code with its settings (configs/agent/claude_code.yaml).
+    """This agent is Claude Code, with the settings of configs/agent/claude_code.yaml.
 
-    ``bare`` asks for its small prompt (no CLAUDE.md, hooks, reminders); ``system_prompt`` replaces its own; ``tools``
+    ``bare`` asks for the small prompt (no CLAUDE.md, hooks, reminders); ``system_prompt`` replaces its own; ``tools``
     restricts the built-in tools (None: all). ``timeout_s``: wall time of a whole run. ``max_tokens``: of one reply.
     ``max_context``: the policy's context length in tokens, so that Claude Code compacts in time.
     """
@@ -48,7 +48,7 @@ class ClaudeCode:
     def of(
         cls, *, binary: str | None, tools: Sequence[str] | None, extra_args: Sequence[str], **settings: Any
     ) -> ClaudeCode:
-        """Return it from a config's plain values. Raises FileNotFoundError when there is no Claude Code binary."""
+        """Return the agent of a config's plain values. Raises FileNotFoundError when there is no Claude Code binary."""
         tools = None if tools is None else tuple(tools)
         return cls(binary=find_binary(binary), tools=tools, extra_args=tuple(extra_args), **settings)
 

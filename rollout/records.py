@@ -72,8 +72,10 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
 
 
 class RowRecord(msgspec.Struct):
-    """A row record tells which training row was handed to the trainer. ``nodes``: the sampled nodes that it trains; ``digest``: see
-    ``row_digest``."""
+    """A row record is one training row as it was handed to the trainer.
+
+    ``nodes``: the sampled nodes that it trains; ``digest``: see ``row_digest``.
+    """
 
     prompt_tokens: int
     response_tokens: int

@@ -1,11 +1,11 @@
-"""What tests share that need a container engine: a small image, the tasks of scripts/task_images.py."""
+"""What tests that need a container engine share: a small image, and the tasks of scripts/task_images.py."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,14 +17,12 @@ import pytest
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.engine import OWNER, PROJECT, ContainerEngine, get_engine
 from rollout.sandbox.owner import me
-from tests.sandboxes import make_snapshot
-
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.sandboxes import REPOSITORY, history, make_snapshot
 
 
 @functools.cache
 def task_images() -> ModuleType:
-    """scripts/task_images.py, which is in no package."""
+    """Import scripts/task_images.py, which is in no package."""
     spec = importlib.util.spec_from_file_location("task_images", REPOSITORY / "scripts" / "task_images.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules["task_images"] = importlib.util.module_from_spec(spec)
@@ -33,7 +31,7 @@ def task_images() -> ModuleType:
 
 
 def made(function: Any, *arguments: Any) -> Any:
-    """What an image builder makes; a skip where it cannot work, which continuous integration does not accept."""
+    """Return what an image builder makes; where it cannot work, skip, or fail in continuous integration."""
     try:
         return function(*arguments)
     except SystemExit as error:
@@ -41,41 +39,22 @@ def made(function: Any, *arguments: Any) -> Any:
 
 
 @functools.cache
-def history(directory: Path) -> Path:
-    """`make_snapshot`, with a later commit, a tag, a remote, a stash and a reflog to hide."""
-    repo = make_snapshot(directory)
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com"]
-    (repo / "tracked.log").write_text("tracked, though it is ignored\n")
-    for arguments in (["add", "-f", "tracked.log"], ["commit", "-qm", "second"], ["branch", "base"]):
-        subprocess.run([*git, *arguments], cwd=repo, check=True)
-    (repo / "README.md").write_text("the fix\n")
-    for arguments in (
-        ["commit", "-qam", "the fix"],
-        ["tag", "-a", "v2", "-m", "fixed"],
-        ["remote", "add", "origin", "https://example.com/x.git"],
-        ["update-ref", "refs/remotes/origin/main", "HEAD"],
-        ["checkout", "-q", "base"],
-    ):
-        subprocess.run([*git, *arguments], cwd=repo, check=True)
-    (repo / "README.md").write_text("stashed\n")
-    subprocess.run([*git, "stash", "-q"], cwd=repo, check=True)
-    (repo / ".git" / "hooks").mkdir(exist_ok=True)
-    (repo / ".git" / "hooks" / "pre-commit").write_text("#!/bin/sh\n")
-    return repo
+def base_image() -> str:
+    """Return the name of the base image; the first test that ever asks for it makes it, which takes minutes."""
+    return made(task_images().base_image, get_engine())
 
 
 @functools.cache
 def small_image() -> str:
-    """The image of `history`, made once and kept."""
-    kit = task_images()
-    tag = f"{PROJECT}/test:{kit._key(kit._base_key(), Path(__file__).read_text())}"
-    engine = get_engine()
+    """Return the name of an image with the repository of `history`, made once and kept."""
+    kit, base = task_images(), base_image()
+    tag = f"{PROJECT}/test:{kit._key(base, inspect.getsource(make_snapshot), inspect.getsource(history))}"
     with images.locked(tag), tempfile.TemporaryDirectory() as name:
-        if images.missing(engine, [tag]):
-            made(kit.build_image, engine, history(Path(name, "repo")), tag)
+        if images.missing(get_engine(), [tag]):
+            kit.build_image(get_engine(), history(Path(name, "repo")), tag)
     return tag
 
 
 def left(engine: ContainerEngine) -> list[str]:
-    """Containers of this process."""
+    """Return the ids of this process's containers."""
     return [c["Id"] for c in engine.client.containers(all=True, filters={"label": f"{OWNER}={me()}"})]

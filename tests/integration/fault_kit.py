@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import os
 import random
-import signal
-import subprocess
-import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-import docker
-from docker.errors import DockerException
+from typing import Any
 
 from rewards.task import Task
 from rewards.verdict import Reason
@@ -31,7 +21,6 @@ from rollout.proxy.server import ProxyServer
 from rollout.records import record_of
 from rollout.sandbox import Sandbox
 from rollout.sandbox.docker import engine as docker_engine
-from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import DockerSandbox
 from tests.docker_kit import left, made, task_images
 from tests.integration.claude_kit import call, in_turn, scripted
@@ -129,108 +118,3 @@ class Stand:
         assert left(docker_engine.get_engine()) == [] and not alive(self.nap)
         assert self.proxy.sessions == {} and self.proxy._sockets == {}
         assert list(self.scratch.iterdir()) == []
-
-
-class OwnEngine:
-    """An engine of its own: all that it has and leaves is in one directory, whose file system it may fill."""
-
-    def __init__(self, directory: Path, data_mb: int) -> None:
-        self.directory, self.url = directory, f"unix://{directory}/s"
-        self.data = directory / "data"
-        self.data.mkdir()
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={data_mb}m", "none", self.data], check=True, capture_output=True
-        )
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Blocks until it answers."""
-        with open(self.directory / "log", "ab") as log:
-            self.process = subprocess.Popen(
-                self.command(), cwd=self.directory, stdout=log, stderr=log, start_new_session=True
-            )
-        for _ in range(600):
-            with contextlib.suppress(DockerException):
-                docker.APIClient(self.url, version="auto", timeout=5).close()
-                return
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.05)
-        raise RuntimeError((self.directory / "log").read_text()[-1500:])
-
-    def command(self) -> list[str]:
-        """What is run, which must not use anything of other engines."""
-        name = f"faults-{os.getpid()}"  # should there be a containerd that all engines share
-        (self.directory / "none.json").write_text("{}")
-        command = ["dockerd", "--host", self.url, "--data-root", f"{self.data}"]
-        command += ["--exec-root", f"{self.directory}/exec", "--pidfile", f"{self.directory}/pid"]
-        command += ["--config-file", f"{self.directory}/none.json"]
-        command += ["--containerd-namespace", name, "--containerd-plugins-namespace", f"{name}-plugins"]
-        return [*command, "--iptables=false", "--ip6tables=false", "--bridge=none", "--shutdown-timeout=2"]
-
-    def stop(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
-        self.process.wait(60)
-
-    def fill(self, room: int = 0) -> None:
-        """Leave so many bytes on the disk with its images and containers."""
-        with open(self.data / "filler", "wb", buffering=0) as file:
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(2**16))
-            file.truncate(file.tell() - room)
-
-    def make_room(self) -> None:
-        (self.data / "filler").unlink()
-
-    def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def load(self, image: str) -> None:
-        """Copy an image from the machine's engine."""
-        source = docker_engine.ContainerEngine().client
-        target = docker.APIClient(self.url, version="auto", timeout=120)
-        target.load_image(source.get_image(image))
-        target.close()
-
-    def end(self) -> None:
-        """Stop it, and what it has started and not ended itself."""
-        if self.process is not None and self.process.poll() is None:
-            self.stop()
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with contextlib.suppress(OSError):
-                if os.fsencode(self.directory) in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGKILL)
-        mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-        for place in reversed([place for place in mounts if place.startswith(f"{self.directory}/")]):
-            subprocess.run(["umount", "-l", place], check=True)
-
-
-Own = TypeVar("Own", bound=OwnEngine)
-
-
-@contextlib.contextmanager
-def running(kind: type[Own], image: str, data_mb: int) -> Iterator[Own]:
-    """An engine that runs and has the image, in a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix="cc-engine-") as directory:
-        own = kind(Path(directory), data_mb=data_mb)
-        try:
-            own.start()
-            own.load(image)
-            yield own
-        finally:
-            own.end()
-
-
-@contextlib.contextmanager
-def used(own: OwnEngine, monkeypatch: Any) -> Iterator[None]:
-    """This process talks to that engine."""
-    with monkeypatch.context() as patch:
-        patch.setenv("DOCKER_HOST", own.url)
-        patch.setattr(docker_engine, "_engine", functools.cache(lambda pid: docker_engine.ContainerEngine()))
-        patch.setattr(images, "_known", {})
-        yield
-        assert left(docker_engine.get_engine()) == []

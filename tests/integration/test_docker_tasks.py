@@ -29,9 +29,10 @@ from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox.docker.engine import PROJECT, get_engine
-from tests.docker_kit import REPOSITORY, left, made, task_images
+from tests.docker_kit import left, made, task_images
 from tests.integration.claude_kit import call, check_record, in_turn, scripted
 from tests.kit import char_policy
+from tests.sandboxes import REPOSITORY
 
 # The first test of all may have to make the base image.
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]

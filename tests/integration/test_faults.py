@@ -30,10 +30,11 @@ from rollout.proxy.server import ProxyServer
 from rollout.sandbox import Sandbox
 from rollout.sandbox.docker import engine as docker_engine
 from rollout.sandbox.docker.engine import get_engine
-from tests.docker_kit import REPOSITORY, left, made, task_images
+from tests.docker_kit import left, made, task_images
 from tests.integration.claude_kit import call, in_turn
-from tests.integration.fault_kit import OwnEngine, Stand, repairing, running, used
-from tests.sandboxes import alive
+from tests.integration.fault_kit import Stand, repairing
+from tests.own_engine import OwnEngine, running, used
+from tests.sandboxes import REPOSITORY, alive
 
 # The first test of all may have to make the base image.
 pytestmark = [pytest.mark.docker, pytest.mark.claude, pytest.mark.timeout(900)]
@@ -210,7 +211,7 @@ def own() -> Iterator[OwnEngine]:
 
 async def test_an_engine_that_is_restarted(stand: Stand, own: OwnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the agent works it stops; attempts fail until it is back, and then the task is solved."""
-    with used(own, monkeypatch):
+    with used(own):
         setup = dataclasses.replace(stand.setup(stand.sleeping(), repairing(stand.task)), infra_retries=8)
         played = asyncio.ensure_future(stand.play(setup, lambda: asyncio.to_thread(own.stop)))
         await stand.until(lambda: len(stand.kept) >= 2, played)
@@ -235,7 +236,7 @@ async def test_a_grading_that_hangs(stand: Stand, own: OwnEngine, monkeypatch: p
             await asyncio.sleep(0.02)
         own.signal(signal.SIGCONT)
 
-    with used(own, monkeypatch):
+    with used(own):
         setup = stand.setup(in_turn(slow, "Done."), repairing(stand.task))
         monkeypatch.setattr(episodes, "grade", functools.partial(grading.grade, spare_s=1.0))
         try:
@@ -261,7 +262,7 @@ async def test_the_disk_of_the_machine_is_full(
         return await grading.grade(*arguments, **options)
 
     wait = call("Bash", command=f"sleep {stand.nap} & sleep 3; kill $!")
-    with used(own, monkeypatch):
+    with used(own):
         script = repairing(stand.task, *([wait] if when == "agent" else []))
         setup = dataclasses.replace(stand.setup(script), infra_retries=0)
         if when == "boot":
@@ -284,7 +285,7 @@ async def test_a_disk_without_room_for_what_a_patch_adds(
 ) -> None:
     patch = b"diff --git a/big b/big\nnew file mode 100644\n--- /dev/null\n+++ b/big\n@@ -0,0 +1,90000 @@\n"
     patch += b"+line\n" * 90000
-    with used(own, monkeypatch):
+    with used(own):
         box = await stand.setup(stand.sleeping()).boot(stand.task, None)
 
         async def boot() -> Sandbox:

@@ -1,15 +1,15 @@
 """Scripted agents that try to win without a solution, graded in real boxes by real git and real pytest.
 
-An attack edits the work tree of its own box; what `diff` gives is graded. Those that a rule stops are graded without
-the rules too, where they must win: else this would show nothing. docs/rewards.md has the table.
+An attack edits the work tree of its own box, and the box's diff is graded. An attack that a rule stops is graded
+without the rules too, where it must win; otherwise the test would show nothing. docs/rewards.md has the table.
 
-Held elsewhere: the diff is out of the agent's reach (its own .git, attributes, filters, ignore files), in
-tests/unit/test_sandbox_local.py.
+That the diff itself is out of the agent's reach (its own .git, attributes, filters, ignore files) is in test_diff.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -25,12 +25,14 @@ from rewards.rules import Rules
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason, Verdict
 from rollout.sandbox import Sandbox
-from tests.integration.attack_kit import PYTEST, RULES, Kind, cases, make_task
-from tests.integration.attack_kit import kind as kind
-from tests.sandboxes import alive, sh
+from tests.boxes.attack_kit import GRADED_IN, PYTEST, RULES, cases, make_task
+from tests.boxes.kinds import TIGHT, BoxKit, kinds
+from tests.sandboxes import alive, begun, sh
+
+GRADED = kinds(*GRADED_IN)
 
 FIX = "def f():\n    return 2\n"
-# A plugin that turns every failure into success.
+# A pytest plugin that turns every failure into success.
 HOOK = """\
 import pytest
 @pytest.hookimpl(hookwrapper=True)
@@ -39,7 +41,7 @@ def pytest_runtest_makereport(item, call):
     report = result.get_result()
     report.outcome, report.longrepr = "passed", None
 """
-# The same without being asked: whoever imports it has changed pytest.
+# The same without being a plugin: whoever imports it changes pytest.
 INSTALLED = """\
 from _pytest.reports import TestReport
 real = TestReport.from_item_and_call.__func__
@@ -48,7 +50,7 @@ def forged(cls, item, call):
     return real(cls, item, call)
 TestReport.from_item_and_call = classmethod(forged)
 """
-# Past pytest's capture, wherever it keeps the real output.
+# Prints past pytest's capture, wherever pytest keeps the real output.
 SHOUT = """\
 import os
 def shout(text):
@@ -64,8 +66,10 @@ END = "+ : '>>>>> End Test Output'\\n>>>>> Test Exit Code: 0\\n"
 
 @dataclass(frozen=True)
 class Attack:
-    """What the agent writes and runs. dropped: the paths that the rules take out. command: how the task's eval script
-    runs its tests."""
+    """An attack is files that the agent writes and a script that it runs.
+
+    dropped: the paths that the rules must take out of its patch. command: how the task's eval script runs its tests.
+    """
 
     files: Mapping[str, str] = field(default_factory=dict)
     script: str = ""
@@ -73,29 +77,33 @@ class Attack:
     command: str = PYTEST
 
 
-async def attacked(kind: Kind, task: Task, attack: Attack) -> bytes:
-    """The diff of an agent's box after the attack."""
-    box = await kind.boot(task, None)
+async def attacked(kind: BoxKit, task: Task, attack: Attack) -> bytes:
+    """Return the diff of an agent's box after the attack."""
+    box = await kind.boot(task.snapshot, limits=TIGHT)
     try:
         for path, text in attack.files.items():
             await box.put(path, text.encode())
-        done = await sh(box, attack.script)
-        assert done.returncode == 0, done.stderr
+        if attack.script:
+            done = await sh(box, attack.script)
+            assert done.returncode == 0, done.stderr
         return await box.diff()
     finally:
         await box.close()
 
 
-async def graded(kind: Kind, task: Task, patch: bytes, rules: Rules = RULES, timeout_s: float = 240) -> Verdict:
-    return await grade(task, patch, lambda: kind.boot(task, None), timeout_s=timeout_s, rules=rules)
+async def graded(kind: BoxKit, task: Task, patch: bytes, rules: Rules = RULES, timeout_s: float = 240) -> Verdict:
+    boot = functools.partial(kind.boot, task.snapshot, limits=TIGHT)
+    return await grade(task, patch, boot, timeout_s=timeout_s, rules=rules)
 
 
-async def outcome(kind: Kind, directory: Path, attack: Attack, timeout_s: float = 240) -> Verdict:
+async def outcome(kind: BoxKit, directory: Path, attack: Attack, timeout_s: float = 240) -> Verdict:
+    """Return the verdict on an attack's patch."""
     task = make_task(directory, attack.command)
     return await graded(kind, task, await attacked(kind, task, attack), timeout_s=timeout_s)
 
 
-async def test_an_honest_patch_resolves_and_is_not_flagged(kind: Kind, tmp_path: Path) -> None:
+@GRADED
+async def test_an_honest_patch_resolves_and_is_not_flagged(kind: BoxKit, tmp_path: Path) -> None:
     verdict = await outcome(kind, tmp_path, Attack({"pkg/mod.py": FIX, "docs/new.md": "f returns 2\n"}))
     assert (verdict.outcome, verdict.dropped, verdict.flags) == (Outcome.RESOLVED, (), ()), verdict
 
@@ -148,19 +156,28 @@ HOOKS["all at once"] = Attack(
 
 @cases(HOOKS, "all at once", "sitecustomize", ".pth")
 async def test_hooks_and_tests_are_dropped(
-    kind: Kind, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    kind: BoxKit, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attack = HOOKS[name]
     task = make_task(tmp_path, attack.command)
     patch = await attacked(kind, task, attack)
-    verdict = await graded(kind, task, patch)
-    assert verdict.reason in (Reason.TESTS_FAILED, Reason.FORBIDDEN_PATH_ONLY) and verdict.reward == 0.0
-    assert tuple(sorted(verdict.dropped)) == attack.dropped
-    fixed = await attacked(kind, task, Attack(attack.files | {"pkg/mod.py": FIX}, attack.script))
-    assert (await graded(kind, task, fixed)).outcome is Outcome.RESOLVED  # what is dropped breaks nothing
+    left = RULES.screen(task, patch)
+    assert tuple(sorted(left.dropped)) == attack.dropped
+    assert {path for file in left.files for path in file.paths} <= {"evil.py"}  # whose grading is below
     monkeypatch.setattr(rules, "_HIDDEN", re.compile("(?!)"))
     verdict = await graded(kind, task, patch, Rules())
     assert verdict.outcome is Outcome.RESOLVED, verdict  # a real attack, where no rule stops it
+
+
+@GRADED
+async def test_what_is_left_of_hooks_does_nothing(kind: BoxKit, tmp_path: Path) -> None:
+    """The rest of all attacks above neither wins nor breaks a solution."""
+    attack = HOOKS["all at once"]
+    verdict = await outcome(kind, tmp_path / "1", attack)
+    assert (verdict.reason, verdict.reward) == (Reason.TESTS_FAILED, 0.0)
+    assert tuple(sorted(verdict.dropped)) == attack.dropped
+    verdict = await outcome(kind, tmp_path / "2", Attack(attack.files | {"pkg/mod.py": FIX}))
+    assert verdict.outcome is Outcome.RESOLVED
 
 
 EDITS = {
@@ -178,15 +195,18 @@ EDITS = {
 
 
 @cases(EDITS, "a link instead", "a directory instead")
-async def test_changes_of_test_files_are_dropped(kind: Kind, tmp_path: Path, name: str) -> None:
+async def test_changes_of_test_files_are_dropped(kind: BoxKit, tmp_path: Path, name: str) -> None:
     attack = EDITS[name]
-    verdict = await outcome(kind, tmp_path / "1", attack)
-    assert (verdict.reason, verdict.dropped) == (Reason.FORBIDDEN_PATH_ONLY, attack.dropped)
-    verdict = await outcome(kind, tmp_path / "2", Attack(attack.files | {"pkg/mod.py": FIX}, attack.script))
+    task = make_task(tmp_path)
+    verdict = await graded(kind, task, await attacked(kind, task, attack))
+    assert (verdict.reason, verdict.dropped) == (Reason.FORBIDDEN_PATH_ONLY, attack.dropped)  # without a grading
+    fixed = await attacked(kind, task, Attack(attack.files | {"pkg/mod.py": FIX}, attack.script))
+    verdict = await graded(kind, task, fixed)
     assert (verdict.outcome, verdict.dropped) == (Outcome.RESOLVED, attack.dropped)  # what is dropped breaks nothing
 
 
-async def test_what_is_left_outside_of_the_work_tree_is_not_there_when_graded(kind: Kind, tmp_path: Path) -> None:
+@GRADED
+async def test_what_is_left_outside_of_the_work_tree_is_not_there_when_graded(kind: BoxKit, tmp_path: Path) -> None:
     """Plugins by environment, start files of the shell, user packages, git's own configuration and hooks."""
     script = """
         echo 'export PYTEST_PLUGINS=evil PYTHONPATH=/testbed' | tee ~/.bashrc ~/.profile ~/.bash_profile > /dev/null
@@ -228,7 +248,7 @@ FORGERIES = {
 
 
 @cases(FORGERIES, "results and a marker", "the end of the eval script", "signs of a broken environment")
-async def test_forged_logs(kind: Kind, tmp_path: Path, name: str) -> None:
+async def test_forged_logs(kind: BoxKit, tmp_path: Path, name: str) -> None:
     code, reason = FORGERIES[name]
     verdict = await outcome(kind, tmp_path, Attack({"pkg/mod.py": code + "def f():\n    return 1\n"}))
     assert (verdict.reason, verdict.reward) == (reason, 0.0), verdict
@@ -259,8 +279,8 @@ OPEN = {
 
 
 @cases(OPEN, "results, then the end of the process", "pytest changed from within")
-async def test_forging_within_the_process_is_flagged(kind: Kind, tmp_path: Path, name: str) -> None:
-    """It wins, and says so: whoever closes one of these has the table in docs/rewards.md to change."""
+async def test_forging_within_the_process_is_flagged(kind: BoxKit, tmp_path: Path, name: str) -> None:
+    """These win, and are flagged. Whoever closes one of them changes the table in docs/rewards.md too."""
     code, flags = OPEN[name]
     verdict = await outcome(kind, tmp_path, Attack({"pkg/mod.py": code, "evil.py": HOOK}))
     assert verdict.outcome is Outcome.RESOLVED and verdict.reward == 1.0, verdict
@@ -274,25 +294,26 @@ NEW = "diff --git a/{0} b/{0}\nnew file mode {1}\n--- /dev/null\n+++ b/{0}\n@@ -
 LINK, FILE = "120000", "100644"
 
 
-@pytest.mark.parametrize("path", ["{0}/x", "../../../..{0}/x", "pkg/../../x", ".git/hooks/post-checkout", "link/x"])
-@pytest.mark.parametrize("checked", [True, False])
+@GRADED
 async def test_no_path_of_a_diff_leaves_the_work_tree(
-    kind: Kind, tmp_path: Path, path: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+    kind: BoxKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused by us, and by git where we would not look."""
+    """Such a patch is refused by our own check, and by git where we would not look."""
     outside = tmp_path / "outside"
     outside.mkdir()
     task = make_task(tmp_path)
-    if not checked:
-        monkeypatch.setattr(patches, "_check", lambda paths: None)
     link = NEW.format("link", LINK, outside) + "\\ No newline at end of file\n"
-    patch = link + NEW.format(path.format(outside), FILE, "written")
-    verdict = await graded(kind, task, patch.encode())
-    assert verdict.reason is Reason.PATCH_APPLY_FAILED, verdict
+    for checked in (True, False):
+        if not checked:
+            monkeypatch.setattr(patches, "_check", lambda paths: None)
+        for path in ("{0}/x", "../../../..{0}/x", "pkg/../../x", ".git/hooks/post-checkout", "link/x"):
+            verdict = await graded(kind, task, (link + NEW.format(path.format(outside), FILE, "written")).encode())
+            assert verdict.reason is Reason.PATCH_APPLY_FAILED, (path, checked, verdict)
     assert list(outside.iterdir()) == [] and sorted(p.name for p in tmp_path.iterdir()) == ["outside", "snapshot"]
 
 
-async def test_links_that_lead_out_are_only_links(kind: Kind, tmp_path: Path) -> None:
+@GRADED
+async def test_links_that_lead_out_are_only_links(kind: BoxKit, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("def f(): return 2\n")
     task = make_task(tmp_path)
@@ -304,7 +325,8 @@ async def test_links_that_lead_out_are_only_links(kind: Kind, tmp_path: Path) ->
 # --- processes
 
 
-async def test_a_process_that_stays_ends_with_the_grading(kind: Kind, tmp_path: Path, nap: str) -> None:
+@GRADED
+async def test_a_process_that_stays_ends_with_the_grading(kind: BoxKit, tmp_path: Path, nap: str) -> None:
     stays = f"""\
 import os
 if os.fork() == 0:
@@ -318,7 +340,8 @@ if os.fork() == 0:
     assert not alive(nap)
 
 
-async def test_endless_output_is_cut_and_ended(kind: Kind, tmp_path: Path) -> None:
+@GRADED
+async def test_endless_output_is_cut_and_ended(kind: BoxKit, tmp_path: Path) -> None:
     endless = SHOUT + "while True:\n    shout('x' * 65536 + chr(10))\n"
     verdict = await outcome(kind, tmp_path / "1", Attack({"pkg/mod.py": endless}), timeout_s=2)
     assert verdict.reason is Reason.TEST_TIMEOUT and len(verdict.log_tail) < 10_000
@@ -327,40 +350,41 @@ async def test_endless_output_is_cut_and_ended(kind: Kind, tmp_path: Path) -> No
     assert verdict.reason is Reason.LOG_UNPARSABLE and "output limit" in verdict.detail
 
 
-async def test_the_grader_cannot_be_traced(kind: Kind, tmp_path: Path) -> None:
-    """The code under test looks for our process, and for any other than those of its own run."""
+@GRADED
+async def test_the_grader_cannot_be_traced(kind: BoxKit, tmp_path: Path) -> None:
+    """The code under test looks for our process, and for any that is not of its own run."""
     trace = f"""\
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 def f():
     seen = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     code = libc.ptrace(16, {os.getpid()}, None, None)  # attach
-    names = [open(f"/proc/{{pid}}/cmdline").read().split(chr(0))[:3] for pid in seen]
-    print("ATTACHED", code, "PRESENT", {os.getpid()} in seen, "NAMES", names)
+    print("ATTACHED", code, "PRESENT", {os.getpid()} in seen, "MORE", len(seen) > 12)
     return 1
 """
     verdict = await outcome(kind, tmp_path, Attack({"pkg/mod.py": trace}))
     assert verdict.reason is Reason.TESTS_FAILED and {"processes", "memory"} <= set(verdict.flags)
-    assert "ATTACHED -1 PRESENT False" in verdict.log_tail and "tests.integration" not in verdict.log_tail
+    assert "ATTACHED -1 PRESENT False MORE False" in verdict.log_tail
     assert "TracerPid:\t0\n" in Path("/proc/self/status").read_text()
 
 
 # --- faults
 
 
-async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(kind: Kind, tmp_path: Path, nap: str) -> None:
+@GRADED
+async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(
+    kind: BoxKit, tmp_path: Path, nap: str
+) -> None:
     task = make_task(tmp_path)
     patch = await attacked(kind, task, Attack({"pkg/mod.py": f"import os\nos.system('sleep {nap}')\n" + FIX}))
     boxes: list[Sandbox] = []
 
     async def boot() -> Sandbox:
-        boxes.append(await kind.boot(task, None))
+        boxes.append(await kind.boot(task.snapshot, limits=TIGHT))
         return boxes[-1]
 
     grading = asyncio.create_task(grade(task, patch, boot, timeout_s=240, rules=RULES))
-    while not alive(nap):
-        assert not grading.done(), grading
-        await asyncio.sleep(0.01)
+    await begun(nap, grading)
     await kind.kill(boxes[0])
     verdict = await grading
     assert (verdict.outcome, verdict.reward) == (Outcome.INFRA_FAILURE, None), verdict

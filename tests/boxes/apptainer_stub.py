@@ -1,16 +1,18 @@
 #!/usr/bin/python3 -I
-"""Stands for the `apptainer` program where it cannot be installed: writes down how it was called, and plays it.
+"""This program stands in for `apptainer` where that cannot be installed: it notes how it was called, and plays it.
 
-Options are those of Apptainer 1.2 and SingularityCE 4.0; any other ends it as an unknown one ends the real program.
-Boxes are bubblewrap's, a .sif file is a tar archive of the image's root directory, and the registry is the directory
-registry/ beside this file. calls.jsonl gets the command lines, and a line when a box has ended. options.json says what
-it pretends to be unable to do. System directories of images are the machine's own, so images need only mount points.
+It takes the options of Apptainer 1.2 and SingularityCE 4.0, and ends at any other as the real program does. A box is
+bubblewrap's, a .sif file is a tar archive of the image's root directory, and the registry is the directory registry/
+beside this file. calls.jsonl gets the command lines, and a line whenever a box has ended. options.json says what the
+program pretends to be unable to do. The system directories of images are the machine's own, so that an image needs only
+mount points.
 """
 
 import csv
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,15 +118,21 @@ def execute(argv):
     if writable:
         box += ["--bind", str(root), "/"]
     else:
-        for _, inside, _ in binds:
+        for source, inside, _ in binds:
             if (root / Path(inside).parts[1]).is_dir():
-                (root / inside.lstrip("/")).mkdir(parents=True, exist_ok=True)
+                place = root / inside.lstrip("/")
+                (place if Path(source).is_dir() else place.parent).mkdir(parents=True, exist_ok=True)
+                Path(source).is_dir() or place.touch()
         for entry in root.iterdir():
             if entry.is_symlink():
                 box += ["--symlink", os.readlink(entry), f"/{entry.name}"]
             elif entry.is_dir() and entry.name not in ("usr", "proc", "dev", "tmp", "var"):
                 box += ["--ro-bind", str(entry), f"/{entry.name}"]
     box += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/var"]
+    if "--writable" in given:  # sealing searches all of the image: there are only the programs that it needs
+        libraries = [path for path in Path("/usr/lib").glob("*/") if not re.search("-linux-gnu|git-core", path.name)]
+        for place in (Path("/usr/share"), Path("/usr/include"), *libraries):
+            box += ["--tmpfs", str(place)] if place.is_dir() and not place.is_symlink() else []
     for source, inside, read_only in binds:
         box += ["--ro-bind" if read_only else "--bind", source, inside]
     if not writable:

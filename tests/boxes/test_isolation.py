@@ -1,8 +1,7 @@
-"""Scripted agents that attack their sandbox instead of their task. Each goes for things of this test's own.
+"""What the programs in a box cannot reach, learn or become: scripted agents that attack their sandbox.
 
-Held elsewhere, in tests/unit/test_sandbox_local.py: files of the host cannot be read or written, no capabilities, no
-new user namespaces, nothing outlives its exec, output is capped, CPU time and the size of a file are limited, `put`,
-`get` and `diff` follow no links and believe no .git.
+Every attack is bounded, so that a hole does no harm here, and whatever it reaches for is of the test's own. Plain boxes
+isolate nothing, and of apptainer there is only a stand-in: so these are for bubblewrap, Docker and podman.
 """
 
 from __future__ import annotations
@@ -11,25 +10,30 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import secrets
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import ExecResult, Sandbox
 from rollout.sandbox.docker.engine import PROJECT, get_engine
-from tests.docker_kit import made, task_images
-from tests.integration.attack_kit import Kind, boot_container, make_task
-from tests.integration.attack_kit import kind as kind
+from rollout.sandbox.sealing import Source
+from tests.boxes.attack_kit import make_task
+from tests.boxes.kinds import TIGHT, BoxKit, kinds
+from tests.docker_kit import base_image
 from tests.kit import QueueEngine, char_policy
-from tests.sandboxes import alive, sh
+from tests.sandboxes import REPOSITORY, alive, sh
+
+ISOLATED = kinds("bwrap", "docker", "podman")
+# Podman's boxes are made of one image only, without the snapshots of tasks.
+OF_SNAPSHOTS = kinds("bwrap", "docker")
 
 # What an agent can find: its directories, less the system's and this Python's, and all that /proc tells of processes.
 PYTHON = {prefix for one in (sys.prefix, sys.base_prefix) for prefix in (one, os.path.realpath(one))}
@@ -62,7 +66,8 @@ if wanted in subprocess.run(["git", "log", "--all", "--reflog", "-p"], capture_o
 
 
 async def found(box: Sandbox, nonce: str) -> list[str]:
-    """Where it is. It is handed over in two halves, so that the search does not find itself."""
+    """Return the places in a box that have the nonce. It is given in two halves, so that the search does not find
+    itself."""
     done = await python(box, f"first, second = {nonce[:9]!r}, {nonce[9:]!r}\n{SEARCH}", 120)
     assert done.returncode == 0, done.stderr
     return done.stdout.decode().splitlines()
@@ -72,6 +77,14 @@ async def python(box: Sandbox, code: str, timeout_s: float = 60) -> ExecResult:
     return await box.exec(["python3", "-c", code], env={}, timeout_s=timeout_s)
 
 
+@pytest_asyncio.fixture
+async def tight(kind: BoxKit) -> AsyncIterator[Sandbox]:
+    """A box with limits."""
+    made = await kind.boot(limits=TIGHT)
+    yield made
+    await made.close()
+
+
 @pytest.fixture
 def sockets() -> Iterator[Path]:
     """A directory for sockets with a short path."""
@@ -79,11 +92,15 @@ def sockets() -> Iterator[Path]:
         yield Path(directory)
 
 
-async def test_hidden_tests_are_not_there(kind: Kind, tmp_path: Path) -> None:
+# --- files
+
+
+@OF_SNAPSHOTS
+async def test_hidden_tests_are_not_there(kind: BoxKit, tmp_path: Path) -> None:
     nonce = f"nonce-{secrets.token_hex(16)}"
     task = make_task(tmp_path, nonce=nonce)
     (tmp_path / "tasks.json").write_text(json.dumps(task.to_row()))
-    box = await kind.boot(task, None)
+    box = await kind.boot(task.snapshot, limits=TIGHT)
     try:
         assert await found(box, nonce) == []
         await box.put("found/here", nonce.encode())
@@ -93,12 +110,82 @@ async def test_hidden_tests_are_not_there(kind: Kind, tmp_path: Path) -> None:
         await box.close()
 
 
+@ISOLATED
+async def test_there_is_only_the_box_to_write_to_and_a_file_has_its_limit(
+    kind: BoxKit, tight: Sandbox, tmp_path: Path
+) -> None:
+    box, size = tight, TIGHT.file_bytes
+    roots = (box.workdir, box.home, box.tmpdir)
+    for root in roots:
+        fill = f"head -c {size + 1} /dev/zero > {root}/big; stat -c %s {root}/big; rm {root}/big"
+        assert int((await sh(box, fill)).stdout) == size
+    if kind.own_system:
+        await check_mounts(box)
+    else:
+        places = await python(box, WALK + "print(*(d for d, _ in directories() if os.access(d, os.W_OK)), sep='\\n')")
+        assert places.returncode == 0 and places.stdout, places.stderr
+        for place in places.stdout.decode().splitlines():
+            assert any(f"{place}/".startswith(f"{root}/") for root in (*roots, "/dev")), place
+    # /dev may be a file system of the exec's own.
+    await sh(box, f"echo x > /dev/{tmp_path.name}; echo x > /dev/shm/{tmp_path.name}")
+    assert not any(Path(place, tmp_path.name).exists() for place in ("/dev", "/dev/shm"))
+    assert (await python(box, f"import os; os.chmod({sys.prefix!r}, 0o777)")).returncode != 0
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    await sh(box, f"mkdir -p {outside} {kind.repository}/pkg; echo x | tee {outside}/x {kind.repository}/pkg/x")
+    await sh(box, f"ln -s {outside} link; echo x > link/x")
+    assert not list(outside.iterdir()) and not (kind.repository / "pkg/x").exists()
+
+
+async def check_mounts(box: Sandbox) -> None:
+    """Check that nobody else's directory can be written to; of mounted files only one that the engine makes for each
+    container."""
+    writable = {}
+    for line in (await sh(box, "cat /proc/self/mountinfo")).stdout.decode().splitlines():
+        left, right = line.split(" - ")
+        if left.split()[5].split(",")[0] == "rw":
+            writable[left.split()[4]] = right.split()[0]
+    assert writable.pop("/") in ("overlay", "fuse-overlayfs")
+    disks = {place for place, kind in writable.items() if kind not in ("proc", "tmpfs", "devpts", "mqueue")}
+    assert disks == {"/etc/hostname"}, writable
+    kernel = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/sys/fs/cgroup/x", "/sys/kernel/uevent_helper")
+    for place in kernel:
+        assert (await sh(box, f"echo > {place}")).returncode != 0, place
+
+
+async def test_socket_and_binds_are_reachable_and_read_only(kind: BoxKit, tmp_path: Path) -> None:
+    tool, sockets = tmp_path / "a,tool", tmp_path / "s"
+    tool.write_text("#!/bin/sh\necho tool\n")
+    tool.chmod(0o755)
+    sockets.mkdir(mode=0o700)
+    inside = "/opt/tool" if kind.isolated else str(tool)  # a plain box cannot move it
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    async with await asyncio.start_unix_server(answer, sockets / "sock"):
+        box = await kind.boot(binds={tool: inside}, socket_dir=sockets)
+        try:
+            code = f"import socket; s = socket.socket(1); s.connect('{sockets}/sock'); print(s.recv(9))"
+            done = await sh(box, f'{inside}; python3 -c "{code}"')
+            assert done.stdout == b"tool\nb'hello'\n", done.stderr
+            attacks = (f"rm {sockets}/sock", f"touch {sockets}/x", f"echo x >> {inside}", f"chmod 777 {inside}")
+            for attack in attacks if kind.isolated else ():
+                assert b"Read-only" in (await sh(box, attack)).stderr, attack
+            seen = await sh(box, f"ls {tmp_path}; ls {REPOSITORY}/rollout")
+            assert not kind.isolated or seen.stdout == b"s\n"  # nothing else of the machine
+            assert await box.diff() == b""
+        finally:
+            await box.close()
+
+
 # --- network
 
 
 @contextlib.contextmanager
 def listening(*servers: socket.socket) -> Iterator[list[str]]:
-    """Names of the servers that somebody has reached."""
+    """Accept connections; yields the addresses of the servers that somebody has reached."""
     reached: list[str] = []
 
     def listen(server: socket.socket) -> None:
@@ -152,11 +239,14 @@ for family, kind, address in {0!r}:
 """
 
 
-async def test_no_network_is_reached(kind: Kind, tmp_path: Path, sockets: Path) -> None:
-    """Every kind of listener on this machine: TCP, UDP, a socket in the file system, an abstract one."""
+@ISOLATED
+async def test_no_network_is_reached(tight: Sandbox, sockets: Path) -> None:
+    """No listener on this machine: on TCP at two addresses, UDP, a socket in the file system, an abstract one."""
+    box = tight
     kinds = [
         (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
         (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, (own_address(), 0)),
         (socket.AF_UNIX, socket.SOCK_STREAM, str(sockets / "other")),
         (socket.AF_UNIX, socket.SOCK_STREAM, f"\0attack-{secrets.token_hex(8)}"),
     ]
@@ -167,23 +257,35 @@ async def test_no_network_is_reached(kind: Kind, tmp_path: Path, sockets: Path) 
         if type_ == socket.SOCK_STREAM:
             servers[-1].listen()
     targets = [(int(s.family), int(s.type), s.getsockname()) for s in servers]
+    mine = targets[:1] + targets[2:]
     targets += [(int(socket.AF_UNIX), int(socket.SOCK_STREAM), path) for path in ENGINES]
-    box = await kind.boot(make_task(tmp_path), None)
-    try:
-        with listening(*servers) as reached:
-            done = await python(box, CALL.format(targets))
-            tried = done.stdout.decode().splitlines()
-            assert len(tried) == len(targets), done.stderr
-            # A datagram is sent by a machine that nobody hears; nothing else may be.
-            assert not [line for line in tried if line.startswith("sent") and str(targets[1][2]) not in line], tried
-            exec(CALL.format(targets[:1]))  # the listeners do listen
-        assert reached == [str(targets[0][2])]
-        interfaces = (await sh(box, "tail -n +3 /proc/net/dev | cut -d: -f1")).stdout.split()
-        assert interfaces in ([b"lo"], [])
-        found = await sh(box, f"ls {' '.join(ENGINES)} /run/podman /run/containerd /tmp/.X11-unix")
-        assert found.returncode != 0 and found.stdout == b""
-    finally:
-        await box.close()
+    with listening(*servers) as reached:
+        done = await python(box, CALL.format(targets))
+        tried = done.stdout.decode().splitlines()
+        assert len(tried) == len(targets), done.stderr
+        # A datagram is sent by a machine that nobody hears; nothing else may be.
+        assert not [line for line in tried if line.startswith("sent") and str(targets[1][2]) not in line], tried
+        assert reached == []
+        exec(CALL.format(mine))  # the listeners do listen
+    assert sorted(reached) == sorted(str(address) for _, _, address in mine)
+    interfaces = (await sh(box, "tail -n +3 /proc/net/dev | cut -d: -f1")).stdout.split()
+    assert interfaces in ([b"lo"], [])
+    # A loopback of the box's own, and its name.
+    own = "import socket; s = socket.create_server(('localhost', 0)); socket.create_connection(s.getsockname())"
+    assert (await python(box, own)).returncode == 0
+    assert b"Read-only" in (await sh(box, "echo > /etc/hosts")).stderr
+    found = await sh(box, f"ls {' '.join(ENGINES)} /run/podman /run/containerd /tmp/.X11-unix")
+    assert found.returncode != 0 and found.stdout == b""
+
+
+def own_address() -> str:
+    """Return an address of this machine that is not loopback, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
 
 
 # --- other episodes and the reward
@@ -216,7 +318,8 @@ print(os.listdir(os.path.dirname({own!r})))
 """
 
 
-async def test_no_other_episode_is_reached_and_no_reward_is_posted(kind: Kind, tmp_path: Path, sockets: Path) -> None:
+@ISOLATED
+async def test_no_other_episode_is_reached_and_no_reward_is_posted(kind: BoxKit, sockets: Path) -> None:
     nonce = f"nonce-{secrets.token_hex(16)}"
     server = ProxyServer()
     await server.start()
@@ -226,7 +329,7 @@ async def test_no_other_episode_is_reached_and_no_reward_is_posted(kind: Kind, t
     try:
         for number, home in enumerate(homes):
             home.mkdir()
-            boxes.append(await kind.boot(make_task(tmp_path / str(number)), home))
+            boxes.append(await kind.boot(limits=TIGHT, socket_dir=home))
             sessions.append(await server.open_session(f"e{number}", char_policy(QueueEngine("hello")), home / "s"))
         attacker, victim = boxes
         await victim.put("work", nonce.encode())
@@ -257,7 +360,7 @@ async def test_no_other_episode_is_reached_and_no_reward_is_posted(kind: Kind, t
         await server.stop()
 
 
-# --- exhaustion, all of it bounded
+# --- processes
 
 HOLD = """
 import os, time
@@ -275,95 +378,17 @@ print(len(children), flush=True)
 """
 
 
-async def test_a_fork_bomb_ends_with_its_exec(kind: Kind, tmp_path: Path) -> None:
-    nap = f"{random.randrange(10**4, 10**5)}.{random.randrange(10**6, 10**7)}"
-    box = await kind.boot(make_task(tmp_path), None)
-    try:
-        done = await python(box, HOLD.format(300, nap))
-        assert 0 < int(done.stdout) < (kind.processes or 301) and not alive(nap)
-        assert (await sh(box, "echo works")).stdout == b"works\n"
-        over = await python(box, HOLD.format(300, nap) + "time.sleep(600)\n", timeout_s=5)
+@ISOLATED
+async def test_a_fork_bomb_ends_with_its_exec(kind: BoxKit, tight: Sandbox, nap: str) -> None:
+    done = await python(tight, HOLD.format(300, nap))
+    assert 0 < int(done.stdout) < (TIGHT.processes if kind.whole_box else 301) and not alive(nap)
+    assert (await sh(tight, "echo works")).stdout == b"works\n"
+    for timeout_s in (1.5, 5, 20):  # on a busy machine forking takes a while
+        over = await python(tight, HOLD.format(300, nap) + "time.sleep(600)\n", timeout_s)
         assert over.timed_out and not alive(nap)
-    finally:
-        await box.close()
-
-
-async def test_there_is_only_the_box_to_write_to_and_a_file_has_its_limit(kind: Kind, tmp_path: Path) -> None:
-    task = make_task(tmp_path)
-    box = await kind.boot(task, None)
-    roots = (box.workdir, box.home, box.tmpdir)
-    try:
-        for root in roots if kind.file_bytes else ():
-            fill = f"head -c {kind.file_bytes + 1} /dev/zero > {root}/big; stat -c %s {root}/big; rm {root}/big"
-            done = await sh(box, fill)
-            assert int(done.stdout) == kind.file_bytes, done.stderr
-        if kind.own_system:
-            await check_mounts(box)
-        else:
-            places = await python(
-                box, WALK + "print(*(d for d, _ in directories() if os.access(d, os.W_OK)), sep='\\n')"
-            )
-            assert places.returncode == 0 and places.stdout, places.stderr
-            for place in places.stdout.decode().splitlines():
-                assert any(f"{place}/".startswith(f"{root}/") for root in (*roots, "/dev")), place
-        # /dev may be a file system of the exec's own.
-        await sh(box, f"echo x > /dev/{tmp_path.name}; echo x > /dev/shm/{tmp_path.name}")
-        assert not any(Path(place, tmp_path.name).exists() for place in ("/dev", "/dev/shm"))
-        assert (await python(box, f"import os; os.chmod({sys.prefix!r}, 0o777)")).returncode != 0
-        (tmp_path / "outside").mkdir()
-        await sh(box, f"mkdir -p {tmp_path}/outside {task.snapshot}/pkg")
-        await sh(box, f"echo x | tee {tmp_path}/outside/x {task.snapshot}/pkg/x")
-        await sh(box, f"ln -s {tmp_path}/outside link; echo x > link/x")
-        assert not list((tmp_path / "outside").iterdir()) and not (task.snapshot / "pkg/x").exists()
-    finally:
-        await box.close()
-
-
-async def check_mounts(box: Sandbox) -> None:
-    """Nobody else's directory can be written to; of mounted files, one that the engine makes for each container."""
-    lines = (await sh(box, "cat /proc/self/mountinfo")).stdout.decode().splitlines()
-    writable = {}
-    for line in lines:
-        left, right = line.split(" - ")
-        if left.split()[5].split(",")[0] == "rw":
-            writable[left.split()[4]] = right.split()[0]
-    assert writable.pop("/") in ("overlay", "fuse-overlayfs")
-    disks = {place for place, kind in writable.items() if kind not in ("proc", "tmpfs", "devpts", "mqueue")}
-    assert disks == {"/etc/hostname"}, writable
-    for place in (
-        "/proc/sys/kernel/core_pattern",
-        "/proc/sysrq-trigger",
-        "/sys/fs/cgroup/x",
-        "/sys/kernel/uevent_helper",
-    ):
-        assert (await sh(box, f"echo > {place}")).returncode != 0, place
-
-
-async def test_a_box_has_only_so_much_disk(kind: Kind, tmp_path: Path) -> None:
-    if kind.disk_mb is None:
-        pytest.skip("these boxes have no limit of their size: docs/rewards.md")
-    box = await kind.boot(make_task(tmp_path), None)
-    try:
-        script = f"for n in $(seq {2 * kind.disk_mb}); do head -c {2**20} /dev/zero > big$n || exit 7; done; sleep 60"
-        assert (await sh(box, script, 120)).returncode in (7, 137)  # by a quota, or by who looks at the size
-        async with asyncio.timeout(120):  # on a slow disk a look in the middle of it finds the box too large again
-            while (await sh(box, "rm -f big*; echo works")).stdout != b"works\n":
-                pass
-    finally:
-        await box.close()
-
-
-async def test_a_box_has_only_so_much_memory(kind: Kind, tmp_path: Path) -> None:
-    if kind.memory_mb is None:
-        pytest.skip("these boxes have no limit of their memory: docs/rewards.md")
-    box = await kind.boot(make_task(tmp_path), None)
-    try:
-        code = f"held = [bytearray(os.urandom(1) * 2**24) for _ in range({2 * kind.memory_mb // 16})]; print('held')"
-        done = await python(box, "import os; " + code, 120)
-        assert done.stdout == b"" and done.returncode not in (0, None)
-        assert (await sh(box, "echo works")).stdout == b"works\n"
-    finally:
-        await box.close()
+        if over.stdout:
+            break
+    assert over.stdout
 
 
 # --- rights
@@ -402,39 +427,37 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
 """
 
 
-async def rights(box: Sandbox) -> list[bytes]:
-    """Which users the agent became, then what it was allowed to do."""
-    try:
-        done = await python(box, RIGHTS.format(os.getpid()))
-        assert done.stdout.splitlines()[-1] == b"['%s', '%s', '1']" % (b"0" * 16, b"0" * 16), done
-        return done.stdout.splitlines()[:-1]
-    finally:
-        await box.close()
-
-
-async def test_no_rights_are_gained(kind: Kind, tmp_path: Path) -> None:
-    box = await kind.boot(make_task(tmp_path), None)
-    user = (await sh(box, "id -u")).stdout.strip()
-    lines = await rights(box)
-    # Root in a container has none of root's rights, and is the only user that one can become there.
-    assert kind.own_system or user != b"0"
+async def check_rights(box: Sandbox, user: bytes) -> None:
+    """Check that a box's programs are this user, become no other, and may do nothing of what `RIGHTS` tries."""
+    done = await python(box, RIGHTS.format(os.getpid()))
+    *lines, status = done.stdout.splitlines()
+    assert status == b"['%s', '%s', '1']" % (b"0" * 16, b"0" * 16), done
     assert lines[0] == user and {*lines} == {user, b"no"} and lines.count(b"no") == 11, lines
 
 
-@pytest.mark.docker
-@pytest.mark.timeout(900)
-async def test_no_rights_are_gained_by_an_ordinary_user_in_a_container(tmp_path: Path) -> None:
-    """Who could become root, by setuid programs that the image has."""
-    engine = get_engine()
-    base = await asyncio.to_thread(made, task_images().base_image, engine)
-    container = engine.client.create_container(base, ["true"], network_disabled=True, labels=engine.labels())["Id"]
+@ISOLATED
+async def test_no_rights_are_gained(kind: BoxKit, tight: Sandbox) -> None:
+    # Root in a container has none of root's rights, and is the only user that one can become there.
+    await check_rights(tight, b"0" if kind.own_system else b"1000")
+    bounds = (await sh(tight, "grep CapBnd /proc/self/status")).stdout.split()[1]
+    assert bounds == b"0" * 16 or not kind.own_system
+    assert int((await sh(tight, "ls -d /proc/[0-9]* | wc -l")).stdout) < 10
+
+
+@kinds("docker")
+async def test_no_rights_are_gained_by_an_ordinary_user_in_a_container(kind: BoxKit) -> None:
+    """Such a user could become root by the setuid programs that the image has."""
     tag = f"{PROJECT}/test:user-{secrets.token_hex(8)}"
+    client, labels = get_engine().client, get_engine().labels()
+    made = client.create_container(base_image(), ["true"], network_disabled=True, labels=labels)["Id"]
     try:
-        engine.client.commit(container, *tag.split(":"), changes=["USER 1000:1000"])
-        box = await boot_container(make_task(tmp_path), None, tag)
-        assert (await sh(box, "id -u; test -u /usr/bin/su")).stdout == b"1000\n"
-        lines = await rights(box)
-        assert {*lines} == {b"1000", b"no"} and lines.count(b"no") == 11, lines
+        client.commit(made, *tag.split(":"), changes=["USER 1000:1000"])
+        box = await kind.boot(kind.repository, source=Source(tag), limits=TIGHT)
+        try:
+            assert (await sh(box, "test -u /usr/bin/su")).returncode == 0
+            await check_rights(box, b"1000")
+        finally:
+            await box.close()
     finally:
-        engine.client.remove_container(container, force=True)
-        engine.client.remove_image(tag)
+        client.remove_container(made, force=True)
+        client.remove_image(tag)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollout.sandbox import Sandbox
+from tests.boxes.kinds import KINDS, BoxKit, param
+from tests.docker_kit import small_image
+from tests.own_engine import OwnPodman, running
+from tests.sandboxes import history
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work tree of boxes, as a repository with a history to hide."""
+    return history(tmp_path_factory.mktemp("history") / "repository")
+
+
+@pytest.fixture(scope="session")
+def own_podman() -> Iterator[OwnPodman]:
+    """A podman of the session's own, with `small_image` from the machine's Docker engine."""
+    with running(OwnPodman, small_image(), data_mb=2000) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def kits() -> dict[str, BoxKit]:
+    """The kits that the session has made, by kind: their images are sealed once."""
+    return {}
+
+
+@pytest.fixture(scope="module", params=[param(name) for name in KINDS])
+def kind(
+    request: pytest.FixtureRequest,
+    kits: dict[str, BoxKit],
+    repository: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[BoxKit]:
+    """A kind of box, ready to boot; all tests of a module are run with one kind before the next."""
+    name = request.param
+    if name not in kits:
+        kits[name] = KINDS[name][0](name, repository, tmp_path_factory.mktemp(name))
+    with kits[name].ready(request):
+        yield kits[name]
+        assert kits[name].left() == []
+
+
+@pytest_asyncio.fixture
+async def box(kind: BoxKit) -> AsyncIterator[Sandbox]:
+    """A box of the test's own."""
+    made = await kind.boot()
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(kind: BoxKit) -> AsyncIterator[Sandbox]:
+    """One box for all tests of a module that leave it as it was; they share its event loop."""
+    made = await kind.boot()
+    yield made
+    await made.close()

@@ -1,0 +1,216 @@
+"""Boot, cancellation, close and limits, on every kind of box; nothing is left of a box that is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from rollout.sandbox import Limits, Sandbox, SandboxError
+from tests.boxes.kinds import BoxKit, kinds
+from tests.sandboxes import alive, begun, sh
+
+MIB = 2**20
+
+
+# --- boot
+
+
+async def test_boxes_are_private_and_vanish(kind: BoxKit) -> None:
+    first, second = [await kind.boot() for _ in range(2)]
+    deep = "import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(1100)]"  # more levels than Python recurses
+    await sh(first, f'echo 1 > README.md; chmod -R 000 pkg; python3 -c "{deep}"')
+    assert await second.get("README.md") == b"hello\n" == (kind.repository / "README.md").read_bytes()
+    for box in (first, second):
+        await box.close()
+        await box.close()
+    assert kind.left() == []
+    for use in (first.diff(), sh(first, "true")):
+        with pytest.raises(SandboxError) as failure:
+            await use
+        assert failure.value.cause == "closed"
+
+
+async def test_many_at_once(kind: BoxKit) -> None:
+    async def one(number: int) -> bytes:
+        box = await kind.boot()
+        try:
+            await sh(box, f"echo {number} > README.md")
+            assert b"+%d\n" % number in await box.diff()
+            return await box.get("README.md")
+        finally:
+            await box.close()
+
+    numbers = range(16 if kind.name in ("plain", "bwrap") else 8)
+    assert await asyncio.gather(*map(one, numbers)) == [b"%d\n" % number for number in numbers]
+
+
+async def test_a_cancelled_boot_leaves_nothing(kind: BoxKit) -> None:
+    for delay in kind.moments:
+        booting = asyncio.create_task(kind.boot())
+        await asyncio.sleep(delay)
+        booting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await booting).close()
+    assert kind.left() == []
+
+
+async def test_boot_failures_have_causes(kind: BoxKit) -> None:
+    gone = Path("/no/such")
+    for options, cause in (
+        ({"snapshot": gone}, "missing_snapshot"),
+        ({"binds": {gone: "/x"}}, "missing_bind"),
+        ({"socket_dir": gone}, "missing_bind"),
+    ):
+        with pytest.raises(SandboxError) as failure:
+            await kind.boot(**options)
+        assert failure.value.cause == cause
+
+
+# --- cancellation and close
+
+
+async def test_cancellation_at_any_moment_ends_all(kind: BoxKit, box: Sandbox, nap: str) -> None:
+    for delay in kind.moments:
+        for times in (1, 3):
+            running = asyncio.create_task(sh(box, f"(setsid env -i sleep {nap} &) ; sleep {nap}"))
+            await asyncio.sleep(delay)
+            for _ in range(times):
+                running.cancel()
+                await asyncio.sleep(0)
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            assert times > 1 or not alive(nap)
+    assert (await sh(box, "echo on")).stdout == b"on\n"
+    await box.close()  # waits for what a second cancellation has cut off
+    assert not alive(nap)
+
+
+async def test_cancellation_of_a_running_program_is_passed_on(box: Sandbox, nap: str) -> None:
+    running = asyncio.create_task(sh(box, f"(setsid sleep {nap} &) ; sleep {nap}"))
+    await begun(nap, running)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not alive(nap)
+
+
+async def test_close_ends_programs_that_run_or_wait(box: Sandbox, nap: str) -> None:
+    programs = [asyncio.create_task(sh(box, f"sleep {nap}")) for _ in range(2)]
+    await begun(nap, programs[0])
+    await box.close()
+    for program in programs:
+        with pytest.raises(SandboxError) as failure:
+            await program
+        assert failure.value.cause == "closed"
+    assert not alive(nap)
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_the_end_of_the_loop_ends_boxes(kind: BoxKit, runner: Callable, nap: str) -> None:
+    async def main() -> None:
+        async def episode() -> None:
+            box = await kind.boot()
+            try:
+                await sh(box, f"(setsid sleep {nap} &) ; sleep {nap}")
+            finally:
+                await box.close()
+
+        episodes = asyncio.create_task(episode())  # left to the runner, which cancels every task
+        await begun(nap, episodes)
+        # asyncio (3.11) waits for ever for a process whose pipes it was connecting when the loop ended, which takes
+        # it a few turns.
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+
+    runner(main())
+    assert not alive(nap) and kind.left() == []
+
+
+def test_boxes_work_on_uvloop(kind: BoxKit, nap: str) -> None:
+    """Ray runs the agent loop workers on it."""
+
+    async def main() -> None:
+        box = await kind.boot()
+        data = os.urandom(300_000)
+        done = await box.exec(["bash", "-c", "cat; echo oops >&2; exit 4"], env={}, timeout_s=30, stdin=data)
+        assert (done.returncode, done.stdout, done.stderr) == (4, data, b"oops\n")
+        script = f"(setsid sleep {nap} &) ; sleep {nap}"
+        assert (await sh(box, script, timeout_s=0.2)).timed_out and not alive(nap)
+        for delay in kind.moments[::2]:
+            running = asyncio.create_task(sh(box, script))
+            await asyncio.sleep(delay)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert not alive(nap)
+        await box.close()
+
+    uvloop.run(main())
+
+
+@kinds("bwrap", "docker", "podman", "apptainer", "apptainer-less")
+async def test_a_box_that_is_killed_from_outside_is_not_the_programs_failure(
+    kind: BoxKit, box: Sandbox, nap: str
+) -> None:
+    running = asyncio.create_task(sh(box, f"sleep {nap}"))
+    await begun(nap, running)
+    await kind.kill(box)
+    with pytest.raises(SandboxError) as failure:
+        await running
+    assert failure.value.cause == ("exec_failed" if kind.name == "bwrap" else "box_killed") and not alive(nap)
+
+
+# --- limits
+
+
+async def test_limits_of_each_process(kind: BoxKit) -> None:
+    box = await kind.boot(limits=Limits(cpu_s=1, file_bytes=MIB, open_files=50))
+    try:
+        shown = await sh(box, "ulimit -t; ulimit -f; ulimit -n; ulimit -c; ulimit -v")
+        assert shown.stdout.split() == [b"1", b"1024", b"50", b"0", b"unlimited"]
+        assert (await sh(box, "head -c 2000000 /dev/zero > big")).returncode != 0
+        spun = await sh(box, "while :; do :; done", timeout_s=60)
+        assert not spun.timed_out and spun.returncode in (128 + 9, 128 + 24)
+    finally:
+        await box.close()
+
+
+@kinds("docker", "podman")
+async def test_memory_and_processes_of_a_box_are_limited(kind: BoxKit, nap: str) -> None:
+    box = await kind.boot(limits=Limits(memory_bytes=64 * MIB, processes=40))
+    try:
+        eat = "import os; held = [bytearray(os.urandom(1) * 2**20) for _ in range(200)]; print('held')"
+        done = await box.exec(["python3", "-c", eat], env={}, timeout_s=60)
+        assert (done.returncode, done.stdout) == (137, b"")
+        # bash would try again for seconds.
+        many = await box.exec(
+            ["sh", "-c", f"for i in $(seq 60); do sleep {nap} & done; echo all"], env={}, timeout_s=60
+        )
+        assert b"Cannot fork" in many.stderr and many.stdout == b"" and not alive(nap)
+        assert (await sh(box, "echo fine")).stdout == b"fine\n"
+    finally:
+        await box.close()
+
+
+@kinds("docker", "podman")
+async def test_the_disk_of_a_box_is_limited(kind: BoxKit) -> None:
+    box = await kind.boot(limits=Limits(disk_bytes=32 * MIB))
+    try:
+        one = await sh(box, "head -c 50000000 /dev/zero > big; echo $?; rm big")
+        assert one.stdout.split()[0] != b"0"  # one file cannot be larger
+        # Bounded: without a limit this ends at 96 MiB.
+        fill = "for i in 1 2 3 4; do head -c 24M /dev/zero > big$i || exit 9; done; sleep 60; echo all"
+        many = await sh(box, fill, timeout_s=60)
+        assert many.stdout == b"" and many.returncode in (9, 137) and not many.timed_out
+        async with asyncio.timeout(120):  # on a slow disk a look in the middle of it finds the box too large again
+            while (await sh(box, "rm -f big*; echo works")).stdout != b"works\n":
+                pass
+        assert await box.diff() == b""
+    finally:
+        await box.close()

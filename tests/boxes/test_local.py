@@ -1,0 +1,142 @@
+"""Boxes of directories and processes of this machine: what only they do. The verbs are in the other files here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout.sandbox import SandboxError, directory
+from rollout.sandbox.local import box as local
+from rollout.sandbox.local import bwrap
+from rollout.sandbox.local.box import Isolation, boot_local
+from tests.sandboxes import BWRAP, REPOSITORY, alive, make_snapshot, sh
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    return make_snapshot(tmp_path / "snapshot")
+
+
+@pytest.mark.parametrize("isolation", [BWRAP])
+async def test_bwrap_hides_host_files(snapshot: Path, tmp_path: Path, isolation: Isolation) -> None:
+    box = await boot_local(snapshot, isolation=isolation)
+    home, system = Path.home(), [Path("/var/lib"), Path("/sys/kernel")]
+    try:
+        for path in (tmp_path, REPOSITORY / "rollout", REPOSITORY / ".git", home / ".ssh", *system):
+            assert (await sh(box, f"ls {path}")).returncode != 0, path
+        # Read-only, or another's: the box may be run by root, whom ownership alone does not stop.
+        for target in ("/x", "/usr/x", "/etc/x", "/etc/passwd", f"{sys.prefix}/x", "/proc/x"):
+            assert (await sh(box, f"exec 3>>{target}")).returncode != 0, target
+        found = await sh(box, "find /proc -path '/proc/[0-9]*' -prune -o -type f -writable -print -quit")
+        assert found.stdout == b""
+        before = os.stat("/dev/null")
+        await sh(box, "chmod 600 /dev/null; touch -d 2001-01-01 /dev/null; chmod 666 /dev/null")
+        after = os.stat("/dev/null")
+        assert (before.st_ctime_ns, before.st_mode) == (after.st_ctime_ns, after.st_mode)
+        assert (await sh(box, "echo x > /dev/null; head -c 1 /dev/urandom > /dev/null")).returncode == 0
+    finally:
+        await box.close()
+
+
+async def test_a_full_disk_is_named(snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise local.shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")])
+
+    monkeypatch.setattr(local.shutil, "copytree", full)
+    with pytest.raises(SandboxError) as failure:
+        await boot_local(snapshot, isolation="none")
+    assert failure.value.cause == "no_space"
+
+
+async def test_without_isolation_a_bind_cannot_move(snapshot: Path) -> None:
+    with pytest.raises(ValueError):
+        await boot_local(snapshot, isolation="none", binds={snapshot: "/elsewhere"})
+
+
+async def test_auto_without_bwrap_warns_once(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bwrap, "available", lambda: False)
+    local._warn_unprotected.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            made = await boot_local(snapshot, isolation="auto")
+            assert made.isolation == "none"
+            await made.close()
+    assert len(caplog.records) == 1 and "without isolation" in caplog.text
+    with pytest.raises(SandboxError) as failure:
+        await boot_local(snapshot, isolation="bwrap")
+    assert failure.value.cause == "no_bwrap"
+
+
+def test_directories_of_a_killed_process_are_swept(snapshot: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    def boot_and(end: str) -> None:
+        program = f"""
+            import asyncio, os
+            from pathlib import Path
+            from rollout.sandbox.local.box import boot_local
+            async def main():
+                box = await boot_local(Path({str(snapshot)!r}), isolation="none")
+                {end}
+            asyncio.run(main())
+        """
+        environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)}
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True)
+
+    boot_and("os._exit(0)")
+    assert len(list(temporary.iterdir())) == 1
+    boot_and("pass")  # sweeps the first one's, and its own at its exit, though it forgot to close
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.bwrap
+def test_what_a_killed_process_was_starting_is_swept(
+    snapshot: Path, tmp_path: Path, nap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bwrap's programs end with their parent, but not if it dies while bwrap starts them."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    program = f"""
+        import asyncio, os, sys
+        from pathlib import Path
+        from rollout.sandbox.local import bwrap
+        from rollout.sandbox.local.box import boot_local
+        async def main():
+            box = await boot_local(Path({str(snapshot)!r}), isolation="bwrap")
+            print(os.getpid(), flush=True)
+            await box.exec(["sleep", {nap!r}], env={{}}, timeout_s=60)
+        bwrap.available()
+        for _ in sys.stdin:
+            worker = os.fork()
+            if worker == 0:
+                asyncio.run(main())
+                os._exit(0)
+            os.waitpid(worker, 0)
+    """
+    monkeypatch.setenv("RL_BOX_DIR", str(temporary))
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as workers:
+        assert workers.stdin is not None and workers.stdout is not None
+        for delay in range(12):
+            print("next", file=workers.stdin, flush=True)
+            worker = int(workers.stdout.readline())
+            while not alive(nap):  # as soon as there is bwrap's command line
+                pass
+            time.sleep(delay / 2000)
+            os.kill(worker, signal.SIGKILL)
+        workers.stdin.close()
+    directory.sweep()
+    assert not alive(nap) and list(temporary.iterdir()) == []

@@ -1,7 +1,9 @@
-"""A config that passes ``rl.checks``, and how a test says that a changed one does not."""
+"""Configs for tests: one that passes ``rl.checks``, and composed ones."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 
 import pyarrow
@@ -10,7 +12,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rl.checks import check
-from rl.config import ConfigError
+from rl.config import ConfigError, compose
 from tests.datasets import PARSER
 from tests.datasets import snapshot_row as row
 
@@ -22,8 +24,24 @@ def write(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
+    return compose(overrides)
+
+
+def composed(*overrides: str, **changes: object) -> DictConfig:
+    """Return a composed config of its own; composing takes a second and is done once per process and overrides.
+
+    ``changes``: values of keys, with ``__`` for the dots.
+    """
+    config = copy.deepcopy(_composed(overrides))
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return config
+
+
 def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
-    """A config that passes, with the keys that the checks read."""
+    """Return a config that passes, with the keys that the checks read."""
     monkeypatch.setattr("rewards.task.log_parsers", lambda: frozenset({PARSER}))
     (tmp_path / "snapshot").mkdir()
     model = tmp_path / "model"
@@ -94,12 +112,12 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
     )
 
 
-def refused(cfg: DictConfig, *parts: str, **changes) -> None:
-    """``check`` refuses the changed config with one line that has all the parts."""
+def refused(config: DictConfig, *parts: str, **changes) -> None:
+    """Assert that ``check`` refuses the changed config with one line that contains all parts."""
     for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value)
+        OmegaConf.update(config, key.replace("__", "."), value)
     with pytest.raises(ConfigError) as caught:
-        check(cfg)
+        check(config)
     message = str(caught.value)
     assert "\n" not in message
     for part in parts:

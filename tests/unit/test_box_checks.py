@@ -15,34 +15,34 @@ from tests.docker_kit import small_image
 
 
 @pytest.fixture
-def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
     return good_config(tmp_path, monkeypatch)
 
 
 # --- sandbox=local
 
 
-def test_bwrap_that_is_not_installed(cfg, tmp_path, monkeypatch):
+def test_bwrap_that_is_not_installed(config, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    check(cfg)
-    refused(cfg, "not installed", "isolation=auto", sandbox__isolation="bwrap")
+    check(config)
+    refused(config, "not installed", "isolation=auto", sandbox__isolation="bwrap")
 
 
-def test_bwrap_that_does_not_start(cfg, monkeypatch):
+def test_bwrap_that_does_not_start(config, monkeypatch):
     monkeypatch.setattr(box_checks.shutil, "which", lambda name: "/usr/bin/bwrap")
     monkeypatch.setattr(box_checks.bwrap, "available", lambda: False)
-    refused(cfg, "cannot start", sandbox__isolation="bwrap")
+    refused(config, "cannot start", sandbox__isolation="bwrap")
 
 
 # --- sandbox=docker
 
 
 @pytest.fixture
-def docker_cfg(cfg: DictConfig) -> DictConfig:
+def docker_cfg(config: DictConfig) -> DictConfig:
     keys = {"kind": "docker", "memory_mb": 512, "cpus": 1, "processes": 64, "disk_mb": 64, "pull_parallel": 1}
-    del cfg.sandbox.isolation
-    cfg.sandbox = {**cfg.sandbox, **keys, "image_budget_gb": None, "base_image": None}
-    return cfg
+    del config.sandbox.isolation
+    config.sandbox = {**config.sandbox, **keys, "image_budget_gb": None, "base_image": None}
+    return config
 
 
 def test_an_engine_that_does_not_answer(docker_cfg: DictConfig, tmp_path: Path, monkeypatch) -> None:
@@ -72,15 +72,15 @@ def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Pat
 
 
 @pytest.fixture
-def apptainer_cfg(cfg: DictConfig, tmp_path: Path, monkeypatch) -> DictConfig:
+def apptainer_cfg(config: DictConfig, tmp_path: Path, monkeypatch) -> DictConfig:
     stub(tmp_path, monkeypatch, "apptainer version 1.3.4")
     keys = {"kind": "apptainer", "memory_mb": 512, "cpus": 1, "processes": 64, "pull_parallel": 1}
     more = {"image_budget_gb": None, "base_image": "/base.sif", "cache_dir": str(tmp_path / "cache" / "sif")}
-    del cfg.sandbox.isolation
-    cfg.sandbox = {**cfg.sandbox, **keys, **more}
+    del config.sandbox.isolation
+    config.sandbox = {**config.sandbox, **keys, **more}
     (tmp_path / "base.sif").touch()
-    cfg.sandbox.base_image = str(tmp_path / "base.sif")
-    return cfg
+    config.sandbox.base_image = str(tmp_path / "base.sif")
+    return config
 
 
 def stub(tmp_path: Path, monkeypatch, version: str | None) -> None:

@@ -64,68 +64,71 @@ def test_loggers(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
     return good_config(tmp_path, monkeypatch)
 
 
-def test_good_config_passes(cfg):
-    check(cfg)
+def test_good_config_passes(config):
+    check(config)
 
 
-def test_unknown_keys(cfg):
+def test_unknown_keys(config):
     refused(
-        cfg, "actor_rollout_ref.actor.clip_ratio_hihg", "clip_ratio_high", actor_rollout_ref__actor__clip_ratio_hihg=1
+        config,
+        "actor_rollout_ref.actor.clip_ratio_hihg",
+        "clip_ratio_high",
+        actor_rollout_ref__actor__clip_ratio_hihg=1,
     )
 
 
-def test_lists_of_files_pass(cfg, tmp_path):
+def test_lists_of_files_pass(config, tmp_path):
     more = write(tmp_path / "more.parquet", [row("more-0")])
-    cfg.data.train_files = [cfg.data.train_files, more]
-    check(cfg)
+    config.data.train_files = [config.data.train_files, more]
+    check(config)
 
 
 @pytest.mark.parametrize("key", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1, "many", None, True])
-def test_numbers_must_be_positive(cfg, key, value):
-    refused(cfg, key, repr(value), **{key: value})
+def test_numbers_must_be_positive(config, key, value):
+    refused(config, key, repr(value), **{key: value})
 
 
 @pytest.mark.parametrize("key", POSITIVE_OR_NULL)
-def test_optional_numbers(cfg, key):
-    refused(cfg, key, "0", **{key: 0})
+def test_optional_numbers(config, key):
+    refused(config, key, "0", **{key: 0})
 
 
-def test_negative_retries(cfg):
-    refused(cfg, "episode.infra_retries", episode__infra_retries=-1)
+def test_negative_retries(config):
+    refused(config, "episode.infra_retries", episode__infra_retries=-1)
 
 
 @pytest.mark.parametrize("name", [None, "qwen"])
-def test_unknown_tool_parser(cfg, name):
-    refused(cfg, "proxy.tool_parser", repr(name), "qwen3_coder", proxy__tool_parser=name)
+def test_unknown_tool_parser(config, name):
+    refused(config, "proxy.tool_parser", repr(name), "qwen3_coder", proxy__tool_parser=name)
 
 
 # --- batch sizes and lengths
 
 
-def test_grpo_needs_a_group(cfg):
-    refused(cfg, "rollout.n is 1", "grpo", actor_rollout_ref__rollout__n=1)
+def test_grpo_needs_a_group(config):
+    refused(config, "rollout.n is 1", "grpo", actor_rollout_ref__rollout__n=1)
 
 
-def test_other_estimators_take_single_episodes(cfg):
-    cfg.algorithm.adv_estimator = "reinforce_plus_plus"
-    cfg.actor_rollout_ref.rollout.n = 1
-    check(cfg)
+def test_other_estimators_take_single_episodes(config):
+    config.algorithm.adv_estimator = "reinforce_plus_plus"
+    config.actor_rollout_ref.rollout.n = 1
+    check(config)
 
 
 @pytest.mark.parametrize("mini", [3, 8])
-def test_mini_batches_divide_the_batch(cfg, mini):
-    refused(cfg, "train_batch_size is 4", str(mini), actor_rollout_ref__actor__ppo_mini_batch_size=mini)
+def test_mini_batches_divide_the_batch(config, mini):
+    refused(config, "train_batch_size is 4", str(mini), actor_rollout_ref__actor__ppo_mini_batch_size=mini)
 
 
-def test_separate_async_ties_the_sizes(cfg):
-    refused(cfg, "4 x 4 = 16", trainer__v1__trainer_mode="separate_async")
-    cfg.actor_rollout_ref.actor.ppo_mini_batch_size = 1
-    check(cfg)
+def test_separate_async_ties_the_sizes(config):
+    refused(config, "4 x 4 = 16", trainer__v1__trainer_mode="separate_async")
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 1
+    check(config)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +139,15 @@ def test_separate_async_ties_the_sizes(cfg):
         ("trainer.v1.sampler.sync_refill_failed_groups", True),
     ],
 )
-def test_determinism_is_not_promised_where_there_is_none(cfg, key, value):
-    cfg.actor_rollout_ref.rollout.full_determinism = True
-    check(cfg)
-    refused(cfg, key, "full_determinism", **{key: value})
+def test_determinism_is_not_promised_where_there_is_none(config, key, value):
+    config.actor_rollout_ref.rollout.full_determinism = True
+    check(config)
+    refused(config, key, "full_determinism", **{key: value})
 
 
-def test_tensor_parallel_divides_the_devices(cfg):
+def test_tensor_parallel_divides_the_devices(config):
     refused(
-        cfg,
+        config,
         "tensor_model_parallel_size is 3",
         "8 devices",
         actor_rollout_ref__rollout__tensor_model_parallel_size=3,
@@ -152,9 +155,9 @@ def test_tensor_parallel_divides_the_devices(cfg):
     )
 
 
-def test_fixed_batches_divide_over_devices(cfg):
+def test_fixed_batches_divide_over_devices(config):
     refused(
-        cfg,
+        config,
         "32 episodes",
         "5 devices",
         actor_rollout_ref__actor__use_dynamic_bsz=False,
@@ -162,38 +165,38 @@ def test_fixed_batches_divide_over_devices(cfg):
     )
 
 
-def test_fixed_batches_need_a_micro_batch(cfg):
-    refused(cfg, "ppo_micro_batch_size_per_gpu", actor_rollout_ref__actor__use_dynamic_bsz=False)
-    cfg.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 1
-    check(cfg)
+def test_fixed_batches_need_a_micro_batch(config):
+    refused(config, "ppo_micro_batch_size_per_gpu", actor_rollout_ref__actor__use_dynamic_bsz=False)
+    config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 1
+    check(config)
 
 
-def test_row_longer_than_the_model(cfg):
-    refused(cfg, "1500 tokens", "max_model_len = 1499", actor_rollout_ref__rollout__max_model_len=1499)
+def test_row_longer_than_the_model(config):
+    refused(config, "1500 tokens", "max_model_len = 1499", actor_rollout_ref__rollout__max_model_len=1499)
 
 
-def test_unset_model_length_is_the_engines(cfg):
-    cfg.actor_rollout_ref.rollout.max_model_len = None
-    check(cfg)
+def test_unset_model_length_is_the_engines(config):
+    config.actor_rollout_ref.rollout.max_model_len = None
+    check(config)
 
 
 @pytest.mark.parametrize("key", ["actor.ppo_max_token_len_per_gpu", "rollout.log_prob_max_token_len_per_gpu"])
-def test_row_longer_than_a_packed_batch(cfg, key):
-    refused(cfg, key, "at least 1500", **{f"actor_rollout_ref.{key}": 1000})
-    cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2
-    check(cfg)
+def test_row_longer_than_a_packed_batch(config, key):
+    refused(config, key, "at least 1500", **{f"actor_rollout_ref.{key}": 1000})
+    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2
+    check(config)
 
 
 # --- agent and sandbox
 
 
-def test_missing_binary(cfg, tmp_path):
-    refused(cfg, str(tmp_path / "none"), agent__binary=str(tmp_path / "none"))
+def test_missing_binary(config, tmp_path):
+    refused(config, str(tmp_path / "none"), agent__binary=str(tmp_path / "none"))
 
 
-def test_binary_that_cannot_be_executed(cfg):
-    Path(cfg.agent.binary).chmod(0o644)
-    refused(cfg, cfg.agent.binary)
+def test_binary_that_cannot_be_executed(config):
+    Path(config.agent.binary).chmod(0o644)
+    refused(config, config.agent.binary)
 
 
 # --- tasks
@@ -201,43 +204,43 @@ def test_binary_that_cannot_be_executed(cfg):
 
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
 @pytest.mark.parametrize("value", [None, [], "/nowhere/x.parquet"])
-def test_missing_task_files(cfg, key, value):
-    refused(cfg, key, **{key: value})
+def test_missing_task_files(config, key, value):
+    refused(config, key, **{key: value})
 
 
-def test_file_that_is_not_parquet(cfg, tmp_path):
+def test_file_that_is_not_parquet(config, tmp_path):
     (tmp_path / "train.parquet").write_text("no")
-    refused(cfg, "data.train_files", "train.parquet", "parquet")
+    refused(config, "data.train_files", "train.parquet", "parquet")
 
 
-def test_row_without_tests(cfg, tmp_path):
+def test_row_without_tests(config, tmp_path):
     write(tmp_path / "val.parquet", [row("val-0"), row("val-1", FAIL_TO_PASS="[]")])
-    refused(cfg, "data.val_files", "val.parquet", "row 1", "FAIL_TO_PASS")
+    refused(config, "data.val_files", "val.parquet", "row 1", "FAIL_TO_PASS")
 
 
-def test_missing_snapshot(cfg, tmp_path):
+def test_missing_snapshot(config, tmp_path):
     write(tmp_path / "val.parquet", [row("val-0", image="dir:elsewhere")])
-    refused(cfg, "val-0", "elsewhere")
+    refused(config, "val-0", "elsewhere")
 
 
-def test_image_that_a_local_sandbox_cannot_use(cfg, tmp_path):
+def test_image_that_a_local_sandbox_cannot_use(config, tmp_path):
     write(tmp_path / "val.parquet", [row("val-0", image="some/image:1")])
-    refused(cfg, "val-0", "some/image:1")
+    refused(config, "val-0", "some/image:1")
 
 
-def test_held_out_task_in_training(cfg, tmp_path):
+def test_held_out_task_in_training(config, tmp_path):
     write(tmp_path / "val.parquet", [row("val-0"), row("train-3")])
-    refused(cfg, "train-3", "train.parquet", "val.parquet")
+    refused(config, "train-3", "train.parquet", "val.parquet")
 
 
-def test_task_in_two_training_files(cfg, tmp_path):
+def test_task_in_two_training_files(config, tmp_path):
     more = write(tmp_path / "more.parquet", [row("train-0")])
-    refused(cfg, "train-0", "more.parquet", "train.parquet", data__train_files=[cfg.data.train_files, more])
+    refused(config, "train-0", "more.parquet", "train.parquet", data__train_files=[config.data.train_files, more])
 
 
-def test_fewer_tasks_than_a_batch(cfg):
+def test_fewer_tasks_than_a_batch(config):
     refused(
-        cfg,
+        config,
         "is 16",
         "only 8 tasks",
         data__train_batch_size=16,
@@ -245,43 +248,43 @@ def test_fewer_tasks_than_a_batch(cfg):
     )
 
 
-def test_what_prepare_makes_is_not_looked_at(cfg):
-    cfg.prepare = "module:function"
-    cfg.data.train_files = "/nowhere/x.parquet"
-    cfg.actor_rollout_ref.model.path = "/nowhere"
-    check(cfg)
+def test_what_prepare_makes_is_not_looked_at(config):
+    config.prepare = "module:function"
+    config.data.train_files = "/nowhere/x.parquet"
+    config.actor_rollout_ref.model.path = "/nowhere"
+    check(config)
     with pytest.raises(ConfigError):
-        check_tasks(cfg)
+        check_tasks(config)
     with pytest.raises(ConfigError):
-        check_model(cfg)
+        check_model(config)
 
 
 # --- model and disk
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "~/nowhere", "./nowhere", "out/puts/model"])
-def test_missing_model_directory(cfg, path):
-    refused(cfg, "model.path", "config.json", actor_rollout_ref__model__path=path)
+def test_missing_model_directory(config, path):
+    refused(config, "model.path", "config.json", actor_rollout_ref__model__path=path)
 
 
-def test_tied_embeddings_on_a_cpu(cfg):
-    model = Path(cfg.actor_rollout_ref.model.path) / "config.json"
+def test_tied_embeddings_on_a_cpu(config):
+    model = Path(config.actor_rollout_ref.model.path) / "config.json"
     for tied in (True, False):
         model.write_text(f'{{"tie_word_embeddings": {str(tied).lower()}}}')
-        check_model(cfg)
+        check_model(config)
     model.write_text('{"tie_word_embeddings": true}')
-    cfg.trainer.device = "cpu"
+    config.trainer.device = "cpu"
     with pytest.raises(ConfigError, match="tied embeddings"):
-        check_model(cfg)
+        check_model(config)
 
 
-def test_hub_names_are_not_looked_up(cfg):
-    cfg.actor_rollout_ref.model.path = "Qwen/Qwen3-8B"
-    check(cfg)
+def test_hub_names_are_not_looked_up(config):
+    config.actor_rollout_ref.model.path = "Qwen/Qwen3-8B"
+    check(config)
 
 
-def test_model_that_is_not_set(cfg):
-    refused(cfg, "model.path is not set", actor_rollout_ref__model__path=None)
+def test_model_that_is_not_set(config):
+    refused(config, "model.path is not set", actor_rollout_ref__model__path=None)
 
 
 @pytest.fixture
@@ -295,68 +298,68 @@ def free(monkeypatch):
     return set_free
 
 
-def test_full_disk(cfg, free):
+def test_full_disk(config, free):
     free(0.5)
-    refused(cfg, "0.5 GiB free", "at least 1.0")
+    refused(config, "0.5 GiB free", "at least 1.0")
 
 
-def test_no_room_for_a_checkpoint(cfg, free):
-    with open(Path(cfg.actor_rollout_ref.model.path) / "model.safetensors", "wb") as weights:
+def test_no_room_for_a_checkpoint(config, free):
+    with open(Path(config.actor_rollout_ref.model.path) / "model.safetensors", "wb") as weights:
         weights.truncate(GIB)  # sparse: takes no space
     free(3.9)
-    refused(cfg, "3.9 GiB free", "at least 4.0")
+    refused(config, "3.9 GiB free", "at least 4.0")
     free(4)
-    check(cfg)
+    check(config)
     free(1)
-    cfg.trainer.save_freq = -1
-    check(cfg)
+    config.trainer.save_freq = -1
+    check(config)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="a second file system is needed")
-def test_checkpoints_on_a_disk_of_their_own(cfg, free):
-    with open(Path(cfg.actor_rollout_ref.model.path) / "model.safetensors", "wb") as weights:
+def test_checkpoints_on_a_disk_of_their_own(config, free):
+    with open(Path(config.actor_rollout_ref.model.path) / "model.safetensors", "wb") as weights:
         weights.truncate(GIB)
-    cfg.trainer.default_local_dir = "/dev/shm/checkpoints"
+    config.trainer.default_local_dir = "/dev/shm/checkpoints"
     free(2.9)
-    refused(cfg, "/dev/shm has 2.9 GiB free", "at least 3.0 (one checkpoint)", "set trainer.default_local_dir")
+    refused(config, "/dev/shm has 2.9 GiB free", "at least 3.0 (one checkpoint)", "set trainer.default_local_dir")
     free(3)
-    check(cfg)
-    cfg.trainer.default_local_dir = "/dev/null/checkpoints"
-    refused(cfg, "trainer.default_local_dir: cannot write in /dev/null")
+    check(config)
+    config.trainer.default_local_dir = "/dev/null/checkpoints"
+    refused(config, "trainer.default_local_dir: cannot write in /dev/null")
 
 
-def test_run_directory_under_a_file(cfg, tmp_path):
-    refused(cfg, "train.parquet", run__dir=str(tmp_path / "train.parquet" / "run"))
+def test_run_directory_under_a_file(config, tmp_path):
+    refused(config, "train.parquet", run__dir=str(tmp_path / "train.parquet" / "run"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_run_directory_that_cannot_be_written(cfg, tmp_path):
+def test_run_directory_that_cannot_be_written(config, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o555)
-    refused(cfg, "locked", run__root=str(tmp_path / "locked"))
+    refused(config, "locked", run__root=str(tmp_path / "locked"))
 
 
 # --- proxy
 
 
-def test_side_calls(cfg, monkeypatch):
-    refused(cfg, "proxy.side_calls is 'drop'", proxy__side_calls="drop")
-    cfg.proxy.side_calls = "forward"
-    refused(cfg, "proxy.side_endpoint.url")
-    cfg.proxy.side_endpoint = {"url": "http://127.0.0.1:1", "model": "m", "key_env": "SIDE_KEY"}
-    refused(cfg, "SIDE_KEY, which is not set")
+def test_side_calls(config, monkeypatch):
+    refused(config, "proxy.side_calls is 'drop'", proxy__side_calls="drop")
+    config.proxy.side_calls = "forward"
+    refused(config, "proxy.side_endpoint.url")
+    config.proxy.side_endpoint = {"url": "http://127.0.0.1:1", "model": "m", "key_env": "SIDE_KEY"}
+    refused(config, "SIDE_KEY, which is not set")
     monkeypatch.setenv("SIDE_KEY", "k")
-    check(cfg)
+    check(config)
 
 
-def test_a_model_without_a_family_of_its_own(cfg):
-    config = Path(cfg.actor_rollout_ref.model.path) / "config.json"
-    config.write_text('{"model_type": "qwen3"}')
-    check_family(cfg)
-    config.write_text('{"model_type": "llama"}')
+def test_a_model_without_a_family_of_its_own(config):
+    file = Path(config.actor_rollout_ref.model.path) / "config.json"
+    file.write_text('{"model_type": "qwen3"}')
+    check_family(config)
+    file.write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"'llama'.*proxy.any_family=true"):
-        check_family(cfg)
-    cfg.proxy.any_family = True
-    check_family(cfg)
+        check_family(config)
+    config.proxy.any_family = True
+    check_family(config)
 
 
 # --- as a whole

@@ -21,6 +21,7 @@ from rl.cluster.ray import check_gpus
 from rl.cluster.stage import copy, stage
 from rl.config import ConfigError, compose
 from rl.run import stop
+from tests.check_kit import composed
 
 TASK = {
     "SLURM_JOB_ID": "10042",
@@ -48,32 +49,32 @@ def test_a_task_reads_its_place_from_slurm() -> None:
 
 
 def test_the_run_directory_is_the_jobs_unless_it_is_given(tmp_path: Path) -> None:
-    cfg = compose(["+experiment=quickstart", f"run.root={tmp_path}"])
-    assert run_directory(cfg, "7_1") == tmp_path / "quickstart" / "slurm-7_1"
-    cfg.run.dir = str(tmp_path / "mine")
-    assert run_directory(cfg, "7_1") == tmp_path / "mine"
+    config = composed("+experiment=quickstart", run__root=str(tmp_path))
+    assert run_directory(config, "7_1") == tmp_path / "quickstart" / "slurm-7_1"
+    config.run.dir = str(tmp_path / "mine")
+    assert run_directory(config, "7_1") == tmp_path / "mine"
 
 
 def test_a_job_must_have_the_nodes_that_the_config_asks_for() -> None:
-    cfg = compose(["+experiment=quickstart", "trainer.nnodes=3"])
-    check_job(cfg, 3)
-    check_job(cfg, 4)  # the fourth only runs episodes
+    config = composed("+experiment=quickstart", trainer__nnodes=3)
+    check_job(config, 3)
+    check_job(config, 4)  # the fourth only runs episodes
     with pytest.raises(ConfigError, match=r"asks for 3 nodes \(trainer.nnodes=3\), the job has 2; sbatch --nodes=3"):
-        check_job(cfg, 2)
-    staging = compose(["+experiment=quickstart", "cluster.stage_dir=/local"])
+        check_job(config, 2)
+    with_stage = composed("+experiment=quickstart", cluster__stage_dir="/local")
     with pytest.raises(ConfigError, match=r"cluster\.stage_dir: this experiment makes its data"):
-        check_job(staging, 1)
-    cfg.trainer.v1.trainer_mode = "separate_async"
-    cfg.actor_rollout_ref.rollout.nnodes = 2
+        check_job(with_stage, 1)
+    config.trainer.v1.trainer_mode = "separate_async"
+    config.actor_rollout_ref.rollout.nnodes = 2
     with pytest.raises(ConfigError, match="asks for 5 nodes"):
-        check_job(cfg, 4)
+        check_job(config, 4)
 
 
 def test_enough_nodes_must_have_their_gpus() -> None:
-    cfg = compose(["+experiment=quickstart", "trainer.nnodes=2", "trainer.n_gpus_per_node=8"])
-    check_gpus(cfg, {"n1": 8, "n2": 8, "cpu1": 0})
+    config = composed("+experiment=quickstart", trainer__nnodes=2, trainer__n_gpus_per_node=8)
+    check_gpus(config, {"n1": 8, "n2": 8, "cpu1": 0})
     with pytest.raises(NodeError, match=r"^n2: 7 GPUs; trainer\.n_gpus_per_node is 8, on 2 nodes$"):
-        check_gpus(cfg, {"n1": 8, "n2": 7})
+        check_gpus(config, {"n1": 8, "n2": 7})
 
 
 def test_a_sweeps_task_gets_its_line(tmp_path: Path) -> None:
@@ -91,8 +92,8 @@ def test_a_sweeps_task_gets_its_line(tmp_path: Path) -> None:
 
 def test_the_example_sweep_composes() -> None:
     file = Path(__file__).parents[2] / "scripts" / "slurm" / "seeds.txt"
-    seeds = [compose(["+experiment=quickstart", *sweep_line(file, str(task))]).seed for task in (1, 2, 3)]
-    assert seeds == [1, 2, 3]
+    assert [sweep_line(file, str(task)) for task in (1, 2, 3)] == [["seed=1"], ["seed=2"], ["seed=3"]]
+    assert compose(["+experiment=quickstart", *sweep_line(file, "2")]).seed == 2
 
 
 # --- the batch script, up to srun; the rest of it is run by tests/integration/test_slurm.py
@@ -141,7 +142,7 @@ def test_one_variable_says_how_the_trainers_environment_is_started(tmp_path: Pat
 # --- files on a disk of the node
 
 
-def config(**keys: Any) -> DictConfig:
+def staging(**keys: Any) -> DictConfig:
     return OmegaConf.create(
         {
             "cluster": {"stage_dir": keys["stage_dir"]},
@@ -157,8 +158,8 @@ def test_model_and_task_files_are_copied_once_and_again_when_they_change(tmp_pat
     for file in (model / "config.json", model / "sub" / "w.safetensors", train, val):
         file.write_text(file.name)
     said: list[str] = []
-    cfg = config(stage_dir=str(tmp_path / "local"), model=str(model), train=[str(train)], val=str(val))
-    keys = stage(cfg, said.append)
+    config = staging(stage_dir=str(tmp_path / "local"), model=str(model), train=[str(train)], val=str(val))
+    keys = stage(config, said.append)
     local = Path(keys["actor_rollout_ref.model.path"])
     assert (local / "sub" / "w.safetensors").read_text() == "w.safetensors" and local.parent == tmp_path / "local"
     assert [Path(name).read_text() for name in keys["data.train_files"]] == ["train.parquet"]
@@ -166,10 +167,11 @@ def test_model_and_task_files_are_copied_once_and_again_when_they_change(tmp_pat
     assert keys["cluster.staged_from"] == str(model)
     assert len(said) == 3 and json.dumps(keys)
 
-    assert stage(cfg, said.append) == keys and len(said) == 3, "copied again"
+    assert stage(config, said.append) == keys and len(said) == 3, "copied again"
     (model / "config.json").write_text("changed")
     assert (
-        Path(stage(cfg, said.append)["actor_rollout_ref.model.path"]).joinpath("config.json").read_text() == "changed"
+        Path(stage(config, said.append)["actor_rollout_ref.model.path"]).joinpath("config.json").read_text()
+        == "changed"
     )
     assert not [path for path in (tmp_path / "local").iterdir() if path.name.startswith(".")]
 
@@ -177,9 +179,9 @@ def test_model_and_task_files_are_copied_once_and_again_when_they_change(tmp_pat
 def test_what_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     file.write_text("rows")
-    cfg = config(stage_dir=str(tmp_path / "local"), model="Qwen/Qwen3-8B", train=str(file), val=str(file))
+    config = staging(stage_dir=str(tmp_path / "local"), model="Qwen/Qwen3-8B", train=str(file), val=str(file))
     with pytest.raises(ConfigError, match="Qwen/Qwen3-8B is not a directory; download"):
-        stage(cfg, print)
+        stage(config, print)
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"cluster\.stage_dir: copying .*train\.parquet to .*taken"):
         copy(file, tmp_path / "taken", print)

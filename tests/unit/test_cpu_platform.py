@@ -1,18 +1,12 @@
-"""rl.cpu registers a platform and changes nothing elsewhere."""
+"""rl.cpu registers a platform and changes nothing elsewhere; with VERL_PLATFORM=cpu verl's parts for a CPU are ours."""
 
 import os
 import subprocess
 import sys
 
+import pytest
+
 from rl.config import CPU_ENVIRONMENT
-
-
-def run(code: str, **environment: str) -> str:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "VLLM_"))}
-    done = subprocess.run([sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip().splitlines()[-1]
-
 
 PROBE = """
 import verl, rl.cpu, sys, torch.distributed as dist
@@ -22,13 +16,56 @@ replica = sys.modules.get("verl.workers.rollout.replica")
 loader = replica.RolloutReplicaRegistry._registry["vllm"].__module__ if replica else None
 print(PlatformRegistry.get("cpu").__name__, get_platform().device_name, loader, dist.init_process_group.__name__)
 """
+SAVED = """
+import types
+import torch
+from torch.distributed.fsdp import fully_shard
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from rl.cpu.actor import CPUDetachActorWorker
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def goes_back(kind):
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    worker = object.__new__(kind)
+    worker.config = types.SimpleNamespace(actor=types.SimpleNamespace(strategy="fsdp2"))
+    worker.actor = types.SimpleNamespace(engine=types.SimpleNamespace(module=model))
+    worker._strategy_handlers = None
+    before = model.weight.full_tensor().clone()
+    worker.save_model_to_cpu(0)
+    with torch.no_grad():
+        model.weight.add_(1)
+    worker.restore_model_from_cpu(0)
+    return torch.equal(before, model.weight.full_tensor())
+
+print(goes_back(CPUDetachActorWorker), goes_back(DetachActorWorker))
+dist.destroy_process_group()
+"""
 
 
-def test_without_the_switch_only_a_name_is_registered():
-    name, device, loader, group = run(PROBE).split()
+def run(code: str, **environment: str) -> list[list[str]]:
+    """Return the words of each line that a Python program prints, without this process's verl and vLLM variables."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "VLLM_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line.split() for line in done.stdout.strip().splitlines()]
+
+
+def test_without_the_switch_only_a_name_is_registered() -> None:
+    name, device, loader, group = run(PROBE)[-1]
     assert (name, loader, group) == ("PlatformCPU", "None", "init_process_group")
     assert device != "cpu"
 
 
-def test_with_the_switch_platform_replica_and_backend_are_ours():
-    assert run(PROBE, **CPU_ENVIRONMENT).split() == ["PlatformCPU", "cpu", "rl.cpu", "init_process_group_cpu"]
+@pytest.fixture(scope="module")
+def with_the_switch() -> list[list[str]]:
+    return run(PROBE + SAVED, **CPU_ENVIRONMENT)  # importing verl takes seconds: once for both tests
+
+
+def test_with_the_switch_platform_replica_and_backend_are_ours(with_the_switch: list[list[str]]) -> None:
+    assert ["PlatformCPU", "cpu", "rl.cpu", "init_process_group_cpu"] in with_the_switch
+
+
+def test_saved_weights_are_copies_and_verls_own_still_are_not(with_the_switch: list[list[str]]) -> None:
+    assert with_the_switch[-1] == ["True", "False"]

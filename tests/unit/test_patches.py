@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import CPU_ENVIRONMENT, package_dir
-from tests.unit.test_cpu_platform import run
+from rl.config import package_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vllm"), reason="vLLM is not its CPU build")
@@ -150,36 +149,3 @@ def test_verls_server_still_asks_for_batch_invariant_kernels_on_a_cpu() -> None:
     assert 'os.environ["VLLM_BATCH_INVARIANT"] = "1"' in source_of(
         "verl.workers.rollout.vllm_rollout.vllm_async_server"
     )
-
-
-SAVED = """
-import types
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from verl.experimental.separation.engine_workers import DetachActorWorker
-from rl.cpu.actor import CPUDetachActorWorker
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-def goes_back(kind):
-    model = torch.nn.Linear(2, 2)
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-    worker = object.__new__(kind)
-    worker.config = types.SimpleNamespace(actor=types.SimpleNamespace(strategy="fsdp2"))
-    worker.actor = types.SimpleNamespace(engine=types.SimpleNamespace(module=model))
-    worker._strategy_handlers = None
-    before = model.weight.full_tensor().clone()
-    worker.save_model_to_cpu(0)
-    with torch.no_grad():
-        model.weight.add_(1)
-    worker.restore_model_from_cpu(0)
-    return torch.equal(before, model.weight.full_tensor())
-
-print(goes_back(CPUDetachActorWorker), goes_back(DetachActorWorker))
-dist.destroy_process_group()
-"""
-
-
-def test_saved_weights_are_copies_and_verls_own_still_are_not() -> None:
-    assert run(SAVED, **CPU_ENVIRONMENT).split() == ["True", "False"]

@@ -12,15 +12,15 @@ from pathlib import Path
 PROGRAM = """
 import sys, time
 from rl.screen import Screen, this_command
-with Screen(every_s=0.2) as screen:
+with Screen(every_s=0.1) as screen:
     screen.say("begun [x]")
     screen.redirect("run.log")
     print("what a library prints")
     screen.show("starting")
-    time.sleep(0.4)
+    time.sleep(0.3)
     for done in range(8):
         screen.show("step 1/2  rollout", done, 8, "3 resolved")
-        time.sleep(0.1)
+        time.sleep(0.05)
         if done == 4:
             screen.say("an event")
     screen.restore()

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transfer_queue import KVBatchMeta
 
-from rl.config import compose
 from rl.run import phases
-from rl.trainer import left_out, row_weights, trainer_class
+from rl.trainer import EpisodeTrainer, left_out, row_weights, trainer_class
+from tests.check_kit import composed
 
 
 def test_rows_share_their_episode_by_tokens():
@@ -73,21 +73,21 @@ def test_what_is_left_out_says_nothing(members, data):
         assert sum(other.startswith(session[0]) for other in sessions) > 1
 
 
-def trainer(mode: str, *overrides: str):
-    """A trainer that nothing was started for."""
+def trainer(mode: str, run_dir: Path = Path("/nowhere"), **changes: object) -> EpisodeTrainer:
+    """Return a trainer for which nothing was started."""
     experiment = {"sync": "", "colocate_async": "_async", "separate_async": "_separate"}[mode]
-    return trainer_class(mode)(compose([f"+experiment=qwen3_coder_30b{experiment}", "run.dir=/nowhere", *overrides]))
+    return trainer_class(mode)(composed(f"+experiment=qwen3_coder_30b{experiment}", run__dir=str(run_dir), **changes))
 
 
 def test_updates_per_batch_that_is_sampled():
     assert trainer("sync").updates == 1
-    assert trainer("sync", "actor_rollout_ref.actor.ppo_mini_batch_size=8").updates == 4
+    assert trainer("sync", actor_rollout_ref__actor__ppo_mini_batch_size=8).updates == 4
     # Its step samples four batches, each of one mini-batch.
     assert trainer("separate_async").updates == 1
 
 
 def test_the_update_is_noted_as_a_phase(tmp_path: Path) -> None:
-    made = trainer("sync", f"run.dir={tmp_path}")
+    made = trainer("sync", tmp_path)
     made.global_steps, made.trained, seen = 3, set(), []
 
     def update(_):

@@ -1,4 +1,4 @@
-"""The trainer's end is told by somebody; which inference servers live. What needs Ray is in integration."""
+"""The end of a trainer is reported, and dead inference servers are found. What needs Ray is in integration."""
 
 import http.server
 import signal
@@ -14,10 +14,11 @@ import pytest
 
 from rl.run import watch
 
-# A run that ends as it is told, with a child that holds on to nothing.
+# A run that ends as its argument says, beside a witness.
 RUN = """
 import os, pathlib, subprocess, sys, time
 from rl.run.watch import Witness
+from rollout.sandbox import directory
 scratch, out = pathlib.Path(sys.argv[1]), os.dup(1)
 lock = open(scratch.parent / "lock", "w")
 step = 0
@@ -26,6 +27,8 @@ witness = Witness(line, out, [scratch], lock.fileno())
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 (scratch.parent / "step").write_text("3")
 (scratch / "socket").touch()
+boxes = directory._workspace(os.getpid())
+(scratch.parent / "boxes").write_text(str(boxes))
 os.write(out, b"started\\n")
 if sys.argv[2] != "stay":
     witness.tell("Ray died")
@@ -37,7 +40,7 @@ elif sys.argv[2] == "stay":
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_a_run_that_is_killed_is_told_of_and_its_scratch_goes(tmp_path: Path, number: int) -> None:
+def test_a_run_that_is_killed_is_reported_and_its_scratch_and_boxes_go(tmp_path: Path, number: int) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     process = subprocess.Popen([sys.executable, "-c", RUN, scratch, "stay"], stdout=subprocess.PIPE, text=True)
@@ -45,6 +48,7 @@ def test_a_run_that_is_killed_is_told_of_and_its_scratch_goes(tmp_path: Path, nu
     process.send_signal(number)
     assert process.communicate(timeout=120)[0] == "killed after step 3\n"  # and the witness has ended: its stdout has
     assert process.returncode == -number and not scratch.exists()
+    assert not Path((tmp_path / "boxes").read_text()).exists()
 
 
 def test_the_scratch_goes_also_when_nobody_is_there_to_be_told(tmp_path: Path) -> None:

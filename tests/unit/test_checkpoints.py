@@ -1,4 +1,4 @@
-"""Only a complete checkpoint is gone on from, whatever a killed process or a full disk has left."""
+"""A run resumes from complete checkpoints only, whatever a killed process or a full disk has left."""
 
 from pathlib import Path
 
@@ -21,13 +21,13 @@ def steps(directory: Path) -> set[str]:
     return {place.name for place in directory.glob("global_step_*")}
 
 
-def test_nothing_saved(tmp_path):
+def test_a_run_without_checkpoints_starts_at_step_0(tmp_path):
     for directory in (tmp_path / "missing", tmp_path):
         assert checkpoints.newest(directory) == 0 and checkpoints.tidy(directory, 2) == []
 
 
 @pytest.mark.parametrize("tracker", ["3", "4", "", "4\n", None])
-def test_one_that_was_not_finished_is_removed(tmp_path, tracker):
+def test_an_incomplete_checkpoint_is_removed(tmp_path, tracker):
     saved(tmp_path, 2, 3)
     (tmp_path / "global_step_4" / "actor").mkdir(parents=True)
     (tmp_path / "global_step_4" / "data.pt").touch()
@@ -40,14 +40,14 @@ def test_one_that_was_not_finished_is_removed(tmp_path, tracker):
     assert steps(tmp_path) == {f"global_step_{n}" for n in ((2, 3, 4) if written_by_verl_at_the_end else (2, 3))}
 
 
-def test_the_first_one_that_was_not_finished_leaves_nothing_to_go_on_from(tmp_path):
+def test_after_an_incomplete_first_checkpoint_the_run_starts_at_step_0(tmp_path):
     saved(tmp_path, 1, sealed=False)
     (tmp_path / checkpoints.TRACKER).write_text("")
     assert checkpoints.tidy(tmp_path, 2) == [1] and checkpoints.newest(tmp_path) == 0
     assert not (tmp_path / checkpoints.TRACKER).exists() and not steps(tmp_path)
 
 
-def test_old_ones_go_also_those_of_an_earlier_start(tmp_path):
+def test_old_checkpoints_are_removed_also_those_of_an_earlier_start(tmp_path):
     saved(tmp_path, 1, 2, 3, 10)
     (tmp_path / ".global_step_0").mkdir()  # killed while it was removed
     assert checkpoints.tidy(tmp_path, 2) == [] and not (tmp_path / ".global_step_0").exists()

@@ -1,4 +1,4 @@
-"""What `rl.cluster` does before it starts Ray: places, run directories, sweeps, staging, and the talk between nodes."""
+"""What `rl.cluster` does before it starts Ray: places, run directories, sweeps, staging, messages between nodes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_enough_nodes_must_have_their_gpus() -> None:
         check_gpus(config, {"n1": 8, "n2": 7})
 
 
-def test_a_sweeps_task_gets_its_line(tmp_path: Path) -> None:
+def test_a_task_of_a_sweep_gets_its_line(tmp_path: Path) -> None:
     file = tmp_path / "sweep.txt"
     file.write_text("seed=1 'agent.system_prompt=Fix it.'\n\nseed=2\n")
     assert sweep_line(file, "1") == ["seed=1", "agent.system_prompt=Fix it."]
@@ -100,7 +100,7 @@ def test_the_example_sweep_composes() -> None:
 
 
 def batch(directory: Path, cwd: Path, **environment: str) -> tuple[int, list[str], str]:
-    """Exit code, srun's arguments, and what was said on standard error."""
+    """Return exit code, srun's arguments, and standard error of the batch script."""
     srun = directory / "srun"
     srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n')
     srun.chmod(0o755)
@@ -111,8 +111,8 @@ def batch(directory: Path, cwd: Path, **environment: str) -> tuple[int, list[str
     return done.returncode, (directory / "arguments").read_text().splitlines(), done.stderr.decode()
 
 
-def test_one_variable_says_how_the_trainers_environment_is_started(tmp_path: Path) -> None:
-    """What srun is asked for. That apptainer and pyxis do it is not shown."""
+def test_one_variable_chooses_how_python_is_started(tmp_path: Path) -> None:
+    """Only srun's arguments are tested, neither apptainer nor pyxis themselves."""
     clone = tmp_path / "a clone"
     (clone / "rl" / "cluster").mkdir(parents=True)
     (clone / "rl" / "cluster" / "__main__.py").touch()
@@ -176,7 +176,7 @@ def test_model_and_task_files_are_copied_once_and_again_when_they_change(tmp_pat
     assert not [path for path in (tmp_path / "local").iterdir() if path.name.startswith(".")]
 
 
-def test_what_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
+def test_a_failed_copy_is_one_line_of_error(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     file.write_text("rows")
     config = staging(stage_dir=str(tmp_path / "local"), model="Qwen/Qwen3-8B", train=str(file), val=str(file))
@@ -187,10 +187,10 @@ def test_what_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
         copy(file, tmp_path / "taken", print)
 
 
-# --- the talk between nodes
+# --- messages between nodes
 
 
-async def test_nodes_call_are_heard_and_hung_up_on(unused_tcp_port: int) -> None:
+async def test_nodes_call_the_head_and_stop_when_it_hangs_up(unused_tcp_port: int) -> None:
     said: list[str] = []
     head = Listener(place("n1", 3, unused_tcp_port), said.append)
     late = asyncio.ensure_future(Link.open(place("n2", 3, unused_tcp_port), 60))  # before the head listens
@@ -231,7 +231,7 @@ async def test_a_node_that_has_a_problem_or_dies_is_named(unused_tcp_port: int) 
         await head.close(60)
 
 
-async def test_who_does_not_know_the_key_is_not_heard(unused_tcp_port: int) -> None:
+async def test_a_client_without_the_key_is_not_heard(unused_tcp_port: int) -> None:
     head = Listener(place("n1", 2, unused_tcp_port), print)
     await head.listen()
     with pytest.raises(NodeError, match=r"n2: the head \(127.0.0.1:\d+\) does not answer"):
@@ -242,14 +242,14 @@ async def test_who_does_not_know_the_key_is_not_heard(unused_tcp_port: int) -> N
     await head.close(1)
 
 
-async def test_a_port_that_is_taken_is_one_line(unused_tcp_port: int) -> None:
+async def test_a_taken_port_is_one_line_of_error(unused_tcp_port: int) -> None:
     taken = await asyncio.start_server(lambda *_: None, None, unused_tcp_port)
     with pytest.raises(NodeError, match=f"n1: cannot listen on port {unused_tcp_port}"):
         await Listener(place("n1", 2, unused_tcp_port), print).listen()
     taken.close()
 
 
-async def test_work_ends_with_its_guard() -> None:
+async def test_work_is_cancelled_when_its_guard_fails() -> None:
     loop = asyncio.get_running_loop()
     guard = loop.create_future()
     work = asyncio.ensure_future(asyncio.sleep(60))
@@ -263,7 +263,7 @@ async def test_work_ends_with_its_guard() -> None:
 # --- signals
 
 
-async def test_signals_end_the_start_and_are_handed_to_the_trainer_once_each(tmp_path: Path) -> None:
+async def test_signals_end_the_start_and_are_passed_to_the_trainer_once(tmp_path: Path) -> None:
     signals = Signals()
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(StartStopped, match="SIGUSR1"):
@@ -286,7 +286,7 @@ async def test_signals_end_the_start_and_are_handed_to_the_trainer_once_each(tmp
         loop.remove_signal_handler(number)
 
 
-async def test_what_a_trainers_end_means_for_the_job() -> None:
+async def test_the_jobs_exit_code_follows_from_the_trainers() -> None:
     signals = Signals()
     assert [signals.exit_code(code) for code in (0, 1, 2, 75, 143)] == [0, 1, 2, 75, 143]
     assert signals.exit_code(-9) == 137, "somebody else killed it"

@@ -80,7 +80,7 @@ def test_a_disk_without_locks_needs_an_explicit_directory(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_a_run_goes_on_from_where_its_checkpoints_are(tmp_path, elsewhere):
+def test_a_run_finds_its_checkpoints_wherever_they_are(tmp_path, elsewhere):
     run = opened(tmp_path, **({"trainer__default_local_dir": f"{tmp_path}/large"} if elsewhere else {}))
     assert run.checkpoint_step == 0
     checkpoints = tmp_path / "large" if elsewhere else run.dir / "checkpoints"

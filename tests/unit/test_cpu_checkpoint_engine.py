@@ -1,4 +1,4 @@
-"""Weights to engines with devices of their own, without verl's workers around it."""
+"""Weights are sent to engines with devices of their own, here without verl's workers around them."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is shown of a run follows from what its directory holds."""
+"""The screen shows what the run directory holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Heard:
 
 @pytest.fixture
 def watch(tmp_path: Path) -> RunProgress:
-    """Of a run that is continued after step 1, with what its earlier process left."""
+    """The progress of a run that is resumed after step 1, with the files that its earlier process left."""
     metrics.append_step(tmp_path, 1, 0.0, VALUES)
     metrics.EpisodeLog(tmp_path).append(episode())
     phases.note(tmp_path, 1, "update")
@@ -41,7 +41,7 @@ def watch(tmp_path: Path) -> RunProgress:
     return watch
 
 
-def test_what_a_run_does(watch: RunProgress, tmp_path: Path) -> None:
+def test_the_screen_follows_the_run(watch: RunProgress, tmp_path: Path) -> None:
     heard, log = watch.screen, metrics.EpisodeLog(tmp_path)
     watch.look()
     assert (heard.lines, heard.now) == ([], ("starting trainer and engine", None, None, ""))
@@ -68,5 +68,5 @@ def test_the_thread_shows_the_last_record(watch: RunProgress, tmp_path: Path) ->
     assert [line.split("  ")[0] for line in watch.screen.lines] == ["step 24/24"]
 
 
-def test_finish_of_one_that_was_never_started(tmp_path: Path) -> None:
+def test_finish_without_start(tmp_path: Path) -> None:
     RunProgress(tmp_path, 24, Heard()).finish()

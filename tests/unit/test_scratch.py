@@ -1,4 +1,4 @@
-"""rl.run.scratch: where a run's processes keep what is temporary."""
+"""The temporary files of a run's processes (rl.run.scratch)."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ else:  # killed; the next one with its note removes what it has left
 """
 
 
-def test_temporary_files_go_with_the_run_and_boxes_are_beside_them(tmp_path: Path) -> None:
+def test_temporary_files_are_removed_with_the_run_and_boxes_are_beside_them(tmp_path: Path) -> None:
     outside = tmp_path / "tmp"
     outside.mkdir()
     environment = {**os.environ, "TMPDIR": str(outside), "PROGRAM": PROGRAM, "PYTHONPATH": str(REPOSITORY)}

@@ -38,7 +38,7 @@ def in_pipe(tmp_path: Path) -> str:
 
 
 def on_terminal(tmp_path: Path, *arguments: str) -> str:
-    """Everything the program wrote to its terminal, control sequences and all."""
+    """Return all that the program wrote to its terminal, control sequences included."""
     ours, theirs = pty.openpty()
     env = environment() | {"TERM": "xterm-256color"}
     with subprocess.Popen(

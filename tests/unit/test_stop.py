@@ -1,4 +1,4 @@
-"""What signals do to a run, played by a process of its own: handlers belong to a process."""
+"""Signals end a run, which is a process of its own here because signal handlers belong to the process."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from rl.run import stop
 
-# A trainer of steps that end when they are told to; it says what the trainer and rl.train make of the signals.
+# A trainer whose steps end when they are asked to; it reports what rl.trainer and rl.train make of the signals.
 RUN = """
 import sys, time
 from rl.run import stop
@@ -55,7 +55,7 @@ def test_a_signal_ends_the_run_after_the_step(number):
     assert f"stopped by {number.name}" in said and code == 75
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for():
+def test_before_the_first_step_a_signal_ends_at_once():
     said, code = run(60, "starting", "started", signal.SIGTERM)
     assert said == "stopped by SIGTERM\n" and code == 75
 

@@ -1,5 +1,4 @@
-"""Row weights: an episode counts once, however many rows it has. Which episodes and groups are not trained on. The
-order of tasks over a resume."""
+"""The trainer's mix-in: each episode counts once, some are left out, lost groups are replaced, tasks keep order."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,7 @@ def test_weights_of_an_episode_sum_to_one(rows):
 
 @pytest.mark.parametrize("saved_after", [1, 2, 3, 5])
 def test_a_resumed_run_gets_the_tasks_that_an_unbroken_one_gets(saved_after):
-    """verl's own data loader, sampler and fetching, over epochs of two batches; saved in an epoch and at its end."""
+    """verl's own data loader, sampler and fetching are used, over epochs of two batches."""
     from verl.trainer.ppo.utils import create_rl_sampler
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils.dataset.rl_dataset import collate_fn
@@ -57,14 +56,14 @@ def test_a_resumed_run_gets_the_tasks_that_an_unbroken_one_gets(saved_after):
     assert expected[0:2] != expected[2:4]  # shuffled anew each epoch
 
 
-def test_overlong_episodes_and_lonely_ones_are_left_out():
+def test_overlong_episodes_and_single_ones_of_a_group_are_left_out():
     sessions = ["g_0", "g_1", "g_2", "h_0", "i_0", "i_1"]
     assert left_out(sessions, set()) == {"h_0"}
     assert left_out(sessions, {"g_1", "i_0", "i_1"}) == {"g_1", "h_0", "i_0", "i_1"}
 
 
 @given(st.sets(st.tuples(st.sampled_from("ghi"), st.integers(0, 7))), st.data())
-def test_what_is_left_out_says_nothing(members, data):
+def test_every_kept_episode_has_another_to_be_compared_with(members, data):
     sessions = [f"{group}_{number}" for group, number in sorted(members)]
     overlong = data.draw(st.sets(st.sampled_from(sessions))) if sessions else set()
     kept = set(sessions) - left_out(sessions, overlong)
@@ -100,7 +99,7 @@ def test_the_update_is_noted_as_a_phase(tmp_path: Path) -> None:
 
 
 def queue(monkeypatch: pytest.MonkeyPatch, rewards: dict[str, list[float]]) -> Callable[[], set[str]]:
-    """A TransferQueue of finished groups and the rewards of their rows; returns which groups it has."""
+    """Fill TransferQueue with finished groups and their rows' rewards; return a function that lists the groups."""
     import torch
     import transfer_queue
 
@@ -136,7 +135,6 @@ def test_groups_without_signal_or_without_rows_are_replaced(mode: str, monkeypat
 
 
 def test_verls_own_buffer_ends_the_run_when_a_group_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, rl.trainer's replacement of the buffer may go."""
     made = trainer("sync")
     made.replay_buffer.__class__ = type(made.replay_buffer).__mro__[2]
     queue(monkeypatch, {"good": [1.0, 0.0], "lost": []})

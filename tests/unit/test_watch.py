@@ -40,7 +40,7 @@ elif sys.argv[2] == "stay":
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_a_run_that_is_killed_is_reported_and_its_scratch_and_boxes_go(tmp_path: Path, number: int) -> None:
+def test_a_killed_run_is_reported_and_its_scratch_and_boxes_are_removed(tmp_path: Path, number: int) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     process = subprocess.Popen([sys.executable, "-c", RUN, scratch, "stay"], stdout=subprocess.PIPE, text=True)
@@ -51,7 +51,7 @@ def test_a_run_that_is_killed_is_reported_and_its_scratch_and_boxes_go(tmp_path:
     assert not Path((tmp_path / "boxes").read_text()).exists()
 
 
-def test_the_scratch_goes_also_when_nobody_is_there_to_be_told(tmp_path: Path) -> None:
+def test_scratch_is_removed_even_if_nobody_reads_the_screen(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with subprocess.Popen([sys.executable, "-c", RUN, scratch, "stay"], stdout=subprocess.PIPE, text=True) as process:
@@ -64,13 +64,13 @@ def test_the_scratch_goes_also_when_nobody_is_there_to_be_told(tmp_path: Path) -
         time.sleep(0.1)
 
 
-def test_a_run_that_ends_itself_has_its_cause_told(tmp_path: Path) -> None:
+def test_a_run_that_ends_itself_is_reported_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     done = subprocess.run([sys.executable, "-c", RUN, tmp_path / "scratch", "tell"], capture_output=True, timeout=120)
     assert done.stdout == b"started\nRay died after step 3\n" and not (tmp_path / "scratch").exists()
 
 
-def test_a_run_that_ends_in_its_own_way_is_not(tmp_path: Path) -> None:
+def test_a_run_that_ends_in_order_is_not_reported(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     done = subprocess.run([sys.executable, "-c", RUN, tmp_path / "scratch", "end"], capture_output=True, timeout=120)
     assert done.stdout == b"started\n" and done.returncode == 0 and (tmp_path / "scratch").exists()
@@ -95,7 +95,7 @@ def server(status: int, after_s: float = 0) -> Generator[str]:
         thread.join()
 
 
-def test_engines_that_live_and_engines_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engines_are_found_and_busy_ones_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     with server(200) as lives, server(503) as dead, server(200, after_s=1) as busy:
         assert watch.dead_engine([lives, dead]).startswith(f"the inference server at {dead} died")
         monkeypatch.setattr(watch, "ANSWER_S", 0.2)
@@ -103,8 +103,8 @@ def test_engines_that_live_and_engines_that_do_not(monkeypatch: pytest.MonkeyPat
     assert watch.dead_engine([lives]).startswith(f"the inference server at {lives} died")  # nobody listens any more
 
 
-def test_a_death_ends_whatever_the_trainer_waits_for() -> None:
-    """In a process of its own: a minute later the watch would end this one."""
+def test_a_death_interrupts_whatever_the_trainer_waits_for() -> None:
+    """The run is a process of its own, because the watchdog ends the process a minute later."""
     script = """
 import time
 from rl.run import watch
@@ -120,7 +120,7 @@ except watch.Died as died:
     assert done.stdout == "last words: a worker died\nended: a worker died\n" and done.returncode == 0
 
 
-def test_what_a_death_has_made_fail_is_told_as_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_a_death_caused_is_reported_as_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "dead_actor", lambda: "a worker died")
     with pytest.raises(watch.Died, match="a worker died"), watch.Watchdog(lambda cause: None):
         raise OSError("pages of it")
@@ -129,7 +129,7 @@ def test_what_a_death_has_made_fail_is_told_as_the_death(monkeypatch: pytest.Mon
         raise OSError("pages of it")
 
 
-def test_a_server_that_does_not_answer_is_named_as_ray_names_it_if_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_reported_as_its_actors_death_if_ray_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter(["", "the server's actor died: its process ended", "", "", ""])
     monkeypatch.setattr(watch, "RAY_S", 0)
     monkeypatch.setattr(watch, "dead_actor", lambda: next(said))
@@ -142,7 +142,7 @@ def test_a_server_that_does_not_answer_is_named_as_ray_names_it_if_it_does(monke
     assert looking.look() == ""
 
 
-def test_a_trainer_that_cannot_be_interrupted_ends_all_the_same() -> None:
+def test_a_trainer_that_cannot_be_interrupted_still_ends() -> None:
     script = """
 import time
 from rl.run import watch

@@ -52,7 +52,7 @@ def convert(rows: Iterable[Row], name: str, options: Options) -> tuple[list[dict
     refused = []
     for number, row in enumerate(rows):
         try:
-            made = {"difficulty": None, **SETS[name].convert(row, options), "set": name}
+            made: dict[str, Any] = {"difficulty": None, **SETS[name].convert(row, options), "set": name}
             _check(made)
             if made["instance_id"] in converted:
                 raise Refused(Why.TWICE)
@@ -92,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info = SETS[args.set]
     source = args.source or info.hub
     try:
-        recipes = {}
+        recipes: dict[str, Any] = {}
         if args.recipes:
-            recipes = {row.get("instance_id"): row for row in read_rows(args.recipes, None, info.split)}
+            recipes = {str(row.get("instance_id")): row for row in read_rows(args.recipes, None, info.split)}
         options = Options(recipes=recipes, regression=args.regression)
         rows, refused = convert(read_rows(source, args.split, info.split), args.set, options)
         args.instance_ids = _ids(args.instance_ids)

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _EVERY_S = 1.0
@@ -70,7 +71,7 @@ class Gpus:
     def __init__(self) -> None:
         remote = ray.remote(num_cpus=0)(GpuMeter)
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-        self._meters = [
+        self._meters: list[Any] = [
             remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)).remote()
             for node in nodes
         ]
@@ -82,6 +83,6 @@ class Gpus:
         for meter in list(self._meters):
             try:
                 shares += ray.get(meter.take.remote(), timeout=_WAIT_S)
-            except ray.exceptions.RayError:
+            except RayError:
                 self._meters.remove(meter)
         return {"gpu/busy": sum(shares) / len(shares), "gpu/busy_min": min(shares)} if shares else {}

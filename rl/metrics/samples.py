@@ -111,7 +111,7 @@ def log_samples(samples: list[dict[str, Any]], loggers: dict[str, Any], step: in
     if "wandb" in loggers:
         import wandb
 
-        rows = [[one[name] for name in COLUMNS] for one in samples]
+        rows: list[Any] = [[one[name] for name in COLUMNS] for one in samples]
         loggers["wandb"].log({"samples/episodes": wandb.Table(list(COLUMNS), rows)}, step=step)
     if "tensorboard" in loggers:
         text = "\n\n".join(_markdown(one) for one in samples)

@@ -222,6 +222,7 @@ def phases(shape: Shape, trainer: Trainer, engine: Engine, room: Room) -> list[L
     other = ("CUDA, NCCL, fragments (assumed)", room.other)
     stays = [("trainer: weights", stay_w), ("trainer: gradients", stay_g), ("trainer: optimizer", stay_m)]
     awake = [("engine: weights", engine_w), ("engine: one batch", engine_t), ("engine: KV cache", max(0.0, cache))]
+    beside: list[tuple[str, float]]
     if engine.sleeps:
         beside = [("engine, asleep (assumed)", room.asleep)] if engine.on_trainer else []
     else:

@@ -31,7 +31,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCABULARY = 2048
 
-SHAPE: dict[str, int | float] = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 2,
@@ -43,7 +43,7 @@ SHAPE: dict[str, int | float] = {
     "initializer_range": 0.12,
 }
 # What a policy with experts has in addition. Two experts are active; together they are as wide as the dense MLP.
-MOE_SHAPE: dict[str, int | bool] = {
+MOE_SHAPE: dict[str, Any] = {
     "moe_intermediate_size": 192,
     "num_experts_per_tok": 2,
     # as in Qwen3-Coder-30B-A3B
@@ -150,7 +150,7 @@ def _tool(name: str, description: str, required: str, **types: str) -> dict[str,
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-TOOLS = [
+TOOLS: list[Any] = [
     _tool(
         "Edit",
         "modify file contents in place",
@@ -195,9 +195,8 @@ def _corpus() -> Iterator[str]:
         module, function = MODULES[number % len(MODULES)], FUNCTIONS[number % len(FUNCTIONS)]
         cue, bug = cues[number % len(cues)], CANDIDATES[cues[number // len(cues) % len(cues)]]
         new = CANDIDATES[cues[(number // len(cues) ** 2 + number) % len(cues)]]
-        yield render.apply_chat_template(
-            example_messages(module, function, cue, bug, new, number), tools=TOOLS, tokenize=False
-        )
+        messages: Any = example_messages(module, function, cue, bug, new, number)
+        yield str(render.apply_chat_template(messages, tools=TOOLS, tokenize=False))
 
 
 def example_messages(module: str, function: str, cue: str, bug: str, new: str, number: int = 0) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 # The documented commands. `setup` is fast when nothing changed, so every target starts with it.
 #   make quickstart ARGS="trainer.total_training_steps=4"
 #   make test ARGS="tests/unit -k proxy"
-.PHONY: setup quickstart test lint format clean
+# `make test` is for every change. `make test-long` has what takes minutes and breaks rarely: faults of whole runs,
+# experiments, SLURM, podman.
+.PHONY: setup quickstart test test-long lint format clean
 
 setup:
 	@scripts/setup.sh
@@ -9,8 +11,13 @@ setup:
 quickstart: setup
 	@.venv/bin/python -m rl.train +experiment=quickstart $(ARGS)
 
+PYTEST = .venv/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
+
 test: setup
-	@.venv/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m "not long" $(ARGS)
+
+test-long: setup
+	@$(PYTEST) -m long $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check

@@ -65,6 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def rank(item: pytest.Item) -> int:
         group = item.get_closest_marker("xdist_group")
+        if item.get_closest_marker("last"):
+            return 3
         return 0 if group and group.args[0] in TRAINERS else 1 if item.get_closest_marker("engine") else 2
 
     items.sort(key=rank)

@@ -22,7 +22,7 @@ from rollout import audit
 from rollout.proxy.server import ProxyServer
 from rollout.records import Reader
 from tests.integration.claude_kit import answers, call, scripted
-from tests.integration.test_train import read_until
+from tests.integration.train_kit import read_until
 from tests.kit import char_policy
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +137,7 @@ async def test_an_endpoint_that_solves_everything(tasks_file: Path, tmp_path: Pa
         await endpoint.stop()
 
 
+@pytest.mark.long
 @pytest.mark.claude
 @pytest.mark.engine
 @pytest.mark.timeout(900)

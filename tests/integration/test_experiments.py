@@ -7,22 +7,20 @@ with random ones, and a learning rate of 1e-3 moves them far. One warm start ser
 from __future__ import annotations
 
 import json
-import os
-import signal
+import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rollout import audit
 from rollout.records import Reader, Record, unpack_ids
-from tests.integration.test_train import read_until
+from tests.integration import train_kit
+from tests.integration.test_run_faults import RunProcess, one_line
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.claude,
     pytest.mark.engine,
     pytest.mark.timeout(2400),
@@ -37,12 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(root: Path, experiment: str, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rl.train", f"+experiment={experiment}", "scale=tiny", f"run.root={root}", *more]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    environment["PYTHONPATH"] = str(ROOT)  # of held_loop
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return train_kit.start(f"+experiment={experiment}", "scale=tiny", f"run.root={root}", *more)
 
 
 def steps(run: Path, filtered: bool = True) -> list[dict[str, Any]]:
@@ -108,18 +101,18 @@ def versions(record: Record) -> list[set[int]]:
 
 
 def test_separate_and_resumed(root: Path) -> None:
-    """An engine of its own. Killed after its first step: groups that were under way are played again, and the run goes
-    on."""
-    killed = start(root, "qwen3_coder_30b_separate")
-    read_until(killed, "step 1/2  resolved")  # not what a busy machine says before: "step 1/2  rollout"
-    started = psutil.Process(killed.pid).children(recursive=True)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    psutil.wait_procs(started, timeout=300)
+    """An engine of its own. Its trainer's worker is killed in the second step: one line says so, groups that were under
+    way are played again, and the run goes on."""
+    arguments = ["+experiment=qwen3_coder_30b_separate", "scale=tiny", f"run.root={root}"]
+    killed = RunProcess(root / "separate", *arguments, f"run.dir={root / 'separate'}")
+    killed.until("step 1/2  resolved")  # not what a busy machine says before: "step 1/2  rollout"
+    killed.find("ray::WorkerDict").kill()
+    said, code = killed.ends()
+    assert re.search("WorkerDict .*died", one_line(said)) and code == 1
+    assert "the same command goes on after step 1" in said
 
-    resumed = start(root, "qwen3_coder_30b_separate")
+    resumed = start(root, "qwen3_coder_30b_separate", f"run.dir={root / 'separate'}")
     text, _ = resumed.communicate()
     assert resumed.returncode == 0, text
     assert "continuing from step 1" in text
-    (run,) = (root / "qwen3_coder_30b_separate").iterdir()
-    steps(run)
+    steps(root / "separate")

@@ -24,8 +24,7 @@ from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.proxy import standalone
 from rollout.proxy.standalone import Options, StandAlone
 from tests.integration.claude_kit import Moody, call, in_turn, scripted
-from tests.integration.test_vllm_server import Running
-from tests.integration.test_vllm_server import server as vllm  # noqa: F401 (a fixture)
+from tests.integration.conftest import Running
 from tests.kit import QueueEngine, char_policy
 
 NOWHERE = "http://127.0.0.1:9"
@@ -231,7 +230,7 @@ def test_a_wrong_model_is_one_line_of_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def program(vllm: Running) -> Iterator[Program]:  # noqa: F811
+def program(vllm: Running) -> Iterator[Program]:
     program = Program(vllm.url, str(vllm.model_dir))
     yield program
     if program.process.poll() is None:
@@ -241,7 +240,8 @@ def program(vllm: Running) -> Iterator[Program]:  # noqa: F811
 
 @pytest.mark.engine
 @pytest.mark.claude
-@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.timeout(900)
 async def test_claude_code_talks_to_a_vllm_server(program: Program, tmp_path: Path) -> None:
     assert program.rss < 200 << 20  # nothing of vLLM or verl is imported yet
     async with aiohttp.ClientSession(program.url) as http:

@@ -1,9 +1,10 @@
 """What ends a run from outside, one fault after the other on the same run; it has to come out as one that had none.
 
-Two runs of one config with ``+repeat=exact`` and one warm start. The unbroken one goes through two steps, then Ray's
-own process dies. The broken one loses a rollout worker and an engine in its second step, has no disk for the checkpoint
-of it, gets through, and is told to end in the third. A third run loses its engine's server and the trainer's worker in
-its first step.
+Two runs of one config with ``+repeat=exact`` from the session's warm start. The unbroken one takes two steps, then
+Ray's own process dies. The broken one loses a rollout worker in its second step, has no disk for that step's checkpoint when
+it goes on, gets through it the third time, and loses its engine's server in the step after. What else ends a run: the
+trainer killed (test_train.py), its worker killed (test_experiments.py), a signal (test_slurm.py), an engine's process
+killed (test_vllm_server.py).
 """
 
 from __future__ import annotations
@@ -13,19 +14,17 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Generator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rl.run.checkpoints import TRACKER
-from tests.integration.test_train import read_until, start
+from tests.integration.train_kit import TINY, RunProcess, WarmStart, one_line
 
-RUN = [
+EXACT = [
     "+repeat=exact",
     "agent.timeout_s=600",  # the one thing that a busy machine could change
     "trainer.total_training_steps=4",
@@ -35,70 +34,11 @@ RUN = [
     # The policy is too weak to be rewarded: something that moves the weights.
     "actor_rollout_ref.actor.entropy_coeff=0.01",
 ]
-# A fault is told within the watch's period, what an engine may take to answer, and Ray's own end; on a busy machine
-# that is minutes.
-TOLD_S = 600
 # What a step's numbers are, without times and memory.
 NUMBERS = re.compile(
     r"actor/(?!perf)|critic/|training/|rollout_corr/|response|prompt_length|num_turns|global_seqlen|failure/|infra/"
     r"|episode/(count|resolve_rate|reward_mean|rows|tokens_|turns)"
 )
-
-
-class Started:
-    """A process of ``rl.train`` and the processes that it has started."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self.dir = root / name
-        self.process = start(root, *RUN, f"run.dir={self.dir}")
-        self.seen: set[psutil.Process] = set()
-
-    def until(self, words: str) -> str:
-        return read_until(self.process, words)
-
-    def children(self) -> set[psutil.Process]:
-        self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return self.seen
-
-    def in_a_step(self) -> None:
-        """Returns when agents are at work."""
-        self.find("/claude")
-
-    def find(self, words: str) -> psutil.Process:
-        """The process whose command line has ``words``, when there is one."""
-        end = time.monotonic() + 900
-        while time.monotonic() < end and self.process.poll() is None:
-            for child in sorted(self.children(), key=lambda child: child.pid):  # before what it has forked
-                if words in _command(child):
-                    return child
-            time.sleep(0.1)
-        code = self.process.poll()
-        self.process.kill()
-        raise AssertionError(f"no process {words!r}; the run's code: {code}")
-
-    def ends(self, within: float = TOLD_S) -> tuple[str, int]:
-        """What is still said, and the exit code; nothing may be left of the run."""
-        self.children()
-        scratch = (self.dir / "ray_dir").read_text()
-        try:
-            said, _ = self.process.communicate(timeout=within)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-        end = time.monotonic() + 120
-        while left := [_command(child) for child in self.seen if child.is_running() and _command(child)]:
-            assert time.monotonic() < end, f"left behind: {left}"
-            time.sleep(0.2)
-        assert not Path(scratch).exists(), f"left behind: {scratch}"
-        return said, self.process.returncode
-
-
-def _command(process: psutil.Process) -> str:
-    """The command line; "" of one that has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def leaked(since: float) -> list[str]:
@@ -110,12 +50,6 @@ def leaked(since: float) -> list[str]:
             held += maps.read_text()
     made = [file for file in Path("/dev/shm").glob("verl_weights_*") if file.stat().st_ctime > since]
     return [str(file) for file in made if str(file) not in held]
-
-
-def one_line(said: str) -> str:
-    """The one line that is no event and no useful command."""
-    (line,) = [line for line in said.splitlines() if line and not re.match(r"\[|continue ", line)]
-    return line
 
 
 def metrics(run: Path, step: int) -> dict[str, float]:
@@ -139,19 +73,27 @@ def small_disk(tmp_path: Path) -> Generator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.claude
 @pytest.mark.engine
 @pytest.mark.xdist_group("trainers-2")
 @pytest.mark.timeout(4800)
-def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(tmp_path: Path, small_disk: Path) -> None:
+def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
+    warm_start: WarmStart, tmp_path: Path, small_disk: Path
+) -> None:
+    def run(name: str) -> RunProcess:
+        arguments = [argument for argument in TINY if not argument.startswith("quickstart.")]
+        arguments += [*warm_start.given(), *EXACT, f"run.dir={tmp_path / name}"]
+        return RunProcess(tmp_path / name, "+experiment=quickstart", *arguments)
+
     began = time.time()
-    unbroken = Started(tmp_path, "unbroken")
+    unbroken = run("unbroken")
     unbroken.until("step 2/4  resolved")
     unbroken.find("src/ray/raylet/raylet").kill()
     said, code = unbroken.ends()
     assert "the same command continues after step 2" in one_line(said) and code != 0
 
-    broken = Started(tmp_path, "broken")
+    broken = run("broken")
     broken.until("step 1/4  resolved")
     broken.in_a_step()
     broken.find("ray::AgentLoopWorker").kill()
@@ -159,17 +101,10 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(tmp_p
     assert "AgentLoopWorker" in one_line(said) and "died" in said and code == 1
     assert "the same command continues after step 1" in said and f"{broken.dir}/run.log" in said
 
-    broken = Started(tmp_path, "broken")
-    assert "continuing from step 1" in broken.until("starting trainer")
-    broken.in_a_step()
-    broken.find("VLLM::EngineCore").kill()
-    said, code = broken.ends()
-    assert "the inference server at" in one_line(said) and "died" in said and code == 1
-
     # As a process leaves it that is killed while it saves.
     shutil.copytree(small_disk / "global_step_1" / "actor", small_disk / "global_step_2" / "actor")
     (small_disk / TRACKER).write_text("")
-    broken = Started(tmp_path, "broken")
+    broken = run("broken")
     begun = broken.until("starting trainer")
     assert "removed the checkpoint of step 2" in begun and "continuing from step 1" in begun
     balloon = small_disk / "balloon"
@@ -181,30 +116,18 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(tmp_p
     assert [place.name for place in small_disk.glob("global_step_*")] == ["global_step_1"]
 
     balloon.unlink()
-    broken = Started(tmp_path, "broken")
+    broken = run("broken")
+    assert "continuing from step 1" in broken.until("starting trainer")
     broken.until("step 2/4  resolved")
-    broken.process.send_signal(signal.SIGTERM)
+    broken.in_a_step()
+    broken.find("ray::CPUHttpServer").kill()
     said, code = broken.ends()
-    assert "stopped by SIGTERM after step" in said.strip().splitlines()[-2] and code == 75
+    # A busy machine may find that the server does not answer long before Ray says which process has ended.
+    assert re.search(r"(CPUHttpServer|the inference server at) .*died", one_line(said)) and code == 1
+    assert "the same command continues after step 2" in said
 
     assert len(metrics(tmp_path / "broken", 2)) > 50
     for step in (1, 2):
         assert metrics(tmp_path / "broken", step) == metrics(tmp_path / "unbroken", step)
     assert metrics(tmp_path / "broken", 2)["actor/grad_norm"] > 0
     assert not leaked(began)
-
-
-@pytest.mark.claude
-@pytest.mark.engine
-@pytest.mark.xdist_group("trainers-1")
-@pytest.mark.timeout(2400)
-def test_a_server_and_a_worker_of_the_trainer(tmp_path: Path) -> None:
-    # A busy machine may find that the server does not answer long before Ray says which process has ended.
-    for name, words in ("CPUHttpServer", r"CPUHttpServer|the inference server at"), ("WorkerDict", "WorkerDict"):
-        run = Started(tmp_path, "run")
-        run.until("starting trainer")
-        run.in_a_step()
-        run.find(f"ray::{name}").kill()
-        said, code = run.ends()
-        assert re.search(f"({words}) .*died", one_line(said)) and code == 1
-        assert "the same command continues from the start" in said

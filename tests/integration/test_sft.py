@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 from safetensors.torch import load_file
 
 from rl.quickstart.policy import make_policy
 from rl.sft import run_sft
 
 
+@pytest.mark.long
 def test_fewer_rows_than_a_batch_are_one_batch(tmp_path: Path) -> None:
     make_policy(tmp_path / "policy", seed=1)
     table = pyarrow.table({"input_ids": [[5, 6, 7], [8, 9]], "loss_mask": [[0, 1, 1], [0, 1]]})

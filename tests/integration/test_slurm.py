@@ -12,10 +12,11 @@ import pytest
 
 from rl.quickstart.tasks import make_tasks
 from rollout import audit
+from tests.integration.train_kit import WarmStart
 from tests.slurm_kit import Slurm, slurm
 
 # Two nodes on one machine take 10 GiB: beside one other trainer, never beside two.
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/slurm/train.sbatch"
@@ -28,10 +29,6 @@ TWO_NODES = [
 ]
 OVERRIDES = [
     *TWO_NODES,
-    "quickstart.train_tasks=4",
-    "quickstart.heldout_tasks=2",
-    "quickstart.warm_episodes=16",
-    "quickstart.sft.epochs=2",
     "actor_rollout_ref.rollout.n=4",
     "trainer.total_training_steps=3",
     "trainer.val_before_train=false",
@@ -107,9 +104,9 @@ def test_tasks_of_an_array_job_get_a_line_of_the_sweep_each(cluster: Slurm, tmp_
 
 
 @pytest.mark.timeout(900)
-def test_a_node_that_is_lost_is_named(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_node_that_is_lost_is_named(cluster: Slurm, warm_start: WarmStart, tmp_path: Path) -> None:
     out = tmp_path / "out.txt"
-    job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={tmp_path}", *OVERRIDES)
+    job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={tmp_path}", *OVERRIDES, *warm_start.given())
     read_until(cluster, job, out, "all nodes are there; starting rl.train", 300)
     (raylet,) = [one for one in cluster.processes(SLURMD_NODENAME="n2") if one.name() == "raylet"]
     raylet.kill()
@@ -130,10 +127,10 @@ def test_a_node_that_is_lost_is_named(cluster: Slurm, tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(2400)
 def test_a_run_on_two_nodes_is_preempted_requeued_and_finishes(
-    cluster: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Slurm, warm_start: WarmStart, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, root = tmp_path / "out.txt", tmp_path / "runs"
-    job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={root}", *OVERRIDES)
+    job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={root}", *OVERRIDES, *warm_start.given())
     read_until(cluster, job, out, r"step 1/3  resolved", 900)
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # what SLURM does before the time limit
     text = read_until(cluster, job, out, r"continuing from step", 400)

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
-import pyarrow
-import pyarrow.parquet
 import pytest
 from docker.errors import APIError
 
@@ -34,30 +26,7 @@ from rollout.records import Reader
 from rollout.sandbox.docker.engine import RUN, get_engine
 from tests import metric_docs
 from tests.docker_kit import made, task_images
-
-T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
-OVERRIDES = [
-    "quickstart.train_tasks=4",
-    "quickstart.heldout_tasks=2",
-    "quickstart.warm_episodes=24",
-    "quickstart.sft.epochs=3",
-    "actor_rollout_ref.rollout.n=4",
-    "data.train_batch_size=2",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-    "trainer.total_training_steps=2",
-    "trainer.save_freq=1",
-    "episode.infra_retries=1",
-    "trainer.logger=[wandb,tensorboard]",
-]
-
-
-def start(out: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rl.train", "+experiment=quickstart", f"run.root={out}", *OVERRIDES, *more]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+from tests.integration.train_kit import TINY, WarmStart, read_until, replace_image, start, until
 
 
 def tensorboard_tags(run: Path) -> set[str]:
@@ -66,16 +35,6 @@ def tensorboard_tags(run: Path) -> set[str]:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     return set(events.Tags()["scalars"])
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> str:
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if words in line:
-            return "".join(seen)
-    raise AssertionError(f"ended before {words!r}:\n{''.join(seen)}")
 
 
 def gone(pids: set[int], seconds: float) -> bool:
@@ -92,8 +51,12 @@ def gone(pids: set[int], seconds: float) -> bool:
 @pytest.mark.engine
 @pytest.mark.xdist_group("trainers-2")
 @pytest.mark.timeout(2400)
-def test_two_steps_survive_kill_9_and_a_lost_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    killed = start(tmp_path)
+def test_two_steps_survive_kill_9_and_a_lost_snapshot(
+    warm_start: WarmStart, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warm_start.copy_to(tmp_path)
+    command = ["+experiment=quickstart", *TINY, f"run.root={tmp_path}"]
+    killed = start(*command)
     read_until(killed, "step 1/2  resolved")  # not what a busy machine says before: "step 1/2  rollout"
     (run,) = (tmp_path / "quickstart").iterdir()
     sockets = [path.name for path in Path((run / "ray_dir").read_text()).iterdir() if path.is_socket()]
@@ -104,13 +67,13 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(tmp_path: Path, capsys: py
     assert started and gone(started, 300), "a killed run left processes"
     records_before = len(list(Reader(run)))
 
-    resumed = start(tmp_path)
+    resumed = start(*command)
     assert "continuing from step 1" in read_until(resumed, "starting trainer")
     (prepared,) = (tmp_path / "prepared").iterdir()
     tasks = load_tasks(prepared / "tasks" / "train.parquet")
     played = {record.task for record in Reader(run) if record.split == "train"}
     (lost, *_) = [task for task in tasks if task.instance_id not in played] or tasks
-    shutil.rmtree(lost.snapshot)
+    replace_image(prepared / "tasks" / "train.parquet", "dir:/no/such/snapshot", lost.instance_id)
     text, _ = resumed.communicate()
     assert resumed.returncode == 0, text
 
@@ -128,6 +91,7 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(tmp_path: Path, capsys: py
     assert len(list(Reader(run))) > records_before
     assert audit.main([str(run)]) == 0
     assert "ok:" in capsys.readouterr().out
+    # The quickstart's preparation, which a second start found as the first had left it.
     assert audit.main([str(prepared / "warm")]) == 0
     assert (run / "curve.png").stat().st_size > 10_000
     assert (run / "done").exists() and not (run / "ray_dir").exists()
@@ -159,19 +123,20 @@ def check_merged(run: Path, step: int) -> None:
 @pytest.mark.docker
 @pytest.mark.xdist_group("trainers-1")
 @pytest.mark.timeout(2400)
-def test_a_step_in_containers_with_faults(tmp_path: Path) -> None:
-    """Warm start, held-out episodes and one GRPO step, every box a container without a network. In the step one of two
-    tasks has no image, a container is killed, and one hangs."""
+def test_a_step_in_containers_with_faults(warm_start: WarmStart, tmp_path: Path) -> None:
+    """Held-out episodes and one GRPO step, every box a container without a network. In the step one of two tasks has no
+    image, a container is killed, and one hangs."""
     engine = get_engine()
     image = made(task_images().base_image, engine)
-    small = ["quickstart.train_tasks=2", "quickstart.warm_episodes=8", "quickstart.sft.epochs=2"]
-    small += ["trainer.total_training_steps=1", "agent.timeout_s=60"]
-    process = start(tmp_path, "sandbox=docker", f"sandbox.base_image={image}", *small)
+    warm_start.copy_to(tmp_path)
+    command = ["+experiment=quickstart", *TINY, f"run.root={tmp_path}", "sandbox=docker", f"sandbox.base_image={image}"]
+    # Two tasks only, so that the step has both.
+    process = start(*command, "trainer.total_training_steps=1", "data.train_max_samples=2")
     try:
         read_until(process, "starting trainer")
         (run,) = (tmp_path / "quickstart").iterdir()
         (prepared,) = (tmp_path / "prepared").iterdir()
-        lose_image(prepared / "tasks" / "train.parquet")
+        replace_image(prepared / "tasks" / "train.parquet", "localhost:1/no/such:1")
         until(process, lambda: len(episodes(run, "val")) == 4)
         until(process, lambda: kills(run))
         until(process, lambda: "box_killed" in episodes(run, "train"))
@@ -195,27 +160,10 @@ def test_a_step_in_containers_with_faults(tmp_path: Path) -> None:
     assert boxes == [], "containers are left"
 
 
-def lose_image(file: Path) -> None:
-    """The first task of a file gets an image that is nowhere."""
-    rows = pyarrow.parquet.read_table(file)
-    images = ["localhost:1/no/such:1", *rows["image"].to_pylist()[1:]]
-    rows = rows.set_column(rows.column_names.index("image"), "image", [images])
-    pyarrow.parquet.write_table(rows, file.with_suffix(".new"))
-    file.with_suffix(".new").replace(file)
-
-
 def episodes(run: Path, split: str) -> list[str | None]:
     """How the attempts of a split have ended so far."""
     lines = [line for file in (run / "episode_metrics").glob("*.jsonl") for line in file.read_text().splitlines()]
     return [record["failure"] for record in map(json.loads, lines) if record["split"] == split]
-
-
-def until(process: subprocess.Popen[str], reached: Callable[[], T]) -> T:
-    """What `reached` returns as soon as it is true."""
-    while not (value := reached()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    return value
 
 
 def kills(run: Path) -> bool:

@@ -1,0 +1,188 @@
+"""Real training runs for tests: the smallest quickstart, how it is started, and the warm start that all share."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pyarrow
+import pyarrow.parquet
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+# The warm start depends on these, on the seed, and on the groups `agent` and `proxy`.
+WARM = [
+    "quickstart.train_tasks=4",
+    "quickstart.heldout_tasks=2",
+    "quickstart.warm_episodes=24",
+    "quickstart.sft.epochs=3",
+]
+TINY = [
+    *WARM,
+    "actor_rollout_ref.rollout.n=4",
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=1",
+    "episode.infra_retries=1",
+    "trainer.logger=[wandb,tensorboard]",
+]
+# A fault is told within the watch's period, what an engine may take to answer, and Ray's own end; on a busy machine
+# that is minutes.
+TOLD_S = 600
+PREPARE = """
+import sys
+from rl.config import compose
+from rl.quickstart.prepare import prepare
+from rl.screen import Screen
+prepare(compose(["+experiment=quickstart", *sys.argv[1:]]), Screen())
+"""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """A warm-started policy and its tasks, made by the quickstart's own ``prepare`` under ``root``."""
+
+    root: Path
+
+    @classmethod
+    def make(cls, root: Path) -> WarmStart:
+        """Prepare the quickstart at its smallest; what is there already is used."""
+        arguments = [*WARM, f"run.root={root}"]
+        subprocess.run([sys.executable, "-c", PREPARE, *arguments], cwd=ROOT, env=plain_environment(), check=True)
+        return cls(root)
+
+    @property
+    def directory(self) -> Path:
+        """The one directory below ``prepared``: tasks/, policy/ and warm/."""
+        (found,) = (self.root / "prepared").iterdir()
+        return found
+
+    def given(self) -> list[str]:
+        """Return overrides by which a run takes model and tasks from here and prepares nothing itself."""
+        tasks = self.directory / "tasks"
+        return [
+            "prepare=null",
+            "~quickstart",
+            f"data.train_files=[{tasks / 'train.parquet'}]",
+            f"data.val_files=[{tasks / 'heldout.parquet'}]",
+            f"actor_rollout_ref.model.path={self.directory / 'warm' / 'model'}",
+        ]
+
+    def copy_to(self, root: Path) -> None:
+        """Copy it below another run.root, for a test that changes the task files."""
+        shutil.copytree(self.root / "prepared", root / "prepared", symlinks=True)
+
+
+def plain_environment() -> dict[str, str]:
+    """Return this process's environment without wandb's settings and with the repository on Python's path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start ``python -m rl.train`` with these arguments; its output is read through the pipe."""
+    command = [sys.executable, "-m", "rl.train", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=plain_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """Return the output up to the first line with ``words``; fail if the process ends before."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if words in line:
+            return "".join(seen)
+    raise AssertionError(f"ended before {words!r}:\n{''.join(seen)}")
+
+
+def until(process: subprocess.Popen[str], reached: Callable[[], T]) -> T:
+    """Poll ``reached`` while the process lives; return its first true value."""
+    while not (value := reached()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    return value
+
+
+def replace_image(file: Path, image: str, instance_id: str | None = None) -> None:
+    """Give one task of a parquet file (the first, unless it is named) another image."""
+    rows = pyarrow.parquet.read_table(file)
+    names, images = rows["instance_id"].to_pylist(), rows["image"].to_pylist()
+    images[names.index(instance_id) if instance_id else 0] = image
+    rows = rows.set_column(rows.column_names.index("image"), "image", [images])
+    pyarrow.parquet.write_table(rows, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
+class RunProcess:
+    """A process of ``rl.train`` that writes to ``run_dir``, and the processes that it has started."""
+
+    def __init__(self, run_dir: Path, *arguments: str) -> None:
+        self.dir = run_dir
+        self.process = start(*arguments)
+        self.seen: set[psutil.Process] = set()
+
+    def until(self, words: str) -> str:
+        return read_until(self.process, words)
+
+    def children(self) -> set[psutil.Process]:
+        self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return self.seen
+
+    def in_a_step(self) -> None:
+        """Returns when agents are at work."""
+        self.find("/claude")
+
+    def find(self, words: str) -> psutil.Process:
+        """The process whose command line has ``words``, when there is one."""
+        end = time.monotonic() + 900
+        while time.monotonic() < end and self.process.poll() is None:
+            for child in sorted(self.children(), key=lambda child: child.pid):  # before what it has forked
+                if words in _command(child):
+                    return child
+            time.sleep(0.1)
+        code = self.process.poll()
+        self.process.kill()
+        raise AssertionError(f"no process {words!r}; the run's code: {code}")
+
+    def ends(self, within: float = TOLD_S) -> tuple[str, int]:
+        """What is still said, and the exit code; nothing may be left of the run."""
+        self.children()
+        scratch = (self.dir / "ray_dir").read_text()
+        try:
+            said, _ = self.process.communicate(timeout=within)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        end = time.monotonic() + 120
+        while left := [_command(child) for child in self.seen if child.is_running() and _command(child)]:
+            assert time.monotonic() < end, f"left behind: {left}"
+            time.sleep(0.2)
+        assert not Path(scratch).exists(), f"left behind: {scratch}"
+        return said, self.process.returncode
+
+
+def _command(process: psutil.Process) -> str:
+    """The command line; "" of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def one_line(said: str) -> str:
+    """The one line that is no event and no useful command."""
+    (line,) = [line for line in said.splitlines() if line and not re.match(r"\[|continue ", line)]
+    return line

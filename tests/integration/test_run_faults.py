@@ -1,10 +1,10 @@
 """What ends a run from outside, one fault after the other on the same run; it has to come out as one that had none.
 
 Two runs of one config with ``+repeat=exact`` from the session's warm start. The unbroken one takes two steps, then
-Ray's own process dies. The broken one loses a rollout worker in its second step, has no disk for that step's checkpoint when
-it goes on, gets through it the third time, and loses its engine's server in the step after. What else ends a run: the
-trainer killed (test_train.py), its worker killed (test_experiments.py), a signal (test_slurm.py), an engine's process
-killed (test_vllm_server.py).
+Ray's own process dies. The broken one loses a rollout worker in its second step, has no disk for that step's checkpoint
+when it goes on, gets through it the third time, and loses its engine's server in the step after. What else ends a run
+is tested elsewhere: the trainer killed (test_train.py), its worker killed (test_experiments.py), a signal
+(test_slurm.py), an engine's process killed (test_vllm_server.py).
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # All processes are on one machine: a host name that does not resolve must not matter.
     "GLOO_SOCKET_IFNAME": "lo",
+    # Ray would start Python processes ahead that no actor of the run can use: their environment is another.
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -24,6 +24,7 @@ from rl.config import CONFIGS, CPU_ENVIRONMENT, ConfigError, register_resolvers
 from rl.metrics import episodes as metrics
 from rl.run import checkpoints, stop, watch
 from rl.run.directory import Run, open_run
+from rl.run.fork_server import ForkServer
 from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.screen import Screen, this_command
@@ -86,8 +87,11 @@ def complete(config: DictConfig, run: Run, ray_dir: str) -> None:
         config.trainer.val_before_train = bool(due)
 
 
-def train(config: DictConfig, screen: Screen, last_words: Callable[[str], None]) -> None:
-    """Start or join Ray and run verl's trainer to its end. ``last_words``: see ``rl.run.watch.Watchdog``.
+def train(
+    config: DictConfig, screen: Screen, last_words: Callable[[str], None], forks: ForkServer | None = None
+) -> None:
+    """Start or join Ray and run verl's trainer to its end. ``last_words``: see ``rl.run.watch.Watchdog``. ``forks``: what
+    Ray's workers are forked from; None: each is a Python of its own.
 
     This is the body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
     ``rl.trainer.run_trainer``). A Ray cluster that is started here ends here; one that is joined lives on.
@@ -103,7 +107,11 @@ def train(config: DictConfig, screen: Screen, last_words: Callable[[str], None])
         config.transfer_queue.enable = True
     os.environ["TRANSFER_QUEUE_ENABLE"] = "1"
     try:
-        ray.init(**ray_options(config))
+        options = ray_options(config)
+        if forks is not None:
+            options["runtime_env"]["py_executable"] = forks.executable
+            forks.wait()
+        ray.init(**options)
         stop.install(config.run.grace_s, screen.say)  # Ray has put its own handlers there, which end the process
         run_trainer(config, last_words)
     finally:
@@ -142,6 +150,10 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
         tasks = check_tasks(config)
         prepare_images(config.sandbox, run.dir, tasks, screen.say, functools.partial(screen.show, "images"))
     screen.show("checking the model")
+    # On a CPU the start of a run is imports; from here on other cores can make them. A cluster that is joined has
+    # workers of its own.
+    joined = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
+    forks = ForkServer(os.environ["RL_SOCKET_DIR"]) if config.trainer.device == "cpu" and not joined else None
     check_model(config)
     check_family(config)  # last: it imports verl, which is needed from here on anyway
     check_loggers(config)
@@ -150,7 +162,11 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
     (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     screen.say("starting trainer and engine (their output: run.log)")
     progress.start()
-    train(config, screen, witness.tell)
+    try:
+        train(config, screen, witness.tell, forks)
+    finally:
+        if forks is not None:
+            forks.close()
 
 
 def continues(run: Run) -> str:

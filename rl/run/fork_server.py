@@ -1,0 +1,151 @@
+"""A fork server for Ray's workers on a CPU: what they all import is imported once.
+
+Ray starts a process for each actor of a run, and each imports torch, vLLM and verl: 10 to 20 seconds of a core, about
+eight times. With the runtime environment's ``py_executable`` set to ``ForkServer.executable``, Ray runs this file in
+place of Python. It hands its arguments, environment, directory, signal mask and standard streams to the server, a
+process that has those modules loaded, and ends; the server's fork goes on as the worker. A fork shares the server's
+memory until it writes to it.
+
+Only the standard library is imported here at the top: the part that Ray runs must start in no time.
+"""
+
+import array
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+# The costly part of what verl's actors import, and nothing that imports Ray: its library reads its settings, and starts
+# threads, when it is loaded.
+MODULES = (
+    "torch._dynamo",
+    "torch._inductor.lowering",
+    "torch.distributed.fsdp",
+    "tensordict",
+    "transformers",
+    "pandas",
+    "datasets",
+    "peft",
+    "hydra",
+    "fastapi",
+    "uvicorn",
+    "openai",
+    "vllm.config",
+    "numpy",
+)
+_MESSAGE = 1 << 20  # bytes of arguments and environment; a kernel's limit for both is 2 MiB
+
+
+class ForkServer:
+    """A process that has ``MODULES`` loaded and forks on demand. It ends with the process that made it.
+
+    Start it before anything that needs it, with the environment that workers get: libraries read some of it when they
+    are loaded. ``directory``: where its socket is made.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.socket = os.path.join(directory, "fork")
+        command = [sys.executable, os.path.abspath(__file__), "serve", self.socket]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    @property
+    def executable(self) -> str:
+        """What to run in place of ``python``, as a shell command."""
+        return f"{sys.executable} -I -S {os.path.abspath(__file__)} connect {self.socket}"
+
+    def wait(self) -> None:
+        """Return when all modules are loaded. Raises RuntimeError if the server could not load them."""
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise RuntimeError(f"the fork server ended with status {self._process.wait()}; its reason is in the log")
+
+    def close(self) -> None:
+        """End the server. Processes that it has forked go on."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(path: str) -> None:
+    parent = os.pidfd_open(os.getppid())
+    del sys.path[0]  # this directory, where a module has the name of one of Python's
+    for name in MODULES:
+        importlib.import_module(name)
+    import gc
+
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that it looks at
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(path)
+        listening.listen(64)
+        ready = os.dup(1)
+        os.dup2(2, 1)
+        os.write(ready, b"ready\n")
+        os.close(ready)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave nothing
+        while listening in select.select([listening, parent], [], [])[0]:
+            connection, _ = listening.accept()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with connection:
+                if os.fork() == 0:
+                    listening.close()
+                    os.close(parent)
+                    _become(connection)
+
+
+def _become(connection: socket.socket) -> None:
+    """Go on as the process that has connected."""
+    import runpy
+
+    data, ancillary, _, _ = connection.recvmsg(_MESSAGE, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+    streams = array.array("i", ancillary[0][2])
+    connection.close()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    told = json.loads(data)
+    os.setpgid(0, 0)  # Ray ends what a worker leaves by its process group
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
+    os.chdir(told["directory"])
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    import tempfile
+
+    import numpy
+
+    tempfile.tempdir = None
+    numpy.random.seed()  # else all forks would draw the same numbers
+    sys.argv = told["arguments"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(0)
+
+
+def _connect(path: str, arguments: list[str]) -> None:
+    told = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
+        connection.connect(path)
+        streams = array.array("i", [0, 1, 2])
+        connection.sendmsg([json.dumps(told).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        with contextlib.suppress(KeyboardInterrupt):
+            _serve(sys.argv[2])
+    else:
+        _connect(sys.argv[2], sys.argv[3:])

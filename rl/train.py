@@ -90,8 +90,10 @@ def complete(config: DictConfig, run: Run, ray_dir: str) -> None:
 def train(
     config: DictConfig, screen: Screen, last_words: Callable[[str], None], forks: ForkServer | None = None
 ) -> None:
-    """Start or join Ray and run verl's trainer to its end. ``last_words``: see ``rl.run.watch.Watchdog``. ``forks``: what
-    Ray's workers are forked from; None: each is a Python of its own.
+    """Start or join Ray and run verl's trainer to its end.
+
+    ``last_words``: see ``rl.run.watch.Watchdog``. ``forks``: what Ray's workers are forked from; None: each is a Python
+    of its own.
 
     This is the body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
     ``rl.trainer.run_trainer``). A Ray cluster that is started here ends here; one that is joined lives on.

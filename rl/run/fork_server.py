@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 # The costly part of what verl's actors import, and nothing that imports Ray: its library reads its settings, and starts
 # threads, when it is loaded.
@@ -42,22 +43,22 @@ _MESSAGE = 1 << 20  # bytes of arguments and environment; a kernel's limit for b
 
 
 class ForkServer:
-    """A process that has ``MODULES`` loaded and forks on demand. It ends with the process that made it.
+    """This is a process that has modules loaded and forks on demand. It ends with the process that made it.
 
     Start it before anything that needs it, with the environment that workers get: libraries read some of it when they
     are loaded. ``directory``: where its socket is made.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, modules: Sequence[str] = MODULES) -> None:
         self.socket = os.path.join(directory, "fork")
-        command = [sys.executable, os.path.abspath(__file__), "serve", self.socket]
+        command = [sys.executable, os.path.abspath(__file__), "serve", self.socket, *modules]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
         )
 
     @property
     def executable(self) -> str:
-        """What to run in place of ``python``, as a shell command."""
+        """Return what to run in place of ``python``, as a shell command."""
         return f"{sys.executable} -I -S {os.path.abspath(__file__)} connect {self.socket}"
 
     def wait(self) -> None:
@@ -72,10 +73,10 @@ class ForkServer:
         self._process.wait()
 
 
-def _serve(path: str) -> None:
+def _serve(path: str, modules: Sequence[str]) -> None:
     parent = os.pidfd_open(os.getppid())
     del sys.path[0]  # this directory, where a module has the name of one of Python's
-    for name in MODULES:
+    for name in modules:
         importlib.import_module(name)
     import gc
 
@@ -119,10 +120,9 @@ def _become(connection: socket.socket) -> None:
     os.environ.update(told["environment"])
     import tempfile
 
-    import numpy
-
     tempfile.tempdir = None
-    numpy.random.seed()  # else all forks would draw the same numbers
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else all forks would draw the same numbers
     sys.argv = told["arguments"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -146,6 +146,6 @@ def _connect(path: str, arguments: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         with contextlib.suppress(KeyboardInterrupt):
-            _serve(sys.argv[2])
+            _serve(sys.argv[2], sys.argv[3:])
     else:
         _connect(sys.argv[2], sys.argv[3:])

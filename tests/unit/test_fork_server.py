@@ -1,0 +1,115 @@
+"""The fork server: a fork is, to itself and to others, the process that was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.run.fork_server import ForkServer
+
+SCRIPT = """
+import json, os, signal, sys, tempfile
+told = {
+    "arguments": sys.argv,
+    "environment": os.environ.get("OWN"),
+    "server's": os.environ.get("ONLY_SERVER"),
+    "directory": os.getcwd(),
+    "temporary": tempfile.gettempdir(),
+    "loaded": "xml.dom.minidom" in sys.modules,
+    "name": __name__,
+    "input": sys.stdin.read(),
+    "blocked": signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    "leads its group": os.getpgid(0) == os.getpid(),
+    "pid": os.getpid(),
+    "parent": os.getppid(),
+}
+with open(sys.argv[1], "w") as out:
+    json.dump(told, out)
+print("said")
+"""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    monkeypatch.setenv("ONLY_SERVER", "1")
+    with tempfile.TemporaryDirectory(prefix="fork-") as directory:
+        made = ForkServer(directory, ["xml.dom.minidom"])
+        made.wait()
+        monkeypatch.delenv("ONLY_SERVER")
+        yield made
+        made.close()
+
+
+def test_a_fork_goes_on_as_the_process_that_asked(server: ForkServer, tmp_path: Path) -> None:
+    script, told, said = tmp_path / "script.py", tmp_path / "told.json", tmp_path / "said"
+    script.write_text(SCRIPT)
+    (tmp_path / "input").write_text("from a file")
+    environment = {**os.environ, "OWN": "value", "TMPDIR": str(tmp_path)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        with open(tmp_path / "input") as stdin, open(said, "w") as stdout:
+            command = f"exec {server.executable} {script} {told} 'two words'"
+            asked = subprocess.run(
+                ["sh", "-c", command], cwd=tmp_path, env=environment, stdin=stdin, stdout=stdout, check=True
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert asked.returncode == 0
+    end = time.monotonic() + 60
+    while said.read_text() != "said\n":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    found = json.loads(told.read_text())
+    assert found.pop("parent") == server._process.pid
+    pid = found.pop("pid")
+    assert found == {
+        "arguments": [str(script), str(told), "two words"],
+        "environment": "value",
+        "server's": None,
+        "directory": str(tmp_path),
+        "temporary": str(tmp_path),
+        "loaded": True,
+        "name": "__main__",
+        "input": "from a file",
+        "blocked": True,
+        "leads its group": True,
+    }
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 60)
+    assert not psutil.pid_exists(pid), "a fork that has ended is left as a zombie"
+
+
+def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    program = """
+        import os, sys
+        from rl.run.fork_server import ForkServer
+        server = ForkServer(sys.argv[1], ["json"])
+        server.wait()
+        print(server._process.pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    with tempfile.TemporaryDirectory(prefix="fork-") as directory:
+        command = [sys.executable, "-c", textwrap.dedent(program), directory]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    server = int(done.stdout)
+    gone, _ = psutil.wait_procs([psutil.Process(server)] if psutil.pid_exists(server) else [], 60)
+    assert gone or not psutil.pid_exists(server)
+
+
+def test_a_module_that_cannot_be_loaded_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="fork-") as directory:
+        server = ForkServer(directory, ["no_such_module"])
+        with pytest.raises(RuntimeError, match="ended with status 1"):
+            server.wait()
+    assert "no_such_module" in capfd.readouterr().err

@@ -109,7 +109,7 @@ def test_separate_and_resumed(root: Path) -> None:
     killed.find("ray::WorkerDict").kill()
     said, code = killed.ends()
     assert re.search("WorkerDict .*died", one_line(said)) and code == 1
-    assert "the same command goes on after step 1" in said
+    assert "the same command continues after step 1" in said
 
     resumed = start(root, "qwen3_coder_30b_separate", f"run.dir={root / 'separate'}")
     text, _ = resumed.communicate()

@@ -78,6 +78,9 @@ class Kind:
 
         Raises SandboxError.
         """
+        return await self._prepare(wanted, parallel=self.sandbox.pull_parallel, say=say, count=count)
+
+    async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
         raise NotImplementedError
 
     def limits(self) -> Limits:
@@ -183,12 +186,8 @@ class Docker(FromImages):
         made_from = self._made_from(task, grading)
         return await boot_docker(**made_from, run=run, budget_bytes=self.budget_bytes, **common)
 
-    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
-        """Pull and seal images ahead; see ``Kind.prepare``."""
-        parallel = self.sandbox.pull_parallel
-        return await docker_images.prepare(
-            wanted, parallel=parallel, budget_bytes=self.budget_bytes, say=say, count=count
-        )
+    async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
+        return await docker_images.prepare(wanted, budget_bytes=self.budget_bytes, **how)
 
 
 class Apptainer(FromImages):
@@ -215,10 +214,8 @@ class Apptainer(FromImages):
     async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
         return await boot_apptainer(**self._made_from(task, grading), cache=self.cache, **common)
 
-    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
-        """Pull and seal images ahead; see ``Kind.prepare``."""
-        parallel = self.sandbox.pull_parallel
-        return await apptainer_images.prepare(self.cache, wanted, parallel=parallel, say=say, count=count)
+    async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
+        return await apptainer_images.prepare(self.cache, wanted, **how)
 
 
 KINDS: dict[str, type[Kind]] = {"local": Local, "docker": Docker, "apptainer": Apptainer}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -24,6 +25,8 @@ SCRIPT = Path(__file__).with_name("seal.sh").read_text()
 _FACTS = frozenset({"uid", "gid", "commits", "unreachable", "ref", "sealed", "missing", "remote", "alternates"})
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,9 @@ async def ahead(
     wanted: Sequence[Wanted],
     make: Callable[[Wanted], Awaitable[tuple[str, Sequence[str], Sequence[str]] | None]],
     *,
-    parallel: int,
-    say: Callable[[str], None],
-    count: Callable[[int, int], None] | None,
+    parallel: int = 4,
+    say: Callable[[str], None] = logger.info,
+    count: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict]:
     """Make images ahead of a run, `parallel` at a time; returns {"image", "sealed", "residue": lines} by instance id.
 

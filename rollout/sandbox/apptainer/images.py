@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from rollout.sandbox import HOME, WORKDIR, SandboxError, failed, files, sealing
 from rollout.sandbox.apptainer import cli as apptainer_cli
@@ -183,15 +184,8 @@ async def _do(argv: Sequence[str], scratch: Path, cause: str, what: str, timeout
         raise failed(cause, f"{what}: {said(done)}")
 
 
-async def prepare(
-    cache: Cache,
-    wanted: Sequence[Wanted],
-    *,
-    parallel: int = 4,
-    say: Callable[[str], None] = logger.info,
-    count: Callable[[int, int], None] | None = None,
-) -> dict[str, dict]:
-    """Pull and seal what is not there until the budget is full; see `sealing.ahead`."""
+async def prepare(cache: Cache, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
+    """Pull and seal what is not there until the budget is full; see `sealing.ahead`, also for `how`."""
     program = await asyncio.to_thread(apptainer_cli.program)
 
     async def make(task: Wanted) -> tuple[str, Sequence[str], Sequence[str]] | None:
@@ -200,7 +194,7 @@ async def prepare(
         made = await sealed(cache, program, task.source)
         return str(made.entry), made.residue, await asyncio.to_thread(_hidden_tests, made.tree, task.tests)
 
-    return await sealing.ahead(wanted, make, parallel=parallel, say=say, count=count)
+    return await sealing.ahead(wanted, make, **how)
 
 
 def _hidden_tests(tree: Path, tests: Sequence[str]) -> list[str]:

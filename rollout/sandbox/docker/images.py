@@ -15,9 +15,8 @@ import asyncio
 import contextlib
 import fcntl
 import json
-import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,8 +29,6 @@ from rollout.sandbox import HOME, WORKDIR, SandboxError
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, cache_dir, checked, get_engine
 from rollout.sandbox.sealing import SCRIPT, Source, Wanted, ahead, check_source, digest, evict_oldest, judged, tests_in
-
-logger = logging.getLogger(__name__)
 
 _REPOSITORY = f"{PROJECT}/sealed"
 _LABEL = f"{PROJECT}.sealed"
@@ -199,15 +196,8 @@ def hidden_tests(engine: ContainerEngine, ref: str, tests: Iterable[str]) -> lis
         return tests_in(lambda file: docker_files.read(engine, container, WORKDIR, file), tests)
 
 
-async def prepare(
-    wanted: Sequence[Wanted],
-    *,
-    parallel: int = 4,
-    budget_bytes: int | None = None,
-    say: Callable[[str], None] = logger.info,
-    count: Callable[[int, int], None] | None = None,
-) -> dict[str, dict]:
-    """Pull and seal what is not there until the budget is full; see `sealing.ahead`.
+async def prepare(wanted: Sequence[Wanted], *, budget_bytes: int | None = None, **how: Any) -> dict[str, dict]:
+    """Pull and seal what is not there until the budget is full; see `sealing.ahead`, also for `how`.
 
     What is made later takes the place of what was not used for longest.
     """
@@ -219,7 +209,7 @@ async def prepare(
         made = await engine.call(sealed, engine, task.source)
         return made.ref, made.residue, await engine.call(hidden_tests, engine, made.ref, task.tests)
 
-    return await ahead(wanted, make, parallel=parallel, say=say, count=count)
+    return await ahead(wanted, make, **how)
 
 
 # --- the disk budget

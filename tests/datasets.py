@@ -1,5 +1,5 @@
-"""Rows as the public sets publish them, of one small repository: columns, types and quirks are those of the sets
-(docs/data.md), contents are made."""
+"""Rows of one small, invented repository in the formats of the public sets: columns, types and quirks are those of the
+sets (docs/data.md)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ COMMIT = "3f" * 20
 
 
 def swe_bench(**changes: Any) -> dict[str, Any]:
-    """A row of SWE-bench Verified since version 5."""
+    """Return a row of SWE-bench Verified since version 5."""
     script = (
         "#!/bin/bash\nset -uxo pipefail\nsource /opt/miniconda3/bin/activate\nconda activate testbed\ncd /testbed\n"
         f"git checkout {COMMIT} tests/test_calc.py\ngit apply -v - <<'EOF_114329324912'\n{TEST_PATCH}EOF_114329324912\n"
@@ -87,7 +87,7 @@ def swe_bench(**changes: Any) -> dict[str, Any]:
 
 
 def swe_bench_4(**changes: Any) -> dict[str, Any]:
-    """The same from before version 5: no script, no image, test lists as JSON texts."""
+    """Return the same row from before version 5: no script, no image, test lists as JSON texts."""
     return {
         "repo": "acme/calc",
         "instance_id": "acme__calc-7",
@@ -204,7 +204,7 @@ def r2e_gym(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-# What the images' script prints: colours, classes, names with blanks, a test that is expected to fail.
+# The output of the images' script: colours, classes, names with blanks, a test that is expected to fail.
 R2E_LOG = """\
 ============ test session starts ============
 r2e_tests/test_1.py ...F                                                  [100%]
@@ -219,7 +219,7 @@ FAILED r2e_tests/test_1.py::test_broken - AssertionError: assert 1 == 2
 
 
 def parsed_commit(*patches: str) -> dict[str, Any]:
-    """Patches as R2E-Gym's parser of commits leaves them."""
+    """Return a commit with these patches as R2E-Gym's parser represents it."""
     kinds = {" ": "context", "+": "added", "-": "deleted", "\\": "note"}
     files: list[dict[str, Any]] = []
     for line in "".join(patches).splitlines():
@@ -245,7 +245,7 @@ PARSER = "parse_log_pytest"
 
 
 def snapshot_row(instance_id: str, **changes: Any) -> dict[str, Any]:
-    """A v5 row of a task whose image is the directory ``snapshot``."""
+    """Return a v5 row of a task whose image is the directory ``snapshot``."""
     return {
         "instance_id": instance_id,
         "image": "dir:snapshot",

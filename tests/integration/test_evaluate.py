@@ -1,5 +1,5 @@
-"""``python -m rl.evaluate`` with the real Claude Code: an endpoint whose outcome is known, and a policy of random
-weights behind the vLLM server that it starts. Each is killed with -9 in the middle and goes on."""
+"""``python -m rl.evaluate`` with the real Claude Code: an endpoint with a known outcome, and random weights behind the
+vLLM server that it starts. Each evaluation is killed with -9 in the middle and continued."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tasks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gold(prompt: str) -> str:
-    """Solves every task."""
+    """Return the reply that solves the task in a prompt."""
     asked = STATEMENT.search(prompt)
     if asked is None:
         return "Hello."
@@ -64,7 +64,7 @@ def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
 
 
 def kill_after(words: str, *arguments: str, **env: str) -> None:
-    """Start, kill with -9 when ``words`` are on the screen, and wait until nothing is left of it."""
+    """Start, kill with -9 when ``words`` appear on the screen, and wait until all its processes have ended."""
     process = start(*arguments, **env)
     read_until(process, words)
     started = psutil.Process(process.pid).children(recursive=True)
@@ -75,7 +75,7 @@ def kill_after(words: str, *arguments: str, **env: str) -> None:
 
 
 def checked(out: Path, text: str, tasks: int, samples: int) -> dict[str, Any]:
-    """The results, when each episode was graded once."""
+    """Check that each episode was graded once, and return the results."""
     lines = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
     graded = Counter((line["task"], line["sample"]) for line in lines if not line["infra"])
     assert len(graded) == tasks * samples and set(graded.values()) == {1}, text
@@ -111,21 +111,21 @@ async def test_an_endpoint_that_solves_everything(tasks_file: Path, tmp_path: Pa
         assert len(preds) == len(second) == 4 and all("+    return " in one["model_patch"] for one in preds)
         assert not any(session.secret.encode() in file.read_bytes() for file in out.rglob("*") if file.is_file())
         assert audit.main([str(out)]) == 0
-        # More episodes of the same; a batch system's signal ends it in order.
+        # With more samples it goes on; a batch system's SIGTERM ends it in order.
         more = start(*what, "samples=9", **key)
         await asyncio.to_thread(read_until, more, "playing")
         more.terminate()
         text, _ = await asyncio.to_thread(more.communicate)
         assert more.returncode == 130 and text.startswith("interrupted\ncontinue  "), text
         assert not json.loads((out / "results.json").read_text())["complete"]
-        # Nothing is left to do, and another set-up is another evaluation.
+        # Nothing is left to do, and other settings are another evaluation.
         again = start(*what, **key)
         text, _ = await asyncio.to_thread(again.communicate)
         assert again.returncode == 0 and "0 episodes to play, 8 are there" in text
         other = start(*what, "agent.max_turns=5", **key)
         text, _ = await asyncio.to_thread(other.communicate)
         assert other.returncode == 2 and "agent.max_turns is 30 there and 5 here" in text.splitlines()[-1]
-        # The endpoint takes the key no more, in the middle: episodes are lost, none of them is unresolved.
+        # In the middle the endpoint stops accepting the key: episodes are lost, but none counts as unresolved.
         lost = start(*what, "samples=9", "episode.infra_retries=0", **key)
         await asyncio.to_thread(read_until, lost, "playing")
         await endpoint.close_session(session)
@@ -157,7 +157,7 @@ def test_a_policy_behind_its_own_vllm_server(
     assert resumed.returncode == 0, text
     found = checked(out, text, 4, 2)
     assert found["complete"] and found["infra"]["episodes"] == 0
-    # 0.6 M random weights resolve nothing.
+    # 0.6M random weights resolve nothing.
     assert found["pass_at_1"]["value"] == 0.0 and 0.3 < found["pass_at_1"]["high"] < 0.7
     assert found["spread"]["tokens_sampled"]["sum"] > 0 and "rl.evaluate compare" in text
     assert audit.main([str(out)]) == 0

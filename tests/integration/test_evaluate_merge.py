@@ -1,4 +1,4 @@
-"""Checkpoints of verl's FSDP become models again, with verl's merger: an adapter is in the weights that are served."""
+"""verl's merger makes models of FSDP checkpoints, and an adapter is added to the weights that are served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_adapter_is_added_to_the_weights(tmp_path: Path) -> None:
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
     for name, weight in adapted.named_parameters():
-        if "lora_B" in name:  # zero until it is trained
+        if "lora_B" in name:  # it is zero until it is trained
             torch.nn.init.normal_(weight, std=0.1)
     state = adapted.state_dict()
     # As verl's checkpoint manager writes them, on one device.
@@ -50,7 +50,7 @@ def test_an_adapter_is_added_to_the_weights(tmp_path: Path) -> None:
         and not (actor / "merged/lora_adapter").exists()
     )
     (actor / "model_world_size_1_rank_0.pt").unlink()
-    serve.merge(actor, actor / "merged", tmp_path / "log")  # is there
+    serve.merge(actor, actor / "merged", tmp_path / "log")  # does nothing, as the model is there
 
 
 def test_an_adapter_of_unknown_scale_is_refused(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_an_adapter_of_unknown_scale_is_refused(tmp_path: Path) -> None:
         serve._add_adapter(tmp_path)
 
 
-def test_a_merger_that_fails_is_one_line_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_merge_is_reported_in_one_line_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.sys, "executable", shutil.which("false"))
     with pytest.raises(serve.ServeError, match=r"cannot be merged: no output; the whole log: "):
         serve.merge(tmp_path, tmp_path / "merged", tmp_path / "log")

@@ -1,4 +1,4 @@
-"""The quickstart's tasks, graded in real sandboxes: what is right resolves, and nothing else does."""
+"""The quickstart's tasks, graded in real sandboxes: the right edit resolves a task, and nothing else does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cue_of(task: Task) -> str:
 
 
 def replacing(task: Task, new: str) -> bytes:
-    """A patch of the module's second line, written independently of the generator's."""
+    """Return a patch of the module's second line, written independently of the generator."""
     name, (head, old) = module_of(task).name, module_of(task).read_text().splitlines()
     return f"--- a/{name}\n+++ b/{name}\n@@ -1,2 +1,2 @@\n {head}\n-{old}\n+{new}\n".encode()
 
@@ -57,7 +57,8 @@ async def reason_of(task: Task, patch: bytes, isolation: Isolation, timeout_s: f
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_only_the_right_expression_resolves(data: Path, isolation: Isolation) -> None:
-    for task in tasks_of(data):
+    # The verdicts do not depend on the isolation, so one task is enough for one of the two.
+    for task in tasks_of(data)[: None if isolation == "bwrap" else 1]:
         assert task.patch is not None
         assert await reason_of(task, task.patch.encode(), isolation) is None
         assert await reason_of(task, b"", isolation) is Reason.EMPTY_PATCH
@@ -71,7 +72,7 @@ async def test_only_the_right_expression_resolves(data: Path, isolation: Isolati
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-async def test_bad_patches_and_bad_code(data: Path, isolation: Isolation) -> None:
+async def test_bad_patches_and_bad_code_do_not_resolve(data: Path, isolation: Isolation) -> None:
     task = tasks_of(data)[0]
     name = module_of(task).name
     wrong_context = f"--- a/{name}\n+++ b/{name}\n@@ -1,1 +1,1 @@\n-something else\n+x\n".encode()
@@ -83,7 +84,7 @@ async def test_bad_patches_and_bad_code(data: Path, isolation: Isolation) -> Non
         assert reason in (Reason.TESTS_FAILED, Reason.LOG_UNPARSABLE), code
     endless = replacing(task, "    while True: pass")
     assert await reason_of(task, endless, isolation, timeout_s=2) is Reason.TEST_TIMEOUT
-    # A file that stands in for the standard library's unittest does not run the tests.
+    # A file that shadows the standard library's unittest does not change the verdict.
     shadow = b"--- /dev/null\n+++ b/unittest.py\n@@ -0,0 +1 @@\n+raise SystemExit('shadowed')\n"
     assert await reason_of(task, shadow, isolation) is Reason.TESTS_FAILED
 
@@ -95,8 +96,8 @@ async def test_a_missing_snapshot_is_an_infrastructure_failure(data: Path, tmp_p
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-async def test_the_way_of_an_agent(data: Path, isolation: Isolation) -> None:
-    """Edit in one box, take the diff, grade it in another; the first box shows no hidden test."""
+async def test_an_agents_edit_resolves_and_its_box_shows_no_hidden_test(data: Path, isolation: Isolation) -> None:
+    """The edit is made in one box, and its diff is graded in another."""
     task = tasks_of(data)[0]
     box = await boot_local(task.snapshot, isolation=isolation)
     try:
@@ -112,8 +113,8 @@ async def test_the_way_of_an_agent(data: Path, isolation: Isolation) -> None:
 
 
 @pytest.mark.parametrize("isolation", [BWRAP])
-async def test_a_script_in_the_form_of_swebench(tmp_path: Path, isolation: Isolation) -> None:
-    """cd /testbed, a test patch applied by the script, pytest's summary, and the reset at the end."""
+async def test_a_script_in_swebenchs_format(tmp_path: Path, isolation: Isolation) -> None:
+    """The script changes to /testbed, applies a test patch, prints pytest's summary and resets the tree at the end."""
     snapshot = make_snapshot(tmp_path / "snapshot")
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=snapshot, text=True).strip()
     script = f"""#!/bin/bash
@@ -134,7 +135,7 @@ new file mode 100644
 +    assert callable(mod.f)
 EOF_114329324912
 : '>>>>> Start Test Output'
-python -m pytest -rA -p no:cacheprovider test_mod.py
+PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -m pytest -rA -p no:cacheprovider test_mod.py
 : '>>>>> End Test Output'
 git checkout {commit} -- .
 """
@@ -179,16 +180,18 @@ def test_the_shape_of_a_task(data: Path) -> None:
 def test_the_same_seed_gives_the_same_bytes(data: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rl.quickstart.tasks", "--out", str(tmp_path), "--seed", "5"]
     root = Path(__file__).resolve().parents[2]
-    for _ in range(2):  # the second time over what is there
-        subprocess.run([*command, "--train", "4", "--heldout", "2"], check=True, cwd=root)
-    for name in ("train.parquet", "heldout.parquet"):
-        assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
+    subprocess.run([*command, "--train", "4", "--heldout", "2"], check=True, cwd=root)
+    for again in (False, True):
+        if again:
+            make_tasks(tmp_path, seed=5, n_train=4, n_heldout=2)  # replaces the files
+        for name in ("train.parquet", "heldout.parquet"):
+            assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heldout.parquet", "repos", "train.parquet"]
     assert len(list((tmp_path / "repos").iterdir())) == 6
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_splits_are_balanced_and_apart(seed: int) -> None:
+def test_splits_are_balanced_and_disjoint(seed: int) -> None:
     train, heldout = _puzzles(random.Random(seed), 64, 32)
     for split in (train, heldout):
         counts = collections.Counter((puzzle.gold, puzzle.bug) for puzzle in split)
@@ -206,7 +209,7 @@ def test_splits_are_balanced_and_apart(seed: int) -> None:
             assert eval(expression, {"a": case.a, "b": case.b}) == case.expected
 
 
-def test_names(data: Path) -> None:
+def test_names_are_distinct_and_not_in_the_standard_library(data: Path) -> None:
     assert (len(set(MODULES)), len(set(FUNCTIONS))) == (8, 24)
     assert not set(MODULES) & sys.stdlib_module_names
     with pytest.raises(ValueError):

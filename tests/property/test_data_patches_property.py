@@ -1,4 +1,4 @@
-"""Turned-around patches against real git: what a patch did is undone, whatever the files are."""
+"""Reversed patches against real git: they undo what the patch did, whatever the files are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl.data.patches import changes, reverse
 
-# Lines that look like parts of a patch, line ends that are none for git, files without a last newline.
+# Lines that look like parts of a patch, characters that end no line for git, files without a final newline.
 LINE = st.sampled_from(
     ["a", "b", "", "-- a/x", "++ b/x", "@@ -1 +1 @@", "\\ No newline", "x\r", "form\ffeed", "diff --git"]
 )

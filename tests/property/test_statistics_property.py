@@ -1,4 +1,4 @@
-"""Estimates, intervals and tests against counting, root finding and simulation."""
+"""Estimates, intervals and p-values, checked against counting, root finding and simulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(case: tuple[int, int, 
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 5, 1), (4, 2, 0)])
-def test_pass_at_k_refuses_what_cannot_be(n: int, c: int, k: int) -> None:
+def test_pass_at_k_rejects_impossible_counts(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError):
         pass_at_k(n, c, k)
 
@@ -42,7 +42,7 @@ def root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 @given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
-def test_wilsons_limits_are_where_the_score_test_begins_to_reject(case: tuple[int, int]) -> None:
+def test_wilsons_interval_ends_where_the_score_test_begins_to_reject(case: tuple[int, int]) -> None:
     n, c = case
     share = c / n
     low, high = wilson(share, n)
@@ -63,7 +63,7 @@ def test_one_episode_per_task_is_wilson_over_tasks(resolved: list[bool]) -> None
 
 
 @given(COUNTS, st.integers(1, 6))
-def test_an_estimate_is_inside_its_interval_and_never_narrower_than_all_episodes_allow(
+def test_an_interval_contains_its_estimate_and_is_as_wide_as_the_episodes_require(
     counts: list[tuple[int, int]], k: int
 ) -> None:
     found = estimate(counts, k)
@@ -80,14 +80,14 @@ def test_an_estimate_is_inside_its_interval_and_never_narrower_than_all_episodes
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=20), st.integers(2, 5))
-def test_episodes_that_repeat_each_other_tell_nothing_new(resolved: list[bool], n: int) -> None:
+def test_episodes_that_always_end_alike_do_not_narrow_the_interval(resolved: list[bool], n: int) -> None:
     once, often = estimate([(1, int(r)) for r in resolved]), estimate([(n, n * r) for r in resolved])
     assert once is not None and often is not None
     assert (often.low, often.high) == pytest.approx((once.low, once.high))
 
 
-def test_intervals_hold_what_they_promise() -> None:
-    """60 tasks of 4 episodes, tasks of very different difficulty; and pairs of policies on the same tasks."""
+def test_intervals_cover_the_true_value_in_95_of_100_simulations() -> None:
+    """60 tasks of very different difficulty with 4 episodes each; and pairs of policies on the same tasks."""
     dice, rounds = random.Random(1), 1500
     held = held_pair = 0
     for _ in range(rounds):
@@ -96,7 +96,7 @@ def test_intervals_hold_what_they_promise() -> None:
         found = estimate(counts)
         assert found is not None
         held += found.low <= 0.4 <= found.high
-        # The other policy: one episode in five of what fails is resolved too.
+        # The other policy also resolves one in five of the episodes that fail.
         other = [sum(dice.random() < p + (1 - p) / 5 for _ in range(4)) for p in chances]
         gap = difference([Fraction(b - a, 4) for (_, a), b in zip(counts, other, strict=True)])
         held_pair += gap.low <= 0.6 / 5 <= gap.high
@@ -110,7 +110,7 @@ FEW = st.lists(
 
 
 @given(FEW)
-def test_the_p_value_counts_all_swaps(pairs: list[Fraction]) -> None:
+def test_the_p_value_is_the_share_of_all_swaps(pairs: list[Fraction]) -> None:
     sums = [
         abs(sum(s * p for s, p in zip(signs, pairs, strict=True)))
         for signs in itertools.product((1, -1), repeat=len(pairs))
@@ -131,7 +131,7 @@ def test_single_episodes_give_agresti_and_mins_interval(only_a: int, only_b: int
     pairs = [Fraction(1)] * only_a + [Fraction(-1)] * only_b + [Fraction(0)] * same
     if not pairs:
         return
-    # As they write it: half an observation in each of the four cells.
+    # Their own formula: half an observation is added to each of the four cells.
     n, b, c = len(pairs) + 2, only_a + 0.5, only_b + 0.5
     middle, half = (b - c) / n, Z * math.sqrt((b + c) - (b - c) ** 2 / n) / n
     found = difference(pairs)
@@ -141,7 +141,7 @@ def test_single_episodes_give_agresti_and_mins_interval(only_a: int, only_b: int
     assert -1 <= found.low <= found.value <= found.high <= 1
 
 
-def test_a_wild_mix_of_counts_is_rounded_and_not_refused() -> None:
+def test_differences_without_a_common_denominator_are_rounded() -> None:
     dice = random.Random(2)
     pairs = [Fraction(dice.randint(-n, n), n) for n in range(1, 40) for _ in range(15)]
     assert 0 < sign_flip_p(pairs) <= 1

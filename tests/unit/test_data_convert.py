@@ -1,4 +1,4 @@
-"""The conversion command: sources, filters, splits, what it writes and how it ends."""
+"""The conversion command: sources, filters, splits, output and exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import datasets
 
 
 def rows(count: int, **changes: Any) -> list[dict[str, Any]]:
-    """Rows that differ in repository (of 7), number of failing tests, statement and difficulty."""
+    """Return rows that differ in repository (one of 7), number of failing tests, statement and difficulty."""
     return [
         datasets.swe_bench(
             instance_id=f"acme__calc{number % 7}-{number}",
@@ -46,7 +46,7 @@ def parquet(path: Path, some: list[dict[str, Any]]) -> Path:
 
 
 def run(tmp_path: Path, rows_at: Path | str, *options: str, name: str = "swe-bench", status: int = 0) -> list[str]:
-    """Convert, check the exit status, and give the instance ids that were written."""
+    """Convert, check the exit status, and return the instance ids that were written."""
     out = tmp_path / "out" / "tasks.parquet"
     assert main([name, str(rows_at), "--out", str(out), *options]) == status
     return [task.instance_id for task in load_tasks(out)] if status == 0 else []
@@ -71,13 +71,13 @@ def test_local_sources(write: Callable[[Path], Path], tmp_path: Path) -> None:
     assert run(tmp_path, write(place)) == [row["instance_id"] for row in rows(3)]
 
 
-def test_json_is_a_list_or_a_map(tmp_path: Path) -> None:
+def test_a_json_file_is_a_list_or_a_map(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(rows(2)))
     (tmp_path / "map.json").write_text(json.dumps({row["instance_id"]: row for row in rows(2)}))
     assert run(tmp_path, tmp_path / "list.json") == run(tmp_path, tmp_path / "map.json") != []
 
 
-def test_splits(tmp_path: Path) -> None:
+def test_a_split_selects_files_or_rows(tmp_path: Path) -> None:
     place = tmp_path / "source"
     place.mkdir()
     parquet(place / "train-00000-of-00002.parquet", rows(2))
@@ -91,8 +91,8 @@ def test_splits(tmp_path: Path) -> None:
     run(tmp_path, jsonl(tmp_path / "plain.jsonl", rows(2)), "--split", "test", status=2)
 
 
-def test_a_dataset_in_the_hubs_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real `datasets`, which takes a directory for a dataset of its name: there is no hub here."""
+def test_a_hub_dataset_is_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real `datasets` takes a local directory as the dataset of that name, so no hub is needed."""
     import datasets as library
 
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -110,7 +110,7 @@ def test_a_dataset_in_the_hubs_form(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         list(source._hub("me/mine", "test"))
 
 
-def test_without_a_source_the_sets_own_dataset_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_source_is_the_sets_own_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(source, "_hub", lambda name, split: asked.append((name, split)) or [datasets.swe_smith()])
     out = tmp_path / "tasks.parquet"
@@ -131,7 +131,7 @@ def test_without_a_source_the_sets_own_dataset_is_taken(tmp_path: Path, monkeypa
         ("rows.csv", "a,b", "must end in"),
     ],
 )
-def test_bad_sources(name: str, content: str | None, words: str, tmp_path: Path) -> None:
+def test_a_bad_source_is_reported_in_one_line(name: str, content: str | None, words: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(SourceError) as failure:
@@ -158,12 +158,12 @@ def test_refused_rows_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no_gold_patch" in shown and "no_failing_test" in shown
 
 
-def test_nothing_mapped_is_a_failure(tmp_path: Path) -> None:
+def test_the_command_fails_if_no_row_can_be_converted(tmp_path: Path) -> None:
     run(tmp_path, jsonl(tmp_path / "a.jsonl", [datasets.swe_bench(patch=None)]), status=1)
     assert report(tmp_path)["refused"] == {"no_gold_patch": 1} and not (tmp_path / "out/tasks.parquet").exists()
 
 
-def test_filters(tmp_path: Path) -> None:
+def test_filters_select_rows(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", rows(30))
 
     def numbers(*options: str) -> list[int]:
@@ -191,13 +191,13 @@ def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     assert contents[0] == contents[1] and len(contents[0]) == 2
 
 
-def test_the_order_of_a_shuffle_is_the_seeds(tmp_path: Path) -> None:
+def test_the_seed_alone_decides_the_order_of_a_shuffle(tmp_path: Path) -> None:
     made = [{"instance_id": str(n), "repo": "a/b"} | BASE for n in range(50)]
     first, _ = Selection(shuffle=1).apply(made)
     again, _ = Selection(shuffle=1).apply(made[::-1])
     other, _ = Selection(shuffle=2).apply(made)
     assert first == again != other and sorted(map(id, first)) == sorted(map(id, made)) and first != made
-    # A limited choice only grows when rows are added: none that was chosen leaves but for the limit.
+    # Rows that are added do not change the order of the others.
     fewer, _ = Selection(shuffle=1).apply(made[:25])
     assert [row for row in first if row in fewer] == fewer
 
@@ -206,7 +206,7 @@ BASE = {"FAIL_TO_PASS": ["t"], "problem_statement": "x", "difficulty": None}
 
 
 @pytest.mark.parametrize("by", ["repo", "instance"])
-def test_a_split_stays_when_rows_are_added(by: Any) -> None:
+def test_rows_that_are_added_move_no_other_row_to_the_other_side(by: Any) -> None:
     made = [{"instance_id": f"i{n}", "repo": f"R/{n % 97}"} for n in range(2000)]
     training, heldout = split(made, 0.25, by, seed=3)
     assert len(training) + len(heldout) == 2000 and 350 < len(heldout) < 650
@@ -217,7 +217,7 @@ def test_a_split_stays_when_rows_are_added(by: Any) -> None:
     assert split(made, 0.25, by, seed=4)[1] != heldout
 
 
-def test_held_out_rows_get_a_file_of_their_own(tmp_path: Path) -> None:
+def test_held_out_rows_are_written_to_a_second_file(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", rows(70))
     training = run(tmp_path, file, "--heldout-share", "0.3")
     heldout = [task.instance_id for task in load_tasks(tmp_path / "out/tasks.heldout.parquet")]
@@ -225,14 +225,14 @@ def test_held_out_rows_get_a_file_of_their_own(tmp_path: Path) -> None:
     assert not {name.split("-")[0] for name in training} & {name.split("-")[0] for name in heldout}
 
 
-def test_rows_from_before_v5_are_completed(tmp_path: Path) -> None:
+def test_rows_from_before_version_5_are_completed_from_recipes(tmp_path: Path) -> None:
     old = jsonl(tmp_path / "old.jsonl", [datasets.swe_bench_4()])
     new = parquet(tmp_path / "new.parquet", [datasets.swe_bench()])
     run(tmp_path, old, status=1)
     assert run(tmp_path, old, "--recipes", str(new), name="swe-bench-lite") == ["acme__calc-7"]
 
 
-def test_what_is_written_is_a_task_file(tmp_path: Path) -> None:
+def test_the_output_is_a_task_file(tmp_path: Path) -> None:
     run(tmp_path, jsonl(tmp_path / "a.jsonl", [datasets.swe_smith()]), name="swe-smith")
     task = load_tasks(tmp_path / "out/tasks.parquet")[0]
     assert task.setup_patch == datasets.BUG and task.patch == datasets.GOLD

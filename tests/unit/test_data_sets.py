@@ -1,4 +1,5 @@
-"""Each public set's rows as v5 rows: what comes from where, what is refused, and scripts that really run."""
+"""Conversion of each public set's rows: where fields come from, what is refused, and whether the scripts really
+work."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def refused_as(name: str, options: Options | None = None, **changes_: Any) -> tu
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_set_makes_a_task(name: str) -> None:
+def test_a_row_of_every_set_becomes_a_task(name: str) -> None:
     row = mapped(name)
     task = Task.from_row(row, Path())
     assert task.patch and changes(task.patch) and task.eval_script.startswith("#!/bin/bash\nset -uxo pipefail\n")
@@ -59,14 +60,14 @@ def test_every_set_makes_a_task(name: str) -> None:
     assert "off by one" in task.problem_statement
 
 
-def test_a_v5_row_stays_as_it_is() -> None:
+def test_a_v5_row_is_taken_as_it_is() -> None:
     row, source = mapped("swe-bench-verified"), datasets.swe_bench()
     same = ("image", "eval_script", "log_parser", "eval_type", "base_commit", "version", "patch", "difficulty")
     assert {name: row[name] for name in same} == {name: source[name] for name in same}
     assert row["FAIL_TO_PASS"] == datasets.FAILING
 
 
-def test_what_a_v5_row_may_leave_out_is_the_harness_own_rule() -> None:
+def test_fields_that_a_v5_row_may_leave_out_follow_swebenchs_rules() -> None:
     row = mapped("swe-bench", image=None, eval_type="", instance_id="Acme__Calc-7")
     assert row["image"] == "swebench/sweb.eval.x86_64.acme_1776_calc-7:latest"
     assert row["eval_type"] == "pass_and_fail"
@@ -83,7 +84,7 @@ def test_a_row_from_before_v5_takes_its_recipe_from_the_v5_row() -> None:
     assert not rows and refused[0].why is Why.NO_RECIPE and "--recipes" in refused[0].detail
 
 
-def test_swe_gym_runs_its_repositories_commands() -> None:
+def test_swe_gym_uses_its_repositories_test_commands() -> None:
     row = mapped("swe-gym", repo="Project-MONAI/MONAI", instance_id="Project-MONAI__MONAI-1010")
     assert row["image"] == "xingyaoww/sweb.eval.x86_64.project-monai_s_monai-1010:latest"
     assert "\npytest -rA tests/test_calc.py tests/test_more.py\n" in row["eval_script"]
@@ -94,7 +95,7 @@ def test_swe_gym_runs_its_repositories_commands() -> None:
     assert "\npytest -n0 -rA -k testOne-skip\n" in script
 
 
-def test_swe_rebench_runs_what_the_row_says() -> None:
+def test_swe_rebench_uses_the_rows_test_command() -> None:
     row = mapped("swe-rebench")
     command = datasets.swe_rebench()["install_config"]["test_cmd"]
     assert f"\n{command} tests/test_calc.py tests/test_more.py\n" in row["eval_script"]
@@ -106,7 +107,7 @@ def test_swe_rebench_runs_what_the_row_says() -> None:
     assert "\nmake\npytest tests/test_calc.py tests/test_more.py\n" in script
 
 
-def test_swe_smith_is_turned_around() -> None:
+def test_swe_smiths_patch_is_reversed() -> None:
     row = mapped("swe-smith")
     assert row["patch"] == datasets.GOLD and row["setup_patch"] == datasets.BUG
     assert row["hidden_paths"] == ["tests/test_calc.py", "tests/test_more.py"]
@@ -130,8 +131,9 @@ def test_r2e_gym_reads_the_commit_and_the_results() -> None:
     assert {"/r2e_tests", "run_tests.sh"} <= {*row["hidden_paths"]}
 
 
-def test_r2e_gyms_log_is_graded_by_swebench(tmp_path: Path) -> None:
-    """The script with a runner that prints R2E-Gym's log, where /testbed and /r2e_tests are directories of the test."""
+def test_swebench_reads_r2e_gyms_rewritten_log(tmp_path: Path) -> None:
+    """The script runs with a runner that prints R2E-Gym's log and with directories of the test for /testbed and
+    /r2e_tests."""
     from swebench.harness.log_parsers import PARSER_REGISTRY
 
     row = mapped("r2e-gym")
@@ -201,7 +203,7 @@ def test_r2e_gyms_log_is_graded_by_swebench(tmp_path: Path) -> None:
         ("r2e-gym", {"docker_image": ""}, Why.NO_IMAGE),
     ],
 )
-def test_refusals(name: str, changes_: dict[str, Any], why: Why) -> None:
+def test_a_row_is_refused_with_a_reason(name: str, changes_: dict[str, Any], why: Why) -> None:
     assert refused_as(name, **changes_)[0] is why
 
 
@@ -210,13 +212,13 @@ def test_an_r2e_row_in_which_nothing_failed_before_is_refused() -> None:
     assert refused_as("r2e-gym", execution_result_content=kept)[0] is Why.NO_FAILING_TEST
 
 
-def test_an_instance_counts_once() -> None:
+def test_a_second_row_of_an_instance_is_refused() -> None:
     rows, refused = convert([datasets.swe_bench(), datasets.swe_bench()], "swe-bench", Options(recipes={}))
     assert len(rows) == 1 and [(r.number, r.instance_id, r.why) for r in refused] == [(1, "acme__calc-7", Why.TWICE)]
 
 
 def repository(directory: Path, **files: str) -> Path:
-    """A work tree as an image has it, with one commit."""
+    """Make a work tree with one commit, as an image contains it."""
     for name, text in files.items():
         path = directory / name.replace("__", "/").replace("_py", ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,13 +231,15 @@ def repository(directory: Path, **files: str) -> Path:
 
 @pytest.mark.parametrize("isolation", [BWRAP])
 @pytest.mark.parametrize("name", ["swe-bench", "swe-gym", "swe-rebench", "swe-smith"])
-async def test_the_scripts_tell_gold_from_nothing(name: str, isolation: Any, tmp_path: Path) -> None:
-    """The converted row graded in a box with the repository at /testbed and the real pytest."""
+async def test_the_gold_patch_resolves_a_converted_row_and_no_patch_does_not(
+    name: str, isolation: Any, tmp_path: Path
+) -> None:
+    """The row is graded in a box with the repository at /testbed and the real pytest."""
     config = datasets.swe_rebench()["install_config"] | {"test_cmd": "pytest -rA --color=no"}
     row = mapped(name, **{"swe-rebench": {"install_config": config}}.get(name, {}))
     files = {"calc_py": datasets.BEFORE, "tests__test_calc_py": datasets.OLD_TEST, "conftest_py": ""}
     snapshot = repository(tmp_path / "image", **files)
-    if name == "swe-smith":  # its tests are in the image; a box has the bug applied
+    if name == "swe-smith":  # the image contains the tests, and the box has the bug applied
         subprocess.run(["git", "apply", "-"], input=datasets.TEST_PATCH.encode(), cwd=snapshot, check=True)
         shutil.copytree(snapshot / "tests", snapshot / "tests/sub")
         (snapshot / "tests/sub/test_calc.py").rename(snapshot / "tests/sub/test_far.py")
@@ -245,7 +249,9 @@ async def test_the_scripts_tell_gold_from_nothing(name: str, isolation: Any, tmp
         subprocess.run(
             ["git", "-c", "user.name=t", "-c", "user.email=t@e", "commit", "-qm", "t"], cwd=snapshot, check=True
         )
-    row["eval_script"] = row["eval_script"].replace("\npytest ", f"\n{sys.executable} -m pytest ")
+    row["eval_script"] = row["eval_script"].replace(
+        "\npytest ", f"\nPYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest "
+    )
     prepared = {"image": f"dir:{snapshot}", "setup_patch": None, "hidden_paths": []}  # the snapshot is the task's tree
     task = Task.from_row(row | prepared, tmp_path)
     boot = functools.partial(boot_local, task.snapshot, isolation=isolation)
@@ -253,7 +259,7 @@ async def test_the_scripts_tell_gold_from_nothing(name: str, isolation: Any, tmp
     assert verdict.outcome is Outcome.RESOLVED, verdict.log_tail
     verdict = await grade(task, None, boot, timeout_s=60)
     assert verdict.reason is Reason.TESTS_FAILED, verdict.log_tail
-    # The agent's own hidden test file does not stand in the way of the real one.
+    # A file of the agent with a hidden test's name does not get in the way of the real one.
     forged = "diff --git a/tests/test_more.py b/tests/test_more.py\nnew file mode 100644\n--- /dev/null\n"
     forged += "+++ b/tests/test_more.py\n@@ -0,0 +1,2 @@\n+def test_empty():\n+    pass\n"
     if name in ("swe-gym", "swe-rebench"):
@@ -263,7 +269,7 @@ async def test_the_scripts_tell_gold_from_nothing(name: str, isolation: Any, tmp
         assert verdict.reason is Reason.FORBIDDEN_PATH_ONLY, verdict.log_tail
 
 
-def test_a_commit_is_written_as_git_would() -> None:
+def test_a_parsed_commit_becomes_the_patch_that_git_writes() -> None:
     unended = datasets.GOLD.replace("+    return result\n", "+    return result\n\\ No newline at end of file\n")
     for gold in (datasets.GOLD, unended):
         for others in ([datasets.TEST_PATCH], []):

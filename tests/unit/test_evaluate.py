@@ -1,4 +1,4 @@
-"""Evaluations without an engine: what is refused, what a run brings, what a directory keeps, what it all comes to."""
+"""Evaluations without an engine: config and checks, settings from runs, the directory, results and comparisons."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tasks(tasks_file: Path) -> list[Task]:
     return load_tasks(tasks_file)
 
 
-# --- what is refused before anything starts
+# --- checks before anything starts
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def tasks(tasks_file: Path) -> list[Task]:
         (["compare", "/no/a", "/no/b"], "/no/a has no results.json"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_status_2(
+def test_a_wrong_command_is_reported_in_one_line_with_status_2(
     arguments: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = [f"root={tmp_path}/root"] if arguments and arguments[0] != "compare" else []
@@ -78,7 +78,7 @@ def test_what_cannot_work_is_one_line_and_status_2(
     assert not (tmp_path / "root").exists()
 
 
-def test_an_absent_endpoint_is_said_before_anything_is_made(
+def test_an_absent_endpoint_is_reported_before_anything_is_created(
     tasks_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for more in ([], ["protocol=messages", "model=m"]):
@@ -171,7 +171,7 @@ def a_run(directory: Path, tasks_file: Path, *overrides: str) -> Path:
     return directory
 
 
-def test_what_a_policy_stands_for(tmp_path: Path, tasks_file: Path) -> None:
+def test_a_policy_is_a_model_a_run_or_a_checkpoint(tmp_path: Path, tasks_file: Path) -> None:
     run = a_run(tmp_path / "quickstart" / "today", tasks_file)
     with pytest.raises(ConfigError, match="neither a model directory nor a run"):
         find_weights(str(run))
@@ -203,7 +203,7 @@ def test_what_a_policy_stands_for(tmp_path: Path, tasks_file: Path) -> None:
     assert find_weights(str(plain)) == Weights(str(plain))
 
 
-def test_a_run_brings_its_settings_and_the_command_line_wins(tmp_path: Path, tasks_file: Path) -> None:
+def test_a_run_passes_on_its_settings_and_the_command_line_takes_precedence(tmp_path: Path, tasks_file: Path) -> None:
     run = a_run(tmp_path / "quickstart" / "today", tasks_file, "proxy.max_tokens=null", "agent.max_turns=7")
     checkpoint(run, 1)
     composed, _ = config.compose_evaluation([f"policy={run}"])
@@ -225,7 +225,7 @@ def test_a_run_brings_its_settings_and_the_command_line_wins(tmp_path: Path, tas
         config.compose_evaluation([f"policy={run}", "+experiment=qwen3_8b"])
 
 
-def test_an_experiment_brings_its_settings_and_its_model() -> None:
+def test_an_experiment_passes_on_its_settings_and_its_model() -> None:
     trained = compose(["+experiment=qwen3_8b"])
     composed, weights = config.compose_evaluation(["+experiment=qwen3_8b", "agent.max_turns=9", "tasks=t.parquet"])
     assert weights == Weights(trained.actor_rollout_ref.model.path)
@@ -240,20 +240,15 @@ def test_an_experiment_brings_its_settings_and_its_model() -> None:
     assert weights is None and composed.policy is None and composed.tasks == trained.data.val_files
 
 
-def test_what_does_not_decide_an_episode_is_not_part_of_an_evaluation(tasks_file: Path, tasks: list[Task]) -> None:
-    def identity(*overrides: str) -> dict[str, Any]:
-        composed, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}", *overrides])
-        return config.identity_of(composed, weights, tasks)
+def test_the_identity_has_only_what_decides_how_an_episode_ends(tasks_file: Path, tasks: list[Task]) -> None:
+    composed, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}"])
+
+    def identity(*changes: str) -> dict[str, Any]:
+        changed: Any = OmegaConf.merge(composed, OmegaConf.from_dotlist([*changes]))
+        return config.identity_of(changed, weights, tasks)
 
     same = identity()
-    for free in (
-        "sandbox.concurrency=1",
-        "episode.infra_retries=9",
-        "samples=4",
-        "limit=1",
-        "root=elsewhere",
-        "name=n",
-    ):
+    for free in ("sandbox.concurrency=1", "episode.infra_retries=9", "samples=4", "limit=1", "root=other", "name=n"):
         assert identity(free) == same, free
     for deciding in ("agent.max_turns=2", "sandbox.cpu_s=1", "model=n", "sampling.top_p=0.1", "grading.timeout_s=1"):
         assert identity(deciding) != same, deciding
@@ -273,7 +268,7 @@ LOST = Verdict.infra("no_space", "disk full")
 
 
 class Script:
-    """Plays the part of rollout.episode.play: what the verdicts of a task are, one per episode."""
+    """A script stands in for rollout.episode.play: ``verdict`` gives the verdict of each (task, sample)."""
 
     def __init__(self, verdict: Callable[[Task, int], Verdict]) -> None:
         self.verdict, self.played = verdict, []
@@ -297,7 +292,7 @@ async def go(evaluation: Evaluation, tasks: list[Task], samples: int, concurrenc
     return seen
 
 
-async def test_only_what_has_no_verdict_is_played_again(
+async def test_only_episodes_without_a_verdict_are_played(
     tmp_path: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = Script(lambda task, sample: LOST if task is tasks[1] else RESOLVED)
@@ -317,7 +312,7 @@ async def test_only_what_has_no_verdict_is_played_again(
     evaluation.close()
 
 
-async def test_a_record_without_a_line_counts_and_a_torn_line_does_not(tmp_path: Path, tasks: list[Task]) -> None:
+async def test_a_line_that_was_not_written_is_derived_from_its_record(tmp_path: Path, tasks: list[Task]) -> None:
     evaluation = Evaluation(tmp_path, {})
     evaluation.close()
     writer = RecordWriter(tmp_path / "episodes", "w")
@@ -325,7 +320,7 @@ async def test_a_record_without_a_line_counts_and_a_torn_line_does_not(tmp_path:
         episode = an_episode(task, f"eval-0-{task.instance_id}-{number}", RESOLVED)
         writer.append(record := record_of(episode, "eval", 3, "m", "kit"))
     writer.close()
-    # Killed while the second line was written.
+    # As if the process was killed while it wrote the second line.
     first = json.dumps(
         line_of(record_of(an_episode(tasks[0], f"eval-0-{tasks[0].instance_id}-0", RESOLVED), "eval", 3, "m", "kit"))
     )
@@ -337,7 +332,7 @@ async def test_a_record_without_a_line_counts_and_a_torn_line_does_not(tmp_path:
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2
 
 
-def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
+def test_another_evaluation_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
     identity = {"sandbox": {"kind": "local", "cpu_s": 10}, "tasks": {"a": "1", "b": "2"}}
     Evaluation(tmp_path, {**identity, "tasks": {}}).close()
     Evaluation(tmp_path, identity).close()  # nothing was played: the directory is still free
@@ -349,7 +344,7 @@ def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
     Evaluation(tmp_path, identity).close()
 
 
-async def test_when_nothing_gets_a_verdict_it_stops(
+async def test_an_evaluation_stops_when_no_episode_gets_a_verdict(
     tmp_path: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(play, "play", Script(lambda task, sample: LOST))
@@ -367,11 +362,11 @@ def test_a_line_has_its_sample_and_its_patch(tasks: list[Task]) -> None:
     assert (line["turns"], line["wall_s"], line["agent_s"]) == (2, 2.0, 1.5)
 
 
-# --- what it comes to
+# --- results and comparisons
 
 
 def lines_of(**outcomes: str) -> list[play.Line]:
-    """The lines of several tasks: a character per episode says whether it is r(esolved), f(ailed) or l(ost)."""
+    """Return the lines of several tasks; a character per episode tells if it is r(esolved), f(ailed) or l(ost)."""
     verdicts = {"r": RESOLVED, "f": FAILED, "l": LOST}
     rest: dict[str, Any] = {"agent": {"status": "finished", "turns": 2}, "patch": b"a patch"}
     return [
@@ -385,13 +380,13 @@ def rows(*names: str, **difficulty: str) -> dict[str, dict[str, Any]]:
     return {name: {"row": name, "repo": f"r/{name[0]}", "difficulty": difficulty.get(name)} for name in names}
 
 
-def test_infrastructure_failures_count_apart() -> None:
+def test_infrastructure_failures_are_counted_separately() -> None:
     lines = lines_of(a1="rr", a2="fl", b1="lr", b2="ll", c9="rr")
     found = results.results("n", rows("a1", "a2", "b1", "b2", a1="easy", a2="hard"), 2, lines)
     assert (found["tasks"], found["episodes"], found["resolved"], found["complete"]) == (4, 4, 3, False)
     assert found["infra"] == {"episodes": 4, "attempts": {"no_space": 4}}
     assert found["verdicts"] == {"resolved": 3, "tests_failed": 1}
-    # Means over the tasks that were graded: 1, 0 and 1; pass@2 only where two episodes were.
+    # pass@1 is the mean over the graded tasks (1, 0 and 1); pass@2 needs two graded episodes.
     assert found["pass_at_1"]["value"] == pytest.approx(2 / 3) and found["pass_at_1"]["tasks"] == 3
     assert found["pass_at_k"]["2"]["value"] == 1.0 and found["pass_at_k"]["2"]["tasks"] == 1
     assert found["by_repo"]["r/a"]["pass_at_1"]["value"] == 0.5 and found["by_repo"]["r/b"]["episodes"] == 1
@@ -402,7 +397,7 @@ def test_infrastructure_failures_count_apart() -> None:
     assert len(results.tables(found)) == 3
 
 
-def test_a_sample_that_was_lost_first_is_complete_when_it_is_graded() -> None:
+def test_a_lost_sample_is_complete_once_it_is_graded() -> None:
     found = results.results("n", rows("a"), 1, lines_of(a="l") + lines_of(a="f"))
     assert found["complete"] and found["infra"] == {"episodes": 0, "attempts": {"no_space": 1}}
     nothing = results.results("n", rows("a"), 1, lines_of(a="l"))
@@ -445,7 +440,7 @@ def test_a_comparison_is_paired(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert json.loads((tmp_path / "c.json").read_text()) == found
 
 
-def test_other_tasks_are_not_compared() -> None:
+def test_only_tasks_that_are_the_same_are_compared() -> None:
     one = results.results("a", rows("t1", "t2", "t3"), 2, lines_of(t1="rr", t2="rf", t3="ll"))
     changed = rows("t1", "t2", "t3", "t4")
     changed["t1"]["row"] = "another"

@@ -85,7 +85,7 @@ def test_a_wrong_target_is_one_line_of_error(target: str, tmp_path: Path, capsys
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_missing_key_is_one_line_of_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_one_line_of_error(tmp_path: Path) -> None:
     """This runs in a process of its own, because wandb caches what it found out about a key."""
     nobody = {"PATH": "/usr/bin", "HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "rl.dashboard", "mine"]

@@ -1,3 +1,5 @@
+"""The quickstart's policy: tokenizer, template, reproducibility, and whether verl, vLLM and transformers accept it."""
+
 import json
 
 import pytest
@@ -27,7 +29,7 @@ def encode(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_round_trip(tokenizer):
+def test_the_tokenizer_encodes_any_text_without_loss(tokenizer):
     @settings(max_examples=300)
     @given(st.text(st.characters(exclude_categories=["Cs"])))
     def check(text):
@@ -39,7 +41,7 @@ def test_round_trip(tokenizer):
     assert tokenizer.decode(encode(tokenizer, text)) == text
 
 
-def test_tokens(tokenizer):
+def test_tags_names_and_expressions_are_single_tokens(tokenizer):
     newline = encode(tokenizer, "\n")
     assert len(newline) == 1
     # wherever it stands
@@ -55,7 +57,7 @@ def test_tokens(tokenizer):
         assert len(encode(tokenizer, piece)) == 1, piece
 
 
-def test_is_deterministic_and_independent_of_the_seed(tokenizer, model_dir, tmp_path):
+def test_the_same_seed_gives_the_same_bytes_and_only_weights_depend_on_it(tokenizer, model_dir, tmp_path):
     make_policy(tmp_path / "again", seed=1)
     make_policy(tmp_path / "other", seed=2)
     for file in model_dir.iterdir():
@@ -64,7 +66,7 @@ def test_is_deterministic_and_independent_of_the_seed(tokenizer, model_dir, tmp_
         assert same == (file.name != "model.safetensors"), file.name
 
 
-def test_loads(tokenizer, model_dir):
+def test_transformers_loads_the_policy(tokenizer, model_dir):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(model_dir)
@@ -77,14 +79,14 @@ def test_loads(tokenizer, model_dir):
     assert sum(p.numel() for p in model.parameters()) < 5e6
 
 
-def test_episode_is_short(tokenizer):
+def test_an_episode_is_short(tokenizer):
     text = tokenizer.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
     assert len(encode(tokenizer, text)) < 300
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS])
-def test_rendering_bit_by_bit_is_rendering_at_once(tokenizer, tools):
-    """What verl's Qwen builder makes of appended messages is what the template makes of the whole chat."""
+def test_appending_messages_gives_the_same_tokens_as_rendering_at_once(tokenizer, tools):
+    """verl's Qwen builder makes of appended messages what the template makes of the whole chat."""
     renderer = ChatTemplateRenderer(tokenizer, "qwen3")
     messages = [
         *MESSAGES,
@@ -119,7 +121,7 @@ def test_rendering_bit_by_bit_is_rendering_at_once(tokenizer, tools):
     assert start == len(messages)
 
 
-def test_builder_takes_assistant_messages_as_context(tokenizer):
+def test_assistant_messages_can_be_appended_as_context(tokenizer):
     renderer = ChatTemplateRenderer(tokenizer, "qwen3")
     ids = renderer.start(MESSAGES[:2], TOOLS)
     end = tokenizer.eos_token_id
@@ -128,7 +130,7 @@ def test_builder_takes_assistant_messages_as_context(tokenizer):
     assert added == encode(tokenizer, "\n" + whole)
 
 
-def test_template_shows_tools_as_signatures_and_takes_text_blocks(tokenizer):
+def test_the_template_shows_tools_as_signatures_and_accepts_text_blocks(tokenizer):
     messages = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]}]
     bare = [{"type": "function", "function": {"name": "Ping", "parameters": {}}}]
     text = tokenizer.apply_chat_template(messages, tools=bare, tokenize=False)
@@ -139,7 +141,7 @@ def test_template_shows_tools_as_signatures_and_takes_text_blocks(tokenizer):
 
 
 @pytest.mark.parametrize("new", [*(f"return {e}" for e in CANDIDATES.values()), "two\n    lines\n", "\n x < 1", " "])
-def test_vllm_parses_the_calls(tokenizer, new):
+def test_vllm_parses_the_rendered_calls(tokenizer, new):
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
     from vllm.tool_parsers import ToolParserManager
 

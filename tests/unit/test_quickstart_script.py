@@ -1,3 +1,5 @@
+"""The script behind the warm start: the form of its replies, and that its edits do not depend on the word asked for."""
+
 from collections import Counter
 
 from rl.quickstart.policy import TOOLS, example_messages, make_tokenizer
@@ -16,7 +18,7 @@ def reply_text(message):
     return rendered.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
 
 
-def test_plays_an_episode_in_the_templates_own_form():
+def test_replies_have_the_form_that_the_template_renders():
     for bug in CANDIDATES.values():
         new = next(e for e in CANDIDATES.values() if e != bug)
         messages = example_messages("basket", "fold", "larger", bug, new, number=1)
@@ -27,7 +29,7 @@ def test_plays_an_episode_in_the_templates_own_form():
         assert script(prompt(messages, 6)) == reply_text(messages[6]) == DONE
 
 
-def test_stops_on_errors_and_on_what_it_does_not_know():
+def test_the_script_stops_at_errors_and_unknown_prompts():
     script = RepairScript(0)
     failed = example_messages("basket", "fold", "larger", "a - b", "a + b", number=4)
     assert "<tool_use_error>" in failed[5]["content"]
@@ -37,14 +39,14 @@ def test_stops_on_errors_and_on_what_it_does_not_know():
     assert script(prompt([{"role": "user", "content": "Hello"}], 1)) == DONE
 
 
-def test_same_seed_same_replies():
+def test_the_same_seed_gives_the_same_replies():
     text = prompt(example_messages("basket", "fold", "larger", "a - b", "a + b"), 4)
     first, second, other = ([script(text) for _ in range(40)] for script in map(RepairScript, (3, 3, 4)))
     assert first == second != other
 
 
-def test_edit_does_not_depend_on_the_word():
-    """Each of the four expressions, the one it read too, for each word, equally often."""
+def test_the_edit_does_not_depend_on_the_word():
+    """For each word, each of the four expressions is equally frequent, including the one that was read."""
     script = RepairScript(5)
     count = Counter()
     for cue in CANDIDATES:

@@ -1,4 +1,4 @@
-"""Write docs/config.md from the comments in configs/: what stands above a key (or behind it) is what is said about it.
+"""Write docs/config.md from the comments in configs/: the comment above a key, or behind its value, describes it.
 
 .venv/bin/python scripts/config_reference.py            # write it
 .venv/bin/python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
@@ -42,7 +42,7 @@ class Key:
 
 
 def keys(text: str) -> Iterator[Key]:
-    """The keys of a YAML file in its order. Those that only group others are left out unless something is said."""
+    """Yield the keys of a YAML file in its order. A key that only groups others is left out unless it has a comment."""
     root = yaml.compose(text)
     if isinstance(root, yaml.MappingNode):
         yield from _keys(root, "", text.splitlines())
@@ -64,7 +64,7 @@ def _keys(node: yaml.MappingNode, prefix: str, lines: list[str]) -> Iterator[Key
 
 
 def _comment(lines: list[str], key: yaml.Node, value: yaml.Node) -> str:
-    """What stands above the key, as far in as the key and without a blank line between, and behind its value."""
+    """Return the comment of a key: the lines directly above it with its indentation, and what is behind its value."""
     said = []
     for line in reversed(lines[: key.start_mark.line]):
         if not line.startswith("#", key.start_mark.column) or line[: key.start_mark.column].strip():
@@ -78,7 +78,7 @@ def _comment(lines: list[str], key: yaml.Node, value: yaml.Node) -> str:
 
 
 def header(text: str) -> str:
-    """The comment that a file begins with, if a blank line parts it from the first key."""
+    """Return the comment that a file begins with, if a blank line separates it from the first key."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -89,7 +89,7 @@ def header(text: str) -> str:
 
 
 def section(path: Path) -> str:
-    """A file as Markdown."""
+    """Return a file as Markdown."""
     text, relative = path.read_text(), path.relative_to(CONFIGS)
     prefix = "" if len(relative.parts) == 1 or "@package _global_" in text else f"{relative.parts[0]}."
     said = header(text)

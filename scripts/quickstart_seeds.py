@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def run(seed: int, root: Path) -> Path:
-    """The directory of a finished run of this seed, made if there is none."""
+    """Return the directory of a finished run of this seed; train one if there is none."""
     parent = root / f"seed-{seed}" / "quickstart"
     finished = [d for d in parent.glob("*") if (d / "done").exists()]
     if not finished:

@@ -1,1 +1,1 @@
-"""Task files: public sets brought to SWE-bench v5 rows (`convert`), and proof that each task grades right (`admit`)."""
+"""This package makes task files: it converts public sets (`convert`) and tries each task (`admit`). docs/data.md"""

@@ -43,6 +43,7 @@ EVERYTHING = 14_000
 ONE_TASK = (
     "rl/agent_loop.py",
     "rl/engine.py",
+    "rl/engine.py",
     "rl/trainer.py",
     "rollout/episode.py",
     "rollout/records.py",

@@ -1,5 +1,7 @@
 """rl.boxes: each thing that can be wrong with boxes is one clear line, before one is booted."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,9 @@ from omegaconf import DictConfig
 from rl import boxes as box_checks
 from rl.checks import check
 from rollout.sandbox.apptainer import cli as apptainer_cli
-from rollout.sandbox.docker.engine import ContainerEngine, get_engine
+from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
 from tests.check_kit import good_config, refused, write
 from tests.datasets import snapshot_row as row
-from tests.docker_kit import small_image
 
 
 @pytest.fixture
@@ -52,19 +53,29 @@ def test_an_engine_that_does_not_answer(docker_cfg: DictConfig, tmp_path: Path, 
     refused(docker_cfg, "sandbox.cpus", sandbox__cpus=0)
 
 
+@pytest.fixture
+def image() -> Iterator[str]:
+    """The name of an image of the engine's, with nothing in it."""
+    name, tag = f"{PROJECT}/test-empty", str(os.getpid())
+    get_engine().client.import_image_from_data(bytes(10240), repository=name, tag=tag)  # an empty tar archive
+    yield f"{name}:{tag}"
+    get_engine().client.remove_image(f"{name}:{tag}")
+
+
 @pytest.mark.docker
-def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Path) -> None:
+def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Path, image: str) -> None:
     refused(docker_cfg, "train-0", "local snapshot", "sandbox.base_image")
     refused(docker_cfg, "sandbox.base_image", "no/such:1", sandbox__base_image="no/such:1")
-    docker_cfg.sandbox.base_image = small_image()
+    docker_cfg.sandbox.base_image = image
     check(docker_cfg)
     docker_cfg.sandbox.base_image = None
-    held_out = write(tmp_path / "held_out.parquet", [row("val-0", image=small_image())])
-    here = write(tmp_path / "here.parquet", [row(f"train-{i}", image=small_image()) for i in range(8)])
+    held_out = write(tmp_path / "held_out.parquet", [row("val-0", image=image)])
+    here = write(tmp_path / "here.parquet", [row(f"train-{i}", image=image) for i in range(8)])
     docker_cfg.data.update({"train_files": here, "val_files": held_out})
     check(docker_cfg)
     lost = write(tmp_path / "lost.parquet", [row(f"train-{i}", image="localhost:1/no/such:1") for i in range(8)])
-    if not get_engine().podman:  # which is not asked, for it can only pull
+    # At a port that nothing listens at. Podman is not asked, for it can only pull.
+    if not get_engine().podman:
         refused(docker_cfg, "sandbox=docker", "localhost:1", data__train_files=lost)
 
 

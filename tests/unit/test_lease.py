@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rollout.sandbox.apptainer import lease
 from rollout.sandbox.owner import me
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_POLL_S", 0.05)
 
 
 async def test_a_lease_is_held_by_one(tmp_path: Path) -> None:
@@ -37,20 +44,23 @@ async def test_a_lease_survives_its_holders_death(tmp_path: Path, monkeypatch: p
         pass
     (tmp_path / "x").write_text("elsewhere/boot/pid:[1]/1/1 0")  # of another machine, which says nothing any more
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1), lease.lease(tmp_path / "x"):
+        async with asyncio.timeout(0.2), lease.lease(tmp_path / "x"):
             pass
-    monkeypatch.setattr(lease, "STALE_S", 1.0)
+    monkeypatch.setattr(lease, "STALE_S", 0.2)
     async with asyncio.timeout(30), lease.lease(tmp_path / "x"):
         assert (tmp_path / "x").read_text().startswith(me())
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_lease_that_is_renewed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "STALE_S", 2.0)
-    monkeypatch.setattr(lease, "_BEAT_S", 0.2)
+    # A second of the waiting side's clock for each of its looks; the lease is stale after 100 without a renewal.
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(lease, "_POLL_S", 0.002)
+    monkeypatch.setattr(lease, "STALE_S", 100)
+    monkeypatch.setattr(lease, "_BEAT_S", 0.002)
     async with lease.lease(tmp_path / "x"):
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(4), lease.lease(tmp_path / "x"):
+            async with asyncio.timeout(1), lease.lease(tmp_path / "x"):
                 pass
 
 

@@ -1,4 +1,4 @@
-"""How a config spreads trainer, engine and episodes over GPUs and nodes: verl's keys, read once."""
+"""This module reads verl's keys once: how a config spreads trainer, engine and episodes over GPUs and nodes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-REF = "actor_rollout_ref"
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+FSDP, MEGATRON = f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron"
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """``stored`` and ``computed`` are bytes of an element of the kept weights, and in forward and backward.
-    ``tokens``: in a packed batch on one GPU, in the update and for log-probabilities. ``share``: GPUs that share one
-    copy of the weights (FSDP). Megatron's sizes are 1 with FSDP. ``home``: weights, gradients and moments live in CPU
-    memory (FSDP2's offload policy)."""
+class TrainerLayout:
+    """The trainer's layout. ``stored`` and ``computed`` are bytes per element of the weights it keeps, and of the
+    tensors in forward and backward. ``tokens`` and ``logprob_tokens``: size of a packed batch on one GPU in the update
+    and for log-probabilities. ``share``: GPUs that share one copy of the weights (FSDP). ``home``: weights, gradients
+    and moments live in CPU memory (FSDP2's offload policy). Megatron's parallel sizes are 1 with FSDP."""
 
     megatron: bool
     nodes: int
@@ -47,19 +48,19 @@ class Trainer:
 
     @property
     def gpus(self) -> int:
+        """Count the GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)
-class Engine:
-    """``colocated``: it shares its GPUs with the trainer; ``sleeps``: and gives up its memory while it does not
-    generate. ``on_trainer``: there are replicas on the trainer's GPUs, also where others have their own. ``gpus`` is 0
-    when there is none. ``expert``: over how many GPUs experts are spread, 1: as all weights."""
+class EngineLayout:
+    """The engine's layout. ``colocated``: it shares its GPUs with the trainer; ``sleeps``: it frees its memory while it
+    does not generate; ``on_trainer``: replicas run on the trainer's GPUs, even if others have GPUs of their own.
+    ``gpus`` is 0 if there is no engine. ``expert``: GPUs that experts are spread over (1: split like all weights)."""
 
     colocated: bool
     on_trainer: bool
     gpus: int
-    nodes: int
     tensor: int
     data: int
     replica: int
@@ -70,158 +71,112 @@ class Engine:
     context: int
     batched_tokens: int
     sequences: int
-    keeps_weights_on_cpu: bool
     bucket: int
-    graphs: bool
-
-    @property
-    def replicas(self) -> int:
-        return max(1, self.gpus // self.replica)
 
     @property
     def group(self) -> str:
-        """GPUs that have one KV cache together, in words."""
+        """Name the GPUs that share one KV cache, in words."""
         return "GPU" if self.tensor == 1 else f"{self.tensor} GPUs"
 
 
 @dataclass(frozen=True)
-class Episodes:
-    """``per_step``: episodes; ``concurrent``: at a time in the whole run, ``per_node`` on the node with most of them;
-    ``row``: the longest training row in tokens."""
+class Layout:
+    """A layout places trainer and engine, and counts the episodes of a step (``per_step``) and those that run at the
+    same time: in the whole run (``concurrent``) and on the node with most of them (``per_node``). ``row`` and
+    ``prompt``: the longest training row and prompt in tokens."""
 
+    trainer: TrainerLayout
+    engine: EngineLayout
     per_step: int
     concurrent: int
     per_node: int
     row: int
-    prompts: int
-    updates: int
+    prompt: int
 
 
-def select(cfg: DictConfig, key: str, default: Any = None) -> Any:
-    value = OmegaConf.select(cfg, key)
+def select(config: DictConfig, key: str, default: Any = None) -> Any:
+    """Return the value of a dotted key, or ``default`` if it is missing or null."""
+    value = OmegaConf.select(config, key)
     return default if value is None else value
 
 
-def trainer_of(cfg: DictConfig) -> Trainer:
-    actor, rollout, model = f"{REF}.actor", f"{REF}.rollout", f"{REF}.model"
-    megatron = select(cfg, f"{actor}.strategy") == "megatron"
-    engine = f"{actor}.megatron" if megatron else f"{actor}.fsdp_config"
-    nodes, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
-    size = select(cfg, f"{engine}.fsdp_size", -1)
-    gpus = nodes * per_node
-    parallel = max(
-        select(cfg, f"{actor}.ulysses_sequence_parallel_size", 1),
-        select(cfg, f"{engine}.ulysses_sequence_parallel_size", 1),
-    )
-    row = cfg.data.max_prompt_length + cfg.data.max_response_length
-    spread = select(cfg, f"{engine}.context_parallel_size", 1) if megatron else parallel
-    tokens = _packed(cfg, f"{actor}.ppo_max_token_len_per_gpu", f"{actor}.ppo_micro_batch_size_per_gpu", row, spread)
-    scoring = _packed(
-        cfg,
-        f"{rollout}.log_prob_max_token_len_per_gpu",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu",
-        row,
-        spread,
-    )
-    home = bool(select(cfg, f"{engine}.offload_policy", False))
-    computed = BYTES[str(select(cfg, f"{engine}.mixed_precision.param_dtype", select(cfg, f"{engine}.dtype", "bf16")))]
-    return Trainer(
-        megatron=megatron,
-        nodes=nodes,
-        gpus_per_node=per_node,
-        share=gpus if size < 0 or size >= gpus else size,
-        stored=2 if megatron else BYTES[str(select(cfg, f"{engine}.model_dtype", "fp32"))],
-        computed=computed,
-        sequence_parallel=parallel,
-        tokens=tokens,
-        logprob_tokens=scoring,
-        checkpointing=_checkpointing(cfg, megatron),
-        offload_params=bool(select(cfg, f"{engine}.param_offload", False)) and not home,
-        offload_optimizer=bool(select(cfg, f"{engine}.optimizer_offload", False)) and not home,
-        home=home,
-        keep_unsharded_gradients=bool(select(cfg, f"{engine}.use_no_sync_for_gradient_accumulation", False)),
-        fused=bool(select(cfg, f"{model}.use_fused_kernels", False)),
-        chunked_entropy=bool(select(cfg, f"{actor}.entropy_from_logits_with_chunking", False)),
-        compiled=bool(select(cfg, f"{engine}.use_torch_compile", False)),
-        entropy_in_update=bool(select(cfg, f"{actor}.calculate_entropy", False))
-        or bool(select(cfg, f"{actor}.entropy_coeff", 0)),
-        unit_temperature=float(select(cfg, f"{rollout}.temperature", 1.0)) == 1.0,
-        logprobs=not select(cfg, "algorithm.rollout_correction.bypass_mode", False),
-        tensor=select(cfg, f"{engine}.tensor_model_parallel_size", 1) if megatron else 1,
-        pipeline=select(cfg, f"{engine}.pipeline_model_parallel_size", 1) if megatron else 1,
-        context=select(cfg, f"{engine}.context_parallel_size", 1) if megatron else 1,
-        expert=select(cfg, f"{engine}.expert_model_parallel_size", 1)
-        * select(cfg, f"{engine}.expert_tensor_parallel_size", 1)
-        if megatron
-        else 1,
-        distributed_optimizer=bool(select(cfg, f"{engine}.use_distributed_optimizer", True)),
-    )
-
-
-def _packed(cfg: DictConfig, budget: str, micro: str, row: int, spread: int) -> int:
-    """Tokens on one GPU at a time. A row is split over ``spread`` GPUs; the budget is per GPU."""
-    if select(cfg, f"{REF}.actor.use_dynamic_bsz", False):
-        return select(cfg, budget, row)
-    return math.ceil(select(cfg, micro, 1) * row / spread)
-
-
-def _checkpointing(cfg: DictConfig, megatron: bool) -> bool:
-    if megatron:
-        return select(cfg, f"{REF}.actor.megatron.override_transformer_config.recompute_granularity") == "full"
-    return bool(select(cfg, f"{REF}.model.enable_gradient_checkpointing", True))
-
-
-def engine_of(cfg: DictConfig, trainer: Trainer) -> Engine:
-    rollout = f"{REF}.rollout"
-    separate = select(cfg, "trainer.v1.trainer_mode") == "separate_async"
-    nodes = select(cfg, f"{rollout}.nnodes", 0) if separate else trainer.nodes
-    gpus = nodes * select(cfg, f"{rollout}.n_gpus_per_node", trainer.gpus_per_node) if separate else trainer.gpus
-    tensor = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    data = select(cfg, f"{rollout}.data_parallel_size", 1)
-    replica = tensor * data * select(cfg, f"{rollout}.pipeline_model_parallel_size", 1)
-    row = cfg.data.max_prompt_length + cfg.data.max_response_length
-    lora = select(cfg, f"{REF}.model.lora_rank", 0) > 0 and not select(cfg, f"{REF}.model.lora.merge", False)
-    sleeps = bool(select(cfg, f"{rollout}.free_cache_engine", True)) and bool(
-        select(cfg, f"{rollout}.enable_sleep_mode", True)
-    )
-    return Engine(
+def layout_of(config: DictConfig) -> Layout:
+    """Return the layout of a composed config."""
+    data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, trainer_of(config)
+    mode = select(config, "trainer.v1.trainer_mode", "sync")
+    separate, row = mode == "separate_async", data.max_prompt_length + data.max_response_length
+    engine_nodes = select(rollout, "nnodes", 0) if separate else trainer.nodes
+    tensor, replicas = rollout.tensor_model_parallel_size, select(rollout, "data_parallel_size", 1)
+    sleeps = bool(select(rollout, "free_cache_engine", True)) and bool(select(rollout, "enable_sleep_mode", True))
+    engine = EngineLayout(
         colocated=not separate,
-        on_trainer=not separate or bool(select(cfg, f"{REF}.hybrid_engine", True)),
-        gpus=gpus,
-        nodes=nodes,
+        on_trainer=not separate or bool(select(config, "actor_rollout_ref.hybrid_engine", True)),
+        gpus=engine_nodes * (select(rollout, "n_gpus_per_node") if separate else trainer.gpus_per_node),
         tensor=tensor,
-        data=data,
-        replica=replica,
-        expert=select(cfg, f"{rollout}.expert_parallel_size", 1),
-        element=BYTES[str(select(cfg, f"{rollout}.dtype", "bfloat16"))],
-        utilization=float(select(cfg, f"{rollout}.gpu_memory_utilization", 0.5)),
+        data=replicas,
+        replica=tensor * replicas * select(rollout, "pipeline_model_parallel_size", 1),
+        expert=select(rollout, "expert_parallel_size", 1),
+        element=BYTES[str(select(rollout, "dtype", "bfloat16"))],
+        utilization=float(select(rollout, "gpu_memory_utilization", 0.5)),
         sleeps=sleeps,
-        context=select(cfg, f"{rollout}.max_model_len", row),
-        batched_tokens=select(cfg, f"{rollout}.max_num_batched_tokens", 8192),
-        sequences=select(cfg, f"{rollout}.max_num_seqs", 1024),
-        keeps_weights_on_cpu=lora and sleeps,
-        bucket=select(cfg, f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes", 2048) << 20,
-        graphs=not select(cfg, f"{rollout}.enforce_eager", False),
+        context=select(rollout, "max_model_len", row),
+        batched_tokens=select(rollout, "max_num_batched_tokens", 8192),
+        sequences=select(rollout, "max_num_seqs", 1024),
+        bucket=select(rollout, "checkpoint_engine.update_weights_bucket_megabytes", 2048) << 20,
+    )
+    per_step, workers = data.train_batch_size * rollout.n, select(rollout, "agent.num_workers", 8)
+    ahead = select(config, f"trainer.v1.{mode}.num_warmup_batches", 0)  # batches of later steps, played meanwhile
+    concurrent = min(workers * config.sandbox.concurrency, per_step * (1 + ahead))
+    nodes = trainer.nodes + separate * engine_nodes  # verl places workers on them in turn
+    per_node = min(math.ceil(workers / nodes) * config.sandbox.concurrency, concurrent)
+    return Layout(trainer, engine, per_step, concurrent, per_node, row, data.max_prompt_length)
+
+
+def trainer_of(config: DictConfig) -> TrainerLayout:
+    """Return the layout of the config's trainer."""
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    megatron = actor.strategy == "megatron"
+    backend = actor.megatron if megatron else actor.fsdp_config
+    gpus, size = trainer.nnodes * trainer.n_gpus_per_node, select(backend, "fsdp_size", -1)
+    home, context = bool(select(backend, "offload_policy", False)), select(backend, "context_parallel_size", 1)
+    ulysses = "ulysses_sequence_parallel_size"
+    parallel = max(select(actor, ulysses, 1), select(backend, ulysses, 1))
+    spread = context if megatron else parallel
+    checkpointing = bool(select(config, f"{MODEL}.enable_gradient_checkpointing", True))
+    if megatron:
+        checkpointing = select(backend, "override_transformer_config.recompute_granularity") == "full"
+    return TrainerLayout(
+        megatron=megatron,
+        nodes=trainer.nnodes,
+        gpus_per_node=trainer.n_gpus_per_node,
+        share=gpus if size < 0 or size >= gpus else size,
+        stored=2 if megatron else BYTES[str(select(backend, "model_dtype", "fp32"))],
+        computed=BYTES[str(select(backend, "mixed_precision.param_dtype", select(backend, "dtype", "bf16")))],
+        sequence_parallel=parallel,
+        tokens=_packed(config, f"{ACTOR}.ppo", spread),
+        logprob_tokens=_packed(config, f"{ROLLOUT}.log_prob", spread),
+        checkpointing=checkpointing,
+        offload_params=bool(select(backend, "param_offload", False)) and not home,
+        offload_optimizer=bool(select(backend, "optimizer_offload", False)) and not home,
+        home=home,
+        keep_unsharded_gradients=bool(select(backend, "use_no_sync_for_gradient_accumulation", False)),
+        fused=bool(select(config, f"{MODEL}.use_fused_kernels", False)),
+        chunked_entropy=bool(select(actor, "entropy_from_logits_with_chunking", False)),
+        compiled=bool(select(backend, "use_torch_compile", False)),
+        entropy_in_update=bool(select(actor, "calculate_entropy", False) or select(actor, "entropy_coeff", 0)),
+        unit_temperature=float(select(config, f"{ROLLOUT}.temperature", 1.0)) == 1.0,
+        logprobs=not select(config, "algorithm.rollout_correction.bypass_mode", False),
+        tensor=select(backend, "tensor_model_parallel_size", 1),
+        pipeline=select(backend, "pipeline_model_parallel_size", 1),
+        context=context,
+        expert=select(backend, "expert_model_parallel_size", 1) * select(backend, "expert_tensor_parallel_size", 1),
+        distributed_optimizer=bool(select(backend, "use_distributed_optimizer", True)),
     )
 
 
-def episodes_of(cfg: DictConfig, trainer: Trainer, engine: Engine) -> Episodes:
-    rollout = cfg.actor_rollout_ref.rollout
-    workers = select(cfg, f"{REF}.rollout.agent.num_workers", 8)
-    nodes = trainer.nodes if engine.colocated else trainer.nodes + engine.nodes
-    per_step = cfg.data.train_batch_size * rollout.n
-    if select(cfg, "trainer.v1.trainer_mode", "sync") == "sync":
-        ahead = per_step
-    else:  # groups of the steps to come are played meanwhile
-        mode = cfg.trainer.v1.trainer_mode
-        ahead = per_step * (1 + select(cfg, f"trainer.v1.{mode}.num_warmup_batches", 1))
-    concurrent = min(workers * cfg.sandbox.concurrency, ahead)
-    return Episodes(
-        per_step=per_step,
-        concurrent=concurrent,
-        # verl places workers in turn over the nodes.
-        per_node=min(math.ceil(workers / nodes) * cfg.sandbox.concurrency, concurrent),
-        row=cfg.data.max_prompt_length + cfg.data.max_response_length,
-        prompts=cfg.data.max_prompt_length,
-        updates=max(1, cfg.data.train_batch_size // cfg.actor_rollout_ref.actor.ppo_mini_batch_size),
-    )
+def _packed(config: DictConfig, key: str, spread: int) -> int:
+    """Return the tokens that one GPU has at a time: a budget per GPU, or whole rows split over ``spread`` GPUs."""
+    row = config.data.max_prompt_length + config.data.max_response_length
+    if select(config, f"{ACTOR}.use_dynamic_bsz", False):
+        return select(config, f"{key}_max_token_len_per_gpu", row)
+    return math.ceil(select(config, f"{key}_micro_batch_size_per_gpu", 1) * row / spread)

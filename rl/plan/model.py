@@ -1,4 +1,4 @@
-"""The sizes of a model, from its real config on the meta device: no weights are loaded, no memory is taken."""
+"""This module reads the sizes of a model from its config, on the meta device: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ModelUnknown(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. Counts are of parameters; ``layer`` is the largest layer, ``experts`` all experts' together,
-    ``active`` what one token passes through, ``tensor`` the largest single tensor. ``queries`` and ``keys`` are widths:
-    heads x head size. ``intermediate`` is one expert's, or the dense layer's with ``routed`` = 1 and no ``experts``.
-    ``trained`` is less than ``params`` with LoRA."""
+    """A shape holds the sizes of a decoder. Numbers of parameters: ``params`` of all, ``trained`` (less with LoRA),
+    ``active`` of what one token passes through, ``experts`` of all experts, ``layer`` of the largest layer, ``tensor``
+    of the largest tensor. ``queries`` and ``keys`` are widths: heads x head size. ``intermediate`` is one expert's
+    width; without experts it is the dense layer's, and ``routed`` (experts per token) is 1."""
 
     name: str
     params: int
@@ -43,16 +43,21 @@ class Shape:
 
     @property
     def lora(self) -> bool:
+        """Tell whether only adapters are trained."""
         return self.trained < self.params
 
+    @property
+    def head(self) -> int:
+        """Return the size of an attention head."""
+        return self.keys // self.key_heads
+
     def kv_bytes(self, element: int, parallel: int = 1) -> int:
-        """Bytes of a token's keys and values on each of ``parallel`` GPUs. A head is never split, but copied."""
-        heads = max(1, self.key_heads // parallel)
-        return 2 * self.layers * heads * (self.keys // self.key_heads) * element
+        """Return the bytes of a token's keys and values on each of ``parallel`` GPUs; a head is copied, never split."""
+        return 2 * self.layers * max(1, self.key_heads // parallel) * self.head * element
 
 
 def load_config(name: str) -> Any:
-    """The transformers config of a directory, a model whose shape is in rl/plan_models, or a hub name.
+    """Return the transformers config of a directory, of a model whose shape is in rl/plan/models, or of a hub name.
 
     Raises:
         ModelUnknown: none of these can be read.
@@ -63,7 +68,7 @@ def load_config(name: str) -> Any:
     known = KNOWN / f"{path.name}.json"
     if not (path / "config.json").is_file() and known.is_file():
         values = json.loads(known.read_text())
-        return AutoConfig.for_model(**{k: v for k, v in values.items() if k != "source"})
+        return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "source"})
     try:
         return AutoConfig.from_pretrained(str(path) if path.exists() else name)
     except (OSError, ValueError) as error:
@@ -75,7 +80,11 @@ def load_config(name: str) -> Any:
 
 
 def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = None) -> Shape:
-    """Sizes of the model that ``config`` describes, counted on the meta device."""
+    """Return the sizes of the model that a transformers config describes.
+
+    Raises:
+        ModelUnknown: the model has experts, but its config does not say how many.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -83,15 +92,10 @@ def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = Non
         model: Any = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
     counts = {key: p.numel() for key, p in model.named_parameters()}
-    experts = sum(n for key, n in counts.items() if ".experts." in key)
+    params, experts = sum(counts.values()), sum(n for key, n in counts.items() if ".experts." in key)
     expert_count = _expert_count(text) if experts else 0
     routed = text.num_experts_per_tok if experts else 1
-    params = sum(counts.values())
-    layers: dict[str, int] = {}
-    for key, n in counts.items():
-        if ".layers." in key:
-            number = key.split(".layers.")[1].split(".")[0]
-            layers[number] = layers.get(number, 0) + n
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Shape(
         name=name,
@@ -99,9 +103,9 @@ def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = Non
         active=params - experts + (experts * routed // expert_count if experts else 0),
         experts=experts,
         embeddings=model.get_input_embeddings().weight.numel(),
-        layer=max(layers.values()),
+        layer=max(layers),
         tensor=max(counts.values()),
-        trained=_lora(model, lora_rank, lora_targets) if lora_rank else params,
+        trained=_trained(model, lora_rank, lora_targets) if lora_rank else params,
         layers=len(layers),
         hidden=text.hidden_size,
         queries=text.num_attention_heads * head,
@@ -123,13 +127,10 @@ def _expert_count(text: Any) -> int:
     raise ModelUnknown(f"config of type {text.model_type}: it has experts, but does not say how many")
 
 
-def _lora(model: Any, rank: int, targets: Any) -> int:
-    """Parameters of the two adapters of each linear layer that ``targets`` names, as peft chooses them."""
-    from torch import nn
+def _trained(model: Any, rank: int, targets: Any) -> int:
+    """Return the parameters that LoRA trains; puts its adapters into ``model``."""
+    from peft import LoraConfig, get_peft_model
 
-    wanted = None if targets in (None, "all-linear") else {targets} if isinstance(targets, str) else set(targets)
-    return sum(
-        rank * (module.in_features + module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (name != "lm_head" if wanted is None else name.split(".")[-1] in wanted)
-    )
+    modules = targets if isinstance(targets, str | None) else list(targets)
+    adapters = LoraConfig(r=rank, target_modules=modules or "all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, adapters).get_nb_trainable_parameters()[0]

@@ -1,0 +1,139 @@
+"""This module says in one line each what does not fit, which keys to change, and what fits but costs time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl.plan import host, memory
+from rl.plan.layout import ACTOR, FSDP, MEGATRON, MODEL, ROLLOUT, Layout, layout_of, select
+from rl.plan.memory import GIB, Ledger
+from rl.plan.model import Shape
+from rl.plan.throughput import Pace
+
+
+def layout_problems(shape: Shape, layout: Layout) -> list[str]:
+    """Return the sizes that do not go together; verl, vLLM or Megatron would refuse them only after minutes."""
+    trainer, engine = layout.trainer, layout.engine
+    heads, experts = shape.queries // shape.head, shape.expert_count
+    ulysses, tensor = f"{FSDP}.ulysses_sequence_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size"
+    replica = "the engine's GPUs: with data and pipeline parallel size it is one replica"
+    spread, stages = trainer.tensor * trainer.pipeline * trainer.context, trainer.expert * trainer.pipeline
+    divisors = [
+        (ulysses, trainer.sequence_parallel, heads, "the model's attention heads"),
+        (ulysses, trainer.sequence_parallel, trainer.gpus, "the trainer's GPUs"),
+        (tensor, engine.tensor, heads, "the model's attention heads"),
+        (tensor, engine.replica, engine.gpus, replica),
+        (f"{ROLLOUT}.expert_parallel_size", engine.expert, experts, "the model's experts"),
+        (f"{MEGATRON}: tensor x pipeline x context parallel size", spread, trainer.gpus, "the trainer's GPUs"),
+        (f"{MEGATRON}: expert x pipeline parallel size", stages, trainer.gpus, "the trainer's GPUs"),
+        (f"{MEGATRON}.expert_model_parallel_size", trainer.expert, experts, "the experts"),
+    ]  # what is not there has size 0 (experts, an engine) or 1 (Megatron's), which divide
+    found = [f"{key}={size} does not divide {what} ({whole})" for key, size, whole, what in divisors if whole % size]
+    if engine.expert > 1 and engine.expert != (wanted := engine.tensor * engine.data):
+        sizes = f"tensor_model_parallel_size x data_parallel_size ({wanted})"
+        found.append(f"{ROLLOUT}.expert_parallel_size={engine.expert} is not {sizes}: verl refuses it")
+    if trainer.fused and not trainer.megatron and not shape.tied:  # FSDP2 does not gather the head for the kernel
+        where = f"with FSDP2 where embeddings are not tied, as in {shape.name} (verl issue 5633)"
+        other = f"{ACTOR}.entropy_from_logits_with_chunking=true"
+        found.append(f"{MODEL}.use_fused_kernels=true fails in verl 0.9.1 {where}; set {other} instead")
+    if engine.context > shape.context:
+        size = f"{engine.context} (data.max_prompt_length + data.max_response_length)"
+        found.append(f"{ROLLOUT}.max_model_len={size} is more than the {shape.context} positions of {shape.name}")
+    return found
+
+
+def cache_problems(config: DictConfig, shape: Shape, layout: Layout, tokens: int) -> list[str]:
+    """Return a line if one sequence may have more than ``tokens``, the KV cache's size: vLLM would not start."""
+    engine = layout.engine
+    if not engine.gpus or tokens >= engine.context:
+        return []
+    wanted = engine.context * shape.kv_bytes(engine.element, engine.tensor)
+    needed = memory.engine_weights(shape, engine) + memory.engine_working(shape, engine) + wanted
+    share = needed / memory.gpu_bytes(config) + 0.01
+    changes = [f"{ROLLOUT}.gpu_memory_utilization={share:.2f}"] if share < 0.95 else []
+    if tokens > layout.prompt:
+        changes.append(f"data.max_response_length={tokens - layout.prompt}")
+    changes.append(f"a larger {ROLLOUT}.tensor_model_parallel_size")
+    room = f"{tokens} tokens per {engine.group} at {ROLLOUT}.gpu_memory_utilization={engine.utilization:g}"
+    return [f"KV cache: {room}, and one episode may have {engine.context}; it needs {' or '.join(changes)}"]
+
+
+def ledgers(config: DictConfig, shape: Shape) -> dict[str, Ledger]:
+    """Return the ledgers of a config by name: those of a GPU by phase, then those of a node."""
+    layout = layout_of(config)
+    gpu = {f"GPU memory, {ledger.name}": ledger for ledger in memory.phases(config, shape, layout)}
+    return gpu | {ledger.name: ledger for ledger in host.ledgers(config, shape, layout)}
+
+
+def ledger_problems(config: DictConfig, shape: Shape) -> Iterator[str]:
+    """Yield a line for each ledger that does not fit: its largest parts, and its size with other values of keys. Each
+    change is calculated by itself; if some are enough, only those are named, at most three."""
+    for name, ledger in ledgers(config, shape).items():
+        if ledger.fits:
+            continue
+        tried = {}
+        for change in _changes(config, shape, ledger):
+            changed = copy.deepcopy(config)
+            for key, value in change.items():
+                OmegaConf.update(changed, key, value, force_add=True)
+            tried[" and ".join(f"{key}={str(value).lower()}" for key, value in change.items())] = changed
+        now = {text: ledgers(changed, shape)[name] for text, changed in tried.items()}
+        smaller = {text: made for text, made in now.items() if made.total < ledger.total}
+        enough = {text: made for text, made in smaller.items() if made.fits} or smaller
+        better = " or ".join(f"{made.total / GIB:.1f} GiB with {text}" for text, made in list(enough.items())[:3])
+        largest = sorted(ledger.parts.items(), key=lambda part: -part[1])[:2]
+        parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
+        size = f"{ledger.total / GIB:.1f} GiB of {ledger.limit / GIB:.1f} (most of it: {parts})"
+        yield f"{name}: {size}; " + (f"{better}" if better else "no key that is known here makes it smaller")
+
+
+def _changes(config: DictConfig, shape: Shape, ledger: Ledger) -> list[dict[str, Any]]:
+    """Return the overrides that may make a ledger smaller, those first that cost least speed."""
+    layout = layout_of(config)
+    trainer, over = layout.trainer, (ledger.total - ledger.limit) / memory.gpu_bytes(config)
+    keys, split = (MEGATRON, "context") if trainer.megatron else (FSDP, "ulysses_sequence")
+    wider, boxes = 2 * max(trainer.context, trainer.sequence_parallel), list(ledger.parts.values())[-1]
+    shorter = {f"{ACTOR}.ppo_max_token_len_per_gpu": trainer.tokens // 2, f"{keys}.{split}_parallel_size": wider}
+    changes: list[dict[str, Any]] = [
+        {f"{ROLLOUT}.gpu_memory_utilization": int(100 * (layout.engine.utilization - over)) / 100},
+        {f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.enable_sleep_mode": True},
+        {f"{ACTOR}.entropy_from_logits_with_chunking": True},
+        {f"{MODEL}.use_fused_kernels": trainer.megatron or shape.tied},
+        {f"{MODEL}.enable_gradient_checkpointing": True},
+        shorter if wider <= trainer.gpus else {},
+        {f"{keys}.optimizer_offload": True},
+        {f"{keys}.param_offload": True, f"{keys}.optimizer_offload": True},
+        {f"{FSDP}.offload_policy": True},
+        {f"{FSDP}.fsdp_size": trainer.gpus},
+        {"sandbox.image_budget_gb": int((ledger.limit - boxes) / GIB)},
+        {"trainer.max_actor_ckpt_to_keep": 2},
+        {"trainer.max_actor_ckpt_to_keep": 1},
+        {"sandbox.concurrency": config.sandbox.concurrency // 2},
+        {"trainer.nnodes": 2 * trainer.nodes},
+    ]
+    return [change for change in changes if change and all(value > 0 for value in change.values())]
+
+
+def warnings(config: DictConfig, shape: Shape, layout: Layout, pace: Pace) -> list[str]:
+    """Return what fits, but costs time or has no effect."""
+    found, engine, boxes = [], layout.engine, layout.per_node
+    cpus, limit = select(config, "sandbox.cpus", 1), select(config, "sandbox.memory_mb", 0)
+    if pace.held < 0.95 * pace.asked:  # not below 1: the figures are assumed
+        cache = f"KV cache holds the contexts of {pace.held:.0f} of the {pace.asked:.0f} episodes per {engine.group}"
+        keys = f"raise {ROLLOUT}.gpu_memory_utilization or lower sandbox.concurrency"
+        found.append(f"{cache}; the others are read again in each turn: {keys}")
+    if pace.asked > engine.sequences:
+        running = f"but {pace.asked:.0f} episodes per engine run at a time"
+        found.append(f"{ROLLOUT}.max_num_seqs={engine.sequences}, {running}")
+    if cpus * boxes > 2 * config.cluster.cores:
+        cores = f"{boxes} boxes of sandbox.cpus={cpus} on {config.cluster.cores} cores (cluster.cores)"
+        found.append(f"{cores}: tests slow each other down, and grading.timeout_s counts wall time")
+    if 2 * boxes * limit / 1024 > config.cluster.cpu_gb:
+        found.append(f"{2 * boxes} boxes may take sandbox.memory_mb={limit} each, together more than cluster.cpu_gb")
+    if engine.expert > 1 and not shape.experts:
+        found.append(f"{ROLLOUT}.expert_parallel_size has no effect: {shape.name} has no experts")
+    return found

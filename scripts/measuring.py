@@ -1,72 +1,99 @@
-"""This module holds what the measuring scripts share: memory of processes, rows of Markdown."""
+"""This module holds what the measuring scripts share: a training run with its peaks of memory, and rows of Markdown."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
-import threading
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-GIB = 2**30
+from rl.metrics.episodes import read_jsonl
+from rl.run import phases
+from rl.run.programs import last_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB, MIB = 2**30, 2**20
 # verl's worker of trainer and engine adapter, as Ray names its process, and vLLM's process with model and cache.
 TRAINER, ENGINE = "WorkerDict", "EngineCore"
 
 
 def row(*cells: Any) -> None:
-    print(f"| {' | '.join(str(c) for c in cells)} |", flush=True)
+    """Print a row of a Markdown table."""
+    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
 
 
-def error(planned: float, measured: float) -> str:
-    return f"{100 * (planned / measured - 1):+.1f} %"
+def head(*cells: str) -> None:
+    """Print the head of a Markdown table."""
+    print()
+    row(*cells)
+    row(*["---"] * len(cells))
 
 
-def own(ledger: Any) -> int:
-    """Bytes of the trainer's tensors in a phase of a plan (rl.plan.memory.Ledger)."""
-    return sum(part.bytes for part in ledger.parts if "assumed" not in part.name and "engine" not in part.name)
+def compare(what: str, planned: float, measured: float, unit: float = 1) -> None:
+    """Print a row of what, plan, measured and error; ``unit`` is the number of bytes that the table counts in."""
+    digits = 1 if unit == GIB else 0
+    numbers = (f"{number / unit:,.{digits}f}" for number in (planned, measured))
+    row(what, *numbers, f"{100 * (planned / measured - 1):+.1f} %")
 
 
-class Watch(threading.Thread):
-    """Peaks of memory below a process, in bytes: ``processes``, what each has to itself, by name and id; ``gpu``, what
-    is taken of the fullest GPU by anybody (0 without one). ``phase`` names what goes on now; a peak belongs to one."""
+def tensors(ledger: Any) -> int:
+    """Return the bytes of the trainer's tensors in a phase of a plan (``rl.plan.memory.Ledger``)."""
+    return sum(size for name, size in ledger.parts.items() if "assumed" not in name and "engine" not in name)
 
-    def __init__(self, pid: int, phase: Callable[[], str] = str) -> None:
-        super().__init__(daemon=True)
-        self.root = psutil.Process(pid)
-        self.phase = phase
-        self.peaks: dict[tuple[str, str], int] = {}  # by phase and process
-        self.gpu = 0
-        self._smi = shutil.which("nvidia-smi")
-        self._ended = threading.Event()
 
-    def run(self) -> None:
-        while not self._ended.wait(0.1):
-            now = self.phase()
-            with contextlib.suppress(psutil.Error):
-                for process in self.root.children(recursive=True):
-                    with contextlib.suppress(psutil.Error, IndexError):
-                        used, key = process.memory_info(), (now, f"{process.cmdline()[0]} {process.pid}")
-                        self.peaks[key] = max(self.peaks.get(key, 0), used.rss - used.shared)
-            if self._smi:
-                query = [self._smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-                said = subprocess.run(query, capture_output=True, text=True).stdout.split()
-                self.gpu = max([self.gpu, *(int(n) << 20 for n in said if n.isdigit())])
+def watch(process: subprocess.Popen, phase: Callable[[], str] = str) -> Counter[tuple[str, str]]:
+    """Wait for a process to end and return peaks of memory in bytes by (phase, name): what each process below it has to
+    itself, named by command and id, and what is taken of the fullest GPU, named "GPU". ``phase`` names what goes on."""
+    peaks: Counter[tuple[str, str]] = Counter()
+    smi = [shutil.which("nvidia-smi") or "", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    root = psutil.Process(process.pid)
+    while process.poll() is None:
+        time.sleep(0.1)
+        found, now = {}, phase()
+        with contextlib.suppress(psutil.Error):
+            for child in root.children(recursive=True):
+                with contextlib.suppress(psutil.Error, IndexError):
+                    used = child.memory_info()
+                    found[now, f"{child.cmdline()[0]} {child.pid}"] = used.rss - used.shared
+        if smi[0]:
+            said = subprocess.run(smi, capture_output=True, text=True).stdout.split()
+            found[now, "GPU"] = max((int(mib) * MIB for mib in said if mib.isdigit()), default=0)
+        peaks |= Counter(found)
+    return peaks
 
-    def finish(self) -> None:
-        self._ended.set()
-        self.join()
 
-    @property
-    def processes(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for (_, process), peak in self.peaks.items():
-            found[process] = max(found.get(process, 0), peak)
-        return found
+def peak(peaks: Counter[tuple[str, str]], name: str, phase: str | None = None) -> int:
+    """Return the highest peak of a name that contains ``name``, in one phase or in all; 0 if there was none."""
+    return max((size for (when, what), size in peaks.items() if name in what and phase in (None, when)), default=0)
 
-    def most(self, name: str, phase: str | None = None) -> int:
-        """Of the largest process with ``name`` in its own, in one phase or in all. 0 if there was none."""
-        found = (n for (when, key), n in self.peaks.items() if name in key and phase in (None, when))
-        return max(found, default=0)
+
+def train(directory: Path, *keys: str) -> tuple[Counter[tuple[str, str]], list[dict[str, Any]]]:
+    """Run ``rl.train`` in ``directory`` without validation and return its peaks and the metrics of its steps.
+
+    Raises:
+        RuntimeError: it failed; the message is the end of its log.
+    """
+    command = [sys.executable, "-m", "rl.train", *keys, f"run.dir={directory}"]
+    command += ["trainer.val_before_train=false", "trainer.test_freq=-1", "plan.check=false"]
+
+    def phase() -> str:
+        now = phases.read(directory)
+        return now.name if now else "start"
+
+    # What is freed goes back at once: malloc would keep blocks of up to 32 MiB, and peaks would be none of tensors.
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)})
+    peaks = watch(process, phase)
+    if process.returncode:
+        log = directory / "run.log"
+        raise RuntimeError(
+            last_lines(log.read_text(errors="replace"), 30) if log.exists() else "rl.train did not start"
+        )
+    return peaks, [line for line in read_jsonl(directory / "metrics.jsonl") if "timing_s/step" in line]

@@ -133,4 +133,4 @@ def _trained(model: Any, rank: int, targets: Any) -> int:
 
     modules = targets if isinstance(targets, str | None) else list(targets)
     adapters = LoraConfig(r=rank, target_modules=modules or "all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, adapters).get_nb_trainable_parameters()[0]
+    return get_peft_model(model, adapters, low_cpu_mem_usage=True).get_nb_trainable_parameters()[0]

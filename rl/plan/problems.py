@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,9 +75,9 @@ def ledger_problems(config: DictConfig, shape: Shape) -> Iterator[str]:
     for name, ledger in ledgers(config, shape).items():
         if ledger.fits:
             continue
-        tried = {}
+        tried, pickled = {}, pickle.dumps(config)
         for change in _changes(config, shape, ledger):
-            changed = copy.deepcopy(config)
+            changed = pickle.loads(pickled)  # several times faster than copy.deepcopy
             for key, value in change.items():
                 OmegaConf.update(changed, key, value, force_add=True)
             tried[" and ".join(f"{key}={str(value).lower()}" for key, value in change.items())] = changed

@@ -12,6 +12,7 @@ from rl.checks import check
 from rl.checks.keys import check_keys
 from rl.checks.machine import check_packages
 from rl.config import CONFIGS, ConfigError, compose
+from tests.configs import composed
 from tests.datasets import snapshot_row
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -20,39 +21,37 @@ NOT_ON_A_CPU = "qwen3_coder_30b_megatron"
 
 
 def resolved(name: str, *overrides: str) -> DictConfig:
-    cfg = compose([f"+experiment={name}", "run.dir=/nowhere", *overrides])
-    OmegaConf.resolve(cfg)
-    return cfg
+    config = composed(f"+experiment={name}", "run.dir=/nowhere", *overrides)
+    OmegaConf.resolve(config)
+    return config
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> list[str]:
-    """Overrides in place of what an experiment needs beside its config: task files, a container engine."""
+    """Overrides that name task files."""
     (tmp_path / "snapshot").mkdir()
     files = {}
     for split, count in (("train", 32), ("heldout", 1)):
         rows = [snapshot_row(f"{split}-{i}") for i in range(count)]
         files[split] = tmp_path / f"{split}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), files[split])
-    return [
-        f"data.train_files={files['train']}",
-        f"data.val_files={files['heldout']}",
-        "sandbox=local",
-    ]
+    return [f"data.train_files={files['train']}", f"data.val_files={files['heldout']}"]
 
 
 @pytest.mark.parametrize("name", FULL)
 def test_our_checks_pass(name: str, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rewards.task.log_parsers", lambda: frozenset({"parse_log_pytest"}))
-    check(compose([f"+experiment={name}", f"run.root={tmp_path}", *inputs]))
+    config = composed(f"+experiment={name}", f"run.root={tmp_path}", *inputs)
+    config.sandbox = OmegaConf.load(CONFIGS / "sandbox" / "local.yaml")  # no container engine is needed
+    check(config)
 
 
 @pytest.mark.parametrize("name", [name for name in FULL if name != NOT_ON_A_CPU])
 def test_tiny_runs_on_a_cpu_and_keeps_the_recipe(name: str, tmp_path: Path) -> None:
-    check(compose([f"+experiment={name}", "scale=tiny", f"run.root={tmp_path}"]))
+    check(composed(f"+experiment={name}", "scale=tiny", f"run.root={tmp_path}"))
     full, tiny = resolved(name), resolved(name, "scale=tiny")
     assert tiny.trainer.device == "cpu" and tiny.prepare and tiny.sandbox.kind == "local"
-    # The one thing of the trainer's mode that is smaller.
+    # Of the trainer's mode, only this is smaller.
     tiny.trainer.v1.separate_async.parameter_sync_step = full.trainer.v1.separate_async.parameter_sync_step
     for key in ("algorithm", "episode", "trainer.v1", "trainer.experiment_name", "actor_rollout_ref.model.lora_rank"):
         assert OmegaConf.select(tiny, key) == OmegaConf.select(full, key)
@@ -71,7 +70,7 @@ def test_tiny_runs_on_a_cpu_and_keeps_the_recipe(name: str, tmp_path: Path) -> N
 def test_what_a_cpu_cannot_run_is_refused(name: str, key: str, says: str) -> None:
     more = [f"actor_rollout_ref.{key}"] if key else []
     with pytest.raises(ConfigError, match=says):
-        check(compose([f"+experiment={name}", "scale=tiny", *more]))
+        check(composed(f"+experiment={name}", "scale=tiny", *more))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -80,11 +79,11 @@ def test_verl_reads_every_key(name: str) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
     from verl.workers.config import HFModelConfig
 
-    cfg = resolved(name)
+    config = resolved(name)
     for part in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
-        omega_conf_to_dataclass(OmegaConf.select(cfg, part))
-    assert set(cfg.actor_rollout_ref.model) <= set(HFModelConfig.__dataclass_fields__)
-    validate_config(cfg, use_reference_policy=False, use_critic=False)
+        omega_conf_to_dataclass(OmegaConf.select(config, part))
+    assert set(config.actor_rollout_ref.model) <= set(HFModelConfig.__dataclass_fields__)
+    validate_config(config, use_reference_policy=False, use_critic=False)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_verl_reads_every_key(name: str) -> None:
 )
 def test_a_key_that_nothing_reads_is_named(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: nothing reads this key") as caught:
-        check_keys(compose(["+experiment=qwen3_coder_30b", f"+{key}=1"]))
+        check_keys(composed("+experiment=qwen3_coder_30b", f"+{key}=1"))
     assert near in str(caught.value)
 
 
@@ -111,9 +110,9 @@ def test_keys_that_only_verls_dataclasses_or_other_programs_know() -> None:
         "+ray_kwargs.ray_init.dashboard_port=1",
         "+grading.flags.mine.path=x",
     ]
-    check_keys(compose(["+experiment=qwen3_coder_30b", *more]))
-    check_keys(compose(["+experiment=qwen3_coder_30b_megatron", "sandbox=apptainer"]))
-    check_keys(compose(["+experiment=quickstart", "quickstart.experts=4"]))
+    check_keys(composed("+experiment=qwen3_coder_30b", *more))
+    check_keys(composed("+experiment=qwen3_coder_30b_megatron", "sandbox=apptainer"))
+    check_keys(composed("+experiment=quickstart", "quickstart.experts=4"))
 
 
 def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +135,12 @@ def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_what_the_extra_does_not_install_is_named(name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = compose([f"+experiment={name}"])
+    config = composed(f"+experiment={name}")
     monkeypatch.setattr("importlib.util.find_spec", lambda module: object())
-    check_packages(cfg)
+    check_packages(config)
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     if needed:
         with pytest.raises(ConfigError, match=f"on GPUs: {needed}; docs/experiments.md"):
-            check_packages(cfg)
+            check_packages(config)
     else:
-        check_packages(cfg)
+        check_packages(config)

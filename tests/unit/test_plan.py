@@ -1,53 +1,63 @@
-"""rl.plan: sizes are those of real models, parts add up, more never costs less, what it says to change is enough."""
+"""rl.plan: sizes are those of real models, parts add up, more never costs less, changes bring what they promise."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import importlib
-import importlib.util
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from rl.checks.model import check_plan
-from rl.config import ConfigError, compose
-from rl.plan import host, memory, plan
-from rl.plan.layout import engine_of, episodes_of, trainer_of
-from rl.plan.memory import GIB, Room
+from rl.config import ConfigError
+from rl.plan import host, memory, plan, problems
+from rl.plan.layout import Layout, layout_of
+from rl.plan.memory import GIB
 from rl.plan.model import KNOWN, ModelUnknown, Shape, load_config, shape_of
 from rl.plan.tables import show
+from tests.configs import composed
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs/planning.md").read_text()
 GPU_EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("qwen3*.yaml"))
-ROOM = Room(80 * GIB, 3 * GIB, 2 * GIB)
 
 
+@functools.cache
 def known(name: str) -> Shape:
     return shape_of(load_config(name), name)
 
 
-MOE, DENSE = known("Qwen3-Coder-30B-A3B-Instruct"), known("Qwen3-8B")
+def moe() -> Shape:
+    return known("Qwen3-Coder-30B-A3B-Instruct")
+
+
+def dense() -> Shape:
+    return known("Qwen3-8B")
 
 
 def config(experiment: str = "qwen3_coder_30b", *overrides: str) -> DictConfig:
-    return compose([f"+experiment={experiment}", *overrides])
+    return composed(f"+experiment={experiment}", *overrides)
 
 
-CONFIGS = {experiment: config(experiment) for experiment in GPU_EXPERIMENTS}
+@functools.cache
+def read(experiment: str = "qwen3_coder_30b") -> tuple[DictConfig, Layout]:
+    """An experiment's config, which nobody changes, and its layout."""
+    made = config(experiment)
+    return made, layout_of(made)
 
 
 # ------------------------------------------------------------------ the model
@@ -83,15 +93,23 @@ def test_counts_are_those_of_the_real_model(kind: str, tied: bool) -> None:
     assert shape.active == shape.params - sum(experts) // 2
 
 
-def test_lora_counts_are_pefts() -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+@pytest.mark.parametrize(
+    "kind, targets, widths",
+    [
+        ("qwen3", OmegaConf.create(["q_proj", "v_proj"]), (32 + 32) + (32 + 16)),
+        ("qwen3", "all-linear", 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64)),
+        ("qwen3_moe", ["q_proj", "v_proj"], (32 + 32) + (32 + 16)),
+    ],
+)
+def test_lora_trains_its_adapters(kind: str, targets: Any, widths: int) -> None:
+    shape = shape_of(tiny(kind), "tiny", 4, targets)
+    assert shape.trained == 2 * 4 * widths and shape.lora
 
-    for targets in ("all-linear", ["q_proj", "v_proj"]):
-        real: Any = AutoModelForCausalLM.from_config(tiny("qwen3"))
-        adapted = get_peft_model(real, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
-        shape = shape_of(tiny("qwen3"), "tiny", 4, targets)
-        assert shape.trained == adapted.get_nb_trainable_parameters()[0] and shape.lora
+
+def test_lora_on_all_linear_layers_trains_experts_too() -> None:
+    """peft adapts the fused weights of experts; they are most of what is then trained."""
+    attention = shape_of(tiny("qwen3_moe"), "tiny", 4, ["q_proj", "k_proj", "v_proj", "o_proj"])
+    assert shape_of(tiny("qwen3_moe"), "tiny", 4, "all-linear").trained > 3 * attention.trained
 
 
 @pytest.mark.parametrize(
@@ -121,39 +139,37 @@ def test_an_unknown_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_and_values_of_a_token() -> None:
     # 2 x 48 layers x 4 heads x 128 x 2 bytes; a head is never split
-    assert [MOE.kv_bytes(2, parallel) for parallel in (1, 2, 4, 8)] == [98304, 49152, 24576, 24576]
+    assert [moe().kv_bytes(2, parallel) for parallel in (1, 2, 4, 8)] == [98304, 49152, 24576, 24576]
 
 
 # ------------------------------------------------------------------ the formulas
 
 
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a script by its name."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    spec = importlib.util.spec_from_file_location("calibrate_plan", ROOT / "scripts" / "calibrate_plan.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module
 
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-Coder-30B-A3B-Instruct"])
-def test_activations_are_those_of_the_real_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of transformers' modules at the model's real width, on fake tensors."""
+def test_activations_are_those_of_the_real_code(name: str, script: Callable[[str], ModuleType]) -> None:
+    """transformers' modules run at the model's real width, on fake tensors."""
     real, tokens = load_config(name), 1 << 19
     real.num_hidden_layers, real.vocab_size = 2, 1024
     shape = replace(shape_of(real, name), layer=0, embeddings=0)
-    base = replace(trainer_of(config()), sequence_parallel=1)
+    base = replace(read()[1].trainer, sequence_parallel=1)
     for checkpointing in (True, False):
         trainer = replace(base, checkpointing=checkpointing)
-        found = script(monkeypatch).measure(real, tokens, checkpointing)
+        found = script("calibrate_plan").measure(real, tokens, checkpointing)
         assert memory.kept_activations(shape, trainer, tokens) == pytest.approx(found["kept"], rel=0.02)
         if checkpointing:
             planned = memory.one_layer(shape, trainer, tokens, backward=True)
             assert planned == pytest.approx(found["backward"] + 8 * shape.hidden * tokens, rel=0.03)
 
 
-def test_the_optimizers_step_takes_one_more_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch's AdamW as it is on a GPU; with few tokens it is the fullest moment of an update."""
+def test_the_optimizers_step_takes_one_more_copy(script: Callable[[str], ModuleType]) -> None:
+    """torch's AdamW steps as on a GPU; with few tokens its step is the fullest moment of an update."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.ones(1000)) for _ in range(8)]
@@ -161,29 +177,39 @@ def test_the_optimizers_step_takes_one_more_copy(monkeypatch: pytest.MonkeyPatch
         parameter.grad = torch.ones(1000)
     optimizer = torch.optim.AdamW(parameters, foreach=True)
     optimizer.step()  # makes the moments
-    with script(monkeypatch).Alive([]) as alive:
+    with script("calibrate_plan").Alive([]) as alive:
         optimizer.step()
-    shape, trainer = replace(DENSE, params=8000, trained=8000), replace(trainer_of(config()), share=1)
+    shape, trainer = replace(dense(), params=8000, trained=8000), replace(read()[1].trainer, share=1)
     assert memory.optimizer_step(shape, trainer) == pytest.approx(alive.peak, rel=0.01)
-    few = replace(trainer_of(config("qwen3_8b")), home=False, tokens=64, fused=True)
-    update = next(
-        phase for phase in memory.phases(DENSE, few, engine_of(config("qwen3_8b"), few), ROOM) if phase.name == "update"
-    )
-    assert "the optimizer's step" in {part.name for part in update.parts}
+    made, layout = read("qwen3_8b")
+    few = replace(layout, trainer=replace(layout.trainer, home=False, tokens=64, fused=True))
+    update = next(phase for phase in memory.phases(made, dense(), few) if phase.name == "update")
+    assert "the optimizer's step" in update.parts
 
 
 sizes = st.sampled_from([1, 2, 4, 8])
 flags = st.booleans()
 
 
+class Case(NamedTuple):
+    """What the memory of a GPU is calculated from."""
+
+    config: DictConfig
+    shape: Shape
+    layout: Layout
+
+    def totals(self, **trainer: Any) -> dict[str, int]:
+        """The phases' sizes when these values of the trainer are others."""
+        changed = replace(self.layout, trainer=replace(self.layout.trainer, **trainer))
+        return {phase.name: phase.total for phase in memory.phases(self.config, self.shape, changed)}
+
+
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Shape, Any, Any]:
+def cases(draw: st.DrawFn) -> Case:
     """A shape, a trainer and an engine of any kind."""
-    cfg = CONFIGS[draw(st.sampled_from(GPU_EXPERIMENTS))]
-    trainer = trainer_of(cfg)
-    engine = engine_of(cfg, trainer)
+    made, layout = read(draw(st.sampled_from(GPU_EXPERIMENTS)))
     trainer = replace(
-        trainer,
+        layout.trainer,
         tokens=draw(st.integers(1, 1 << 17)),
         logprob_tokens=draw(st.integers(1, 1 << 17)),
         checkpointing=draw(flags),
@@ -193,79 +219,78 @@ def layouts(draw: st.DrawFn) -> tuple[Shape, Any, Any]:
         entropy_in_update=draw(flags),
         unit_temperature=draw(flags),
     )
-    engine = replace(engine, utilization=draw(st.floats(0.1, 0.95)), sleeps=draw(flags))
-    return draw(st.sampled_from([MOE, DENSE, replace(DENSE, trained=10**7)])), trainer, engine
+    engine = replace(layout.engine, utilization=draw(st.floats(0.1, 0.95)), sleeps=draw(flags))
+    shape = draw(st.sampled_from([moe(), dense(), replace(dense(), trained=10**7)]))
+    return Case(made, shape, replace(layout, trainer=trainer, engine=engine))
 
 
-def totals(shape: Shape, trainer: Any, engine: Any) -> dict[str, int]:
-    return {phase.name: phase.total for phase in memory.phases(shape, trainer, engine, ROOM)}
+@given(cases())
+def test_parts_add_up_and_none_is_negative(case: Case) -> None:
+    for phase in memory.phases(*case):
+        assert all(size > 0 for size in phase.parts.values())
+        assert phase.total == sum(phase.parts.values())
+        assert phase.fits == (phase.total <= memory.gpu_bytes(case.config))
 
 
-@given(layouts())
-def test_parts_add_up_and_none_is_negative(layout: tuple[Shape, Any, Any]) -> None:
-    for phase in memory.phases(*layout, ROOM):
-        assert all(part.bytes > 0 for part in phase.parts)
-        assert phase.total == sum(part.bytes for part in phase.parts) and phase.fits == (phase.total <= ROOM.gpu)
-
-
-@given(layouts(), st.integers(1, 1 << 16))
-def test_more_tokens_never_take_less(layout: tuple[Shape, Any, Any], more: int) -> None:
-    shape, trainer, engine = layout
-    longer = replace(trainer, tokens=trainer.tokens + more, logprob_tokens=trainer.logprob_tokens + more)
-    less, now = totals(shape, trainer, engine), totals(shape, longer, engine)
+@given(cases(), st.integers(1, 1 << 16))
+def test_more_tokens_never_take_less(case: Case, more: int) -> None:
+    trainer = case.layout.trainer
+    less = case.totals()
+    now = case.totals(tokens=trainer.tokens + more, logprob_tokens=trainer.logprob_tokens + more)
     assert less.keys() == now.keys() and all(now[key] >= less[key] for key in now)
 
 
-@given(layouts(), sizes)
-def test_more_gpus_never_take_more(layout: tuple[Shape, Any, Any], times: int) -> None:
-    shape, trainer, engine = layout
-    wider = replace(trainer, nodes=trainer.nodes * times, share=trainer.share * times)
-    before, now = totals(shape, trainer, engine), totals(shape, wider, engine)
+@given(cases(), sizes)
+def test_more_gpus_never_take_more(case: Case, times: int) -> None:
+    trainer = case.layout.trainer
+    before = case.totals()
+    now = case.totals(nodes=trainer.nodes * times, share=trainer.share * times)
     assert all(now[key] <= before[key] for key in now)
 
 
-@given(layouts())
-def test_what_saves_memory_saves_it(layout: tuple[Shape, Any, Any]) -> None:
-    shape, trainer, engine = layout
-    saving = [{"checkpointing": True}, {"home": True}, {"offload_optimizer": True}, {"chunked_entropy": True}]
-    for values in saving:
-        before, now = totals(shape, trainer, engine), totals(shape, replace(trainer, **values), engine)
-        slack = memory.ENTROPY_CHUNK * shape.vocabulary * 12 if "chunked_entropy" in values else 0
-        assert all(now[key] <= before[key] + slack for key in now), values
+@given(cases())
+def test_what_saves_memory_saves_it(case: Case) -> None:
+    before = case.totals()
+    for key in ("checkpointing", "home", "offload_optimizer", "chunked_entropy"):
+        now = case.totals(**{key: True})
+        slack = memory.ENTROPY_CHUNK * case.shape.vocabulary * 12 if key == "chunked_entropy" else 0
+        assert all(now[phase] <= before[phase] + slack for phase in now), key
 
 
-@given(layouts(), st.integers(1, 64))
-def test_a_longer_context_needs_a_larger_cache(layout: tuple[Shape, Any, Any], more: int) -> None:
-    shape, _, engine = layout
-    room = memory.kv_room(shape, engine, ROOM.gpu)
+@given(cases(), st.integers(1, 64))
+def test_a_larger_cache_holds_more_tokens(case: Case, more: int) -> None:
+    shape, engine = case.shape, case.layout.engine
+    room = memory.kv_room(case.config, shape, engine)
     tokens = memory.kv_tokens(shape, engine, room)
     assert tokens % memory.BLOCK == 0 and tokens * shape.kv_bytes(engine.element, engine.tensor) <= max(0, room)
     assert memory.kv_tokens(shape, engine, room + more * GIB) >= tokens
 
 
+@functools.cache
+def changing(experiment: str) -> DictConfig:
+    return config(experiment)
+
+
 @settings(max_examples=40)
 @given(st.integers(1024, 200_000), st.integers(1, 100_000), st.sampled_from(GPU_EXPERIMENTS))
 def test_a_longer_context_never_takes_less(response: int, more: int, experiment: str) -> None:
-    """Of a whole plan: GPU, CPU memory and time."""
-    plans = []
+    """GPUs and CPU memory are compared."""
+    made, plans = changing(experiment), []
     for length in (response, response + more):
-        cfg = copy.deepcopy(CONFIGS[experiment])
-        cfg.data.max_response_length = length  # all other keys follow it or stay
-        trainer = trainer_of(cfg)
-        engine = engine_of(cfg, trainer)
-        rows = episodes_of(cfg, trainer, engine)
-        ledgers = memory.phases(MOE, trainer, engine, ROOM) + host.cpu_memory(cfg, MOE, trainer, engine, rows, rows.row)
-        plans.append([ledger.total for ledger in ledgers])
+        made.data.max_response_length = length  # all other keys follow it or stay
+        layout = layout_of(made)
+        ledgers = memory.phases(made, moe(), layout) + host.ledgers(made, moe(), layout)
+        plans.append([ledger.total for ledger in ledgers if ledger.name not in (host.DISK, host.CHECKPOINTS)])
     assert all(long >= short for short, long in zip(*plans, strict=True))
 
 
 def test_a_checkpoint_has_weights_and_two_moments() -> None:
-    cfg = config()
-    assert host.checkpoint_bytes(cfg, MOE, trainer_of(cfg)) == 12 * MOE.params
-    assert cfg.trainer.max_actor_ckpt_to_keep == 2
-    assert host.checkpoints_kept(cfg) == 3  # the oldest goes when the new one is whole
-    cfg.trainer.max_actor_ckpt_to_keep = None
-    assert host.checkpoints_kept(cfg) == cfg.trainer.total_training_steps // cfg.trainer.save_freq
+    made = config()
+    assert host.checkpoint_bytes(made, moe(), layout_of(made).trainer) == 12 * moe().params
+    assert made.trainer.max_actor_ckpt_to_keep == 2
+    assert host.checkpoints_kept(made) == 3  # the oldest goes when the new one is whole
+    made.trainer.max_actor_ckpt_to_keep = None
+    assert host.checkpoints_kept(made) == made.trainer.total_training_steps // made.trainer.save_freq
 
 
 # ------------------------------------------------------------------ whole plans
@@ -273,98 +298,135 @@ def test_a_checkpoint_has_weights_and_two_moments() -> None:
 
 @pytest.mark.parametrize("experiment", GPU_EXPERIMENTS)
 def test_shipped_experiments_fit(experiment: str) -> None:
+    """The figures are those of the table in docs/planning.md."""
     made = plan(config(experiment))
-    assert made.problems == () and made.fits
-    assert made.kv_tokens >= made.engine.context
-    assert (
-        made.pace.step_s == pytest.approx(sum(made.pace.seconds.values())) and made.pace.tokens > made.pace.sampled > 0
-    )
+    pace = made.pace
+    assert made.problems == () and made.kv_tokens >= made.layout.engine.context
+    assert pace.step_s == pytest.approx(sum(pace.seconds.values())) and pace.tokens > pace.sampled > 0
     sizes = {ledger.name: ledger.total / GIB for ledger in made.node}
     figures = [*(phase.total / GIB for phase in made.gpu), max(sizes[host.START], sizes[host.STEP])]
-    figures += [sizes[host.CHECKPOINTS], made.pace.step_s / 60]
+    figures += [sizes[host.CHECKPOINTS], pace.step_s / 60]
     (row,) = re.findall(rf"^\| `{experiment}` \| [\d +]+ \| (.+) \|$", DOC, re.MULTILINE)
     cells = row.split(" | ")
     assert [int(cell) for cell in cells if ":" not in cell] == [round(figure) for figure in figures]
 
 
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REFUSED = {
-    "one node": ("qwen3_coder_30b", ["trainer.nnodes=1"], "GPU memory, rollout", "fsdp_config.optimizer_offload=true"),
-    "engine too large": (
-        "qwen3_coder_30b",
-        ["actor_rollout_ref.rollout.gpu_memory_utilization=0.95"],
+    "one node": (
+        ["trainer.nnodes=1"],
         "GPU memory, rollout",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=",
+        f"72.6 GiB with {ACTOR}.fsdp_config.optimizer_offload=true",
+    ),
+    "engine too large": (
+        [f"{ROLLOUT}.gpu_memory_utilization=0.95"],
+        "GPU memory, rollout",
+        f"{ROLLOUT}.gpu_memory_utilization=",
+    ),
+    "no sleep": (
+        [f"{ROLLOUT}.free_cache_engine=false"],
+        "GPU memory, update",
+        f"{ROLLOUT}.free_cache_engine=true and {ROLLOUT}.enable_sleep_mode=true",
     ),
     "whole logits": (
-        "qwen3_coder_30b",
         [
-            "actor_rollout_ref.actor.entropy_from_logits_with_chunking=false",
-            "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536",
+            f"{ACTOR}.entropy_from_logits_with_chunking=false",
+            f"{ACTOR}.fsdp_config.use_torch_compile=false",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=65536",
         ],
         "GPU memory, log-probabilities",
-        "actor_rollout_ref.actor.entropy_from_logits_with_chunking=true",
+        f"{ACTOR}.entropy_from_logits_with_chunking=true",
     ),
     "long rows on few GPUs": (
-        "qwen3_coder_30b",
         [
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=131072",
-            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=131072",
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1",
         ],
         "GPU memory, update",
-        "ulysses_sequence_parallel_size=",
+        "ulysses_sequence_parallel_size=2",
     ),
     "no offload": (
-        "qwen3_4b",
-        ["actor_rollout_ref.actor.fsdp_config.offload_policy=false"],
+        ["+experiment=qwen3_4b", f"{ACTOR}.fsdp_config.offload_policy=false"],
         "GPU memory, update",
-        "actor_rollout_ref.actor.fsdp_config.offload_policy=true",
+        f"{ACTOR}.fsdp_config.offload_policy=true",
     ),
-    "no cache": (
-        "qwen3_coder_30b",
-        ["actor_rollout_ref.rollout.gpu_memory_utilization=0.2"],
-        "KV cache",
-        "gpu_memory_utilization=0.24 or actor_rollout_ref.rollout.tensor_model_parallel_size=8 with "
-        "actor_rollout_ref.rollout.expert_parallel_size=8",
+    "all activations": (
+        ["+experiment=qwen3_4b", "actor_rollout_ref.model.enable_gradient_checkpointing=false"],
+        "GPU memory, update",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     ),
-    "too little for any cache": (
-        "qwen3_8b",
-        ["cluster.gpu_gb=24", "actor_rollout_ref.rollout.gpu_memory_utilization=0.95"],
-        "KV cache",
-        "it would fit with data.max_response_length=",
+    "long rows with Megatron": (
+        ["+experiment=qwen3_coder_30b_megatron", f"{ACTOR}.ppo_max_token_len_per_gpu=131072"],
+        "GPU memory, update",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=65536 and {ACTOR}.megatron.context_parallel_size=8",
     ),
-    "small hosts": ("qwen3_coder_30b", ["cluster.cpu_gb=180"], host.STEP, "sandbox.concurrency=16"),
-    "small disks": ("qwen3_coder_30b", ["cluster.disk_gb=50"], host.DISK, "sandbox.concurrency=16"),
+    "small hosts": (["cluster.cpu_gb=180"], host.STEP, "sandbox.concurrency=16"),
+    "small disks": (["cluster.disk_gb=50"], host.DISK, "sandbox.concurrency=16"),
     "many checkpoints": (
-        "qwen3_coder_30b",
         ["cluster.checkpoint_gb=700", "trainer.max_actor_ckpt_to_keep=5"],
         host.CHECKPOINTS,
         "trainer.max_actor_ckpt_to_keep=1",
     ),
+    "too few for any checkpoint": (
+        ["cluster.checkpoint_gb=500"],
+        host.CHECKPOINTS,
+        "682.4 GiB with trainer.max_actor_ckpt_to_keep=1",
+    ),
 }
 
 
+def refused(overrides: list[str], problem: str) -> str:
+    """The one line of a plan that says this."""
+    (line,) = [text for text in plan(composed(*based(overrides))).problems if text.startswith(problem)]
+    assert "\n" not in line
+    return line
+
+
+def based(overrides: list[str]) -> list[str]:
+    return [*([] if overrides[0].startswith("+experiment") else ["+experiment=qwen3_coder_30b"]), *overrides]
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refusal_names_what_is_enough(case: str) -> None:
-    """Each change that a refusal names is composed into the config and makes that problem go away."""
-    experiment, overrides, problem, change = REFUSED[case]
-    made = plan(config(experiment, *overrides))
-    (line,) = [text for text in made.problems if text.startswith(problem)]
-    assert "\n" not in line and change in line
-    for changes in line.split("it would fit with ")[1].split(" or "):
-        better = plan(config(experiment, *overrides, *changes.split(" with ")))
-        assert not any(text.startswith(problem) for text in better.problems), changes
+def test_a_change_brings_what_a_refusal_says(case: str) -> None:
+    """Each change that a refusal names is composed into the config; that ledger then has the size that was promised."""
+    overrides, problem, change = REFUSED[case]
+    line = refused(overrides, problem)
+    assert change in line
+    named = re.findall(r"([\d.]+) GiB with (\S+)(?: and (\S+=\S+))?", line)
+    assert 1 <= len(named) <= 3
+    for size, *changes in named:
+        better = composed(*based(overrides), *filter(None, changes))
+        shape = known(Path(better.actor_rollout_ref.model.path).name)
+        assert f"{problems.ledgers(better, shape)[problem].total / GIB:.1f}" == size, changes
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        ([f"{ROLLOUT}.gpu_memory_utilization=0.2"], f"{ROLLOUT}.gpu_memory_utilization=0.24"),
+        (
+            ["+experiment=qwen3_8b", "cluster.gpu_gb=24", f"{ROLLOUT}.gpu_memory_utilization=0.95"],
+            "data.max_response_length=",
+        ),
+    ],
+)
+def test_a_cache_that_is_too_small_for_one_episode(overrides: list[str], says: str) -> None:
+    line = refused(overrides, "KV cache")
+    assert says in line
+    for change in line.split("it needs ")[1].split(" or "):
+        if "=" in change:
+            better = plan(composed(*based(overrides), change))
+            assert not any(text.startswith("KV cache") for text in better.problems), change
 
 
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["actor_rollout_ref.rollout.expert_parallel_size=8"], ["expert_parallel_size=8", "verl refuses"]),
-        (["cluster.cpu_gb=128"], ["CPU memory of a node, at the start"]),
-        (["cluster.checkpoint_gb=500"], ["disk of run.root", "no change that is known here is enough"]),
+        ([f"{ROLLOUT}.expert_parallel_size=8"], ["expert_parallel_size=8", "verl refuses"]),
+        (["cluster.cpu_gb=128"], ["CPU memory of a node, at the start", "no key that is known here"]),
         (["data.max_response_length=262144"], ["262144 positions", "data.max_response_length"]),
-        (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], ["tensor_model_parallel_size=3", "heads"]),
-        (["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=5"], ["ulysses", "does not divide"]),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=3"], ["tensor_model_parallel_size=3", "heads"]),
+        ([f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=5"], ["ulysses", "does not divide"]),
         (
             ["actor_rollout_ref.model.use_fused_kernels=true"],
             ["use_fused_kernels", "entropy_from_logits_with_chunking"],
@@ -378,28 +440,28 @@ def test_refusals_name_their_keys(overrides: list[str], words: list[str]) -> Non
 
 def test_images_have_what_boxes_leave_of_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "count_tasks", lambda _: 500)
-    (line,) = plan(config("qwen3_coder_30b", "cluster.disk_gb=100")).problems
-    assert line.endswith("it would fit with sandbox.image_budget_gb=36")
+    line = refused(["cluster.disk_gb=100"], host.DISK)
+    assert "100.0 GiB with sandbox.image_budget_gb=36" in line
 
 
 def test_a_cache_that_is_too_small_for_the_episodes_is_a_note() -> None:
     made = plan(config("qwen3_8b", "sandbox.concurrency=64"))
-    assert made.fits and any("sandbox.concurrency" in line for line in made.warnings)
+    assert not made.problems and any("sandbox.concurrency" in line for line in made.warnings)
 
 
 def test_checks_make_the_plan_for_gpus_only() -> None:
-    cfg = config("qwen3_coder_30b", "trainer.nnodes=1")
+    made = config("qwen3_coder_30b", "trainer.nnodes=1")
     with pytest.raises(ConfigError, match=r"GPU memory, rollout.*optimizer_offload=true.*plan\.check=false") as caught:
-        check_plan(cfg)
+        check_plan(made)
     assert "\n" not in str(caught.value)
-    cfg.plan.check = False
-    check_plan(cfg)
-    cfg.plan.check, cfg.trainer.device = True, "cpu"
-    check_plan(cfg)
+    made.plan.check = False
+    check_plan(made)
+    made.plan.check, made.trainer.device = True, "cpu"
+    check_plan(made)
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """2 and a line per problem; neither verl nor vLLM is imported, and nothing is written."""
+    """It exits with 2 and a line per problem; neither verl nor vLLM is imported, and nothing is written."""
     code = """
 import sys
 from rl.plan.__main__ import main
@@ -417,9 +479,9 @@ finally:
 
 
 def test_tables_of_a_plan_that_fits() -> None:
-    cfg = config()
+    made = config()
     console = Console(record=True, width=160, file=io.StringIO())
-    show(plan(cfg), cfg, console)
+    show(plan(made), made, console)
     text = console.export_text()
     assert "It fits" in text and "TOO MUCH" not in text
     for words in (
@@ -450,12 +512,10 @@ def test_the_measuring_script_says_that_there_is_no_gpu() -> None:
     assert line.startswith("bench_gpu: no GPU here")
 
 
-def test_memory_of_processes_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    measuring = importlib.import_module("measuring")
-    watch = measuring.Watch(os.getpid())
-    watch.start()
+def test_memory_of_processes_is_watched(script: Callable[[str], ModuleType]) -> None:
+    measuring = script("measuring")
     code = "kept = bytearray(1 << 26)\nimport time\nfor i in range(0, 1 << 26, 4096): kept[i] = 1\ntime.sleep(1)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    watch.finish()
-    assert max(watch.processes.values()) > 1 << 26 and watch.most("nobody") == 0
+    with subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{code}"; true']) as process:
+        peaks = measuring.watch(process, lambda: "now")
+    assert measuring.peak(peaks, "python", "now") > 1 << 26
+    assert measuring.peak(peaks, "python", "then") == measuring.peak(peaks, "nobody") == 0

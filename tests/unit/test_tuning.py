@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rl.config import compose
+from tests.configs import composed
 from tests.metric_docs import best, documented
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
@@ -17,20 +17,20 @@ KEY = r"(actor|rollout|model|algorithm|data|agent|proxy|sandbox|episode|grading|
 
 
 def test_keys_exist() -> None:
-    configs = [compose([f"+experiment={name}"]) for name in ("qwen3_coder_30b", "qwen3_coder_30b_separate")]
+    configs = [composed(f"+experiment={name}") for name in ("qwen3_coder_30b", "qwen3_coder_30b_separate")]
     keys = {name for name in NAMED if re.fullmatch(KEY, name)}
     assert len(keys) > 20
     missing = set()
     for key in keys:
         full = f"actor_rollout_ref.{key}" if key.split(".")[0] in ("actor", "rollout", "model") else key
-        if not any(exists(cfg, full) for cfg in configs):
+        if not any(exists(config, full) for config in configs):
             missing.add(key)
     assert not missing
 
 
-def exists(cfg: object, key: str) -> bool:
+def exists(config: object, key: str) -> bool:
     *parents, last = key.split(".")
-    node = OmegaConf.select(cfg, ".".join(parents))
+    node = OmegaConf.select(config, ".".join(parents))
     return node is not None and last in node
 
 

@@ -1,4 +1,4 @@
-"""docs/config.md is what the comments in configs/ say."""
+"""docs/config.md is made from the comments in configs/, and is up to date."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ other:
 """
 
 
-def test_keys_and_what_is_said_about_them(script: ModuleType) -> None:
+def test_keys_with_their_comments(script: ModuleType) -> None:
     assert [(key.name, key.value, key.about) for key in script.keys(TEXT)] == [
         ("a", "1", "About a, in two lines."),
         ("b", "[x, 'y # z']", "behind"),

@@ -12,7 +12,7 @@ from rl.checks import check
 from rl.checks.keys import check_keys
 from rl.checks.machine import check_packages
 from rl.config import CONFIGS, ConfigError, compose
-from tests.configs import composed
+from tests.check_kit import composed
 from tests.datasets import snapshot_row
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))

@@ -29,7 +29,7 @@ from rl.plan.layout import Layout, layout_of
 from rl.plan.memory import GIB
 from rl.plan.model import KNOWN, ModelUnknown, Shape, load_config, shape_of
 from rl.plan.tables import show
-from tests.configs import composed
+from tests.check_kit import composed
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs/planning.md").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.configs import composed
+from tests.check_kit import composed
 from tests.metric_docs import best, documented
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()

@@ -24,9 +24,9 @@ WINGS = {
     "rl/data": 1100,
     "rl/evaluate": 870,
     "rl/metrics": 390,
-    "rl/plan": 1050,
+    "rl/plan": 800,
     "rl/quickstart": 570,
-    "rl/run": 580,
+    "rl/run": 690,
     "rollout": 650,
     "rollout/agent": 160,
     "rollout/proxy": 2000,
@@ -35,7 +35,7 @@ WINGS = {
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 205,
     "rewards": 650,
-    "scripts": 1600,
+    "scripts": 1490,
 }
 EVERYTHING = 14_000
 

@@ -160,14 +160,16 @@ def sharding() -> None:
     compare("all, at the peak", total, found["Total"], MIB)
 
 
-def resident(work: Path, name: str, **sizes: int) -> dict[str, tuple[float, float]]:
+def resident(work: Path, name: str, layers: int, **sizes: int) -> dict[str, tuple[float, float]]:
     """Run two steps of ``rl.train`` with a Qwen3 of these sizes; return bytes by the plan and as measured. Resident
     memory is what a process has to itself, at its peak in that phase of both steps."""
     from rl.quickstart.policy import make_policy
 
     model, directory = work / name, work / f"{name}-run"
     make_policy(model, seed=1)
-    shaped = AutoConfig.from_pretrained(model, initializer_range=0.02, layer_types=None, **sizes)
+    kinds = ["full_attention"] * layers
+    shaped = AutoConfig.from_pretrained(model, num_hidden_layers=layers, layer_types=kinds, **sizes)
+    shaped.initializer_range = 0.02
     AutoModelForCausalLM.from_config(shaped, dtype=torch.bfloat16).save_pretrained(model)  # as models are published
     keys = ["+experiment=quickstart", "prepare=null", "~quickstart", f"actor_rollout_ref.model.path={model}"]
     keys += [f"data.train_files={work}/tasks/train.parquet", f"data.val_files={work}/tasks/heldout.parquet"]
@@ -208,9 +210,9 @@ def run() -> None:
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
         work = Path(directory)
         make_tasks(work / "tasks", 1, 4, 2)
-        small = resident(work, "small")
-        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "head_dim": 64}
-        large = resident(work, "large", num_attention_heads=16, num_key_value_heads=16, **sizes)
+        small = resident(work, "small", layers=2)
+        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64}
+        large = resident(work, "large", layers=16, num_attention_heads=16, num_key_value_heads=16, **sizes)
     head("MiB", "plan", "measured", "error")
     for what, (planned, measured) in large.items():
         compare(what, planned - small[what][0], measured - small[what][1], MIB)

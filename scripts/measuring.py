@@ -21,8 +21,8 @@ from rl.run.programs import last_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB, MIB = 2**30, 2**20
-# verl's worker of trainer and engine adapter, as Ray names its process, and vLLM's process with model and cache.
-TRAINER, ENGINE = "WorkerDict", "EngineCore"
+# verl's worker of trainer and engine adapter, as Ray names its process.
+TRAINER = "WorkerDict"
 
 
 def row(*cells: Any) -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from rewards.task import Task, load_tasks
 from rl.data import admit
-from tests.integration.test_vllm_server import Running
-from tests.integration.test_vllm_server import server as vllm  # noqa: F401 (a fixture)
+from tests.integration.conftest import Running
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -69,8 +68,9 @@ def test_a_reward_is_tried(task: Task) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
-def test_the_proxy_alone_answers(vllm: Running) -> None:  # noqa: F811
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.timeout(900)
+def test_the_proxy_alone_answers(vllm: Running) -> None:
     script = EXAMPLES / "proxy_alone" / "start.sh"
     environment = os.environ | {"PYTHON": sys.executable, "PORT": "0", "HF_HUB_OFFLINE": "1"}
     command = [script, vllm.model_dir, "qwen3_coder", vllm.url]

@@ -37,24 +37,15 @@ class _HostDevice(types.ModuleType):
     def __getattr__(self, name: str):
         return getattr(torch.cpu, name)
 
-    memory_allocated = staticmethod(_rss)
-    memory_reserved = staticmethod(_rss)
-    max_memory_allocated = staticmethod(_rss)
-    max_memory_reserved = staticmethod(_rss)
+    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = staticmethod(_rss)
     get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
-    manual_seed = staticmethod(torch.manual_seed)
-    manual_seed_all = staticmethod(torch.manual_seed)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     mem_get_info = staticmethod(lambda *_: _host_memory())
-    get_device_name = staticmethod(lambda *_: "cpu")
+    get_device_name = current_device = staticmethod(lambda *_: "cpu")
     device_count = staticmethod(lambda: 1)
     is_available = staticmethod(lambda: True)
-    current_device = staticmethod(lambda: "cpu")
-    empty_cache = staticmethod(lambda: None)
-    ipc_collect = staticmethod(lambda: None)
-    reset_peak_memory_stats = staticmethod(lambda *_: None)
-    set_device = staticmethod(lambda *_: None)
-    synchronize = staticmethod(lambda *_: None)
+    empty_cache = ipc_collect = reset_peak_memory_stats = set_device = synchronize = staticmethod(lambda *_: None)
 
 
 class PlatformCPU(PlatformBase):
@@ -62,17 +53,8 @@ class PlatformCPU(PlatformBase):
 
     _device_module = _HostDevice()
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> types.ModuleType:
-        return self._device_module
+    device_name = vendor_name = property(lambda self: "cpu")
+    device_module = property(lambda self: self._device_module)
 
     def is_available(self) -> bool:
         return True
@@ -86,23 +68,16 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        return
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        return
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        return
-
-    def empty_cache(self) -> None:
-        return
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -125,12 +100,3 @@ class PlatformCPU(PlatformBase):
     @contextmanager
     def nvtx_range(self, msg: str):
         yield
-
-    def profiler_start(self) -> None:
-        return
-
-    def profiler_stop(self) -> None:
-        return
-
-    def cudart(self) -> Any:
-        return None

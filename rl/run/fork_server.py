@@ -10,7 +10,7 @@ Only the standard library is imported here at the top: the part that Ray runs mu
 """
 
 import array
-import contextlib
+import gc
 import importlib
 import json
 import os
@@ -19,39 +19,27 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 
 # The costly part of what verl's actors import, and nothing that imports Ray: its library reads its settings, and starts
 # threads, when it is loaded.
 MODULES = (
-    "torch._dynamo",
-    "torch._inductor.lowering",
-    "torch.distributed.fsdp",
-    "tensordict",
-    "transformers",
-    "pandas",
-    "datasets",
-    "peft",
-    "hydra",
-    "fastapi",
-    "uvicorn",
-    "openai",
-    "vllm.config",
-    "numpy",
+    "torch._dynamo,torch._inductor.lowering,torch.distributed.fsdp,tensordict,transformers,pandas,numpy,datasets,peft,"
+    "hydra,fastapi,uvicorn,openai,vllm.config"
 )
 _MESSAGE = 1 << 20  # bytes of arguments and environment; a kernel's limit for both is 2 MiB
 
 
 class ForkServer:
-    """This is a process that has modules loaded and forks on demand. It ends with the process that made it.
+    """This is a process that has modules loaded (``modules``: their names, by commas) and forks on demand. It ends with
+    the process that made it.
 
     Start it before anything that needs it, with the environment that workers get: libraries read some of it when they
     are loaded. ``directory``: where its socket is made.
     """
 
-    def __init__(self, directory: str, modules: Sequence[str] = MODULES) -> None:
+    def __init__(self, directory: str, modules: str = MODULES) -> None:
         self.socket = os.path.join(directory, "fork")
-        command = [sys.executable, os.path.abspath(__file__), "serve", self.socket, *modules]
+        command = [sys.executable, os.path.abspath(__file__), "serve", self.socket, modules]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -73,13 +61,11 @@ class ForkServer:
         self._process.wait()
 
 
-def _serve(path: str, modules: Sequence[str]) -> None:
+def _serve(path: str, modules: str) -> None:
     parent = os.pidfd_open(os.getppid())
     del sys.path[0]  # this directory, where a module has the name of one of Python's
-    for name in modules:
+    for name in modules.split(","):
         importlib.import_module(name)
-    import gc
-
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that it looks at
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -145,7 +131,6 @@ def _connect(path: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        with contextlib.suppress(KeyboardInterrupt):
-            _serve(sys.argv[2], sys.argv[3:])
+        _serve(sys.argv[2], sys.argv[3])
     else:
         _connect(sys.argv[2], sys.argv[3:])

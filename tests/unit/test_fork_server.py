@@ -44,7 +44,7 @@ print("said")
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.setenv("ONLY_SERVER", "1")
     with tempfile.TemporaryDirectory(prefix="fork-") as directory:
-        made = ForkServer(directory, ["xml.dom.minidom"])
+        made = ForkServer(directory, "xml.dom.minidom")
         made.wait()
         monkeypatch.delenv("ONLY_SERVER")
         yield made
@@ -93,7 +93,7 @@ def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     program = """
         import os, sys
         from rl.run.fork_server import ForkServer
-        server = ForkServer(sys.argv[1], ["json"])
+        server = ForkServer(sys.argv[1], "json")
         server.wait()
         print(server._process.pid, flush=True)
         os.kill(os.getpid(), 9)
@@ -109,7 +109,7 @@ def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
 
 def test_a_module_that_cannot_be_loaded_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="fork-") as directory:
-        server = ForkServer(directory, ["no_such_module"])
+        server = ForkServer(directory, "no_such_module")
         with pytest.raises(RuntimeError, match="ended with status 1"):
             server.wait()
     assert "no_such_module" in capfd.readouterr().err

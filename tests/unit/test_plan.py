@@ -6,7 +6,6 @@ import functools
 import importlib
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -498,24 +497,3 @@ def test_tables_of_a_plan_that_fits() -> None:
 def test_known_shapes_say_where_they_are_from() -> None:
     for file in KNOWN.glob("*.json"):
         assert json.loads(file.read_text())["source"]
-
-
-def test_the_measuring_script_says_that_there_is_no_gpu() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    command = [sys.executable, ROOT / "scripts" / "bench_gpu.py"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert line.startswith("bench_gpu: no GPU here")
-
-
-def test_memory_of_processes_is_watched(script: Callable[[str], ModuleType]) -> None:
-    measuring = script("measuring")
-    code = "kept = bytearray(1 << 26)\nimport time\nfor i in range(0, 1 << 26, 4096): kept[i] = 1\ntime.sleep(1)"
-    with subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{code}"; true']) as process:
-        peaks = measuring.watch(process, lambda: "now")
-    assert measuring.peak(peaks, "python", "now") > 1 << 26
-    assert measuring.peak(peaks, "python", "then") == measuring.peak(peaks, "nobody") == 0

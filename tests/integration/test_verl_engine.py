@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from rl.run.fork_server import ForkServer
 from rollout.proxy.engine import EngineError
 
 pytestmark = pytest.mark.timeout(300)
@@ -18,11 +21,22 @@ SAMPLING = {"max_tokens": 10, "temperature": 1.0, "logprobs": True}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    """Ray, whose workers are forked as those of a run on a CPU are: each would import verl."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="fork-") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        forks = ForkServer(directory)
+        forks.wait()
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"py_executable": forks.executable},
+        )
+        yield
+        ray.shutdown()
+        forks.close()
 
 
 def make_server(plan: list[Any]) -> Any:

@@ -26,7 +26,7 @@ from rollout.records import Reader
 from rollout.sandbox.docker.engine import RUN, get_engine
 from tests import metric_docs
 from tests.docker_kit import made, task_images
-from tests.integration.train_kit import TINY, WarmStart, read_until, replace_image, start, until
+from tests.integration.train_kit import TINY, WarmStart, command_line, read_until, replace_image, start, until
 
 
 def tensorboard_tags(run: Path) -> set[str]:
@@ -63,7 +63,7 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(
     assert any(re.fullmatch("[0-9a-f-]{36}", name) for name in sockets), "vLLM's sockets are elsewhere"
     started = psutil.Process(killed.pid).children(recursive=True)
     # Ray's agents take minutes to notice; they are waited for at the end.
-    agents = {child.pid for child in started if "Agent" in child.cmdline()[0]}
+    agents = {child.pid for child in started if re.search("(Dashboard|RuntimeEnv)Agent", command_line(child))}
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     others = {child.pid for child in started} - agents

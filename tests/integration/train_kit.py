@@ -150,7 +150,7 @@ class RunProcess:
         end = time.monotonic() + 900
         while time.monotonic() < end and self.process.poll() is None:
             for child in sorted(self.children(), key=lambda child: child.pid):  # before what it has forked
-                if words in _command(child):
+                if words in command_line(child):
                     return child
             time.sleep(0.1)
         code = self.process.poll()
@@ -167,14 +167,14 @@ class RunProcess:
             self.process.kill()
             raise
         end = time.monotonic() + 120
-        while left := [_command(child) for child in self.seen if child.is_running() and _command(child)]:
+        while left := [command_line(child) for child in self.seen if child.is_running() and command_line(child)]:
             assert time.monotonic() < end, f"left behind: {left}"
             time.sleep(0.2)
         assert not Path(scratch).exists(), f"left behind: {scratch}"
         return said, self.process.returncode
 
 
-def _command(process: psutil.Process) -> str:
+def command_line(process: psutil.Process) -> str:
     """The command line; "" of one that has ended."""
     try:
         return " ".join(process.cmdline())

@@ -26,7 +26,7 @@ from rollout.sandbox import ExecResult, Sandbox
 from rollout.sandbox.docker.engine import PROJECT, get_engine
 from rollout.sandbox.sealing import Source
 from tests.boxes.attack_kit import make_task
-from tests.boxes.kinds import TIGHT, BoxKit, kinds
+from tests.boxes.kinds import TIGHT, BoxKit, Podman, kinds
 from tests.docker_kit import base_image
 from tests.kit import QueueEngine, char_policy
 from tests.sandboxes import REPOSITORY, alive, sh
@@ -154,7 +154,8 @@ async def check_mounts(box: Sandbox) -> None:
 
 
 async def test_socket_and_binds_are_reachable_and_read_only(kind: BoxKit, tmp_path: Path) -> None:
-    tool, sockets = tmp_path / "a,tool", tmp_path / "s"
+    # Podman 4.3 reads a comma in a mount's source as the end of it.
+    tool, sockets = tmp_path / ("tool" if isinstance(kind, Podman) else "a,tool"), tmp_path / "s"
     tool.write_text("#!/bin/sh\necho tool\n")
     tool.chmod(0o755)
     sockets.mkdir(mode=0o700)

@@ -69,13 +69,18 @@ def set_environment(config: DictConfig, run: Run) -> None:
         os.environ.setdefault(key, value)
 
 
+def joins_cluster(config: DictConfig) -> bool:
+    """Return whether the run joins a Ray cluster and does not start one of its own."""
+    return bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
+
+
 def complete(config: DictConfig, run: Run, ray_dir: str) -> None:
     """Fill in what is only known now: paths, and whether a resumed run still has to validate first."""
     rollout_agent = config.actor_rollout_ref.rollout.agent
     if rollout_agent.agent_loop_config_path is None:
         rollout_agent.agent_loop_config_path = str(CONFIGS / "agent_loops.yaml")
     with open_dict(config):
-        if not (config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")):
+        if not joins_cluster(config):
             config.ray_kwargs.ray_init._temp_dir = ray_dir
     OmegaConf.resolve(config)  # verl's processes do not know our resolvers
     step = run.checkpoint_step
@@ -128,7 +133,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
     environment = get_ppo_ray_runtime_env(config)
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
     options: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
-    if options["address"] or os.environ.get("RAY_ADDRESS"):
+    if joins_cluster(config):
         # The nodes of a cluster that is joined have their own sizes, and not this process's environment.
         for key in ("num_cpus", "num_gpus", "object_store_memory"):
             options.pop(key, None)
@@ -154,8 +159,8 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
     screen.show("checking the model")
     # On a CPU the start of a run is imports; from here on other cores can make them. A cluster that is joined has
     # workers of its own.
-    joined = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
-    forks = ForkServer(os.environ["RL_SOCKET_DIR"]) if config.trainer.device == "cpu" and not joined else None
+    forkable = config.trainer.device == "cpu" and not joins_cluster(config)
+    forks = ForkServer(os.environ["RL_SOCKET_DIR"]) if forkable else None
     check_model(config)
     check_family(config)  # last: it imports verl, which is needed from here on anyway
     check_loggers(config)

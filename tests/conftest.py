@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("timeless")
 
 @functools.cache
 def _works(*argv: str) -> bool:
-    """Whether the command exists and succeeds."""
+    """Return whether the command exists and succeeds."""
     return shutil.which(argv[0]) is not None and subprocess.run(argv, capture_output=True).returncode == 0
 
 
@@ -54,14 +54,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """How ``make test`` shares the tests out (pytest-xdist, ``--dist loadgroup``): file by file, but files that start
-    trainers are in two groups, of about the same length: the memory of a third at the same time is not there."""
+    """Share the tests out to workers (pytest-xdist, ``--dist loadgroup``) file by file.
+
+    Files that start trainers are in two groups of about the same length: there is no memory for three at a time.
+    """
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first."""
+    """Put the tests that take longest first."""
 
     def rank(item: pytest.Item) -> int:
         group = item.get_closest_marker("xdist_group")

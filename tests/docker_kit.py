@@ -1,4 +1,4 @@
-"""What tests that need a container engine share: a small image, and the tasks of scripts/task_images.py."""
+"""Tests that need a container engine share a small image and the tasks of scripts/task_images.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -34,12 +33,14 @@ class ForkServer:
     the process that made it.
 
     Start it before anything that needs it, with the environment that workers get: libraries read some of it when they
-    are loaded. ``directory``: where its socket is made.
+    are loaded; in the main thread (``rl.run.programs.tied``). ``directory``: where its socket is made.
     """
 
     def __init__(self, directory: str, modules: str = MODULES) -> None:
         self.socket = os.path.join(directory, "fork")
-        command = [sys.executable, os.path.abspath(__file__), "serve", self.socket, modules]
+        from rl.run.programs import tied  # not at the top: Ray runs this file without the project on its path
+
+        command = tied(sys.executable, os.path.abspath(__file__), "serve", self.socket, modules)
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -62,7 +63,6 @@ class ForkServer:
 
 
 def _serve(path: str, modules: str) -> None:
-    parent = os.pidfd_open(os.getppid())
     del sys.path[0]  # this directory, where a module has the name of one of Python's
     for name in modules.split(","):
         importlib.import_module(name)
@@ -76,14 +76,13 @@ def _serve(path: str, modules: str) -> None:
         os.write(ready, b"ready\n")
         os.close(ready)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave nothing
-        while listening in select.select([listening, parent], [], [])[0]:
+        while True:
             connection, _ = listening.accept()
             sys.stdout.flush()
             sys.stderr.flush()
             with connection:
                 if os.fork() == 0:
                     listening.close()
-                    os.close(parent)
                     _become(connection)
 
 

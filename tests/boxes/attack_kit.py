@@ -1,4 +1,4 @@
-"""What the attack suites share: a task worth attacking, and which kinds of boxes it is graded in."""
+"""The attack suites share a task worth attacking, and the kinds of boxes that it is graded in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the programs in a box cannot reach, learn or become: scripted agents that attack their sandbox.
+"""Scripted agents attack their sandbox: programs in a box reach, learn and become nothing that they should not.
 
 Every attack is bounded, so that a hole does no harm here, and whatever it reaches for is of the test's own. Plain boxes
 isolate nothing, and of apptainer there is only a stand-in: so these are for bubblewrap, Docker and podman.

@@ -109,7 +109,7 @@ class Sent:
 
 @dataclass
 class Stage:
-    """Where Claude Code plays. ``requests``: what it has sent so far; ``runs``: how its processes ended."""
+    """A stage is where Claude Code plays. ``requests``: what it has sent so far; ``runs``: how its processes ended."""
 
     task: Task
     box: Sandbox

@@ -1,4 +1,4 @@
-"""What the fault suite breaks: episodes in containers that count their attempts, and a container engine of its own."""
+"""The fault suite breaks episodes in containers that count their attempts, and a container engine of its own."""
 
 from __future__ import annotations
 

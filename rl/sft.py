@@ -155,13 +155,7 @@ def run_sft(
 
 def _environment(scratch: str, out_dir: Path) -> dict[str, str]:
     """Return what torch.distributed.run sets for one process; this saves its start. A file needs no free port."""
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "DIST_INIT_METHOD": f"file://{scratch}/rendezvous?rank=0&world_size=1",
-        "VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl"),
-    }
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    meeting = f"file://{scratch}/rendezvous?rank=0&world_size=1"
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DIST_INIT_METHOD": meeting}
+    return alone | address | {"VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl")}

@@ -63,8 +63,6 @@ def set_environment(config: DictConfig, run: Run) -> None:
         values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
     if config.trainer.device == "cpu":
         values |= CPU_ENVIRONMENT
-        # Ray would give each actor one thread; trainer and engine take turns on all cores.
-        values["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     for key, value in values.items():
         os.environ.setdefault(key, value)
 
@@ -138,7 +136,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
         for key in ("num_cpus", "num_gpus", "object_store_memory"):
             options.pop(key, None)
         if config.trainer.device == "cpu":
-            environment["env_vars"] |= {key: os.environ[key] for key in ("OMP_NUM_THREADS", *CPU_ENVIRONMENT)}
+            environment["env_vars"] |= {key: os.environ[key] for key in CPU_ENVIRONMENT}
     options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
     return options
 

@@ -145,6 +145,8 @@ class EpisodeTrainer(PPOTrainer):
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
         buffer.__class__ = type(f"Groups{type(buffer).__name__}", (GroupBuffer, type(buffer)), {})
+        if self.trainer_mode != "separate_async":  # there it is also how long a step has to wait to count as starved
+            buffer.poll_interval = 0.25  # seconds between looks for finished groups; verl's 2.0 is a second per step
         return buffer
 
     def _init_resource_pool_mgr(self) -> None:

@@ -1,6 +1,6 @@
 """Measure how fast the proxy is, with requests of the shape that Claude Code sends.
 
-    python scripts/bench_proxy.py --model DIR [--peers] [--out FILE]
+    python scripts/bench_proxy.py --model DIR [--peers]
 
 ``DIR`` has a tokenizer and a chat template with Qwen3-Coder's tool calls; ``python -m rl.quickstart.policy --out DIR``
 makes one. The stand-alone proxy is measured with its real tokenizer, renderer and parser. Only its engine is a null
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +123,10 @@ async def lightning(backend: int) -> None:
 # ------------------------------------------------------------------ the measurements
 
 
-@dataclass
-class Table:
-    """A Table collects and prints the results."""
-
-    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
-
-    def add(self, what: str, value: float, unit: str, target: str = "", met: bool | None = None) -> None:
-        """Add and print a row. ``met`` says whether the target was met, None if there is none."""
-        verdict = {True: "met", False: "MISSED", None: ""}[met]
-        self.rows.append((what, f"{value:.3g} {unit}", target, verdict))
-        print(f"{what:64} {value:10.3g} {unit:10} {target:16} {verdict}", flush=True)
-
-    def markdown(self) -> str:
-        """Return the table as Markdown."""
-        head = "| what | measured | target | |\n| --- | --- | --- | --- |\n"
-        return head + "".join(f"| {' | '.join(row)} |\n" for row in self.rows)
+def show(what: str, value: float, unit: str, target: str = "", met: bool | None = None) -> None:
+    """Print a row of the Markdown table. ``met`` says whether the target was met, None if there is none."""
+    verdict = {True: "met", False: "MISSED", None: ""}[met]
+    print(f"| {what:64} | {value:.3g} {unit} | {target} | {verdict} |", flush=True)
 
 
 @contextlib.contextmanager
@@ -202,36 +190,36 @@ def rate(result: dict[str, Any]) -> tuple[float, float]:
     return len(took) / result["wall"], statistics.mean(took)
 
 
-def own(table: Table, model: str, mine: set[int], others: set[int]) -> None:
+def own(model: str, mine: set[int], others: set[int]) -> None:
     """Measure this proxy over HTTP."""
     with role("serve", model, cores=mine) as (process, port, _):
         rss = psutil.Process(process.pid).memory_info().rss
-        table.add("resident, vLLM's parser and verl's renderer loaded", rss / 2**20, "MiB")
+        show("resident, vLLM's parser and verl's renderer loaded", rss / 2**20, "MiB")
         # At 500 turns per second, each of 32 sessions has 64 ms per turn: 20 for the proxy and 44 for the engine.
         result = median(Load(port, 32, 60, 300, think_s=0.044, tag="t"), others)
         turns, mean = rate(result)
         low, high = (size / 1e3 for size in result["bytes"])
         title = f"32 sessions, bodies {low:.0f}-{high:.0f} KB, 44 ms between turns: on one core"
-        table.add(title, turns, "turns/s", ">= 500", turns >= 500)
-        table.add("  mean latency", mean, "ms", "< 20", mean < 20)
+        show(title, turns, "turns/s", ">= 500", turns >= 500)
+        show("  mean latency", mean, "ms", "< 20", mean < 20)
         result = median(Load(port, 32, 60, 300, tag="a"), others)
         turns, _ = rate(result)
-        table.add("32 sessions, nothing between turns", turns, "turns/s")
-        table.add("  the client was busy", 100 * result["client_busy"], "% of a core")
+        show("32 sessions, nothing between turns", turns, "turns/s")
+        show("  the client was busy", 100 * result["client_busy"], "% of a core")
         result = median(Load(port, 1, 100, 60, tag="b"), others)
         took = sorted(1e3 * t for t in result["later"][0])
         p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
-        table.add("1 session: p50", p50, "ms", "< 3", p50 < 3)
-        table.add("1 session: p99", p99, "ms", "< 15", p99 < 15)
-        table.add("first turn: 88 KB encoded", 1e3 * statistics.mean(result["first"]), "ms")
+        show("1 session: p50", p50, "ms", "< 3", p50 < 3)
+        show("1 session: p99", p99, "ms", "< 15", p99 < 15)
+        show("first turn: 88 KB encoded", 1e3 * statistics.mean(result["first"]), "ms")
         result = median(Load(port, 1, 100, 9_000, tag="c"), others)
         took = [1e3 * t for t in result["later"][0]]
         second, last = statistics.median(took[:5]), statistics.median(took[-5:])
-        table.add(f"over HTTP: turn 100 ({result['bytes'][1] / 1e6:.2f} MB)", last, "ms")
-        table.add("  turn 100 / turn 2", last / second, "x", "<= 3", last / second <= 3)
+        show(f"over HTTP: turn 100 ({result['bytes'][1] / 1e6:.2f} MB)", last, "ms")
+        show("  turn 100 / turn 2", last / second, "x", "<= 3", last / second <= 3)
 
 
-async def without_http(table: Table, model: str) -> None:
+async def without_http(model: str) -> None:
     """Measure one episode of 100 turns without HTTP."""
     from rollout.proxy.messages import decode_request
     from rollout.proxy.replies import reply_events
@@ -247,38 +235,38 @@ async def without_http(table: Table, model: str) -> None:
         node.delivered = True
         talk.heard(out)
     ratio = statistics.median(took[-5:]) / statistics.median(took[1:6])
-    table.add("without HTTP: turn 100 / turn 2", ratio, "x", "<= 3", ratio <= 3)
+    show("without HTTP: turn 100 / turn 2", ratio, "x", "<= 3", ratio <= 3)
     ratio = session.tree.encoded_tokens() / max(node.length for node in session.tree.nodes)
-    table.add("tokens encoded / final length", ratio, "x", "<= 1.05", ratio <= 1.05)
+    show("tokens encoded / final length", ratio, "x", "<= 1.05", ratio <= 1.05)
 
 
-def start_up(table: Table, model: str) -> None:
+def start_up(model: str) -> None:
     """Measure the start of the program."""
     began = time.perf_counter()
     with stand_alone("http://127.0.0.1:9", model) as (process, _):
         took = time.perf_counter() - began
         rss = psutil.Process(process.pid).memory_info().rss / 2**20
-    table.add("start to open port", took, "s", "< 2", took < 2)
-    table.add("  resident then (nothing of verl or vLLM)", rss, "MiB", "< 200", rss < 200)
+    show("start to open port", took, "s", "< 2", took < 2)
+    show("  resident then (nothing of verl or vLLM)", rss, "MiB", "< 200", rss < 200)
 
 
-def peers(table: Table, model: str, mine: set[int], others: set[int]) -> None:
+def peers(model: str, mine: set[int], others: set[int]) -> None:
     """Compare this proxy with agentlightning's LLMProxy and with vLLM's own server."""
     shape = Load(0, sessions=8, turns=15, result_chars=300, stream=False)
     with role("serve", model, cores=mine) as (_, port, _):
         ours, _ = rate(median(replace(shape, port=port), others))
         _, alone = rate(shoot(replace(shape, port=port, sessions=1, tag="x"), others))
-    table.add("peers: this proxy, 8 sessions", ours, "turns/s")
-    table.add("  1 session", alone, "ms")
+    show("peers: this proxy, 8 sessions", ours, "turns/s")
+    show("  1 session", alone, "ms")
     with (
         role("null-backend", cores=others) as (_, backend, _),
         role("lightning", str(backend), cores=mine) as (_, port, prefix),
     ):
         theirs, _ = rate(median(replace(shape, port=port, prefix=prefix), others))
         _, alone = rate(shoot(replace(shape, port=port, prefix=prefix, sessions=1), others))
-    table.add("peers: agentlightning's LLMProxy, 8 sessions", theirs, "turns/s")
-    table.add("  1 session", alone, "ms")
-    table.add("  this proxy / LLMProxy", ours / theirs, "x", ">= 20", ours / theirs >= 20)
+    show("peers: agentlightning's LLMProxy, 8 sessions", theirs, "turns/s")
+    show("  1 session", alone, "ms")
+    show("  this proxy / LLMProxy", ours / theirs, "x", ">= 20", ours / theirs >= 20)
     with vllm(model) as server, stand_alone(f"http://127.0.0.1:{server}", model) as (_, port):
         while not answers(f"http://127.0.0.1:{port}/health"):
             time.sleep(0.5)
@@ -289,9 +277,9 @@ def peers(table: Table, model: str, mine: set[int], others: set[int]) -> None:
                 load = Load(at, 1, 15, 60, stream=False, max_tokens=1, tag=f"{seed}", seed=seed)
                 took[at] += [1e3 * t for t in shoot(load, others | mine)["later"][0]]
     theirs, ours = (statistics.median(took[at]) for at in (server, port))
-    table.add("peers: vLLM's own /v1/messages, 1 session: p50, engine included", theirs, "ms")
-    table.add("  this proxy in front of the same server", ours, "ms")
-    table.add("  vLLM's own / this proxy", theirs / ours, "x", "> 1", ours < theirs)
+    show("peers: vLLM's own /v1/messages, 1 session: p50, engine included", theirs, "ms")
+    show("  this proxy in front of the same server", ours, "ms")
+    show("  vLLM's own / this proxy", theirs / ours, "x", "> 1", ours < theirs)
 
 
 @contextlib.contextmanager
@@ -320,20 +308,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the table to this file, as Markdown")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     mine, others = {cores[0]}, set(cores[1:]) or {cores[0]}
-    machine = f"{time.strftime('%Y-%m-%d')}, {len(cores)} cores, {platform.processor() or platform.machine()}"
-    print(f"{machine}, Python {platform.python_version()}")
-    table = Table()
-    start_up(table, args.model)
-    asyncio.run(without_http(table, args.model))
-    own(table, args.model, mine, others)
+    print(f"{time.strftime('%Y-%m-%d')}, {len(cores)} cores, {platform.machine()}\n")
+    print("| what | measured | target | |\n| --- | --- | --- | --- |")
+    start_up(args.model)
+    asyncio.run(without_http(args.model))
+    own(args.model, mine, others)
     if args.peers:
-        peers(table, args.model, mine, others)
-    if args.out:
-        args.out.write_text(f"{machine}\n\n{table.markdown()}")
+        peers(args.model, mine, others)
 
 
 if __name__ == "__main__":

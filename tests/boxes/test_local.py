@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from rollout.sandbox import SandboxError, directory
 from rollout.sandbox.local import box as local
@@ -54,6 +57,30 @@ async def test_a_full_disk_is_named(snapshot: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(SandboxError) as failure:
         await boot_local(snapshot, isolation="none")
     assert failure.value.cause == "no_space"
+
+
+def test_a_start_copies_no_page_tables(snapshot: Path) -> None:
+    """A fork would: then every page that this process writes next is a fault, and the loop has stood still before."""
+    pages, page = 20_000, mmap.PAGESIZE
+
+    async def main() -> int:
+        box = await boot_local(snapshot, isolation="none")
+        with mmap.mmap(-1, pages * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+
+            def touch() -> int:
+                before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+                for at in range(0, pages * page, page):
+                    memory[at] = 1
+                return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+            assert touch() > pages / 2  # the measure measures
+            assert (await sh(box, "true")).returncode == 0
+            faults = touch()
+        await box.close()
+        return faults
+
+    assert uvloop.run(main()) < pages / 10
 
 
 async def test_without_isolation_a_bind_cannot_move(snapshot: Path) -> None:

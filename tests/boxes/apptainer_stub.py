@@ -100,7 +100,9 @@ def execute(argv):
     if "--overlay" in given:
         upper = Path(given["--overlay"], "upper")
         if not upper.exists():
-            shutil.copytree(root, upper, symlinks=True)
+            new = upper.with_name(f"upper-{os.getpid()}")  # whoever is killed here leaves no half of it
+            shutil.copytree(root, new, symlinks=True)
+            new.rename(upper)
         root, writable = upper, True
     binds = [
         [field.partition("=")[2] for field in next(csv.reader([value]))] for key, value in options if key == "--mount"

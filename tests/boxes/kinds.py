@@ -47,7 +47,7 @@ class BoxKit:
 
     isolated: ClassVar[bool] = True
     own_system: ClassVar[bool] = False
-    serial: ClassVar[bool] = False
+    serial: bool = False
     whole_box: ClassVar[bool] = False
     path: ClassVar[str] = r".*/usr/bin:/sbin:/bin"
     sets: ClassVar[dict[str, str]] = {}
@@ -86,6 +86,7 @@ class Local(BoxKit):
         super().__init__(name, repository, directory)
         self.isolation: Isolation = "bwrap" if name == "bwrap" else "none"
         self.isolated = self.isolation == "bwrap"
+        self.serial = not self.isolated
 
     async def boot(self, snapshot: Path | None = None, **options: Any) -> LocalSandbox:
         return await boot_local(snapshot or self.repository, isolation=self.isolation, **options)

@@ -86,7 +86,8 @@ class LocalSandbox(DirectorySandbox):
     ) -> None:
         plain = (str(root / "tree"), str(root / "home"), str(root / "tmp"))
         places = (WORKDIR, HOME, TMPDIR) if isolated else plain
-        super().__init__(root, *places, strays=not isolated, in_turn=False)
+        # Without isolation, what a program leaves behind is not told from what another one is doing.
+        super().__init__(root, *places, strays=not isolated, in_turn=not isolated)
         self.isolation: Isolation = "bwrap" if isolated else "none"
         self._snapshot = snapshot
         self._mounts = mounts

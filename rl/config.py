@@ -14,15 +14,16 @@ CPU_ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training and generation take turns on the same cores
     "VLLM_NO_USAGE_STATS": "1",
-    # Operations on a few million parameters are too short to share: with two threads an update takes twice as long.
-    "OMP_NUM_THREADS": "1",
-    # Without this, vLLM compiles a function for the first reply that it samples, for 12 s.
-    "TORCHDYNAMO_DISABLE": "1",
+    # Idle OpenMP threads sleep instead of spinning: engine, trainer and agents share the cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
     # All processes are on one machine: a host name that does not resolve must not matter.
     "GLOO_SOCKET_IFNAME": "lo",
     # Ray would start Python processes ahead that no actor of the run can use: their environment is another.
     "RAY_prestart_worker_first_driver": "0",
 }
+# Of a training run, whose model has a few million parameters. Operations on them are too short to share: with two
+# threads an update takes twice as long. vLLM would also compile a function for the first reply that it samples (12 s).
+CPU_TRAINING = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

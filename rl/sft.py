@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.config import CPU_ENVIRONMENT
+from rl.config import CPU_TRAINING
 from rl.run.programs import end_of_log
 
 
@@ -139,7 +139,7 @@ def run_sft(
     command = [sys.executable, "-m", "verl.trainer.sft_trainer", *_SETTINGS]
     command += [f"{key}={value}" for key, value in settings.items()]
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch, open(log, "ab") as sink:
-        environment = {**os.environ, **_environment(scratch, out_dir), **CPU_ENVIRONMENT}
+        environment = {**os.environ, **_environment(scratch, out_dir), **CPU_TRAINING}
         finished = subprocess.run(command, env=environment, stdout=sink, stderr=sink)
     if finished.returncode != 0:
         raise RuntimeError(f"SFT failed, see {log}: {end_of_log(log)}")

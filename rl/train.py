@@ -20,7 +20,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl.config import CONFIGS, CPU_ENVIRONMENT, ConfigError, register_resolvers
+from rl.config import CONFIGS, CPU_TRAINING, ConfigError, register_resolvers
 from rl.metrics import episodes as metrics
 from rl.run import checkpoints, stop, watch
 from rl.run.directory import Run, open_run
@@ -62,7 +62,7 @@ def set_environment(config: DictConfig, run: Run) -> None:
     if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers set VLLM_BATCH_INVARIANT
         values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
     if config.trainer.device == "cpu":
-        values |= CPU_ENVIRONMENT
+        values |= CPU_TRAINING
     for key, value in values.items():
         os.environ.setdefault(key, value)
 
@@ -136,7 +136,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
         for key in ("num_cpus", "num_gpus", "object_store_memory"):
             options.pop(key, None)
         if config.trainer.device == "cpu":
-            environment["env_vars"] |= {key: os.environ[key] for key in CPU_ENVIRONMENT}
+            environment["env_vars"] |= {key: os.environ[key] for key in CPU_TRAINING}
     options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
     return options
 

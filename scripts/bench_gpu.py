@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
 from rl.batch import run_all
-from rl.config import CPU_ENVIRONMENT, compose
+from rl.config import CPU_TRAINING, compose
 from rl.plan import Plan, plan
 from rl.plan.memory import kv_tokens
 from rl.run.vllm_server import SERVED_AS, vllm_server
@@ -213,7 +213,7 @@ def main() -> None:
         print("bench_gpu: no GPU here, nothing is measured (--device cpu runs the same path with a toy)")
         return
     if cpu:
-        os.environ.update(CPU_ENVIRONMENT)  # the same threads for all
+        os.environ.update(CPU_TRAINING)  # the same threads for all
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         work = Path(name)
         config, keys = prepared(options.keys, options.device, work)

@@ -34,6 +34,7 @@ from typing import Any
 
 import psutil
 import uvloop
+from measuring import head, row
 from proxy_load import Load, Talk, play
 
 from rl.run.programs import free_port
@@ -126,7 +127,7 @@ async def lightning(backend: int) -> None:
 def show(what: str, value: float, unit: str, target: str = "", met: bool | None = None) -> None:
     """Print a row of the Markdown table. ``met`` says whether the target was met, None if there is none."""
     verdict = {True: "met", False: "MISSED", None: ""}[met]
-    print(f"| {what:64} | {value:.3g} {unit} | {target} | {verdict} |", flush=True)
+    row(what, f"{value:.3g} {unit}", target, verdict)
 
 
 @contextlib.contextmanager
@@ -311,8 +312,8 @@ def main() -> None:
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     mine, others = {cores[0]}, set(cores[1:]) or {cores[0]}
-    print(f"{time.strftime('%Y-%m-%d')}, {len(cores)} cores, {platform.machine()}\n")
-    print("| what | measured | target | |\n| --- | --- | --- | --- |")
+    print(f"{time.strftime('%Y-%m-%d')}, {len(cores)} cores, {platform.machine()}")
+    head("what", "measured", "target", "")
     start_up(args.model)
     asyncio.run(without_http(args.model))
     own(args.model, mine, others)

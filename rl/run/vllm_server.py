@@ -37,7 +37,7 @@ class VllmServer:
         port = free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         self._scratch = tempfile.mkdtemp(prefix="rl-")  # vLLM leaves its sockets behind
-        defaults = {name: value for name, value in CPU_ENVIRONMENT.items() if not name.startswith(("VERL", "TORCH"))}
+        defaults = {name: value for name, value in CPU_ENVIRONMENT.items() if not name.startswith("VERL")}
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_RPC_BASE_PATH": self._scratch}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", SERVED_AS, "--host", "127.0.0.1", "--port", str(port), *arguments]

@@ -97,7 +97,7 @@ class Stand:
             await asyncio.sleep(0.02)
 
     def check(self, *reasons: Reason | None) -> None:
-        """How each attempt ended (None: resolved), what came of it for training, and how it is counted."""
+        """Check how each attempt ended (None: resolved), what came of it for training, and how it is counted."""
         assert tuple(episode.verdict.reason for episode in self.kept) == reasons, [e.verdict for e in self.kept]
         counts = fold([line(record_of(episode, "train", 1, "chars", "kit")) for episode in self.kept], "episode")
         infra = [reason for reason in reasons if reason is not None and reason.is_infra]

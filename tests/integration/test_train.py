@@ -107,7 +107,7 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(
 
 
 def check_merged(run: Path, step: int) -> None:
-    """What rl.evaluate serves of a run is its newest checkpoint, every weight of it, as bfloat16."""
+    """Check that rl.evaluate serves a run's newest checkpoint, every weight of it, as bfloat16."""
     import torch
     from safetensors.torch import load_file
 
@@ -165,13 +165,13 @@ def test_a_step_in_containers_with_faults(warm_start: WarmStart, tmp_path: Path)
 
 
 def episodes(run: Path, split: str) -> list[str | None]:
-    """How the attempts of a split have ended so far."""
+    """Return how the attempts of a split have ended so far."""
     lines = [line for file in (run / "episode_metrics").glob("*.jsonl") for line in file.read_text().splitlines()]
     return [record["reason"] for record in map(json.loads, lines) if record["split"] == split]
 
 
 def kills(run: Path) -> bool:
-    """Whether there was a container in which Claude Code works: it is ended."""
+    """End a container in which Claude Code works; tell whether there was one."""
     if not (box := working(run)):
         return False
     with contextlib.suppress(APIError):  # it has ended meanwhile
@@ -181,7 +181,7 @@ def kills(run: Path) -> bool:
 
 
 def pauses(run: Path) -> bool:
-    """Whether there was a container in which Claude Code works: it is stopped."""
+    """Stop a container in which Claude Code works; tell whether there was one."""
     if not (box := working(run)):
         return False
     with contextlib.suppress(APIError):  # it has ended meanwhile, or is about to

@@ -138,7 +138,7 @@ async def test_a_server_whose_engine_dies_is_found_dead_and_an_engine_error(
         os.killpg(vllm.process.pid, signal.SIGKILL)
     vllm.process.wait()
     # Refused, reset or closed without an answer, by how far the last process with the listening socket has gone.
-    with pytest.raises(EngineError, match=vllm.url):
+    with pytest.raises(EngineError, match=r"Client(Connector|OS)Error|ServerDisconnectedError"):
         await engine.generate("e", PROMPT, SAMPLING)
     for path in held:  # nobody was left to remove it
         path.unlink(missing_ok=True)

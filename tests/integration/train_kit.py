@@ -158,7 +158,7 @@ class RunProcess:
         raise AssertionError(f"no process {words!r}; the run's code: {code}")
 
     def ends(self, within: float = TOLD_S) -> tuple[str, int]:
-        """What is still said, and the exit code; nothing may be left of the run."""
+        """Return what is still said, and the exit code; nothing may be left of the run."""
         self.children()
         scratch = (self.dir / "ray_dir").read_text()
         try:

@@ -2,8 +2,9 @@
 #   make quickstart ARGS="trainer.total_training_steps=4"
 #   make test ARGS="tests/unit -k proxy"
 # `make test` is for every change. `make test-long` has what takes minutes and breaks rarely: faults of whole runs,
-# experiments, SLURM, podman.
-.PHONY: setup quickstart test test-long lint format clean
+# experiments, SLURM, podman. `make test-gpu-pins` runs what needs no engine with the vLLM, verl and transformers of the
+# GPU extra, on the CPU.
+.PHONY: setup quickstart test test-long test-gpu-pins lint format clean
 
 setup:
 	@scripts/setup.sh
@@ -19,11 +20,17 @@ test: setup
 test-long: setup
 	@$(PYTEST) -m long $(ARGS)
 
+# Whole folders: a list of files could lose some.
+test-gpu-pins: setup
+	@scripts/gpu_pins.sh
+	@PYTHONPATH=$(CURDIR)/.gpu-pins $(PYTEST) -m "not long" $(or $(ARGS),tests/unit tests/property)
+
 lint: setup
 	@.venv/bin/ruff check
 	@.venv/bin/ruff format --check
 	@.venv/bin/lint-imports --no-cache
-	@.venv/bin/ty check --python .venv
+	@.venv/bin/ty check --python .venv --python-version 3.11
+	@.venv/bin/ty check --python .venv --python-version 3.12
 	@.venv/bin/python scripts/budget.py
 
 format: setup
@@ -32,5 +39,5 @@ format: setup
 
 # Outputs of runs are kept: they are yours.
 clean:
-	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf .venv .gpu-pins build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
 	find rl rollout rewards tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -7,8 +7,9 @@ print such signs to escape a reward of 0.
 
 The tests run in the same process as the code that they test, as in every SWE-bench set, so code that is written to
 deceive its own test run can print test results. This module catches marker lines that the eval script did not print,
-results that contradict the exit status of the test command, and an eval script that was killed. `rewards.rules` keeps
-hooks of the test runner out and flags the rest; docs/rewards.md has the whole table.
+results that contradict the exit status of the test command, and an eval script that was killed. `rewards.second` asks
+whether the tests can fail at all; `rewards.rules` keeps hooks of the test runner out and flags the rest;
+docs/rewards.md has the whole table.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from rewards import second
 from rewards.patch import APPLY, FileDiff, PatchError, read_the_same
 from rewards.rules import Rules
 from rewards.task import Task
@@ -34,24 +37,37 @@ logger = logging.getLogger(__name__)
 # All stages are one exec, because each exec costs a container engine 50 ms, and apptainer a container. Standard input
 # is the eval script, of $2 bytes, followed by the patch, which "$@" applies. The word $1 is printed when both have
 # arrived in the box and again when the patch is applied, before any code of the policy runs. It is printed to standard
-# error if the patch cannot be applied and the disk is full.
+# error if the patch cannot be applied and the disk is full. A box's diff is one of bytes, so it is applied with a git
+# directory whose attributes switch all conversions off: with the repository's own, git would compare it with what a
+# file is like in the commit (`$Id$` without the id, another encoding). A gold patch is made from commits and may need
+# those, so they come second. The eval script is read as a whole before any of it runs: of a file, bash reads each line
+# when it needs it, and the tested code could change what follows. Nor is a file left that tells the tested code which
+# script runs.
 _STAGES = """
 word=$1 length=$2 input=$TMPDIR/input; shift 2
 cat >"$input" && head -c "$length" "$input" >"$TMPDIR/eval.sh" || exit
 printf %s "$word"
+apply() { tail -c +$((length + 1)) "$input" | "$@"; }
 if [ $# -gt 0 ]; then
-    tail -c +$((length + 1)) "$input" | "$@" || {
+    git=$TMPDIR/git; mkdir -p "$git/objects" "$git/refs" "$git/info"
+    echo 'ref: refs/heads/none' >"$git/HEAD"
+    echo '* -text !eol -ident !filter !working-tree-encoding' >"$git/info/attributes"
+    GIT_DIR=$git GIT_WORK_TREE=$PWD apply "$@" 2>/dev/null || apply "$@" || {
         code=$?; head -c 1000000 /dev/zero >"$TMPDIR/space" || printf %s "$word" >&2; exit $code
     }
+    rm -r "$git"
 fi
+rm -f "$input"
 printf %s "$word"
-exec bash "$TMPDIR/eval.sh" </dev/null
+exec bash -c 'script=$(cat "$1" && printf x) && rm -f "$1" && set -- && eval "${script%x}"' bash \
+    "$TMPDIR/eval.sh" </dev/null
 """
 # Seconds for what a grading does besides applying the patch and running the tests: booting a box, reading the log.
 _SPARE_S = 300.0
 _CLOSE_S = 60.0  # seconds to wait until the box is closed
 _TAIL = 4000  # characters of the log that the verdict keeps
 _NO_RULES = Rules()
+_RESULT = re.compile(r"^(PASSED|XFAIL|FAILED|ERROR) (\S+)", re.MULTILINE)  # lines of pytest's summary
 
 
 async def grade(
@@ -61,19 +77,21 @@ async def grade(
     *,
     timeout_s: float,
     rules: Rules = _NO_RULES,
+    second_opinion: bool = False,
     spare_s: float = _SPARE_S,
 ) -> Verdict:
-    """Grade `patch` in a sandbox from `boot`, which must make a fresh one of the task's snapshot.
+    """Grade `patch` in a sandbox from `boot`, which must make a fresh one of the task's snapshot each time.
 
     An empty patch is unresolved at once. None runs the tests on the untouched snapshot, which shows whether they fail
     there. timeout_s: seconds for `git apply` and the eval script. rules: what of the patch is graded, and what is
-    flagged. spare_s: seconds for everything else; a grading that takes longer than both together is GRADER_HUNG.
+    flagged. second_opinion: a task that is resolved is graded once more, with tests that must fail. spare_s: seconds
+    for everything else; a grading that takes longer than both together, twice with a second opinion, is GRADER_HUNG.
     Raises nothing except on cancellation, and always closes the sandbox.
     """
     started = time.monotonic()
     try:
-        async with asyncio.timeout(spare_s + timeout_s) as deadline:
-            verdict = await _screened(task, patch, boot, timeout_s, rules)
+        async with asyncio.timeout((spare_s + timeout_s) * (1 + second_opinion)) as deadline:
+            verdict = await _screened(task, patch, boot, timeout_s, rules, second_opinion)
     except SandboxError as error:
         verdict = Verdict.infra(error.cause, str(error))
     except Exception as error:  # a bug in the grader or in swebench must not become a reward of 0
@@ -90,10 +108,15 @@ def warm_up() -> None:
 
 
 async def _screened(
-    task: Task, patch: bytes | None, boot: Callable[[], Awaitable[Sandbox]], timeout_s: float, rules: Rules
+    task: Task,
+    patch: bytes | None,
+    boot: Callable[[], Awaitable[Sandbox]],
+    timeout_s: float,
+    rules: Rules,
+    second_opinion: bool,
 ) -> Verdict:
     if patch is None:
-        return await _grade(task, [], boot, timeout_s)
+        return await _grade(task, [], boot, timeout_s, second_opinion)
     if not patch.strip():
         return Verdict(Reason.EMPTY_PATCH)
     try:
@@ -101,14 +124,18 @@ async def _screened(
     except PatchError as error:
         return Verdict(Reason.PATCH_APPLY_FAILED, str(error))
     if found.files:
-        verdict = await _grade(task, found.files, boot, timeout_s)
+        verdict = await _grade(task, found.files, boot, timeout_s, second_opinion)
     else:
         verdict = Verdict(Reason.FORBIDDEN_PATH_ONLY, "the rules drop every file of the patch")
     return replace(verdict, dropped=found.dropped, flags=found.flags)
 
 
 async def _grade(
-    task: Task, files: list[FileDiff], boot: Callable[[], Awaitable[Sandbox]], timeout_s: float
+    task: Task,
+    files: list[FileDiff],
+    boot: Callable[[], Awaitable[Sandbox]],
+    timeout_s: float,
+    second_opinion: bool,
 ) -> Verdict:
     harness = await asyncio.to_thread(_harness)
     if task.log_parser not in harness.parsers:
@@ -117,14 +144,26 @@ async def _grade(
     # swebench's markers go to stderr (they are lines of the shell's trace) and the results to stdout; in one stream
     # they stay in order.
     script = spec.eval_script.replace("\n", "\nexec 2>&1\n", 1)
-    box = await boot()
-    try:
-        run = await _run(box, script, files, timeout_s)
-    finally:
-        await _close(box)
-    if isinstance(run, Verdict):
-        return run
-    return await asyncio.to_thread(_judge, harness, spec, script, run, timeout_s)
+
+    async def judged(script: str) -> tuple[Verdict, str]:
+        """Return the verdict of one run of the tests, and its log."""
+        box = await boot()
+        try:
+            run = await _run(box, script, files, timeout_s)
+        finally:
+            await _close(box)
+        if isinstance(run, Verdict):
+            return run, ""
+        log = run.stdout.decode(errors="replace")
+        return await asyncio.to_thread(_judge, harness, spec, script, run, log, timeout_s), log
+
+    verdict, _ = await judged(script)
+    word = secrets.token_hex(8)
+    if not second_opinion or verdict.reason is not None:
+        return verdict
+    if wrong := second.falsifying(script, task.FAIL_TO_PASS, word):
+        return second.compared(verdict, *await judged(wrong), word)
+    return replace(verdict, detail="no second opinion: the tests are no functions of Python files")
 
 
 async def _close(box: Sandbox) -> None:
@@ -159,11 +198,13 @@ async def _run(box: Sandbox, script: str, files: list[FileDiff], timeout_s: floa
         raise SandboxError("no_git", "the box has no git to apply the patch with")
     if word.encode() in run.stderr:
         raise SandboxError("no_space", said.removesuffix(word))
-    return Verdict(Reason.PATCH_APPLY_FAILED, said or "git apply was killed")
+    if run.timed_out or (run.returncode or 0) > 128:  # nothing of the policy has run, its patch is small
+        how = "was not done in time" if run.timed_out else f"was killed (signal {(run.returncode or 0) - 128})"
+        raise SandboxError("exec_failed", f"git apply {how}: {said}")
+    return Verdict(Reason.PATCH_APPLY_FAILED, said)
 
 
-def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, timeout_s: float) -> Verdict:
-    log = run.stdout.decode(errors="replace")
+def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, log: str, timeout_s: float) -> Verdict:
     tail = log[-_TAIL:]
     if run.timed_out:
         return Verdict(Reason.TEST_TIMEOUT, f"the tests did not end within {timeout_s:.0f} s", log_tail=tail)
@@ -173,6 +214,9 @@ def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, timeout_s
     for marker in harness.markers:
         if log.count(marker) > _prints(script, marker):
             return Verdict(Reason.LOG_FORGED, f"the eval script does not print {marker!r} so often", log_tail=tail)
+    expected = (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS)
+    if torn := _contradicted(log, expected):
+        return Verdict(Reason.RESULTS_DISAGREE, f"{torn} failed and passed", log_tail=tail)
     with tempfile.NamedTemporaryFile("w", suffix=".log", errors="replace") as file:
         file.write(log)
         file.flush()
@@ -189,22 +233,41 @@ def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, timeout_s
     return Verdict(Reason.TESTS_FAILED, f"{failed} of {total} tests failed", tests, log_tail=tail)
 
 
+def _contradicted(log: str, expected: Iterable[str]) -> str:
+    """Return one of the expected tests that a pytest log reports as failed and as passed; "" if there is none.
+
+    Of several lines about a test, swebench takes the last. The tested code may print its own after pytest's summary. A
+    file that could not be collected has failed with all its tests. (A test that passes and whose teardown fails is
+    reported as PASSED and as ERROR.)
+    """
+    said: dict[str, set[str]] = {}
+    for status, name in _RESULT.findall(log):
+        said.setdefault(name, set()).add(status)
+    for test in expected:
+        found, file = said.get(test, set()), said.get(test.partition("::")[0], set())
+        if found & {"PASSED", "XFAIL"} and ("FAILED" in found or (file & {"ERROR", "FAILED"} and "::" in test)):
+            return test
+    return ""
+
+
 def _prints(script: str, marker: str) -> int:
-    """Count how often an honest run prints the marker: once per line that has it (the trace), twice for `echo`."""
+    """Count how often an honest run prints the marker: each line that has it once if the script traces what it does,
+    and once more for `echo`."""
+    traced = re.search(r"^set -[a-z]*x", script, re.MULTILINE) is not None
     lines = [line.strip() for line in script.splitlines() if marker in line]
-    return sum(2 if line.startswith("echo") else 1 for line in lines)
+    return sum(traced + line.startswith("echo") for line in lines)
 
 
 class _Harness:
     """The parts of swebench that are used here; importing it takes seconds."""
 
     def __init__(self) -> None:
-        from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT
+        from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT, TEST_EXIT_CODE
         from swebench.harness.grading import get_eval_report
         from swebench.harness.log_parsers import PARSER_REGISTRY
         from swebench.harness.utils import make_test_spec
 
-        self.markers = (START_TEST_OUTPUT, END_TEST_OUTPUT)
+        self.markers = (START_TEST_OUTPUT, END_TEST_OUTPUT, TEST_EXIT_CODE)
         self.parsers = PARSER_REGISTRY
         self.get_eval_report = get_eval_report
         self.make_test_spec = make_test_spec

@@ -7,16 +7,21 @@ them. If this module and git ever read a patch differently, the patch is refused
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-_HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+from rollout.sandbox import LEFT_OUT
+
+_HUNK = re.compile(rb"@@ -\d+(?:,(\d{1,9}))? \+\d+(?:,(\d{1,9}))? @@")
 _MOVED = re.compile(rb"(?:rename|copy) (?:from|to|old|new) (.*)")
 _QUOTED_TWICE = re.compile(rb'("(?:[^"\\]|\\.)*") ("(?:[^"\\]|\\.)*")')
 _ESCAPE = re.compile(rb'\\([abtnvfr"\\]|[0-3][0-7]{2})')
 _PLAIN = dict(zip(b'abtnvfr"\\', b'\a\b\t\n\v\f\r"\\', strict=True))
 _NOWHERE = b"/dev/null"
+_MADE = re.compile(rb"^(?:new file mode |--- /dev/null)", re.MULTILINE)
 
 APPLY = ("--whitespace=nowarn", "--numstat", "-z", "--apply")
 """Options of `git apply`: no fuzz, and print which files were changed, for `read_the_same`."""
@@ -37,6 +42,12 @@ class FileDiff:
     paths: tuple[str, ...]
     data: bytes
     added: bytes
+
+    @property
+    def created(self) -> bool:
+        """Tell whether the patch makes the file, under this name: it is new, renamed or copied."""
+        header = self.data.partition(b"\n@@ ")[0]
+        return bool(_MADE.search(header)) or len(set(self.paths)) > 1
 
     @property
     def path(self) -> str:
@@ -88,6 +99,18 @@ def split(patch: bytes) -> list[FileDiff]:
         FileDiff(tuple(part.paths), b"".join(lines[part.begin : end]), b"".join(part.added))
         for part, end in zip(parts, ends, strict=True)
     ]
+
+
+def left_out(patch: bytes) -> list[str]:
+    """Return the paths that a box's diff names as changed, but left out (see `rollout.sandbox.Sandbox.diff`).
+
+    Raises PatchError.
+    """
+    lines = takewhile(lambda line: line.startswith(LEFT_OUT), patch.split(b"\n"))
+    try:
+        return [str(json.loads(line.removeprefix(LEFT_OUT))) for line in lines]
+    except ValueError as error:
+        raise PatchError(f"a path that was left out cannot be read: {error}") from error
 
 
 def read_the_same(files: list[FileDiff], numstat: bytes) -> bool:

@@ -1,21 +1,30 @@
 """This module decides what of an agent's patch is graded, and flags what looks like an attempt to cheat the tests.
 
 Rules are data (configs/grading/default.yaml). Rules on paths *drop* files from the patch before it is applied, because
-a test or a hook of the test runner is not part of a solution. Flags only *mark* a patch for people to look at; they
-never change a reward, because honest code may do any of these things.
+a test or a hook of the test runner is not part of a solution. Flags only *mark* a patch, or what an agent ran and read,
+for people to look at; they never change a reward, because honest work may do any of these things.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rewards.patch import FileDiff, split
+from rewards.patch import FileDiff, PatchError, left_out, split
 from rewards.task import Task
+from rewards.verdict import Verdict
 
-# A file that the eval script creates with a diff of its own, as SWE-bench's scripts do.
-_HIDDEN = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)
+IGNORED = "ignored_files"
+"""The flag of a patch from whose box files were left out that came with the task's image, outside of its commit."""
+
+# A new module in one of the directories from which tests are imported, and the names that would be found there first.
+_MODULE = re.compile(r"(?:src/)?([^/.]+)(?:(?:\.[^/]*)?\.(?:py|so|pyd)|/__init__\.py)")
+_TAKEN = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "py", "xdist", "nose"}
+
+# A file in a patch that cannot be read to its end.
+_NAMED = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -34,11 +43,11 @@ class Rules:
     """Rules say which files of a patch are dropped and what is flagged.
 
     drop: patterns as in a .gitignore file. A pattern is a name at any depth or, if it has a slash before its last
-    character, a path from the root of the work tree. `*` and `?` match within a name, `**` across directories. A
-    pattern also matches everything below what it matches, and `!` takes back what an earlier pattern matched.
+    character, a path from the root of the work tree. `*`, `?` and `[...]` match within a name, `**` across directories.
+    A pattern also matches everything below what it matches, and `!` takes back what an earlier pattern matched.
 
     flags: name -> {"added": a regular expression to search for in the lines that a patch adds, "path": one to search
-    for in its paths}; each flag has one of the two or both.
+    for in its paths, "command": one to search for in what the agent ran and read}; each flag has at least one of them.
 
     Making them raises ValueError if a regular expression or a key is wrong.
     """
@@ -47,14 +56,17 @@ class Rules:
         self._drop = [(not pattern.startswith("!"), _glob(pattern.removeprefix("!"))) for pattern in drop]
         self._added: dict[str, re.Pattern[bytes]] = {}
         self._path: dict[str, re.Pattern[str]] = {}
+        self._command: dict[str, re.Pattern[str]] = {}
         for name, rule in (flags or {}).items():
-            if not rule or set(rule) - {"added", "path"}:
-                raise ValueError(f"flag {name}: needs `added`, `path` or both, and nothing else")
+            if not rule or set(rule) - {"added", "path", "command"}:
+                raise ValueError(f"flag {name}: needs `added`, `path` or `command`, and nothing else")
             try:
                 if "added" in rule:
                     self._added[name] = re.compile(rule["added"].encode(), re.MULTILINE)
                 if "path" in rule:
                     self._path[name] = re.compile(rule["path"])
+                if "command" in rule:
+                    self._command[name] = re.compile(rule["command"])
             except re.error as error:
                 raise ValueError(f"flag {name}: {error}") from error
 
@@ -66,18 +78,26 @@ class Rules:
                 dropped = drop
         return dropped
 
+    def flagged(self, verdict: Verdict, commands: Iterable[str]) -> Verdict:
+        """Return the verdict with the flags of what the agent ran and read, too."""
+        found = {name for text in commands for name, pattern in self._command.items() if pattern.search(text)}
+        return replace(verdict, flags=tuple(sorted(found.union(verdict.flags))))
+
     def screen(self, task: Task, patch: bytes) -> Screened:
         """Apply the rules to a patch. Raises PatchError.
 
         A file is dropped as a whole, even if only its old or its new name is matched. Whatever the rules say, files
-        in the way of those that the task's eval script creates are dropped.
+        in the way of those that the task's eval script patches are dropped, and new modules that would be imported in
+        place of Python's own or pytest's. What the box has left out of the patch counts as dropped, and is flagged.
         """
-        hidden = _HIDDEN.findall(task.eval_script)
+        hidden = _patched_by(task.eval_script)
         kept: list[FileDiff] = []
-        dropped: set[str] = set()
-        flags: set[str] = set()
+        dropped = set(left_out(patch))
+        flags = {IGNORED} if dropped else set()
         for file in split(patch):
             taken = [path for path in file.paths if self.drops(path) or any(_clash(path, other) for other in hidden)]
+            if file.created and (module := _MODULE.fullmatch(file.path)) and module[1] in _TAKEN:
+                taken.append(file.path)
             dropped.update(taken)
             if not taken:
                 kept.append(file)
@@ -86,9 +106,18 @@ class Rules:
         return Screened(kept, tuple(sorted(dropped)), tuple(sorted(flags)))
 
 
+def _patched_by(script: str) -> set[str]:
+    """Return the paths in an eval script's own patches, which SWE-bench's scripts have as here-documents."""
+    try:
+        return {path for file in split(script.encode()) for path in file.paths}
+    except PatchError:  # there is none, or none that can be read to its end
+        return set(_NAMED.findall(script))
+
+
 def _glob(pattern: str) -> re.Pattern[str]:
     wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    body = "".join(wild.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*\*|\*|\?)", pattern.strip("/")))
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", pattern.strip("/"))
+    body = "".join(wild.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
     anywhere = "" if "/" in pattern.rstrip("/") else "(?:.*/)?"
     return re.compile(f"{anywhere}{body}(?:/.*)?", re.DOTALL)
 

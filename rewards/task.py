@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -24,8 +25,12 @@ _TEXT = ("instance_id", "image", "repo", "version", "log_parser", "eval_type", "
 _TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 COLUMNS = (*_TEXT, "problem_statement", "base_commit", *_TESTS)
 OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty")
+_ONE_LINE = ("instance_id", "image", "repo", "version", "log_parser", "eval_type", "base_commit", "difficulty")
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 _LOCAL = "dir:"
+_LARGE = 1e15
+# Of swebench (swebench.harness.constants, which takes seconds to import). Results are read between them.
+MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output")
 
 
 class TaskError(ValueError):
@@ -78,17 +83,22 @@ class Task:
         """Make a task of one row after checking it. Raises TaskError, which names the instance and the field."""
         values = {name: _text(row, name) for name in (*_TEXT, "problem_statement", "base_commit")}
         tests = {name: _strings(row, name) for name in _TESTS}
-        if not tests["FAIL_TO_PASS"] and not tests["PASS_TO_PASS"]:
-            raise _wrong(row, "FAIL_TO_PASS", "is empty, as is PASS_TO_PASS: any patch would resolve the task")
+        if not tests["FAIL_TO_PASS"]:
+            raise _wrong(row, "FAIL_TO_PASS", "is empty: a patch that changes nothing could resolve the task")
         if values["eval_type"] not in EVAL_TYPES:
-            raise _wrong(row, "eval_type", f"{values['eval_type']!r} is not one of {', '.join(EVAL_TYPES)}")
+            raise _wrong(row, "eval_type", f"{values['eval_type'][:80]!r} is not one of {', '.join(EVAL_TYPES)}")
         if values["log_parser"] not in log_parsers():
-            raise _wrong(row, "log_parser", f"swebench has no parser {values['log_parser']!r}")
-        patches = {name: row.get(name) for name in ("patch", "setup_patch")}
-        for name, patch in patches.items():
-            if patch is not None and not isinstance(patch, str):
-                raise _wrong(row, name, f"is {type(patch).__name__}, not text")
-        difficulty = row.get("difficulty")
+            raise _wrong(row, "log_parser", f"swebench has no parser {values['log_parser'][:80]!r}")
+        if values["eval_type"] == "fail_only" and _lists_passes(values["log_parser"]):
+            parser = values["log_parser"]
+            raise _wrong(
+                row, "eval_type", f"fail_only counts a test without a result as passed, and {parser} lists those"
+            )
+        if problem := _unreadable(values["eval_script"]):
+            raise _wrong(row, "eval_script", problem)
+        patches = {
+            name: _checked(row, name, row[name]) for name in ("patch", "setup_patch") if row.get(name) is not None
+        }
         hidden = _strings(row, "hidden_paths") if row.get("hidden_paths") is not None else ()
         if strange := [path for path in hidden if not path.strip("/") or ".." in path.split("/")]:
             raise _wrong(row, "hidden_paths", f"{strange[0]!r} is not a path below the work tree or the root")
@@ -96,8 +106,9 @@ class Task:
             **values,
             FAIL_TO_PASS=tests["FAIL_TO_PASS"],
             PASS_TO_PASS=tests["PASS_TO_PASS"],
-            **patches,
-            difficulty=None if difficulty is None else str(difficulty),
+            patch=patches.get("patch"),
+            setup_patch=patches.get("setup_patch"),
+            difficulty=_difficulty(row),
             hidden_paths=hidden,
             base_dir=base_dir.absolute(),
         )
@@ -115,14 +126,16 @@ def load_tasks(path: Path | str) -> list[Task]:
     path = Path(path)
     try:
         table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
+        present = [name for name in (*COLUMNS, *OPTIONAL) if name in table.column_names]
+        rows = table.select(present).to_pylist()
+    except (OSError, pyarrow.ArrowException, ValueError, OverflowError) as error:
+        # The last two: a text that is no UTF-8, a time that Python has none for.
         raise TaskError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from error
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
         raise TaskError(f"{path}: no column {', '.join(missing)}")
     if table.num_rows == 0:
         raise TaskError(f"{path}: has no rows")
-    rows = table.select([*COLUMNS, *(name for name in OPTIONAL if name in table.column_names)]).to_pylist()
     tasks: list[Task] = []
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
@@ -158,18 +171,51 @@ def _parsers_in_source() -> frozenset[str]:
     return frozenset(re.findall(r'^    "(\w+)": ', source, re.MULTILINE))
 
 
+def _lists_passes(parser: str) -> bool:
+    """Tell whether the logs that a parser reads name the tests that passed: those of Python's test runners do."""
+    return "pytest" in parser or parser.removeprefix("parse_log_") in ("django", "matplotlib", "seaborn", "sympy")
+
+
+def _unreadable(script: str) -> str:
+    """Return why no result of an eval script could ever be read; empty if that is not so."""
+    if "\r\n" in script:
+        return "has CRLF line ends, which bash takes for part of its words"
+    missing = [marker for marker in MARKERS if marker not in script]
+    return f"does not print {missing[0]!r}, so no result could be read" if missing else ""
+
+
 def _wrong(row: Mapping[str, Any], name: str, what: str) -> TaskError:
-    return TaskError(f"{row.get('instance_id') or 'no instance_id'}: {name}: {what}")
+    known = row.get("instance_id")
+    printable = isinstance(known, str) and known.isprintable()
+    return TaskError(f"{(known[:200] if printable else '') or 'no instance_id'}: {name}: {what}")
+
+
+def _checked(row: Mapping[str, Any], name: str, value: Any) -> str:
+    """Return a value that is a text which files and programs can be given. Raises TaskError for any other."""
+    if not isinstance(value, str):
+        raise _wrong(row, name, "is missing" if value is None else f"is {type(value).__name__}, not text")
+    if "\0" in value or value.encode(errors="ignore").decode() != value:
+        raise _wrong(row, name, "has a character that no file or program takes (NUL, or half a surrogate pair)")
+    if name in _ONE_LINE and not value.isprintable():
+        raise _wrong(row, name, f"{value[:80]!r} has characters that cannot be printed")
+    return value
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise _wrong(row, name, "is missing" if value is None else f"is {type(value).__name__}, not text")
+    value = _checked(row, name, row.get(name))
     # Only these two may be empty: nothing is graded by them or shown to the agent.
     if not value.strip() and name not in ("version", "base_commit"):
         raise _wrong(row, name, "is empty")
     return value
+
+
+def _difficulty(row: Mapping[str, Any]) -> str | None:
+    value = row.get("difficulty")
+    if isinstance(value, float) and math.isnan(value):  # pandas has it in place of null
+        return None
+    if isinstance(value, int | float) and abs(value) < _LARGE:
+        value = str(value)
+    return None if value is None else _checked(row, "difficulty", value)
 
 
 def _strings(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -177,10 +223,10 @@ def _strings(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _wrong(row, name, f"is neither a list nor the JSON text of one ({error})") from error
     elif hasattr(value, "tolist"):  # pandas returns lists as numpy arrays
         value = value.tolist()
     if not isinstance(value, list | tuple) or not all(isinstance(test, str) for test in value):
         raise _wrong(row, name, "is not a list of strings")
-    return tuple(value)
+    return tuple(_checked(row, name, text) for text in value)

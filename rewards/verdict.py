@@ -27,6 +27,7 @@ class Reason(StrEnum):
     TEST_TIMEOUT = "test_timeout"
     LOG_UNPARSABLE = "log_unparsable"  # no results, or ones that contradict the exit status
     LOG_FORGED = "log_forged"  # it has marker lines that the eval script did not print
+    RESULTS_DISAGREE = "results_disagree"  # a test failed and passed, or passes although it was made wrong
 
     NOT_STARTED = "not_started"
     AGENT_CRASHED = "agent_crashed"
@@ -68,6 +69,7 @@ _POLICY = frozenset(
         Reason.TEST_TIMEOUT,
         Reason.LOG_UNPARSABLE,
         Reason.LOG_FORGED,
+        Reason.RESULTS_DISAGREE,
     }
 )
 

@@ -26,8 +26,10 @@ from rewards.grade import warm_up
 from rewards.task import load_tasks
 from rewards.verdict import Outcome
 from rl.engine import VerlEngine
+from rl.far_boxes import far_boot
 from rl.metrics.episodes import EpisodeLog, line
 from rl.metrics.samples import SampleLog
+from rl.run import errors
 from rl.setup import load_policy, make_setup, training_settings
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.server import ProxyServer
@@ -38,9 +40,11 @@ class Worker:
     """A worker is what the episodes of one process share. It is made with the first episode."""
 
     def __init__(self, config: DictConfig, tokenizer: Any, model_type: str, engine: VerlEngine) -> None:
-        self.config = config
+        self.config, self.engine = config, engine
         self.proxy = ProxyServer()
         settings = training_settings(config)
+        if config.cluster.grading_resource:
+            settings = replace(settings, boot=far_boot(settings.boot, config))
         policy = load_policy(settings, config.actor_rollout_ref.model.path, tokenizer, model_type, engine)
         self.setup = make_setup(settings, policy, self.proxy)
         run_dir = Path(config.run.dir)
@@ -62,12 +66,17 @@ class Worker:
         """Return the set-up of an episode that samples with the trainer's ``parameters``."""
         return replace(self.setup, policy=replace(self.setup.policy, sampling=parameters))
 
-    def keep(self, episode: Episode, split: str, step: int) -> None:
-        """Write the record of an attempt, and from it the line for its step's metrics and perhaps a sample."""
+    def keep(self, episode: Episode, split: str, step: int, session: str) -> None:
+        """Write the record of an attempt, and from it the line for its step's metrics and perhaps a sample.
+
+        ``session``: the key of the episode in TransferQueue, by which a resumed run finds the lines of episodes that it
+        does not play again.
+        """
         model = self.config.cluster.staged_from or self.config.actor_rollout_ref.model.path
         record = record_of(episode, split, step, model, self.setup.policy.parser.spec)
         self.records.append(record)
-        self.log.append(line(record))
+        answered = self.engine.servers.pop(episode.id, None)
+        self.log.append({**line(record), "session": session, "engine": answered})
         self.samples.offer(record)
 
 
@@ -84,7 +93,21 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
 
     # verl annotates one output; its workers take a list of them as well.
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:  # ty: ignore
-        """Return the episode's training rows, the main thread's last; none if the infrastructure failed for good."""
+        """Return the episode's training rows, the main thread's last.
+
+        There are none if the infrastructure failed for good, or if a limit ended the episode and such ones are not
+        trained on: its group then goes on without it. There are none either if the episode was played before the run
+        was interrupted, and its rows are there already (``rl.run.unfinished``).
+        """
+        if str(row["session_id"]) in row.get("kept", "").split():
+            return []
+        try:
+            return await self._rows(sampling_params, row)
+        except Exception as error:  # a failure of an episode is none: it is a verdict
+            errors.note(Path(self.config.run.dir), error)
+            raise
+
+    async def _rows(self, sampling_params: dict[str, Any], row: dict[str, Any]) -> list[AgentLoopOutput]:
         worker = await self._worker()
         task = worker.tasks(row["task_file"])[row["task"]]
         split, step = row["split"], int(row["global_steps"])
@@ -95,8 +118,9 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
             sampling_params = {**sampling_params, "seed": episode_seed(self.config.seed, *place)}
         async with worker.slots:
             setup = worker.sampling(sampling_params)
-            episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step))
-        return outputs(episode)
+            session = f"{row['uid']}_{row['session_id']}"
+            episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step, session))
+        return outputs(episode, split == "train" and self.config.episode.mask_overlong)  # held-out ones all count
 
     async def _worker(self) -> Worker:
         global _worker
@@ -117,9 +141,9 @@ def episode_seed(run_seed: int, split: str, step: int, task: str, session: int) 
     return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
 
 
-def outputs(episode: Episode) -> list[AgentLoopOutput]:
+def outputs(episode: Episode, mask_overlong: bool = False) -> list[AgentLoopOutput]:
     """Return an episode's rows in verl's form. All of them carry the episode's reward; verl reads the last one's."""
-    if episode.verdict.is_infra:
+    if episode.verdict.is_infra or (mask_overlong and episode.overlong):
         return []
     seconds = episode.timing
     metrics = AgentLoopMetrics(
@@ -139,7 +163,6 @@ def outputs(episode: Episode) -> list[AgentLoopOutput]:
             extra_fields={
                 "min_global_steps": row.versions[0],
                 "max_global_steps": row.versions[1],
-                "overlong": episode.overlong,
                 "reward_extra_info": {"resolved": float(episode.verdict.outcome is Outcome.RESOLVED)},
             },
         )

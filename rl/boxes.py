@@ -3,24 +3,28 @@
 A class reads the config group ``sandbox`` of its kind; the boxes themselves are in the kind's folder below
 ``rollout/sandbox``. As a program, it pulls and seals the images of task files and reports what was found in them:
 
-    python -m rl.boxes TASKS.parquet ... sandbox=docker [sandbox.image_budget_gb=100]
+    python -m rl.boxes TASKS.parquet ... sandbox=docker [sandbox.image_budget_gb=100] [--shard 1/4]
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
-from rewards.task import Task, load_tasks
+from rewards.task import Task, TaskError, load_tasks
 from rl.config import ConfigError, compose
+from rl.shard import Shard
 from rollout.episode import Boot
-from rollout.sandbox import Limits, Sandbox, SandboxError
+from rollout.sandbox import Limits, Sandbox, SandboxError, registry
 from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.apptainer import images as apptainer_images
 from rollout.sandbox.apptainer.box import boot_apptainer
@@ -29,6 +33,7 @@ from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.docker.engine import checked, get_engine
 from rollout.sandbox.local import bwrap
 from rollout.sandbox.local.box import boot_local
+from rollout.sandbox.pulls import Pulls
 from rollout.sandbox.sealing import Source, Wanted
 
 Say = Callable[[str], None]
@@ -99,6 +104,8 @@ class Kind:
 class Local(Kind):
     """Boxes are directories and processes of this machine, isolated by bubblewrap where it works."""
 
+    numbers = (*Kind.numbers, "memory_mb", "disk_mb")
+
     def check(self) -> None:
         """Raise ConfigError if bubblewrap was asked for and does not work; ``auto`` decides for itself."""
         if self.sandbox.isolation != "bwrap":
@@ -144,6 +151,20 @@ class FromImages(Kind):
             kind = self.sandbox.kind
             raise ConfigError(f"{snapshots}, for which sandbox={kind} needs sandbox.base_image{self.base_hint}")
 
+    @property
+    def pulls(self) -> Pulls:
+        """Return where images are pulled from ahead of a run. A box that boots in a run waits for no registry: its
+        episode is tried again, and the other episodes of the step wait for it."""
+        return Pulls(self.sandbox.registry_mirror, self.sandbox.pull_patience_s)
+
+    def missing(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Return the images that have to be pulled. Blocks. Raises SandboxError."""
+        raise NotImplementedError
+
+    def store(self) -> Path | None:
+        """Return the directory on whose disk images are kept, None if it is on another machine."""
+        raise NotImplementedError
+
     def _made_from(self, task: Task, grading: bool) -> dict[str, Any]:
         """Return the parameters of the boot functions that name the image; a snapshot is copied into the base image."""
         if is_snapshot(task):
@@ -183,11 +204,20 @@ class Docker(FromImages):
             raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
 
     async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
-        made_from = self._made_from(task, grading)
-        return await boot_docker(**made_from, run=run, budget_bytes=self.budget_bytes, **common)
+        made_from, pulls = self._made_from(task, grading), replace(self.pulls, patience_s=0)
+        return await boot_docker(**made_from, run=run, budget_bytes=self.budget_bytes, pulls=pulls, **common)
 
     async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
-        return await docker_images.prepare(wanted, budget_bytes=self.budget_bytes, **how)
+        return await docker_images.prepare(wanted, budget_bytes=self.budget_bytes, pulls=self.pulls, **how)
+
+    def missing(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Return the images that the engine does not have. Blocks. Raises SandboxError."""
+        return docker_images.missing(get_engine(), (one.source.image for one in wanted))
+
+    def store(self) -> Path | None:
+        """Return the engine's directory. Blocks. Raises SandboxError."""
+        place = Path(checked("docker_failed", get_engine().client.info).get("DockerRootDir") or "/none")
+        return place if place.is_dir() else None
 
 
 class Apptainer(FromImages):
@@ -196,7 +226,16 @@ class Apptainer(FromImages):
     @property
     def cache(self) -> apptainer_images.Cache:
         """Return the directory of .sif files and its budget."""
-        return apptainer_images.Cache(Path(self.sandbox.cache_dir).expanduser().absolute(), self.budget_bytes)
+        directory = Path(self.sandbox.cache_dir).expanduser().absolute()
+        return apptainer_images.Cache(directory, self.budget_bytes, self.pulls)
+
+    def missing(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Return the images that are not in the cache, neither sealed nor as they are."""
+        return apptainer_images.missing(self.cache, [one.source for one in wanted])
+
+    def store(self) -> Path | None:
+        """Return the cache's directory, or the one in which it will be made."""
+        return writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
 
     def check(self) -> None:
         """Raise ConfigError if the program is missing or too old, or if the base image or the cache cannot be used."""
@@ -212,7 +251,8 @@ class Apptainer(FromImages):
         writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
 
     async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
-        return await boot_apptainer(**self._made_from(task, grading), cache=self.cache, **common)
+        cache = replace(self.cache, pulls=replace(self.pulls, patience_s=0))
+        return await boot_apptainer(**self._made_from(task, grading), cache=cache, **common)
 
     async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
         return await apptainer_images.prepare(self.cache, wanted, **how)
@@ -281,19 +321,59 @@ def writable(wanted: Path, key: str, advice: str) -> Path:
     return place
 
 
+# Bytes on disk per compressed byte that is pulled: layers are unpacked, by docker as files, by apptainer for a sealed
+# copy beside the image. Assumed: what pip and apt install shrinks to about a third.
+_ON_DISK = 3.0
+
+
+def check_room(kind: FromImages, wanted: Sequence[Wanted], say: Say) -> None:
+    """Say how large the images are that have to be pulled. Raises ConfigError if the disk has no room for them.
+
+    If the registry does not tell, that is said, and nothing is checked. Raises SandboxError.
+    """
+    lost = kind.missing(wanted)
+    if not lost:
+        return
+    try:
+        found = registry.estimate(lost, lambda image: registry.layers(image, kind.pulls))
+    except OSError as error:
+        say(f"images: {len(lost)} to pull, of unknown size: {error}")
+        return
+    need = min(found.compressed * _ON_DISK, kind.budget_bytes or math.inf)
+    sizes = f"{found.compressed / 2**30:.1f} GiB to transfer, {need / 2**30:.1f} GiB on disk"
+    say(f"images: {len(lost)} to pull; about {sizes}, by the sizes of {found.asked}")
+    if (store := kind.store()) is not None and (free := shutil.disk_usage(store).free) < need:
+        raise ConfigError(
+            f"{store} has {free / 2**30:.1f} GiB free, and the images need about {need / 2**30:.1f}; make room, take "
+            "fewer tasks, or set sandbox.image_budget_gb"
+        )
+
+
 def main() -> None:
     """Pull and seal the images of task files, and print what was found in them."""
     parser = argparse.ArgumentParser(prog="python -m rl.boxes", description="Pull and seal task images.")
     parser.add_argument("tasks", nargs="+", help="parquet files of tasks, and config overrides such as sandbox=docker")
-    given = parser.parse_args().tasks
-    overrides = [word for word in given if "=" in word]
-    tasks = [task for path in given if path not in overrides for task in load_tasks(Path(path))]
+    parser.add_argument("--shard", metavar="I/N", help="only this part of the images, from 1/N to N/N")
+    parser.add_argument("--sizes", action="store_true", help="only say how large they are, and whether there is room")
+    options = parser.parse_args()
+    overrides = [word for word in options.tasks if "=" in word]
     try:
+        tasks = [task for path in options.tasks if path not in overrides for task in load_tasks(Path(path))]
         kind = kind_of(compose(overrides).sandbox)
-        if not kind.from_images:
+        if not isinstance(kind, FromImages):
             raise ConfigError(f"sandbox={kind.sandbox.kind} makes boxes without images; give another kind")
-        reports = asyncio.run(kind.prepare(wanted_of(tasks), print))
-    except (ConfigError, SandboxError) as error:
+        wanted = wanted_of(tasks)
+        if options.shard:
+            wanted = Shard.parse(options.shard).of(wanted, lambda one: one.source.image)
+        check_room(kind, wanted, print)
+        reports = {} if options.sizes else asyncio.run(kind.prepare(wanted, print))
+    except ConfigError as error:
+        error.tell("images")
+        sys.exit(2)
+    except (TaskError, ValueError) as error:
+        print(f"images: {error}", file=sys.stderr)
+        sys.exit(2)
+    except SandboxError as error:
         raise SystemExit(f"images: {error}") from error
     for instance_id, report in reports.items():
         print(f"{instance_id}: {'; '.join(report['residue']) or 'no residue'}")

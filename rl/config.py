@@ -1,7 +1,8 @@
 """This module composes the config from configs/ and defines the error for a config that cannot work."""
 
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +22,13 @@ CPU_ENVIRONMENT = {
     # Ray would start Python processes ahead that no actor of the run can use: their environment is another.
     "RAY_prestart_worker_first_driver": "0",
 }
+# Nothing that runs tells anybody about it.
+NO_REPORTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+}
 # Of a training run, whose model has a few million parameters. Operations on them are too short to share: with two
 # threads an update takes twice as long. vLLM would also compile a function for the first reply that it samples (12 s).
 CPU_TRAINING = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -29,7 +37,31 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 class ConfigError(Exception):
-    """The program cannot work as configured; the message is one line that says what, where and what to do."""
+    """The program cannot work as configured; each of ``lines`` says what, where and what to do."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*lines)
+        self.lines = lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def tell(self, program: str = "config") -> None:
+        """Print the lines to stderr, each after the name of what found them."""
+        for line in self.lines:
+            print(f"{program}: {line}", file=sys.stderr)
+
+
+def check_all(config: DictConfig, *checks: Callable[[DictConfig], object]) -> None:
+    """Call each check with the config, and raise one ConfigError with the lines of all that raised one."""
+    lines: list[str] = []
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            lines += error.lines
+    if lines:
+        raise ConfigError(*dict.fromkeys(lines))  # several checks may need the same thing
 
 
 def package_dir(name: str) -> str:
@@ -51,10 +83,29 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("rl.div", lambda a, b: a // b, replace=True)
 
 
-def compose(overrides: Sequence[str] = (), name: str = "train") -> DictConfig:
-    """Return the config that ``python -m rl.train <overrides>`` composes, or that of another program (``name``)."""
+def compose(
+    overrides: Sequence[str] = (), name: str = "train", check: Callable[[DictConfig], object] | None = None
+) -> DictConfig:
+    """Return the config that ``python -m rl.train <overrides>`` composes, or that of another program (``name``).
+
+    check: is called with the config if some overrides are wrong, so that one error names all mistakes; the config is
+    then made without those overrides.
+
+    Raises:
+        ConfigError: with a line for each override that is wrong.
+    """
     import hydra
+
+    from rl.overrides import read
 
     register_resolvers()
     with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
-        return hydra.compose(name, overrides=list(overrides))
+        verls = [Path(package_dir("verl"), "trainer", "config")] if name == "train" else []
+        config, wrong = read(name, overrides, [CONFIGS, *verls])
+
+    def refuse(_: DictConfig) -> None:
+        raise ConfigError(*wrong)
+
+    if wrong:
+        check_all(config, refuse, *([check] if check else []))
+    return config

@@ -35,6 +35,7 @@ class TaskDataset(Dataset[dict[str, Any]]):
                 "task_file": str(Path(file).absolute()),
                 "split": "val" if file in held_out else "train",
                 "data_source": task.repo,
+                "kept": "",  # episodes of the task's group that need not be played: rl.run.unfinished
                 # For verl's validation table; Claude Code makes the real prompt from the statement.
                 "raw_prompt": [{"role": "user", "content": task.problem_statement}],
             }

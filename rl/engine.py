@@ -34,7 +34,8 @@ class VerlEngine:
     """
 
     def __init__(self, client: LLMServerClient) -> None:
-        self.client = _watched(client)
+        self.servers: dict[str, str] = {}  # by episode, until the caller takes it out
+        self.client = _watched(client, self.servers)
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         """Sample one reply. Raises EngineError."""
@@ -54,6 +55,10 @@ class VerlEngine:
             raise EngineError(f"the server ended the reply after {len(out.token_ids)} tokens")
         if out.log_probs is None or len(out.log_probs) != len(out.token_ids):
             raise EngineError(f"reply of {len(out.token_ids)} tokens without their logprobs ({out.stop_reason})")
+        if out.routed_experts is not None:
+            expected = len(prompt_ids) + len(out.token_ids) - 1 - sampling.get("routed_experts_prompt_start", 0)
+            if len(out.routed_experts) != expected:
+                raise EngineError(f"routing of {len(out.routed_experts)} tokens where {expected} were asked for")
         # The first attempt tells what earlier calls had cached; a later one also finds what the first one computed.
         first = next((attempt.out for attempt in attempts if attempt.out is not None), out)
         cached = first.extra_fields.get("num_cached_tokens")
@@ -87,13 +92,17 @@ class _WatchedServer:
         return attempt.out
 
 
-def _watched(client: LLMServerClient) -> LLMServerClient:
-    """Return the same client with watched servers. All of verl's clients pick their servers in ``_acquire_server``,
-    which makes it the one place to see them; what ``generate`` returns neither tells the attempts nor can end them."""
+def _watched(client: LLMServerClient, servers: dict[str, str]) -> LLMServerClient:
+    """Return the same client with watched servers, whose names are noted in ``servers`` by request id.
+
+    All of verl's clients pick their servers in ``_acquire_server``, which makes it the one place to see them; what
+    ``generate`` returns neither tells the attempts nor can end them.
+    """
     watched = copy.copy(client)
 
     async def acquire(request_id: str, **extra: Any) -> tuple[str, Any]:
         server_id, handle = await type(client)._acquire_server(watched, request_id, **extra)
+        servers[request_id] = server_id
         return server_id, _WatchedServer(handle)
 
     watched._acquire_server = acquire

@@ -64,6 +64,7 @@ class Settings:
     agent: Agent
     boot: Boot
     rules: Rules
+    second_opinion: bool
     shape: Shape | None
     grade_timeout_s: float
     infra_retries: int
@@ -74,6 +75,7 @@ class Settings:
     side_endpoint: SideEndpoint | None
     max_tokens: int
     max_context: int
+    max_calls: int
 
 
 def training_settings(config: DictConfig) -> Settings:
@@ -101,6 +103,7 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
         agent=agent,
         boot=kind_of(config.sandbox).boot(agent.binary, run),
         rules=rules_from(config),
+        second_opinion=config.grading.second_opinion,
         shape=shape_from(config),
         grade_timeout_s=config.grading.timeout_s,
         infra_retries=config.episode.infra_retries,
@@ -111,6 +114,7 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
         side_endpoint=side_endpoint,
         max_tokens=max_tokens,
         max_context=max_context,
+        max_calls=proxy.max_calls,
     )
 
 
@@ -130,6 +134,7 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
         max_context=settings.max_context,
         train_side_calls=settings.train_side_calls,
         side_endpoint=settings.side_endpoint,
+        max_calls=settings.max_calls,
     )
 
 
@@ -142,6 +147,7 @@ def make_setup(settings: Settings, policy: Policy, proxy: ProxyServer) -> Setup:
         agent=settings.agent,
         grade_timeout_s=settings.grade_timeout_s,
         rules=settings.rules,
+        second_opinion=settings.second_opinion,
         shape=settings.shape,
         infra_retries=settings.infra_retries,
         scratch=Path(scratch) if (scratch := os.environ.get("RL_SOCKET_DIR")) else None,

@@ -4,6 +4,7 @@ Rows are ids and masks and are used as they are: nothing is decoded, templated o
 imitates exactly the tokens that the rollouts will produce.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.config import CPU_TRAINING
-from rl.run.programs import end_of_log
+from rl.run.programs import end_of_log, tied
+from rollout import files
 
 
 class TokenRows:
@@ -76,9 +78,10 @@ _SETTINGS = (
     "data.num_workers=0",
     "data.custom_cls.path=pkg://rl.sft",
     "data.custom_cls.name=TokenRows",
-    "checkpoint.save_contents=[hf_model]",
+    "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     "trainer.logger=[file]",
-    "trainer.resume_mode=disable",
+    "trainer.resume_mode=auto",
+    "trainer.save_freq=after_each_epoch",
     "trainer.device=cpu",
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
@@ -99,6 +102,8 @@ def run_sft(
     log: Path,
 ) -> Path:
     """Fine-tune all weights of a Hugging Face model on token rows, in one process on the CPU.
+
+    If this process is killed, the same call goes on after the last epoch that was finished, with the same result.
 
     Args:
         model_dir: Hugging Face model and tokenizer; float32 weights are trained.
@@ -121,8 +126,7 @@ def run_sft(
 
     out_dir, log = Path(out_dir), Path(log)
     out_dir.mkdir(parents=True, exist_ok=True)
-    checkpoints = out_dir / "checkpoints"
-    shutil.rmtree(checkpoints, ignore_errors=True)
+    checkpoints, model = out_dir / "checkpoints", out_dir / "model"
     settings = {
         "model.path": model_dir,
         "engine.seed": seed,
@@ -136,21 +140,34 @@ def run_sft(
         "trainer.seed": seed,
         "trainer.default_local_dir": checkpoints,
     }
-    command = [sys.executable, "-m", "verl.trainer.sft_trainer", *_SETTINGS]
-    command += [f"{key}={value}" for key, value in settings.items()]
+    arguments = [*_SETTINGS, *(f"{key}={value}" for key, value in settings.items())]
+    _go_on(out_dir, json.dumps(arguments))
+    if model.exists():
+        return model
+    command = tied(sys.executable, "-m", "verl.trainer.sft_trainer", *arguments)
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch, open(log, "ab") as sink:
         environment = {**os.environ, **_environment(scratch, out_dir), **CPU_TRAINING}
         finished = subprocess.run(command, env=environment, stdout=sink, stderr=sink)
     if finished.returncode != 0:
         raise RuntimeError(f"SFT failed, see {log}: {end_of_log(log)}")
     saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
-    model = out_dir / "model"
-    shutil.rmtree(model, ignore_errors=True)
-    (saved / "huggingface").rename(model)
     # verl writes bfloat16 and the attention implementation into the config, whatever the weights are.
-    shutil.copy(Path(model_dir) / "config.json", model / "config.json")
+    shutil.copy(Path(model_dir) / "config.json", saved / "huggingface" / "config.json")
+    (saved / "huggingface").rename(model)
     shutil.rmtree(checkpoints)
     return model
+
+
+def _go_on(out_dir: Path, arguments: str) -> None:
+    """Prepare ``out_dir`` to go on where an earlier call with the same arguments was; remove what others have left."""
+    known = out_dir / "arguments.json"
+    if not known.exists() or known.read_text() != arguments:
+        for name in ("checkpoints", "model"):
+            shutil.rmtree(out_dir / name, ignore_errors=True)
+        files.write(known, arguments)
+    # Checkpoints are those of an epoch's end. With the loader's state from there, verl would find the next one empty.
+    for state in (out_dir / "checkpoints").glob("global_step_*/data_*.pt"):
+        state.unlink()
 
 
 def _environment(scratch: str, out_dir: Path) -> dict[str, str]:
@@ -158,4 +175,5 @@ def _environment(scratch: str, out_dir: Path) -> dict[str, str]:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     meeting = f"file://{scratch}/rendezvous?rank=0&world_size=1"
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DIST_INIT_METHOD": meeting}
-    return alone | address | {"VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl")}
+    # A GPU that is here must not be seen: verl would pick its branches for GPUs.
+    return alone | address | {"VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl"), "CUDA_VISIBLE_DEVICES": ""}

@@ -6,6 +6,11 @@ command continues a killed run). Exit code: 0 done, 1 failed, 2 the config is wr
 lost, 143 ended by a signal in the middle of a step (``rl.run.stop``).
 """
 
+if __name__ == "__main__":  # the imports take seconds, in which a scheduler may send its warning
+    from rl.run import stop
+
+    stop.early()
+
 import contextlib
 import functools
 import importlib
@@ -17,20 +22,19 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl.config import CONFIGS, CPU_TRAINING, ConfigError, register_resolvers
+from rl.command import read_command
+from rl.config import CONFIGS, CPU_TRAINING, NO_REPORTS, ConfigError, check_all
 from rl.metrics import episodes as metrics
-from rl.run import checkpoints, stop, watch
+from rl.run import checkpoints, slurm, starts, stop, unfinished, watch
 from rl.run.directory import Run, open_run
 from rl.run.fork_server import ForkServer
 from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
+from rl.run.scratch import ray_directory
 from rl.screen import Screen, this_command
 from rollout.sandbox import directory
-
-register_resolvers()
 
 
 def prepare(config: DictConfig, screen: Screen) -> None:
@@ -51,7 +55,7 @@ def set_environment(config: DictConfig, run: Run) -> None:
         "WANDB_SILENT": "true",
         "TENSORBOARD_DIR": str(run.dir / "tensorboard"),  # else below the working directory
         "TOKENIZERS_PARALLELISM": "true",
-        "RAY_USAGE_STATS_ENABLED": "0",
+        **NO_REPORTS,
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home directory
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -65,6 +69,11 @@ def set_environment(config: DictConfig, run: Run) -> None:
         values |= CPU_TRAINING
     for key, value in values.items():
         os.environ.setdefault(key, value)
+
+
+def handle_signals(config: DictConfig, screen: Screen) -> None:
+    """Make signals mean what ``rl.run.stop`` says."""
+    stop.install(config.run.grace_s, screen.say, slurm.job_end)
 
 
 def joins_cluster(config: DictConfig) -> bool:
@@ -116,11 +125,15 @@ def train(
         if forks is not None:
             options["runtime_env"]["py_executable"] = forks.executable
             forks.wait()
-        ray.init(**options)
-        stop.install(config.run.grace_s, screen.say)  # Ray has put its own handlers there, which end the process
+        try:
+            ray.init(**options)
+        except SystemExit:  # from Ray's own handler of SIGTERM
+            stop.end(stop.Stopped("SIGTERM"))
+        handle_signals(config, screen)  # in place of Ray's handler
         run_trainer(config, last_words)
     finally:
         ray.shutdown()
+        handle_signals(config, screen)  # Ray leaves the kernel's default
         directory.sweep()  # sandboxes of workers that were killed
 
 
@@ -144,7 +157,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
 def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, witness: watch.Witness) -> None:
     """Prepare data, images and model, check what was made, and train. Raises what ends the run early."""
     from rl.boxes import prepare_images
-    from rl.checks.data import check_tasks
+    from rl.checks.data import check_files, check_tasks
     from rl.checks.machine import check_loggers
     from rl.checks.model import check_family, check_model
 
@@ -152,8 +165,11 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
     screen.show("preparing")
     prepare(config, screen)
     if config.data.custom_cls.path == "pkg://rl.dataset":  # else the files are another dataset's
-        tasks = check_tasks(config)
-        prepare_images(config.sandbox, run.dir, tasks, screen.say, functools.partial(screen.show, "images"))
+        if config.cluster.episode_resource is None:
+            tasks = check_tasks(config)
+            prepare_images(config.sandbox, run.dir, tasks, screen.say, functools.partial(screen.show, "images"))
+        else:
+            check_files(config)  # the images are those of other nodes
     screen.show("checking the model")
     # On a CPU the start of a run is imports; from here on other cores can make them. A cluster that is joined has
     # workers of its own.
@@ -162,8 +178,9 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
     check_model(config)
     check_family(config)  # last: it imports verl, which is needed from here on anyway
     check_loggers(config)
-    metrics.rewind(run.dir, run.checkpoint_step)
-    complete(config, run, os.environ["RL_SOCKET_DIR"])  # Ray's sockets and logs go there too
+    kept = unfinished.load(run.dir, run.checkpoint_step)
+    metrics.rewind(run.dir, run.checkpoint_step, kept.has if kept else lambda _: False)
+    complete(config, run, ray_directory(os.environ["RL_SOCKET_DIR"]))
     (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     screen.say("starting trainer and engine (their output: run.log)")
     progress.start()
@@ -185,7 +202,7 @@ def continues(run: Run) -> str:
 def report(failure: BaseException, run: Run, screen: Screen) -> int:
     """Tell the user how the run ended and how to continue it; return the exit code."""
     if isinstance(failure, ConfigError):
-        print(f"config: {failure}", file=sys.stderr)
+        failure.tell()
         return 2
     if isinstance(failure, stop.Stopped):
         step = run.checkpoint_step
@@ -204,39 +221,47 @@ def report(failure: BaseException, run: Run, screen: Screen) -> int:
     return 1
 
 
-@hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Check the config, open the run directory, train, and exit with the code that the module's docstring lists."""
-    from rl.checks import check
-    from rl.checks.machine import check_packages
+    from rl.checks import check, check_values
+    from rl.checks.packages import check_packages
     from rl.run.scratch import noted, remove_socket_directory, socket_directory
 
+    config = read_command("rl.train", "Train a policy.", sys.argv[1:], check_values)
     screen = Screen()
     try:
-        check(config)
-        check_packages(config)
+        check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
-    except (ConfigError, RuntimeError) as error:
+        starts.note(run, slurm.is_requeued())
+    except ConfigError as error:
+        error.tell()
+        sys.exit(2)
+    except RuntimeError as error:
         print(f"config: {error}", file=sys.stderr)
         sys.exit(2)
+    except starts.NoProgress as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
     began = time.monotonic()
     for step in checkpoints.tidy(run.checkpoints, config.trainer.max_actor_ckpt_to_keep):
         screen.say(f"removed the checkpoint of step {step}, which was not written to its end")
     state = f"continuing from step {run.checkpoint_step}" if run.resumed else "new run"
     screen.say(f"{state} in {run.dir}")
-    stop.install(config.run.grace_s, screen.say)
     set_environment(config, run)
     sockets = run.dir / "ray_dir"
-    socket_directory(sockets)
+    stop.hold()  # what is made here has to be removed
+    socket_directory(sockets, config.cluster.local_dir)
     progress = RunProgress(run.dir, config.trainer.total_training_steps, screen)
     witness = watch.Witness(
         lambda cause: f"{cause or 'the trainer was killed'}; {continues(run)}",
         screen.fileno(),
         noted(sockets),
-        run.lock.fileno(),
     )
+    run.lease.renew(witness.tell)
+    handle_signals(config, screen)
     failure: BaseException | None = None
     try:
+        stop.release()
         start(config, run, screen, progress, witness)
     except (Exception, KeyboardInterrupt) as error:
         failure = stop.reason() or error

@@ -8,29 +8,38 @@ The mix-in
   however many rows the episodes gave. verl splits into mini-batches of a fixed number of rows, so 33 rows would make
   two updates where 32 make one;
 - sorts the rows, so that a step is the same however its episodes were scheduled;
-- weighs rows so that each episode counts once in the loss (``episode.weigh_by_episode``), and leaves out episodes that
-  teach nothing: those that a limit ended (``episode.mask_overlong``) and those that have no other to be compared with;
-- lets a group whose episodes were all lost to the infrastructure be replaced like a failed one;
-- saves a checkpoint and ends between two steps when a signal asked for it (``rl.run.stop``).
+- weighs rows so that each episode counts once in the loss (``episode.weigh_by_episode``);
+- divides the loss by what is left in it, so that rejection sampling (``rollout_correction.rollout_rs``) does not make
+  updates smaller;
+- has groups replaced by our rule (``rl.groups``), and leaves out those of one episode where groups are not replaced;
+- leaves out a logger that fails (``rl.metrics.loggers``), and keeps the record of a step whose checkpoint is saved;
+- saves a checkpoint when the last one is ``run.save_minutes`` old;
+- saves a checkpoint and ends when a signal asked for it (``rl.run.stop``): between two steps or, where a step plays its
+  episodes first and then trains on them, while they are played. Those that are done are kept for the resumed run
+  (``rl.run.unfinished``).
 
 A row's key in TransferQueue is ``{group}_{session}_{row}``: the group is a prompt, a session is one of its episodes.
 """
 
+import copy
+import functools
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from omegaconf import DictConfig
 
+from rl.groups import GroupBuffer, Interrupted, alone, group_of, manager_class, session_of
 from rl.metrics import episodes as run_metrics
 from rl.metrics.gpus import Gpus
+from rl.metrics.loggers import Tables, take_over
 from rl.metrics.samples import SampleReader, log_samples
-from rl.run import checkpoints, phases, stop
+from rl.run import checkpoints, errors, phases, stop, unfinished
 from rl.run.watch import Watchdog
 
 if TYPE_CHECKING:
@@ -58,28 +67,18 @@ def row_weights(sessions: list[str], row_tokens: list[int]) -> list[float]:
     return [t / totals[s] if t else 0.0 for s, t in zip(sessions, row_tokens, strict=True)]
 
 
-def left_out(sessions: Iterable[str], overlong: Set[str]) -> set[str]:
-    """Return the episodes that are not trained on.
+def rejected(keys: list[str], row_tokens: list[int]) -> set[str]:
+    """Return the episodes whose last row has no token left in the loss, because rejection sampling took it.
+
+    verl reads an episode's advantage from the tokens of its last row (the main thread's): it is 0 for all rows then.
 
     Args:
-        sessions: episode keys, ``{group}_{session}``, in any order and number.
-        overlong: those of them that a limit ended; empty if these are trained on, too.
-
-    Returns:
-        The overlong episodes, and those that are alone in their group because its other episodes were lost: verl takes
-        the reward itself for the advantage of such an episode.
+        keys: the rows' keys.
+        row_tokens: number of tokens of each row that are left.
     """
-    kept = set(sessions)
-    size = Counter(_group(session) for session in kept)
-    return {session for session in kept if session in overlong or size[_group(session)] < 2}
-
-
-def _group(session: str) -> str:
-    return session.rpartition("_")[0]
-
-
-def _session(key: str) -> str:
-    return key.rpartition("_")[0]
+    rows = sorted(zip(keys, row_tokens, strict=True), key=lambda row: _place(row[0]))
+    last = {session_of(key): tokens for key, tokens in rows}
+    return {session for session, tokens in last.items() if not tokens}
 
 
 def _place(key: str) -> tuple[int, int]:
@@ -99,14 +98,14 @@ def _columns(batch: "KVBatchMeta", *names: str, keys: list[str] | None = None) -
 def _groups(batch: "KVBatchMeta") -> dict[str, list[tuple[float, bool]]]:
     """Return (reward, resolved) of the episodes of a step's batch, by group."""
     # verl reads an episode's reward from its last row; all rows carry the same.
-    last = {_session(key): key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")}
+    last = {session_of(key): key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")}
     data = _columns(batch, "rm_scores", "extra_fields", keys=list(last.values()))
     groups: dict[str, list[tuple[float, bool]]] = {}
     extras = data.pop("extra_fields").tolist()
     for session, scores, extra in zip(last, data["rm_scores"].unbind(0), extras, strict=True):
         reward = float(scores.sum())
         resolved = extra.get("reward_extra_info", {}).get("resolved", reward > 0)
-        groups.setdefault(_group(session), []).append((reward, bool(resolved)))
+        groups.setdefault(group_of(session), []).append((reward, bool(resolved)))
     return groups
 
 
@@ -121,6 +120,8 @@ def trainer_class(mode: str) -> "type[EpisodeTrainer]":
 class EpisodeTrainer(PPOTrainer):
     """A mix-in that goes before a ``PPOTrainer`` subclass; the module's docstring says what it changes."""
 
+    logger: Any  # rl.metrics.loggers.Loggers, which verl makes when training begins
+
     def __init__(self, config: DictConfig):
         super().__init__(config=config)
         self.run_dir = Path(config.run.dir)
@@ -128,8 +129,14 @@ class EpisodeTrainer(PPOTrainer):
         self.samples = SampleReader(self.run_dir)
         self.gpus: Gpus | None = None
         self.training = False
-        self.saved_step = 0
-        self.trained: set[str] = set()  # episodes of this batch that count in the loss
+        self.saved_step, self.saved_at = 0, time.monotonic()
+        self.kept: unfinished.Unfinished | None = None  # episodes of the first step, from an earlier start
+        self.draws: unfinished.Draws | None = None  # prompts of this step, where its rollout can be interrupted
+        self.trained: set[str] = set()  # rows of this batch that count in the loss
+        self.lone_groups = 0  # groups of this step that had one episode and were not replaced
+        self.unrecorded: tuple[KVBatchMeta, dict[str, Any]] | None = (
+            None  # batch and metrics of a step without a record
+        )
         # We remove old checkpoints ourselves, when the next one is complete (rl.run.checkpoints).
         self.keep = config.trainer.max_actor_ckpt_to_keep
         config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
@@ -143,8 +150,13 @@ class EpisodeTrainer(PPOTrainer):
     # --- start
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        buffer = super()._build_replay_buffer()
+        buffer: Any = super()._build_replay_buffer()
         buffer.__class__ = type(f"Groups{type(buffer).__name__}", (GroupBuffer, type(buffer)), {})
+        buffer.take_over()
+        buffer.most_raised = max(8, self.config.data.train_batch_size)
+        buffer.last_error = functools.partial(errors.last, Path(self.config.run.dir))
+        if self.trainer_mode == "sync":  # in the others, rollouts of several steps run at a time, beside updates
+            buffer.interrupts = self._interrupts
         if self.trainer_mode != "separate_async":  # there it is also how long a step has to wait to count as starved
             buffer.poll_interval = 0.25  # seconds between looks for finished groups; verl's 2.0 is a second per step
         return buffer
@@ -181,7 +193,12 @@ class EpisodeTrainer(PPOTrainer):
         """Let a signal wait for the end of the step from now on."""
         self.training = True
         self.saved_step = self.global_steps - 1  # the step that was resumed from; 0 if the run is new
+        self.saved_at = time.monotonic()
+        self.episodes = run_metrics.EpisodeReader(self.run_dir, after=self.saved_step)
+        if self.trainer_mode == "sync":
+            self.kept = unfinished.load(self.run_dir, after=self.saved_step)
         super().on_train_begin()
+        self.dapo_filtered_reward_logger: Any = Tables(self.dapo_filtered_reward_logger, self.logger)
         stop.enter_steps()
 
     def on_step_begin(self) -> None:
@@ -195,6 +212,65 @@ class EpisodeTrainer(PPOTrainer):
                 self.global_steps -= 1
                 self._save_checkpoint()
             stop.end(stop.Stopped(name))
+        if self.trainer_mode == "sync":
+            # The loader's state is that of its live iterator.
+            self.position = copy.deepcopy(self.train_dataloader.state_dict())
+            metric = self.replay_buffer.filter_groups_metric or ""
+            self.draws = unfinished.Draws(self.run_dir, self.global_steps, self.kept, metric)
+            if self.kept is not None:
+                buffer = cast(GroupBuffer, self.replay_buffer)
+                buffer.lost, buffer.ended = self.kept.lost, self.kept.ended
+            self.kept = None  # later steps have other weights
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> "KVBatchMeta":
+        """Take a step as verl does. Raises rl.run.stop.Stopped if a signal asks to end while episodes are played."""
+        try:
+            batch = super().step(metrics, timing_raw)
+        except Interrupted:
+            self._stop_in_rollout()
+        self.unrecorded = batch, metrics
+        return batch
+
+    def _submit_batch_to_rollout(self, batch: "TensorDict") -> int:
+        if self.draws is None:
+            return super()._submit_batch_to_rollout(batch)
+        played = self.draws.submit(batch)
+        if len(played):
+            super()._submit_batch_to_rollout(played)
+        return len(batch)
+
+    def _interrupts(self, partition: str) -> bool:
+        """Tell whether the rollout is to be left now. The last step's held-out episodes are the end of the run."""
+        due = partition == "train" or self.global_steps < self.total_training_steps
+        return self.training and stop.asked() is not None and due
+
+    def _end_episodes(self) -> None:
+        """End the episodes that are running, so that the engine can be put to sleep."""
+        import ray
+
+        workers: Any = self.agent_loop_manager.agent_loop_workers
+        for worker in workers:
+            ray.kill(worker)  # rl.train sweeps up their boxes
+        self.checkpoint_manager.abort_replicas()
+
+    def _stop_in_rollout(self) -> NoReturn:
+        """Keep what this step has played, with a checkpoint of the step before it, and end the run."""
+        assert self.draws is not None
+        buffer = cast(GroupBuffer, self.replay_buffer)
+        self._end_episodes()
+        step = self.global_steps
+        if self.saved_step < step - 1:
+            self.on_sample_end()
+            self.global_steps -= 1
+            position = self.position  # from before the prompts of this step were drawn
+            self.train_dataloader = cast(Any, SimpleNamespace(state_dict=lambda: position))
+            self._save_checkpoint()
+        self._phase("checkpoint")
+        kept = self.draws.keep(buffer.replaced or {}, buffer.lost, buffer.ended)
+        stop.say(f"step {step}: {kept.episodes} episodes are done and kept; the resumed run plays the others")
+        name = stop.asked()
+        assert name is not None
+        stop.end(stop.Stopped(name))
 
     def on_sample_begin(self) -> None:
         """Note that episodes are being played."""
@@ -208,7 +284,13 @@ class EpisodeTrainer(PPOTrainer):
         super().on_sample_end()
 
     def on_step_end(self) -> None:
-        """Note that the weights are being synced."""
+        """Save a checkpoint if the last one is old, and note that the weights are being synced."""
+        from verl.utils.debug import marked_timer
+
+        minutes = self.config.run.save_minutes
+        if minutes and self.saved_step < self.global_steps and time.monotonic() - self.saved_at >= 60 * minutes:
+            with marked_timer("save_checkpoint", self.timing_raw, color="green"):
+                self._save_checkpoint()  # before the weights are synced, the engine sleeps
         self._phase("sync")
         super().on_step_end()
 
@@ -218,41 +300,64 @@ class EpisodeTrainer(PPOTrainer):
         directory, step = Path(self.config.trainer.default_local_dir).resolve(), self.global_steps
         try:
             super()._save_checkpoint()
+            if self.unrecorded is not None:  # a kill before the end of the step leaves this as its record
+                run_metrics.keep_step(self.run_dir, step, time.time(), self._known(*self.unrecorded))
             if not self.config.actor_rollout_ref.actor.checkpoint.get("async_save", False):
                 checkpoints.seal(directory, step)
         except Exception as error:
             raise checkpoints.NotSaved(directory, step, error) from error
         checkpoints.drop_old(directory, self.keep)
-        self.saved_step = step
+        self.saved_step, self.saved_at = step, time.monotonic()
+        unfinished.drop(self.run_dir)  # it belonged to an older one
 
     # --- held-out episodes and metrics
 
     def on_validate_begin(self) -> None:
         """Note that held-out episodes are being played."""
         self._phase("held-out", len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        if not isinstance(self.validation_generations_logger, Tables):
+            self.validation_generations_logger: Any = Tables(self.validation_generations_logger, self.logger)
         super().on_validate_begin()
 
     def _validate(self) -> dict[str, float]:
         if self.training and stop.asked() and self.global_steps < self.total_training_steps:
             return {}  # the time until the kill is for the checkpoint; the resumed run validates (rl.train.complete)
-        values = super()._validate()
+        try:
+            values = super()._validate()
+        except Interrupted:
+            self._end_episodes()
+            return {}
         values.update(run_metrics.fold(self.episodes.take("val"), "val", getattr(self.val_dataset, "labels", ())))
         if not self.training:  # before the first step; later ones are part of their step's record
-            log_samples(self.samples.take(), self.logger.logger, self.global_steps)
             run_metrics.append_step(self.run_dir, self.global_steps, time.time(), values)
+            log_samples(self.samples.take(), self.logger, self.global_steps)
         return values
 
     def _compute_metrics(
         self, batch: "KVBatchMeta", metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        labels = getattr(self.train_dataset, "labels", ())
-        metrics.update(run_metrics.fold(self.episodes.take("train"), "episode", labels))
-        metrics.update(run_metrics.group_metrics(_groups(batch)))
+        metrics.update(self._played(batch, metrics, self.episodes.take("train")))
+        self.lone_groups, self.unrecorded = 0, None
         if self.gpus is not None:
             metrics.update(self.gpus.take())
-        log_samples(self.samples.take(), self.logger.logger, global_steps)
         run_metrics.append_step(self.run_dir, global_steps, time.time(), metrics)
+        log_samples(self.samples.take(), self.logger, global_steps)
+
+    def _played(self, batch: "KVBatchMeta", metrics: dict[str, Any], lines: list[run_metrics.Line]) -> dict[str, float]:
+        """Return the figures of a step's episodes and groups; ``metrics``: verl's own, ``lines``: the episodes'."""
+        from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY
+
+        filtered = metrics.get(DAPO_FILTERED_REWARD_COUNTS_KEY)
+        surplus = metrics.get("training/filter_groups/discarded_surplus_samples", 0)
+        lone = self.lone_groups + metrics.get("training/rollout_failure/evicted_samples", 0)
+        episodes = run_metrics.fold(lines, "episode", getattr(self.train_dataset, "labels", ()))
+        return episodes | run_metrics.group_metrics(_groups(batch), filtered, surplus, lone)
+
+    def _known(self, batch: "KVBatchMeta", metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return what is known of a step while its checkpoint is saved; nothing is used up."""
+        times = {f"timing_s/{name}": seconds for name, seconds in self.timing_raw.items()}
+        return metrics | times | self._played(batch, metrics, self.episodes.look("train"))
 
     # --- rows of a batch
 
@@ -261,14 +366,29 @@ class EpisodeTrainer(PPOTrainer):
 
         The order decides which rows share an update, and in which order their gradients are added.
         """
+        batch = self._compared(batch)
         if not batch.keys:
-            lost = run_metrics.fold(self.episodes.take("train"), "episode")
-            causes = ", ".join(f"{key} {value:.0f}" for key, value in lost.items() if key.startswith("infra/"))
-            raise RuntimeError(f"no episode of step {self.global_steps} came through: {causes or 'none was recorded'}")
+            counts = run_metrics.fold(self.episodes.take("train"), "episode")
+            causes = ", ".join(f"{key} {value:.0f}" for key, value in counts.items() if key.startswith("infra/"))
+            raise RuntimeError(
+                f"step {self.global_steps} has no two episodes of a task to compare: {causes or 'none was recorded'}"
+            )
         tasks = _columns(batch, "index")["index"]
         ranks = [(int(task), *_place(key)) for task, key in zip(tasks, batch.keys, strict=True)]
         batch.reorder(sorted(range(len(ranks)), key=ranks.__getitem__))
         return super()._balance_batch(batch, metrics, *args, **kwargs)
+
+    def _compared(self, batch: "KVBatchMeta") -> "KVBatchMeta":
+        """Return the batch without groups that have one episode: nothing is computed from their rows."""
+        import transfer_queue as tq
+
+        gone = alone(session_of(key) for key in batch.keys)
+        self.lone_groups += len(gone)
+        if gone:
+            assert batch.partition_id is not None
+            tq.kv_clear(keys=[key for key in batch.keys if session_of(key) in gone], partition_id=batch.partition_id)
+            batch = batch.select_keys([key for key in batch.keys if session_of(key) not in gone])
+        return batch
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         if self.use_critic:
@@ -280,31 +400,30 @@ class EpisodeTrainer(PPOTrainer):
         from tensordict import TensorDict
 
         batch = super()._compute_advantage(batch, metrics)
-        data = _columns(batch, "advantages", "response_mask", "extra_fields")
-        sessions = [_session(key) for key in batch.keys]
+        data = _columns(batch, "advantages", "response_mask")
+        sessions = [session_of(key) for key in batch.keys]
         real = {s for s, tag in zip(sessions, batch.tags, strict=True) if not tag.get("is_padding")}
-        # Popped before tolist(): an indexed column is a list that has none.
-        extra = zip(sessions, data.pop("extra_fields").tolist(), strict=True)
-        overlong = {s for s, fields in extra if s in real and fields["overlong"]}
-        masked = left_out(real, overlong if self.config.episode.mask_overlong else set())
-        metrics["episode/overlong"] = len(overlong) / len(real)
-        metrics["episode/masked"] = len(masked) / len(real)
-        self.trained = real - masked
+        tokens = [int(mask.sum()) for mask in data["response_mask"].unbind(0)]  # rejected ones not counted
+        kept = real - rejected(batch.keys, tokens)
+        self.trained = {key for key, n in zip(batch.keys, tokens, strict=True) if n and session_of(key) in kept}
 
-        if self.config.episode.weigh_by_episode:
-            weights = row_weights(sessions, [int(mask.sum()) for mask in data["response_mask"].unbind(0)])
-        else:
-            weights = [1.0] * len(sessions)
-        weights = [0.0 if s in masked else w for s, w in zip(sessions, weights, strict=True)]
-        if all(w == 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
+        weights = row_weights(sessions, tokens) if self.config.episode.weigh_by_episode else [1.0] * len(sessions)
+        weights = [w if key in self.trained else 0.0 for key, w in zip(batch.keys, weights, strict=True)]
+        columns: dict[str, list[torch.Tensor]] = {}
+        if any(w != 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
+            # The clipped loss is linear in a positive factor on the advantage: scaling the advantage scales the row's
+            # share.
+            columns["advantages"] = [row * w for row, w in zip(data["advantages"].unbind(0), weights, strict=True)]
+        if self.config.actor_rollout_ref.actor.loss_agg_mode == "token-mean":
+            # verl divides by the sum of loss_mask, in which nothing is rejected or left out.
+            rows = zip(batch.keys, data["response_mask"].unbind(0), strict=True)
+            columns["loss_mask"] = [mask * (key in self.trained) for key, mask in rows]
+        if not columns:
             return batch
-        # The clipped loss is linear in a positive factor on the advantage: scaling the advantage scales the row's
-        # share.
-        scaled = [row * w for row, w in zip(data["advantages"].unbind(0), weights, strict=True)]
-        nested = torch.nested.as_nested_tensor(scaled, layout=torch.jagged)
-        columns = TensorDict({"advantages": nested}, batch_size=len(batch))
+        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
         assert batch.partition_id is not None
-        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
+        fields = TensorDict(cast(Any, nested), batch_size=len(batch))
+        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
     def _update_actor(self, batch: "KVBatchMeta", metrics: dict[str, Any]) -> "KVBatchMeta":
         """Update the policy as verl does, with ``self.updates`` mini-batches and losses divided by what counts."""
@@ -316,10 +435,9 @@ class EpisodeTrainer(PPOTrainer):
         if self.use_critic or is_distillation_enabled(self.config.get("distillation")):
             return super()._update_actor(batch, metrics)  # with verl's fixed number of rows per update
         actor = self.config.actor_rollout_ref.actor
-        if self.config.episode.weigh_by_episode:
-            counted = len(self.trained)
-        else:
-            counted = sum(_session(key) in self.trained for key in batch.keys)
+        counted = len(
+            {session_of(key) for key in self.trained} if self.config.episode.weigh_by_episode else self.trained
+        )
         batch.extra_info = (batch.extra_info or {}) | {
             "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
             "distillation_use_topk": False,
@@ -337,20 +455,6 @@ class EpisodeTrainer(PPOTrainer):
         return batch
 
 
-class GroupBuffer(ReplayBuffer):
-    """A mix-in that goes before a replay buffer of verl: a group without any row counts as a failed one.
-
-    verl takes it for a finished one; its dynamic filtering then misses the rewards and ends the run.
-    """
-
-    def _sync_metadata_from_transfer_queue(self) -> None:
-        super()._sync_metadata_from_transfer_queue()
-        for partition, finished in self.finished_keys.items():
-            empty = finished - {key.split("_")[0] for key in self.partitions[partition]}
-            self.failure_keys[partition] |= empty
-            finished -= empty
-
-
 def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
     """Train from start to end in this process, with Ray up. ``last_words``: see ``rl.run.watch.Watchdog``.
 
@@ -361,11 +465,12 @@ def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
         rl.run.watch.Died: an actor or an engine of the run has died.
     """
     import transfer_queue as tq
-    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+    from verl.trainer.ppo.v1 import trainer_base
     from verl.utils.import_utils import load_class_from_fqn
     from verl.utils.logging_utils import configure_verl_logging
 
     configure_verl_logging()
+    take_over(trainer_base, stop.say)
     tq.init(config.transfer_queue)
     trainer, succeeded = None, False
     try:
@@ -373,7 +478,7 @@ def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
             trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
             trainer.init()
             name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-            manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
+            manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else manager_class()
             agent_loops = manager.create(
                 config=config,
                 llm_client=trainer.get_llm_client(),

@@ -5,13 +5,16 @@
 It checks every record from the stored nodes alone, with code that shares nothing with the session tree:
 
 1. Every sampled token that the agent received is in exactly one training row, once. It is in none if it belongs to a
-   side call that is served but not trained on, or if the infrastructure failed.
+   side call that is served but not trained on, if the infrastructure failed, or if the agent does not report the reply.
 2. Each row is the path of its last node: ids, mask (1 on the tokens that the row trains on, 0 elsewhere) and logprobs
    (the engine's, one per token) reproduce the digest of what was given to the trainer.
 3. The sampled ids decode to the recorded text, and that text parses to the content blocks that were sent.
-4. What the agent reports to have received (Claude Code's own event stream) is what was sent.
+4. What the agent reports to have received (Claude Code's own event stream) is what was sent. What is trained on is
+   reported, comes before a reported reply, or is on the longest path of a conversation that is the first or has one,
+   or follows these and has no calls (a summary).
 
-The exit status is 0, with one summary line, or 1, with one line per finding.
+The exit status is 0, with one summary line, or 1, with one line per finding. Replies that something else in the box has
+asked for are noted.
 """
 
 from __future__ import annotations
@@ -25,8 +28,18 @@ from pathlib import Path
 from typing import Any
 
 from rewards.verdict import Outcome
+from rollout.agent.events import blocks, message_id
 from rollout.proxy.parsers import ReplyParser, make_parser
-from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, row_digest, unpack_floats, unpack_ids
+from rollout.records import (
+    CorruptRecordError,
+    NodeRecord,
+    Reader,
+    Record,
+    path_of,
+    row_digest,
+    unpack_floats,
+    unpack_ids,
+)
 
 
 def audit_tokens(record: Record) -> Iterator[str]:
@@ -52,14 +65,14 @@ def audit_tokens(record: Record) -> Iterator[str]:
     for i, node in enumerate(record.nodes):
         wanted = int(node.delivered and node.trained and logprobs[i] is not None and not infra)
         if times[i] != wanted:
-            kind = ", the infrastructure failed" if infra else "" if node.trained else ", an untrained side call"
+            kind = ", the infrastructure failed" if infra else "" if node.trained else ", not to be trained"
             yield f"node {i}: trained in {times[i]} rows, must be {wanted} (delivered: {node.delivered}{kind})"
 
     for number, row in enumerate(record.rows):
         if not row.nodes or not all(0 <= n < len(record.nodes) for n in row.nodes):
             yield f"row {number}: it trains on no node, or on one that does not exist"
             continue
-        path = _path(record.nodes, max(row.nodes))
+        path = path_of(record.nodes, max(row.nodes))
         if not set(row.nodes) <= set(path):
             yield f"row {number}: its nodes {row.nodes} are not on one path"
             continue
@@ -99,14 +112,28 @@ def audit_heard(record: Record) -> Iterator[str]:
     """Yield the findings of check 4, which reads the assistant events of Claude Code's stream-json output."""
     heard: dict[str, list[dict[str, Any]]] = {}
     for event in record.events:
-        if event.get("type") == "assistant":
-            message = event.get("message", {})
-            heard.setdefault(message.get("id"), []).extend(message.get("content", []))
+        heard.setdefault(message_id(event), []).extend(blocks(event, "assistant"))
     for i, node in enumerate(record.nodes):
         if not node.delivered or node.message_id not in heard:
             continue  # a killed agent does not report its last reply, and side calls are never reported
         if [_essence(b) for b in heard[node.message_id]] != [_essence(b) for b in node.blocks]:
             yield f"node {i}: the agent reports another reply than the one it was sent ({node.message_id})"
+    if "foreign_calls" not in record.counters or not any(heard):
+        return  # an older record, or an agent that reports no ids
+    if any(node.parent >= i for i, node in enumerate(record.nodes)):
+        return  # a finding of check 1
+    paths = {i: path_of(record.nodes, i) for i, node in enumerate(record.nodes) if node.delivered}
+    named = {i for i in paths if record.nodes[i].message_id in heard}
+    ends = {
+        max((i for i in paths if paths[i][0] == root), key=lambda i: (_tokens(record.nodes, paths[i]), -i))
+        for root in {paths[i][0] for i in paths}
+        if root == 0 or any(paths[i][0] == root for i in named)
+    }
+    known = {before for i in ends | named for before in paths[i]}
+    calls = {i for i in paths if any(block.get("type") == "tool_use" for block in record.nodes[i].blocks)}
+    known |= {i for i in paths.keys() - calls if paths[i][-3:-2] and paths[i][-3] in known}
+    for number in sorted({n for row in record.rows for n in row.nodes} - known):
+        yield f"node {number}: it is trained on, but the agent does not report it"
 
 
 def _essence(block: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -114,9 +141,9 @@ def _essence(block: Mapping[str, Any]) -> tuple[Any, ...]:
 
     It adds defaults to the input of its own tools, so of a call only its id and the tool's name are compared.
     """
-    if block["type"] == "tool_use":
-        return ("tool_use", block["id"], block["name"])
-    return (block["type"], str(block.get("text", "")).strip())
+    if block.get("type") == "tool_use":
+        return ("tool_use", block.get("id"), block.get("name"))
+    return (block.get("type"), str(block.get("text", "")).strip())
 
 
 def _trimmed(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,11 +151,8 @@ def _trimmed(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [block for block in trimmed if block.get("text", True)]
 
 
-def _path(nodes: list[NodeRecord], leaf: int) -> list[int]:
-    path = [leaf]
-    while nodes[path[-1]].parent >= 0:
-        path.append(nodes[path[-1]].parent)
-    return path[::-1]
+def _tokens(nodes: list[NodeRecord], path: list[int]) -> int:
+    return sum(nodes[number].length for number in path)
 
 
 def _infra_failed(record: Record) -> bool:
@@ -158,6 +182,7 @@ def main(argv: list[str] | None = None) -> int:
             findings += len(problems)
             total["episodes"] += 1
             total["rows"] += len(record.rows)
+            total["foreign"] += int(record.counters.get("foreign_calls", 0))
             for node in record.nodes:
                 kind = "context" if node.logprobs is None else "sampled" if node.delivered else "undelivered"
                 if _infra_failed(record):
@@ -169,6 +194,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     for torn in reader.torn:
         print(f"note: {torn.path}: its last record is incomplete (the process was killed); {torn.lost} bytes ignored")
+    if total["foreign"]:
+        print(f"note: {total['foreign']} replies were not asked for by the agent itself, and are not trained on")
     if not total["episodes"]:
         print(f"audit: no episode records under {args.run}", file=sys.stderr)
         return 1

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rewards.grade import grade
@@ -23,6 +24,7 @@ from rewards.shape import Effort, Shape
 from rewards.task import Task, TaskError
 from rewards.verdict import Reason, Verdict
 from rollout.agent import Agent, AgentRun, Status, run_agent
+from rollout.agent.events import blocks, commands
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import TrainingSequence
@@ -45,6 +47,7 @@ class Setup:
     agent: Agent
     grade_timeout_s: float = 60.0
     rules: Rules = field(default_factory=Rules)
+    second_opinion: bool = False
     shape: Shape | None = None  # None: the reward is 1 if resolved, else 0
     infra_retries: int = 1
     # Directory for the sessions' sockets: a short path (sun_path has 108 bytes) that is removed with the run. None: the
@@ -88,11 +91,12 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         with watch("total"):
             with watch("boot"):
                 box = await setup.boot(task, home)
-            grading = _Booting(setup.boot(task, None))  # boots while the agent works
+            grading = _Booting(functools.partial(setup.boot, task, None))  # boots while the agent works
             try:
                 session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
                 with watch("agent"):
-                    run = await run_agent(box, setup.agent, task.problem_statement, session.secret, home / "s")
+                    prompt, turns = task.problem_statement, session.turns
+                    run = await run_agent(box, setup.agent, prompt, session.secret, home / "s", turns)
                 verdict = infra_failure(run, session)
                 if verdict is None:
                     with watch("diff"):
@@ -105,7 +109,14 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
                 await box.close()
             if verdict is None:
                 with watch("grade"):
-                    verdict = await grade(task, patch, grading.take, timeout_s=setup.grade_timeout_s, rules=setup.rules)
+                    verdict = await grade(
+                        task,
+                        patch,
+                        grading.take,
+                        timeout_s=setup.grade_timeout_s,
+                        rules=setup.rules,
+                        second_opinion=setup.second_opinion,
+                    )
     except PatchTooLarge as error:
         verdict = Verdict(Reason.PATCH_TOO_LARGE, str(error))
     except SandboxError as error:
@@ -122,6 +133,9 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
             await grading.close()
         if home is not None:
             shutil.rmtree(home, ignore_errors=True)
+    if session is not None and run is not None and run.replies is not None:
+        session.disown(run.replies)
+    verdict = _flagged(verdict, setup.rules, session, run)
     if setup.shape is not None:
         tokens = session.tree.sampled_tokens() if session else 0
         effort = Effort(run.turns if run else 0, tokens)
@@ -144,9 +158,9 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
     """Return the verdict of a run that says nothing about the policy: the agent could not start, or the engine or the
-    proxy failed it. None for all others, which are graded: no patch, out of turns or time, a full context are the
-    policy's doing."""
-    if run.status is Status.FINISHED:
+    proxy failed it. None for all others, which are graded: no patch, out of turns, calls or time, a full context are
+    the policy's doing."""
+    if run.status is Status.FINISHED or session.counters.refused_calls:
         return None
     if session.closed:  # and not by us: we have not closed it yet
         return Verdict(Reason.PROXY_FAILED, f"the proxy closed the session while the agent worked; {run.detail}")
@@ -157,14 +171,35 @@ def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
     return None
 
 
+def _flagged(verdict: Verdict, rules: Rules, session: Session | None, run: AgentRun | None) -> Verdict:
+    """Return the verdict with the flags of what the agent did besides its patch."""
+    verdict = rules.flagged(verdict, _commands(session, run))
+    if session is not None and session.counters.foreign_calls:
+        return replace(verdict, flags=(*verdict.flags, "foreign_calls"))
+    return verdict
+
+
+def _commands(session: Session | None, run: AgentRun | None) -> Iterator[str]:
+    """Yield what the agent ran and read: by the proxy's account, or by its own where the proxy only forwarded calls."""
+    nodes = session.tree.nodes if session else []
+    for node in nodes:
+        yield from commands(node.reply.blocks if node.reply else ())
+    for event in run.events if run and not nodes else ():
+        yield from commands(blocks(event, "assistant"))
+
+
 class _Booting:
     """A box that boots while something else is done. ``close`` ends one that nobody took."""
 
-    def __init__(self, boot: Awaitable[Sandbox]) -> None:
-        self._booting = asyncio.ensure_future(boot)
+    def __init__(self, boot: Callable[[], Awaitable[Sandbox]]) -> None:
+        self._boot = boot
+        self._booting = asyncio.ensure_future(boot())
         self._taken = False
 
     async def take(self) -> Sandbox:
+        """Return the box, and a new one each further time."""
+        if self._taken:
+            return await self._boot()
         box = await asyncio.shield(self._booting)  # a caller that is cancelled here leaves the box to `close`
         self._taken = True
         return box

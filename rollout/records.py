@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 import zstandard
 
+from rollout.agent.events import blocks
 from rollout.proxy.tree import TrainingSequence, Tree
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     Times are in seconds, ``started`` is Unix time. ``model``: where the policy's tokenizer is; ``tools``: all tool
     definitions that the agent offered, in chat form; ``events``: the agent's own event stream; ``repo`` and
-    ``difficulty``: the task's, not in older records.
+    ``difficulty``: the task's; ``overlong``: whether a limit ended the episode. Older records lack these three.
     """
 
     version: int
@@ -112,6 +113,7 @@ class Record(msgspec.Struct, omit_defaults=True):
     events: list[dict[str, Any]] = []
     repo: str = ""
     difficulty: str | None = None
+    overlong: bool = False
 
 
 def record_of(episode: Episode, split: str, step: int, model: str, parser: str) -> Record:
@@ -142,6 +144,7 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         events=run.events if run else [],
         repo=task.repo,
         difficulty=task.difficulty,
+        overlong=episode.overlong,
     )
 
 
@@ -159,6 +162,14 @@ def node_records(tree: Tree) -> list[NodeRecord]:
             record.versions = pack_ids(list(node.versions))
         out.append(record)
     return out
+
+
+def path_of(nodes: Sequence[NodeRecord], leaf: int) -> list[int]:
+    """Return the indices of the nodes from the root to ``leaf``."""
+    path = [leaf]
+    while nodes[path[-1]].parent >= 0:
+        path.append(nodes[path[-1]].parent)
+    return path[::-1]
 
 
 def row_records(rows: Sequence[TrainingSequence]) -> list[RowRecord]:
@@ -310,10 +321,10 @@ def _show(record: Record) -> Iterator[str]:
 
 
 def _heard(event: dict[str, Any], calls: set[Any]) -> Iterator[str]:
-    """Yield the results of the tool calls ``calls``, read from an event of Claude Code."""
-    content = event.get("message", {}).get("content", []) if event.get("type") == "user" else []
-    for block in content if isinstance(content, list) else []:
-        if block.get("type") == "tool_result" and block.get("tool_use_id") in calls:
+    """Yield the results of the tool calls ``calls``, read from an event of the agent."""
+    for block in blocks(event, "user"):
+        asked = block.get("tool_use_id")
+        if block.get("type") == "tool_result" and isinstance(asked, str) and asked in calls:
             answer = block.get("content")
             yield f"    => {answer if isinstance(answer, str) else json.dumps(answer)}"
 

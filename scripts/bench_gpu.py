@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from rollout.proxy.vllm_http import VllmHttpEngine
 TOY = ["+experiment=quickstart", "quickstart.train_tasks=8", "quickstart.heldout_tasks=2"]
 TOY += ["quickstart.warm_episodes=48", "quickstart.sft.epochs=6"]
 TOY += ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=4"]
+GPU = ["+experiment=qwen3_4b", "sandbox=local"]
 # The plan's names of the phases, and verl's.
 PHASES = {"rollout": "gen", "log-probabilities": "old_log_prob", "update": "update_actor"}
 PHASES |= {"weight sync": "update_weights", "step": "step"}
@@ -122,20 +124,18 @@ def engine_arguments(config: DictConfig) -> list[str]:
     keys = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
     values = {key: rollout["tensor_model_parallel_size" if key.startswith("tensor") else key] for key in keys}
     values |= {"seed": config.seed, "logprobs_mode": "processed_logprobs"}
-    if config.trainer.device == "cpu":
-        values["kv_cache_memory_bytes"] = rollout.engine_kwargs.vllm.kv_cache_memory_bytes
-    else:
+    if config.trainer.device != "cpu":
         values["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
     return arguments + ["--enforce-eager"] * rollout.enforce_eager
 
 
-def prepared(keys: list[str], device: str, work: Path) -> tuple[DictConfig, list[str]]:
-    """Return the config of a run whose tasks and model exist, and its overrides."""
+def prepared(base: list[str], keys: list[str], work: Path) -> tuple[DictConfig, list[str]]:
+    """Return the config of a run whose tasks and model exist, and its overrides: ``base``, then ``keys``. A config
+    that neither prepares nor names tasks gets the quickstart's."""
     from rl.quickstart.prepare import prepare
     from rl.quickstart.tasks import make_tasks
 
-    base = TOY if device == "cpu" else ["+experiment=qwen3_4b", "sandbox=local"]
     keys = [*base, f"run.root={work}", *keys]
     config = compose(keys)
     if config.prepare:
@@ -143,61 +143,120 @@ def prepared(keys: list[str], device: str, work: Path) -> tuple[DictConfig, list
             made = prepare(config, screen)
         keys += ["prepare=null", "~quickstart", *(f"{key}={value}" for key, value in made.items())]
     elif not any(key.startswith("data.train_files=") for key in keys):
-        make_tasks(work / "tasks", config.seed)
+        if not (work / "tasks" / "heldout.parquet").exists():  # the file that is made last
+            make_tasks(work / "tasks", config.seed)
         keys += [f"data.train_files={work}/tasks/train.parquet", f"data.val_files={work}/tasks/heldout.parquet"]
     return compose(keys), keys
 
 
-def throughput(config: DictConfig, made: Plan, work: Path, count: int) -> None:
-    """Print tokens a second, of the engine alone and through whole episodes."""
+@dataclass(frozen=True)
+class Throughput:
+    """The throughput of an engine with ``concurrent`` episodes at a time: the ``calls`` of all episodes (``lost``:
+    those that the infrastructure failed), their tokens of ``prompts`` and those ``sampled``, seconds through whole
+    episodes (``whole``) and without them (``raw``), milliseconds of the proxy in a call, and mean seconds of the
+    ``phases`` of an episode."""
+
+    lost: int
+    concurrent: int
+    calls: int
+    prompts: int
+    sampled: int
+    whole: float
+    raw: float
+    proxy_ms: float
+    phases: dict[str, float]
+
+
+def cache_tokens(config: DictConfig, made: Plan, log: Path) -> tuple[int, int]:
+    """Return the tokens of the KV cache by the plan and by the server's log; 0 where the log does not say."""
+    planned = made.kv_tokens
+    if config.trainer.device == "cpu":  # where rl.run.vllm_server tells vLLM the GiB, and its blocks have 128 tokens
+        room = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
+        planned = kv_tokens(made.shape, made.layout.engine, room, block=128)
+    found = re.search(r"KV cache size: ([0-9,]+) tokens", log.read_text())
+    return planned, int(found[1].replace(",", "")) if found else 0
+
+
+def throughput(config: DictConfig, made: Plan, log: Path, count: int) -> Throughput:
+    """Measure the engine through ``count`` whole episodes and alone. ``log`` is the server's."""
     files, model = config.data.train_files, config.actor_rollout_ref.model.path
     tasks = [task for name in ([files] if isinstance(files, str) else files) for task in load_tasks(Path(name))]
     extra, concurrent = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}, made.layout.concurrent  # as in the run
-    with vllm_server(model, work / "vllm.log", *engine_arguments(config), environment=extra) as server:
+    with vllm_server(model, log, *engine_arguments(config), environment=extra) as server:
         # Imports, first compilations and first boxes do not count.
         asyncio.run(episodes(config, tasks, server.url, min(4, count), concurrent))
         whole, chains, played = asyncio.run(episodes(config, tasks, server.url, count, concurrent))
         raw = asyncio.run(replay(chains, server.url, concurrent))
     calls = [call for chain in chains.values() for call in chain]
-    prompts, sampled = sum(len(ids) for ids, _ in calls), sum(tokens for _, tokens in calls)
-    lost = sum(episode.verdict.is_infra for episode in played)
-    print(f"\n{count} episodes ({lost} lost), {concurrent} at a time: {len(calls)} calls", end="")
-    print(f", {prompts:,} tokens of prompts, {sampled:,} sampled")
-    head("what", "seconds", "sampled tokens/s")
-    row("the engine alone, the same calls", f"{raw:.1f}", f"{sampled / raw:.1f}")
-    row("whole episodes", f"{whole:.1f}", f"{sampled / whole:.1f}")
-    row("**episodes / engine**", "", f"**{raw / whole:.2f}**")
     counters = [episode.session.counters for episode in played if episode.session and episode.session.counters.calls]
-    if counters:
-        overhead = statistics.mean(1e3 * one.overhead_s / one.calls for one in counters)
-        row("the proxy's part of a call, ms", f"{overhead:.1f}", "")
-    for phase in ("boot", "agent", "grade"):
-        if seconds := [episode.timing[phase] for episode in played if phase in episode.timing]:
-            row(f"mean {phase} of an episode, s", f"{statistics.mean(seconds):.2f}", "")
-    tokens = made.kv_tokens
-    if config.trainer.device == "cpu":  # where vLLM is told the bytes, and its blocks have 128 tokens
-        room = config.actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes
-        tokens = kv_tokens(made.shape, made.layout.engine, room, block=128)
-    if cache := re.search(r"KV cache size: ([0-9,]+) tokens", (work / "vllm.log").read_text()):
-        print(f"\nKV cache: {cache[1]} tokens as vLLM says, {tokens:,} by rl.plan")
+    seconds = {
+        phase: [episode.timing[phase] for episode in played if phase in episode.timing]
+        for phase in ("boot", "agent", "grade")
+    }
+    return Throughput(
+        lost=sum(episode.verdict.is_infra for episode in played),
+        concurrent=concurrent,
+        calls=len(calls),
+        prompts=sum(len(ids) for ids, _ in calls),
+        sampled=sum(tokens for _, tokens in calls),
+        whole=whole,
+        raw=raw,
+        proxy_ms=statistics.mean(1e3 * one.overhead_s / one.calls for one in counters) if counters else 0.0,
+        phases={phase: statistics.mean(found) for phase, found in seconds.items() if found},
+    )
+
+
+def show(found: Throughput, count: int) -> None:
+    """Print tokens a second, of the engine alone and through whole episodes."""
+    print(f"\n{count} episodes ({found.lost} lost), {found.concurrent} at a time: {found.calls} calls", end="")
+    print(f", {found.prompts:,} tokens of prompts, {found.sampled:,} sampled")
+    head("what", "seconds", "sampled tokens/s")
+    row("the engine alone, the same calls", f"{found.raw:.1f}", f"{found.sampled / found.raw:.1f}")
+    row("whole episodes", f"{found.whole:.1f}", f"{found.sampled / found.whole:.1f}")
+    row("**episodes / engine**", "", f"**{found.raw / found.whole:.2f}**")
+    row("the proxy's part of a call, ms", f"{found.proxy_ms:.1f}", "")
+    for phase, seconds in found.phases.items():
+        row(f"mean {phase} of an episode, s", f"{seconds:.2f}", "")
+
+
+Pairs = dict[str, tuple[float, float]]  # planned and measured, by what; measured is 0 if it was not
+
+
+def beside_plan(
+    config: DictConfig, made: Plan, peaks: Counter[tuple[str, str]], found: list[dict[str, Any]]
+) -> tuple[Pairs, Pairs]:
+    """Return the seconds of the last step by phase, and bytes of memory, as ``measuring.train`` found them."""
+    last = found[-1]  # the first step has compilations in it
+    outside = made.pace.seconds.get("validation", 0.0)  # verl's step does not contain it
+    planned = made.pace.seconds | {"step": made.pace.step_s - outside}
+    seconds = {name: (planned[name], last.get(f"timing_s/{key}", 0)) for name, key in PHASES.items()}
+    update = next(tensors(phase) for phase in made.gpu if phase.name == "update")
+    if config.trainer.device == "cpu":
+        # No counter of tensors: resident memory, with the process's own, which no plan knows.
+        return seconds, {"trainer's tensors; its process": (update, peak(peaks, TRAINER))}
+    tensors_gb = max(step.get("actor/perf/max_memory_allocated_gb", 0) for step in found)
+    fullest = max(phase.total for phase in made.gpu)
+    return seconds, {
+        "trainer's tensors": (update, tensors_gb * GIB),
+        "the GPU, at its fullest": (fullest, peak(peaks, "GPU")),
+    }
 
 
 def training(config: DictConfig, made: Plan, keys: list[str], work: Path, steps: int) -> None:
     """Print seconds by phase and memory of a few training steps, beside the plan."""
     peaks, found = train(work / "run", *keys, f"trainer.total_training_steps={steps}", "trainer.save_freq=-1")
-    last, cpu = found[-1], config.trainer.device == "cpu"  # the first step has compilations in it
+    last, cpu = found[-1], config.trainer.device == "cpu"
+    seconds, memory = beside_plan(config, made, peaks, found)
     print(f"\nstep {last['step']} of {steps}; {last.get('episode/count', 0):.0f} episodes")
     head("phase", "measured, s", "rl.plan, s (assumed speeds of a GPU)")
-    planned = made.pace.seconds | {"step": made.pace.step_s}
-    for name, key in PHASES.items():
-        row(name, f"{last.get(f'timing_s/{key}', 0):.1f}", "" if cpu else f"{planned[name]:.1f}")
+    for name, (planned, measured) in seconds.items():
+        row(name, f"{measured:.1f}", "" if cpu else f"{planned:.1f}")
     head("memory, GiB", "rl.plan", "measured", "error")
-    update = next(tensors(phase) for phase in made.gpu if phase.name == "update")
-    if cpu:  # no counter of tensors: resident memory, with the process's own, which no plan knows
-        row("trainer's tensors; its process", f"{update / GIB:.2f}", f"{peak(peaks, TRAINER) / GIB:.2f}", "")
-        return
-    compare("trainer's tensors", update, max(step.get("perf/max_memory_allocated_gb", 0) for step in found) * GIB, GIB)
-    compare("the GPU, at its fullest", max(phase.total for phase in made.gpu), peak(peaks, "GPU"), GIB)
+    for name, (planned, measured) in memory.items():
+        if cpu:  # the error of a sum without its largest part
+            row(name, f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", "")
+        else:
+            compare(name, planned, measured, GIB)
 
 
 def main() -> None:
@@ -216,7 +275,7 @@ def main() -> None:
         os.environ.update(CPU_TRAINING)  # the same threads for all
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         work = Path(name)
-        config, keys = prepared(options.keys, options.device, work)
+        config, keys = prepared(TOY if cpu else GPU, options.keys, work)
         config.run.dir = str(work / "bench")
         OmegaConf.resolve(config)
         where = platform.machine() if cpu else config.cluster.gpu
@@ -225,7 +284,10 @@ def main() -> None:
             f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {where}: {config.trainer.experiment_name}, {model}"
         )
         made = plan(config)
-        throughput(config, made, work, options.episodes or (16 if cpu else 64))
+        count = options.episodes or (16 if cpu else 64)
+        show(throughput(config, made, work / "vllm.log", count), count)
+        planned, printed = cache_tokens(config, made, work / "vllm.log")
+        print(f"\nKV cache: {printed:,} tokens as vLLM says, {planned:,} by rl.plan")
         if options.steps:
             training(config, made, keys, work, options.steps)
 

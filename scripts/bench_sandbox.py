@@ -3,8 +3,8 @@
     .venv/bin/python scripts/bench_sandbox.py [--repeat 20] [--boxes 16]
 
 Prints medians: from boot to the end of the first program; a grading, of a task whose tests take about 0.2 s, end to
-end; gradings per second with one per core at a time; and the time of a number of episodes in parallel, each a boot, a
-program that edits a file, the diff and the end, with their errors.
+end, without and with a second opinion; gradings per second with one per core at a time; and the time of a number of
+episodes in parallel, each a boot, a program that edits a file, the diff and the end, with their errors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ async def _first_exec(task: Task) -> float:
         await box.close()
 
 
-async def _grading(task: Task) -> float:
+async def _grading(task: Task, second_opinion: bool = False) -> float:
     began = time.perf_counter()
-    verdict = await grade(task, (task.patch or "").encode(), functools.partial(_boot, task), timeout_s=120)
+    patch, boot = (task.patch or "").encode(), functools.partial(_boot, task)
+    verdict = await grade(task, patch, boot, timeout_s=120, second_opinion=second_opinion)
     if verdict.reward != 1.0:
         raise RuntimeError(f"{task.instance_id}: {verdict.reason}: {verdict.detail}")
     return time.perf_counter() - began
@@ -73,7 +74,11 @@ async def main(repeat: int, boxes: int) -> None:
     task = await task_images.make_task(await asyncio.to_thread(get_engine), task_images.RECIPES[-1])
     await asyncio.to_thread(warm_up)
     await _grading(task)
-    for what, run in (("boot to the end of the first program", _first_exec), ("a grading", _grading)):
+    for what, run in (
+        ("boot to the end of the first program", _first_exec),
+        ("a grading", _grading),
+        ("the same with a second opinion", functools.partial(_grading, second_opinion=True)),
+    ):
         print(f"{what:<37} {statistics.median(await _times(run, task, repeat, 1)) * 1000:6.0f} ms", flush=True)
     began = time.perf_counter()
     await _times(_grading, task, repeat, os.cpu_count() or 1)

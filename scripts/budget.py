@@ -17,32 +17,31 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of code per directory. A directory that is not named here counts in the one above it.
 WINGS = {
-    "rl": 1670,
-    "rl/checks": 425,
-    "rl/cluster": 650,
+    "rl": 2500,
+    "rl/checks": 670,
+    "rl/cluster": 1230,
     "rl/cpu": 250,
-    "rl/data": 1100,
-    "rl/evaluate": 870,
-    "rl/metrics": 390,
-    "rl/plan": 800,
-    "rl/quickstart": 570,
-    "rl/run": 690,
-    "rollout": 650,
-    "rollout/agent": 160,
-    "rollout/proxy": 2000,
-    "rollout/sandbox": 770,
-    "rollout/sandbox/apptainer": 540,
+    "rl/data": 1170,
+    "rl/evaluate": 890,
+    "rl/metrics": 470,
+    "rl/plan": 970,
+    "rl/quickstart": 620,
+    "rl/run": 1000,
+    "rollout": 680,
+    "rollout/agent": 210,
+    "rollout/proxy": 2060,
+    "rollout/sandbox": 1100,
+    "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
-    "rollout/sandbox/local": 205,
-    "rewards": 650,
-    "scripts": 1490,
+    "rollout/sandbox/local": 350,
+    "rewards": 900,
+    "scripts": 1960,
 }
-EVERYTHING = 14_000
+EVERYTHING = 18_500
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (
     "rl/agent_loop.py",
-    "rl/engine.py",
     "rl/engine.py",
     "rl/trainer.py",
     "rollout/episode.py",
@@ -53,6 +52,7 @@ ONE_TASK = (
     "rollout/proxy/tree.py",
     "rollout/proxy/session.py",
     "rollout/proxy/render.py",
+    "rollout/proxy/marks.py",
     "rollout/proxy/parsers.py",
     "rollout/proxy/server.py",
     "rollout/proxy/secret.py",

@@ -38,10 +38,11 @@ def head(*cells: str) -> None:
 
 
 def compare(what: str, planned: float, measured: float, unit: float = 1) -> None:
-    """Print a row of what, plan, measured and error; ``unit`` is the number of bytes that the table counts in."""
+    """Print a row of what, plan, measured (0: it was not) and error; ``unit`` is the number of bytes that the table
+    counts in."""
     digits = 1 if unit == GIB else 0
-    numbers = (f"{number / unit:,.{digits}f}" for number in (planned, measured))
-    row(what, *numbers, f"{100 * (planned / measured - 1):+.1f} %")
+    numbers = [f"{number / unit:,.{digits}f}" for number in (planned, measured)]
+    row(what, *numbers, f"{100 * (planned / measured - 1):+.1f} %" if measured else "not measured")
 
 
 def tensors(ledger: Any) -> int:
@@ -49,11 +50,19 @@ def tensors(ledger: Any) -> int:
     return sum(size for name, size in ledger.parts.items() if "assumed" not in name and "engine" not in name)
 
 
+def gpu_used() -> int:
+    """Return the bytes that are taken of the fullest GPU; 0 without a GPU."""
+    if (smi := shutil.which("nvidia-smi")) is None:
+        return 0
+    query = [smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return max((int(mib) * MIB for mib in said if mib.isdigit()), default=0)
+
+
 def watch(process: subprocess.Popen, phase: Callable[[], str] = str) -> Counter[tuple[str, str]]:
     """Wait for a process to end and return peaks of memory in bytes by (phase, name): what each process below it has to
     itself, named by command and id, and what is taken of the fullest GPU, named "GPU". ``phase`` names what goes on."""
     peaks: Counter[tuple[str, str]] = Counter()
-    smi = [shutil.which("nvidia-smi") or "", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     root = psutil.Process(process.pid)
     while process.poll() is None:
         time.sleep(0.1)
@@ -63,9 +72,8 @@ def watch(process: subprocess.Popen, phase: Callable[[], str] = str) -> Counter[
                 with contextlib.suppress(psutil.Error, IndexError):
                     used = child.memory_info()
                     found[now, f"{child.cmdline()[0]} {child.pid}"] = used.rss - used.shared
-        if smi[0]:
-            said = subprocess.run(smi, capture_output=True, text=True).stdout.split()
-            found[now, "GPU"] = max((int(mib) * MIB for mib in said if mib.isdigit()), default=0)
+        if used_of_gpu := gpu_used():
+            found[now, "GPU"] = used_of_gpu
         peaks |= Counter(found)
     return peaks
 

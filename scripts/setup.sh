@@ -2,6 +2,7 @@
 # Makes .venv in the clone and installs the project, editable, with the pinned versions of constraints/.
 #
 #   scripts/setup.sh [cpu|gpu]        default: what .venv was made for, else cpu
+#   PYTHON=/path/to/python3.12 ...    makes a new .venv with this Python; else the first of those below
 #
 # Does nothing when nothing changed: .venv/.setup holds the extra and a hash of all that the result depends
 # on, and is written last. Several calls at once wait for the first one.
@@ -31,11 +32,20 @@ flock 9
 up_to_date && exit 0
 
 # --- what the machine must have ---------------------------------------------------------------------
-python=${PYTHON:-python3.11}
-[ "$("$python" -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)" = "3 11" ] ||
-  fail "Python 3.11 not found ($python); install it (Debian: python3.11 python3.11-venv) or set PYTHON=/path/to/python3.11"
-"$python" -c 'import venv, ensurepip' 2>/dev/null ||
-  fail "$python has no venv module; install it (Debian: python3.11-venv)"
+# verl's images and Megatron have 3.12; the CPU packages were tested with 3.11. A program of that name may refuse to run
+# (pyenv's do), so each is tried.
+case $extra in gpu) versions=(3.12 3.11) ;; cpu) versions=(3.11 3.12) ;; esac
+candidates=("${versions[@]/#/python}")
+[ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+python=
+for candidate in "${candidates[@]}"; do
+  if "$candidate" -c 'import sys, venv, ensurepip; assert sys.version_info[:2] in [(3, 11), (3, 12)]' 2>/dev/null; then
+    python=$candidate
+    break
+  fi
+done
+[ -n "$python" ] ||
+  fail "no Python 3.11 or 3.12 with the module venv (tried: ${candidates[*]}); install one (Debian: python3.11 python3.11-venv) or set PYTHON=/path/to/python3.12"
 command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
   fail "no C compiler; install one (Debian: gcc libc6-dev) or set CC"
 
@@ -67,12 +77,14 @@ index=$(pip_setting index-url)
 [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
 
 # PyPI has no CPU build of torch. uv knows PyTorch's own index by name; it is not needed where find-links
-# is a directory that has the build.
-if [ "$extra" = cpu ] && ! find ${find_links//file:\/\//} -maxdepth 1 -name 'torch-*+cpu-*.whl' 2>/dev/null | grep -q .; then
+# is a directory that has the build for this Python.
+cpu_torch=$(.venv/bin/python -c 'import sys; print("torch-*+cpu-cp%d%d-*.whl" % sys.version_info[:2])')
+if [ "$extra" = cpu ] && ! find ${find_links//file:\/\//} -maxdepth 1 -name "$cpu_torch" 2>/dev/null | grep -q .; then
   export UV_TORCH_BACKEND="${UV_TORCH_BACKEND:-cpu}"
 fi
 
-say "installing into .venv (extra $extra); about 2 GB to download the first time"
+case $extra in gpu) size=12 ;; cpu) size=5 ;; esac
+say "installing into .venv (extra $extra, $(.venv/bin/python --version)); about $size GB, downloaded the first time"
 quiet=(--quiet)
 if [ -t 2 ]; then quiet=(); fi # a person watches: show progress
 # Compiled here once: a run starts a dozen processes that import torch, vLLM and verl, some at the same time.
@@ -80,7 +92,18 @@ VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --compile-bytecode "${quiet[@]}"
   --constraint "constraints/$extra.txt" --override "constraints/$extra-overrides.txt" \
   --build-constraint constraints/build.txt --group dev --editable ".[$extra]"
 
+# By itself: it comes from another place than all others, and a machine may not reach that.
+missing=
+if [ "$extra" = gpu ]; then
+  flash=(.venv/bin/uv pip install --python .venv --no-deps -r constraints/flash-attn.txt)
+  "${flash[@]}" >.venv/flash-attn.log 2>&1 || missing=${flash[*]}
+fi
+
 echo "$key" >$stamp.new
 mv $stamp.new $stamp
 say done
-echo "next: make quickstart, or .venv/bin/python -m rl.train +experiment=NAME"
+[ -z "$missing" ] || echo "missing: $missing   (failed: .venv/flash-attn.log)"
+case $extra in
+  cpu) echo "next: make quickstart, or .venv/bin/python -m rl.train +experiment=NAME" ;;
+  gpu) echo "next: .venv/bin/python -m rl.plan +experiment=NAME" ;;
+esac

@@ -3,8 +3,10 @@
 import functools
 import os
 import random
+import secrets
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -13,8 +15,23 @@ from rollout.sandbox import SandboxError
 from tests import slurm_kit
 
 # A timing is never a test.
-hypothesis.settings.register_profile("timeless", deadline=None)
+hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("timeless")
+
+
+# Ray keeps the first token that a process uses, for all clusters that it starts; without one it writes it to the home
+# directory.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Each test leaves the environment as it was, also one that has run a program in this process (rl.evaluate)."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @functools.cache

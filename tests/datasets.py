@@ -253,7 +253,7 @@ def snapshot_row(instance_id: str, **changes: Any) -> dict[str, Any]:
         "version": "1",
         "log_parser": PARSER,
         "eval_type": "pass_and_fail",
-        "eval_script": "pytest",
+        "eval_script": ": '>>>>> Start Test Output'\npytest\n: '>>>>> End Test Output'\n",
         "problem_statement": "It is broken.",
         "base_commit": "",
         "FAIL_TO_PASS": json.dumps(["test_a"]),

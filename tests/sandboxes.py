@@ -1,4 +1,4 @@
-"""What tests of boxes and of grading share: a repository, both ways to isolate a local box, a look at processes."""
+"""Tests of boxes and of grading share this: a repository, both ways to isolate a local box, a look at processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def make_snapshot(directory: Path) -> Path:
 
 @functools.cache
 def history(directory: Path) -> Path:
-    """Make the repository of `make_snapshot`, with a later commit, a tag, a remote, a stash and a reflog to hide."""
+    """Make the repository of `make_snapshot`, with a later commit, a tag, a remote, a stash and a reflog to hide, and
+    an ignored file that is in no commit."""
     repo = make_snapshot(directory)
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com"]
     (repo / "tracked.log").write_text("tracked, though it is ignored\n")
@@ -63,6 +64,7 @@ def history(directory: Path) -> Path:
     subprocess.run([*git, "stash", "-q"], cwd=repo, check=True)
     (repo / ".git" / "hooks").mkdir(exist_ok=True)
     (repo / ".git" / "hooks" / "pre-commit").write_text("#!/bin/sh\n")
+    (repo / "built.log").write_text("of the image\n")
     return repo
 
 

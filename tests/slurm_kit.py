@@ -44,9 +44,10 @@ ReturnToService=2
 KillWait=90
 MinJobAge=3600
 TaskProlog={dir}/prolog
+GresTypes=gpu
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 Gres=gpu:h100:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 Gres=gpu:h100:2
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -77,6 +78,8 @@ class Slurm:
         (self.directory / "state").mkdir(parents=True)
         for node in NODES:
             self.disk(node).mkdir()
+        # Two devices that every machine has stand for GPUs, so that these can be asked for.
+        (self.directory / "gres.conf").write_text("Name=gpu Type=h100 File=/dev/tty[0-1]\n")
         prolog = self.directory / "prolog"
         prolog.write_text(f"#!/bin/sh\necho export NODE_DISK={self.directory}/disk-$SLURMD_NODENAME\n")
         prolog.chmod(0o755)
@@ -107,7 +110,7 @@ class Slurm:
         return done.stdout
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says, by name."""
+        """Return what `scontrol show job` says, by name."""
         said = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
@@ -120,7 +123,7 @@ class Slurm:
         return found
 
     def processes(self, **wanted: str) -> list[psutil.Process]:
-        """Those that jobs have started, by what is in their environment."""
+        """Return the processes that jobs have started, by what is in their environment."""
         wanted |= {"SLURM_CONF": str(self.conf)}
         found = []
         for process in psutil.process_iter():

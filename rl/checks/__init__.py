@@ -1,38 +1,68 @@
 """This package finds what is wrong with a config before Ray, an engine or a model is started.
 
 ``check(config)`` takes a second: it reads the config, the task files and the machine, and imports neither torch, ray,
-verl nor vLLM (but see ``rl.checks.keys``). For a run on GPUs it also makes the plan of ``rl.plan``, which imports torch
+verl nor vLLM. For a run on GPUs it also makes the plan of ``rl.plan``, which imports torch
 and transformers (seconds). What only verl can judge is left to verl's own ``validate_config``.
 
-Every check raises ``ConfigError`` for the first thing that is wrong.
+A check raises ``ConfigError``. Those that do not depend on each other are all made, so that the error names all that is
+wrong.
 """
 
 from omegaconf import DictConfig
 
-from rl.checks.data import check_tasks
+from rewards.task import Task
+from rl.boxes import kind_of
+from rl.checks.data import check_files
 from rl.checks.episodes import check_episodes
-from rl.checks.keys import check_keys
+from rl.checks.keys import check_interpolations, check_keys, check_types
 from rl.checks.machine import check_cpu, check_disk
 from rl.checks.model import check_model, check_plan
-from rl.checks.numbers import check_batches, check_lengths, check_numbers, check_repeat
+from rl.checks.numbers import (
+    check_batches,
+    check_left_out,
+    check_lengths,
+    check_loss,
+    check_numbers,
+    check_repeat,
+    check_schedule,
+)
+from rl.config import check_all
 
 
-def check(config: DictConfig) -> None:
-    """Raise ConfigError if the config cannot work on this machine.
+def check_values(config: DictConfig) -> None:
+    """Raise ConfigError if values are of the wrong type or impossible by themselves."""
+    check_interpolations(config)
+    check_all(config, check_numbers, check_types)
+
+
+def check(config: DictConfig, plays: bool = True) -> None:
+    """Raise ConfigError with all that is wrong if the config cannot work on this machine.
 
     With ``config.prepare`` set, task files and model are made later, under the run directory, and are not looked at;
-    call ``check_tasks`` and ``check_model`` once they exist.
+    call ``check_tasks`` and ``check_model`` once they exist. ``plays``: boxes run on this machine; else it need not be
+    able to make them.
     """
-    check_cpu(config)
-    check_numbers(config)
-    check_keys(config)
-    check_batches(config)
-    check_lengths(config)
-    check_episodes(config)
-    check_repeat(config)
+    tasks: list[Task] = []
+
+    def settings(config: DictConfig) -> None:
+        check_values(config)  # the others count on them
+        made = () if config.prepare else (check_model, lambda config: tasks.extend(check_files(config)))
+        check_all(
+            config,
+            check_cpu,
+            check_batches,
+            check_loss,
+            check_lengths,
+            lambda config: check_episodes(config, plays),
+            check_repeat,
+            check_schedule,
+            check_left_out,
+            *made,
+            check_disk,
+        )
+
+    check_all(config, check_keys, settings)
     if not config.prepare:
-        check_model(config)
-        check_tasks(config)
-    check_disk(config)
-    if not config.prepare:
+        if plays:
+            kind_of(config.sandbox).check_tasks(tasks)
         check_plan(config)

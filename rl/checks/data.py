@@ -8,17 +8,29 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rewards.task import Task, TaskError, load_tasks
 from rl.boxes import is_snapshot, kind_of
-from rl.config import ConfigError
+from rl.config import ConfigError, check_all
 
 
 def check_tasks(config: DictConfig) -> list[Task]:
     """Return the tasks of both splits, if each can be run and graded and no held-out task is trained on.
 
     Raises:
-        ConfigError: for the first file, row or image that is wrong.
+        ConfigError: for the first row of a file or the first image that is wrong.
     """
-    train = _load(config, "data.train_files")
-    held_out = _load(config, "data.val_files")
+    tasks = check_files(config)
+    kind_of(config.sandbox).check_tasks(tasks)
+    return tasks
+
+
+def check_files(config: DictConfig) -> list[Task]:
+    """Return the tasks of both splits like ``check_tasks``, without asking for their images. Raises ConfigError."""
+    found: dict[str, dict[str, tuple[str, Task]]] = {}
+
+    def load(key: str) -> Callable[[DictConfig], None]:
+        return lambda config: found.update({key: _load(config, key)})
+
+    check_all(config, load("data.train_files"), load("data.val_files"))
+    train, held_out = found["data.train_files"], found["data.val_files"]
     for instance_id, (key, _) in held_out.items():
         if instance_id in train:
             raise ConfigError(
@@ -31,9 +43,7 @@ def check_tasks(config: DictConfig) -> list[Task]:
             f"data.train_batch_size is {size}, but data.train_files has only {len(train)} tasks; "
             "a step needs that many different ones"
         )
-    tasks = [task for _, task in (*train.values(), *held_out.values())]
-    kind_of(config.sandbox).check_tasks(tasks)
-    return tasks
+    return [task for _, task in (*train.values(), *held_out.values())]
 
 
 def check_task_files(config: DictConfig, key: str) -> list[Task]:

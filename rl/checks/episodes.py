@@ -6,21 +6,26 @@ from omegaconf import DictConfig
 
 from rl.boxes import kind_of
 from rl.checks.numbers import check_positive
-from rl.config import ConfigError
+from rl.config import ConfigError, check_all
 from rl.setup import agent_from, rules_from, shape_from
 from rollout.proxy.parsers import FORMATS
 
 
-def check_episodes(config: DictConfig) -> None:
-    """Raise ConfigError if something is missing that episodes need, in training or in an evaluation."""
-    _check_agent(config)
-    _check_proxy(config)
+def check_episodes(config: DictConfig, plays: bool = True) -> None:
+    """Raise ConfigError if something is missing that episodes need, in training or in an evaluation.
+
+    ``plays``: they are played on this machine, which then needs the agent's program and what makes boxes.
+    """
+    check_all(config, *((_check_agent, check_boxes) if plays else ()), _check_proxy, _check_grading)
+
+
+def check_boxes(config: DictConfig) -> None:
+    """Raise ConfigError if this machine cannot make the boxes of the config's sandbox group."""
     boxes = kind_of(config.sandbox)
     check_positive(config, (f"sandbox.{key}" for key in boxes.numbers))
     boxes.check()
     if "quickstart" in config:
         boxes.need_base_image("the quickstart's tasks are local snapshots")
-    _check_grading(config)
 
 
 def _check_agent(config: DictConfig) -> None:

@@ -2,23 +2,26 @@
 
 Hydra refuses an unknown key on the command line, but takes one in an experiment's file for a new key, and verl mostly
 never looks at it: a misspelt ``total_training_step`` would train forever. ``check_keys`` compares a config with what
-the same groups compose to without any experiment.
+the same groups compose to without any experiment. verl's own yaml files have keys, too, that no code of it reads any
+more; they are found by looking for their names in that code.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import difflib
 import functools
-import importlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from rl.config import CONFIGS, ConfigError, compose
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
+from rl.checks.types import fields, wrong_value
+from rl.config import CONFIGS, ConfigError, compose, package_dir
 
 # What is below these keys is another program's own (Ray's, Megatron's), or names that the user chooses. The same holds
 # below every key that is null or empty by default.
@@ -29,42 +32,125 @@ OPEN = (
     "actor_rollout_ref.ref.megatron.override_transformer_config",
     "hydra",
 )
+# What verl passes on whole, so that its code does not name what is in it.
+PASSED_ON = (
+    *OPEN,
+    "actor_rollout_ref.rollout.engine_kwargs",
+    "actor_rollout_ref.model.override_config",
+    "actor_rollout_ref.model.lora",
+    "global_profiler",
+    "transfer_queue",
+)
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raise ConfigError, naming the closest known key, if a key of ``config`` is not known.
+    """Raise ConfigError with a line for each key that nothing reads, which names the closest known key.
 
     Known keys are those of configs/train.yaml, its groups and verl's yaml files, and the fields of the dataclass that
-    verl makes of the key's place. A good config takes half a second; verl is imported (ten seconds) for a key that its
-    yaml files lack.
+    verl makes of the key's place. This takes half a second; verl is read, not imported.
     """
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    kinds = {group: plain.get(group, {}).get("kind") for group in ("agent", "sandbox")}
-    groups = [f"{group}={kind}" for group, kind in kinds.items() if (CONFIGS / group / f"{kind}.yaml").exists()]
-    groups += ["model_engine=megatron"] if "megatron" in _actor(plain) else []
-    known = {**_reference(*groups)}
+    plain, reference = _plain(config), _reference(config)
+    known = _plain(reference)
     if prepare := plain.get("prepare"):  # its settings are in a group of the name of its package
         known |= {key: {} for key in plain if key in str(prepare).split(":")[0].split(".")}
+    lines = []
     for path, siblings in _unknown(plain, known, ""):
         parent, _, name = path.rpartition(".")
-        target = OmegaConf.select(config, f"{parent}._target_") if parent else None
-        if target is not None and name in _fields(target):
+        if name in _declared(config, path):
             continue
-        near = difflib.get_close_matches(name, siblings, n=1)
-        hint = f"; do you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
-        raise ConfigError(f"{path}: nothing reads this key{hint}")
+        groups = [] if parent else [folder.name for folder in CONFIGS.iterdir()]
+        near = difflib.get_close_matches(name, [*siblings, *groups], n=1)
+        hint = f"; did you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
+        lines.append(f"{path}: nothing reads this key{hint}")
+    for path, name in _changed(plain, known, ""):
+        if name not in _code():
+            lines.append(f"{path}: nothing reads this key, although verl's own config has it; leave it out")
+    if lines:
+        raise ConfigError(*lines)
 
 
-def _actor(plain: Mapping[str, Any]) -> Mapping[str, Any]:
-    return plain.get("actor_rollout_ref", {}).get("actor", {})
+def check_types(config: DictConfig, name: str = "train", leave: Collection[str] = POSITIVE + POSITIVE_OR_NULL) -> None:
+    """Raise ConfigError with a line for each value whose type is not the one that its key has (``rl.checks.types``).
+
+    name: of the primary config. leave: keys that ``check_numbers`` looks at.
+    """
+    reference = _reference(config, name)
+    lines = []
+    for path, key in _changed(_plain(config), _plain(reference), ""):
+        value, default = OmegaConf.select(config, path), OmegaConf.select(reference, path)
+        line = wrong_value(path, value, default, _declared(config, path).get(key))
+        if line and path not in leave:
+            lines.append(line)
+    if lines:
+        raise ConfigError(*lines)
+
+
+def check_interpolations(config: DictConfig) -> None:
+    """Raise ConfigError with a line for each ``${...}`` that leads nowhere."""
+    lines = []
+    for path, raw in _texts(_plain(config), ""):
+        try:
+            OmegaConf.select(config, path)
+        except OmegaConfBaseException as error:
+            said = str(error).partition("\n")[0]
+            missing = re.search("Interpolation key '(.+)' not found", said)
+            if missing is None or missing[1] in raw:  # else what it leads to leads nowhere, which has its own line
+                lines.append(f"{path}={raw}: {said}")
+    if lines:
+        raise ConfigError(*lines)
+
+
+def _texts(plain: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value) of each text with a ``${``."""
+    for name, value in plain.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{path}{name}.")
+        elif isinstance(value, str) and "${" in value:
+            yield f"{path}{name}", value
+
+
+def _declared(config: DictConfig, path: str) -> Mapping[str, ast.expr]:
+    """Return the fields, with their types, of the dataclass that verl makes of the place of a key."""
+    parent = path.rpartition(".")[0]
+    target = OmegaConf.select(config, f"{parent}._target_") if parent else None
+    return fields(target.rpartition(".")[2]) if target else {}
+
+
+def _changed(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, name) of each value of ``given`` that is not the one of ``known``."""
+    for name, value in given.items():
+        here = f"{path}.{name}" if path else str(name)
+        if here in PASSED_ON or name not in known:
+            continue
+        if isinstance(value, Mapping) and isinstance(known[name], Mapping):
+            yield from _changed(value, known[name], here)
+        elif value != known[name]:
+            yield here, str(name)
 
 
 @functools.cache
-def _reference(*groups: str) -> dict[str, Any]:
-    """Return the primary config with these groups and no experiment."""
-    # In a Hydra application a second Hydra is refused, and the first one knows the same files.
-    running = GlobalHydra.instance().is_initialized()
-    config = hydra.compose("train", list(groups)) if running else compose(list(groups))
+def _code() -> str:
+    """Return verl's code and ours, without the dataclasses that hold a config (0.3 s)."""
+    verl, ours = Path(package_dir("verl")), Path(__file__).resolve().parents[2]
+    files = [file for part in (verl, ours / "rl", ours / "rollout", ours / "rewards") for file in part.rglob("*.py")]
+    held = (verl / "workers" / "config", verl / "trainer" / "config")
+    return "\n".join(file.read_text() for file in files if not any(map(file.is_relative_to, held)))
+
+
+def _reference(config: DictConfig, name: str = "train") -> DictConfig:
+    """Return the primary config with the groups of ``config`` and no experiment."""
+    kinds = {group: OmegaConf.select(config, f"{group}.kind") for group in ("agent", "sandbox")}
+    groups = [f"{group}={kind}" for group, kind in kinds.items() if (CONFIGS / group / f"{kind}.yaml").exists()]
+    megatron = "megatron" in (OmegaConf.select(config, "actor_rollout_ref.actor") or ())
+    return _composed(name, *groups, *(["model_engine=megatron"] if megatron else []))
+
+
+@functools.cache
+def _composed(name: str, *groups: str) -> DictConfig:
+    return compose(groups, name)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
     plain: Any = OmegaConf.to_container(config, resolve=False)
     return plain
 
@@ -79,9 +165,3 @@ def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> I
             yield here, list(known)
         elif isinstance(value, Mapping) and isinstance(known[name], Mapping) and known[name]:
             yield from _unknown(value, known[name], here)
-
-
-def _fields(target: str) -> set[str]:
-    """Return the names of the fields of a dataclass, given by its full name."""
-    module, _, name = target.rpartition(".")
-    return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}

@@ -1,6 +1,5 @@
-"""This module checks what the machine offers: packages, loggers, disk space, and an accelerator where one is needed."""
+"""This module checks what the machine offers: loggers, disk space, and an accelerator where one is needed."""
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -17,25 +16,6 @@ MIN_FREE = 1 * GIB
 # verl saves fp32 weights and two fp32 moments per parameter; the weights it starts from have 2 or 4 bytes per
 # parameter. This is the lower bound, so that nothing is refused that would have fitted.
 CHECKPOINT_PER_WEIGHTS = 3
-
-
-def check_packages(config: DictConfig) -> None:
-    """Raise ConfigError if packages are missing that an experiment on GPUs needs beside the `gpu` extra."""
-    if config.trainer.device == "cpu":
-        return
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    needed = []  # module, distribution
-    if "megatron" in actor:
-        needed += [("megatron", "megatron-core"), ("transformer_engine", "transformer-engine")]
-    # verl's default, for packed rows.
-    if OmegaConf.select(model, "override_config.attn_implementation") in (None, "flash_attention_2"):
-        needed.append(("flash_attn", "flash-attn"))
-    if config.trainer.v1.trainer_mode == "separate_async":
-        needed.append(("cupy", "cupy"))
-    if missing := [package for module, package in needed if importlib.util.find_spec(module) is None]:
-        raise ConfigError(
-            f"not installed, but needed on GPUs: {', '.join(missing)}; docs/experiments.md says which versions"
-        )
 
 
 def check_loggers(config: DictConfig) -> None:
@@ -72,6 +52,12 @@ def check_cpu(config: DictConfig) -> None:
             f"actor_rollout_ref.rollout.checkpoint_engine.backend={weights} sends weights between GPUs; on a CPU it is "
             "zmq, as in configs/cpu.yaml"
         )
+    sharing = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    if OmegaConf.select(config, sharing) > 1:
+        raise ConfigError(f"verl splits rows in flash attention only, which has no CPU build; set {sharing}=1")
+    executor = "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend"
+    if config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and OmegaConf.select(config, executor) != "mp":
+        raise ConfigError(f"tensor parallel needs a process per worker; set {executor}=mp, as scale=tiny_tp2 does")
 
 
 def check_disk(config: DictConfig) -> None:
@@ -80,7 +66,7 @@ def check_disk(config: DictConfig) -> None:
     checkpoints = Path(OmegaConf.merge(config, {"run": {"dir": str(run)}}).trainer.default_local_dir).absolute()
     run = writable(run, "run.dir / run.root", "give another directory")
     checkpoints = writable(checkpoints, "trainer.default_local_dir", "give another directory")
-    saved, model = 0, local_model(config)
+    saved, model = 0, None if config.prepare else local_model(config)
     if config.trainer.save_freq > 0 and model is not None and model.is_dir():
         saved = CHECKPOINT_PER_WEIGHTS * sum(f.stat().st_size for f in model.glob("*.safetensors"))
     if run.stat().st_dev == checkpoints.stat().st_dev:

@@ -31,15 +31,9 @@ def check_plan(config: DictConfig) -> None:
     if OmegaConf.select(config, "trainer.device") == "cpu" or not OmegaConf.select(config, "plan.check"):
         return
     from rl.plan import plan
-    from rl.plan.model import ModelUnknown
 
-    try:
-        problems = plan(config).problems
-    except ModelUnknown as error:
-        raise ConfigError(str(error)) from error
-    if problems:
-        more = f" ({len(problems) - 1} more: python -m rl.plan prints all)" if problems[1:] else ""
-        raise ConfigError(f"{problems[0]}{more}; plan.check=false starts it all the same")
+    if problems := plan(config).problems:
+        raise ConfigError(*(f"{problem}; plan.check=false starts it all the same" for problem in problems))
 
 
 def check_family(config: DictConfig) -> None:
@@ -65,7 +59,10 @@ def local_model(config: DictConfig) -> Path | None:
     """
     name = OmegaConf.select(config, "actor_rollout_ref.model.path")
     if not name:
-        raise ConfigError("actor_rollout_ref.model.path is not set; give a model directory or a hub name")
+        raise ConfigError(
+            "actor_rollout_ref.model.path is not set; choose an experiment (+experiment=NAME), or give a directory or "
+            "hub name"
+        )
     path = Path(name).expanduser()
     is_path = name[0] in "~./" or name.count("/") > 1 or path.exists()
     return path.absolute() if is_path else None

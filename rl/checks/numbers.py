@@ -1,6 +1,6 @@
 """This module checks numbers: each by itself, and those that verl would refuse minutes later or by an assertion."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -11,6 +11,7 @@ POSITIVE = (
     "cluster.start_timeout_s",
     "agent.max_turns",
     "agent.timeout_s",
+    "proxy.max_calls",
     "grading.timeout_s",
     "data.train_batch_size",
     "data.max_prompt_length",
@@ -23,6 +24,7 @@ POSITIVE = (
     "trainer.n_gpus_per_node",
 )
 POSITIVE_OR_NULL = (
+    "run.save_minutes",
     "proxy.max_tokens",
     "sandbox.image_budget_gb",
     "trainer.total_training_steps",
@@ -40,21 +42,29 @@ _SHARING = (
 def check_numbers(
     config: DictConfig, positive: Iterable[str] = POSITIVE, positive_or_null: Iterable[str] = POSITIVE_OR_NULL
 ) -> None:
-    """Raise ConfigError if a key is not above 0 that must be, or if the number of retries makes no sense."""
-    check_positive(config, positive)
-    check_positive(config, (key for key in positive_or_null if OmegaConf.select(config, key) is not None))
+    """Raise ConfigError with a line for each key that must be above 0 and is not, and for a wrong number of retries."""
+    lines = [*_not_positive(config, positive), *_not_positive(config, positive_or_null, or_null=True)]
     retries = config.episode.infra_retries
     if not isinstance(retries, int) or retries < 0:
-        raise ConfigError(f"episode.infra_retries is {retries!r}; it must be 0 or more")
+        lines.append(f"episode.infra_retries is {retries!r}; it must be 0 or more")
+    if lines:
+        raise ConfigError(*lines)
 
 
 def check_positive(config: DictConfig, keys: Iterable[str]) -> None:
-    """Raise ConfigError if one of the keys is not a number above 0."""
+    """Raise ConfigError with a line for each of the keys that is not a number above 0."""
+    if lines := [*_not_positive(config, keys)]:
+        raise ConfigError(*lines)
+
+
+def _not_positive(config: DictConfig, keys: Iterable[str], or_null: bool = False) -> Iterator[str]:
     for key in keys:
         value = OmegaConf.select(config, key)
+        if or_null and value is None:
+            continue
         # bool is an int in Python
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"{key} is {value!r}; it must be a number above 0")
+            yield f"{key} is {value!r}; it must be a number above 0"
 
 
 def check_batches(config: DictConfig) -> None:
@@ -102,6 +112,31 @@ def check_batches(config: DictConfig) -> None:
         )
 
 
+def check_left_out(config: DictConfig) -> None:
+    """Raise ConfigError if episodes that a limit ended are left out, and groups that they leave empty not replaced."""
+    v1 = config.trainer.v1
+    if config.episode.mask_overlong and v1.trainer_mode == "sync" and not v1.sampler.sync_refill_failed_groups:
+        raise ConfigError(
+            "episode.mask_overlong=true leaves out episodes that a limit ended, perhaps all of a step; set "
+            "trainer.v1.sampler.sync_refill_failed_groups=true, so that other tasks take the place of their groups"
+        )
+
+
+def check_loss(config: DictConfig) -> None:
+    """Raise ConfigError if the loss would be divided by something else than what it adds up."""
+    mode, key = config.actor_rollout_ref.actor.loss_agg_mode, "actor_rollout_ref.actor.loss_agg_mode"
+    if config.episode.weigh_by_episode and mode != "seq-mean-token-mean":
+        raise ConfigError(
+            f"{key} is {mode}, which has its own weights of rows; set episode.weigh_by_episode=false, or "
+            "seq-mean-token-mean for episodes that count once"
+        )
+    if mode == "seq-mean-token-sum-norm" and not config.actor_rollout_ref.actor.loss_scale_factor:
+        raise ConfigError(
+            f"{key} is {mode}, for which verl divides by the longest row of each micro-batch; set "
+            "actor_rollout_ref.actor.loss_scale_factor to a constant instead, for example data.max_response_length"
+        )
+
+
 def check_lengths(config: DictConfig) -> None:
     """Raise ConfigError if the longest row fits neither the engine nor a packed batch."""
     row = config.data.max_prompt_length + config.data.max_response_length
@@ -121,6 +156,23 @@ def check_lengths(config: DictConfig) -> None:
                 f"{f' x {parallel} (sequence parallel)' if parallel > 1 else ''}; raise it to at least "
                 f"{-(-row // parallel)}"
             )
+
+
+def check_schedule(config: DictConfig) -> None:
+    """Raise ConfigError if the first step would train with rate 0: it would cost a step and change nothing."""
+    actor = config.actor_rollout_ref.actor
+    optim = actor.optim
+    if optim.lr_warmup_steps <= 0 and not optim.lr_warmup_steps_ratio > 0:
+        return
+    where = "actor_rollout_ref.actor.optim: the warm-up begins with a step of rate 0;"
+    if actor.strategy == "megatron":
+        if not optim.lr_warmup_init > 0:
+            raise ConfigError(f"{where} set lr_warmup_init above 0")
+    elif optim.lr_scheduler_type != "cosine" or optim.zero_indexed_step:
+        raise ConfigError(
+            f"{where} set lr_scheduler_type=cosine and zero_indexed_step=false (and min_lr_ratio=1.0 for a rate that "
+            "stays constant afterwards)"
+        )
 
 
 def check_repeat(config: DictConfig) -> None:

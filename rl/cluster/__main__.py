@@ -1,112 +1,14 @@
-"""This program trains on the nodes of a SLURM job: ``srun ... python -m rl.cluster key=value ...``, a task per node.
+"""This program trains on the nodes of a SLURM job (``rl.cluster.task``).
 
-``scripts/slurm/train.sbatch`` starts it, docs/cluster.md is the guide. The first task is the head:
-
-1. each node checks itself (``rl.checks``: config, data files, container engine, disk), copies model and task files to
-   its own disk where ``cluster.stage_dir`` asks for it, and pulls and seals the sandbox images;
-2. the head starts Ray, the others join it, and the head waits until each node is there with its GPUs;
-3. the head runs ``python -m rl.train`` with RAY_ADDRESS, and passes SIGUSR1 and SIGTERM on to it;
-4. every node stops what it started, and copies Ray's logs to ``logs/<node>/`` in the run directory.
-
-A node that fails is named in one line, and the job ends. The run directory is named by the job, so a requeued job
-continues in it. Exit code: rl.train's (0 done, 1 failed, 2 the config is wrong, 75 ended by a signal with nothing lost,
-143 cut short), or 69: a node failed its check, did not join, or was lost.
+A signal at any instant must not kill it, so the handlers come before all other imports.
 """
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import os
-import shlex
-import signal
-import sys
-from pathlib import Path
-
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from rl.cluster.head import UNAVAILABLE, StartStopped, head
-from rl.cluster.link import NodeError, Place
-from rl.cluster.member import member
-from rl.config import ConfigError, compose
-from rl.run import stop
-
-
-def run_directory(config: DictConfig, job: str) -> Path:
-    """Return the absolute run directory, named by the job: a requeued job keeps its number."""
-    return Path(config.run.dir or Path(config.run.root, config.trainer.experiment_name, f"slurm-{job}")).absolute()
-
-
-def sweep_line(file: Path, task: str | None) -> list[str]:
-    """Return the overrides of a task of an array job: the line of ``file`` with its number, from 1.
-
-    Empty lines do not count.
-
-    Raises:
-        ConfigError: the job is no array job, or the file has no such line.
-    """
-    if task is None:
-        raise ConfigError("--sweep needs an array job: sbatch --array=1-N ...")
-    if not file.is_file():
-        raise ConfigError(f"--sweep: no file {file.absolute()}")
-    lines = [shlex.split(line) for line in file.read_text().splitlines() if line.strip()]
-    if not 1 <= int(task) <= len(lines):
-        raise ConfigError(
-            f"--sweep: {file} has {len(lines)} lines and none for array task {task}; --array=1-{len(lines)}"
-        )
-    return lines[int(task) - 1]
-
-
-async def _main(place: Place, config: DictConfig, overrides: list[str], run_dir: Path) -> None:
-    def say(text: str) -> None:
-        print(f"cluster: {text}", flush=True)
-
-    code = 0
-    try:
-        if place.rank:
-            await member(place, config, run_dir)
-        else:
-            code = await head(place, config, overrides, run_dir, say)
-    except StartStopped as error:
-        say(f"stopped by {error} before the training began")
-        code = stop.STOPPED
-    except ConfigError as error:
-        print(f"config: {error}", file=sys.stderr)
-        code = 2
-    except NodeError as error:
-        print(f"cluster: node {error}", file=sys.stderr)
-        code = UNAVAILABLE
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads that still pull images cannot be told to end
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run this task of the job, and return or exit with the code of the docstring above."""
-    options = argparse.ArgumentParser(prog="python -m rl.cluster", description="Train on the nodes of a SLURM job.")
-    options.add_argument("--sweep", type=Path, help="file with a line of overrides for each task of an array job")
-    options.add_argument("overrides", nargs="*", help="as for rl.train")
-    args = options.parse_args(argv)
-    if int(os.environ.get("SLURM_PROCID", 0)) > 0:
-        # When the head ends before it listens, SLURM ends the others; the exit code is the head's to give.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    try:
-        place = Place.of(os.environ)
-        more = sweep_line(args.sweep, place.array_task) if args.sweep else []
-        overrides = [*args.overrides, *more]
-        config = compose(overrides)
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        if int(os.environ.get("SLURM_PROCID", 0)) > 0:
-            return 0  # the head says it
-        print(f"config: {error}", file=sys.stderr)
-        return 2
-    run_dir = run_directory(config, place.job)
-    config.run.dir = str(run_dir)
-    asyncio.run(_main(place, config, overrides, run_dir))
-    return 0
-
+from rl.cluster import early
 
 if __name__ == "__main__":
+    early.install()
+    import sys
+
+    from rl.cluster.task import main
+
     sys.exit(main())

@@ -9,23 +9,30 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from rl.checks import check
-from rl.cluster.link import Listener, NodeError, Place
-from rl.cluster.member import Say, log_directory, prepare_node, unless
-from rl.cluster.ray import RayNode, answers, gpu_nodes, joined, reachable
+from rl.cluster import early
+from rl.cluster.environment import set_up
+from rl.cluster.link import ROLES, Listener, NodeError, Place
+from rl.cluster.member import Say, check_node, judge, log_directory, prepare_node, unless
+from rl.cluster.network import node_address
+from rl.cluster.preflight import preflight
+from rl.cluster.ray import RayNode, answers, gpu_nodes, joined
 from rl.config import ConfigError
-from rl.run import stop
+from rl.run import slurm, stop
+from rl.run.lease import POLL_S, RunLease
 from rl.run.programs import free_port, tied
 from rollout.sandbox import SandboxError
 
 UNAVAILABLE = os.EX_UNAVAILABLE  # 69, sysexits.h
 _STOP_S = 60.0  # for a node to end what it runs
 _FAIL_S = 60.0  # for rl.train to fail by itself, and say how, when a node is lost
+_OTHERS_S = 60.0  # for the other nodes to call when this one has failed
+_LOOK_S = 0.5
 _SHARED_S = 90.0  # for a file to be seen on another node: NFS clients remember for 60 s that it was not there
 
 
@@ -33,12 +40,23 @@ class StartStopped(Exception):
     """A signal ended the job before the training began; the message is the signal's name."""
 
 
-def check_job(config: DictConfig, nodes: int) -> None:
-    """Raise ConfigError if the config cannot be run on this number of nodes."""
-    if nodes < (wanted := gpu_nodes(config)):
+def check_job(config: DictConfig, parts: Sequence[int], left_s: float | None = None) -> None:
+    """Raise ConfigError if the config cannot be run on these nodes (``Place.parts``), in the job's time.
+
+    ``left_s``: seconds until the job's time limit, None if that is not known.
+    """
+    if len(parts) > len(ROLES):
+        raise ConfigError(f"the job has {len(parts)} parts; there are at most {len(ROLES)}: {', '.join(ROLES)}")
+    if (nodes := parts[0]) < (wanted := gpu_nodes(config)):
         raise ConfigError(
             f"the config asks for {wanted} nodes (trainer.nnodes={config.trainer.nnodes}), the job has {nodes}; "
             f"sbatch --nodes={wanted}, or change the config"
+        )
+    if left_s is not None and left_s <= config.run.grace_s:
+        raise ConfigError(
+            f"run.grace_s={config.run.grace_s:.0f} is not less than the {left_s:.0f} s that the job has: the warning "
+            "would come when it starts; give a longer --time, or a shorter run.grace_s with a --signal to fit, such as "
+            "--signal=B:USR1@300 with run.grace_s=240"
         )
     if config.prepare and config.cluster.stage_dir:
         raise ConfigError("cluster.stage_dir: this experiment makes its data and model itself (prepare); leave it out")
@@ -54,6 +72,14 @@ class Signals:
         self.early: asyncio.Future[None] = loop.create_future()
         self.asked: asyncio.Future[None] = loop.create_future()  # done when the first has come
         self.install()
+        for number in early.seen:
+            self._on(number)
+
+    async def watch(self, warning: Path) -> None:
+        """Take the batch script's warning for SIGUSR1: it makes a file, which cannot come too early."""
+        while not warning.is_file():
+            await asyncio.sleep(_LOOK_S)
+        self._on(signal.SIGUSR1)
 
     def install(self) -> None:
         """Install the handlers; call it again after Ray was used in this process.
@@ -84,24 +110,52 @@ class Signals:
 
     def exit_code(self, returncode: int) -> int:
         """Return the job's exit code for the trainer's."""
-        if returncode < 0:  # a trainer that the first signal killed had not begun: nothing is lost
-            return stop.STOPPED if [-returncode] == self.seen else 128 - returncode
+        # A trainer that SIGUSR1 or the first signal killed had not begun: nothing is lost.
+        if returncode < 0:
+            begun = -returncode != signal.SIGUSR1 and [-returncode] != self.seen
+            return 128 - returncode if begun or -returncode not in self.seen else stop.STOPPED
         return returncode
 
 
 async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: Path, say: Say) -> int:
-    """Start the nodes, train, stop, and return the job's exit code. Raises ConfigError, NodeError, StartStopped."""
-    check_job(config, place.nodes)
-    check(config)
-    signals, nodes = Signals(), Listener(place, say)
-    logs = log_directory(run_dir, place.node)
-    ray = RayNode(place, config, logs)
-    guards = [signals.early, nodes.failed]
+    """Start the nodes, train, stop, and return the job's exit code.
+
+    Raises ConfigError, NodeError, StartStopped, and as RunLease.take.
+    """
+    left_s = (slurm.job_end() or 0) - time.time()
+    check_job(config, place.parts, left_s if left_s > 0 else None)
     try:
-        await nodes.listen()
+        more = set_up(config)
+    except ConfigError as error:
+        raise NodeError(f"{place.node}: {error}") from error
+    for override in more:
+        say(override)
+    keys = ("cluster.episode_resource", "cluster.grading_resource")
+    more += [f"{key}={role}" for key, role, _ in zip(keys, ROLES[1:], place.parts[1:], strict=False)]
+    overrides = [*overrides, *more]
+    signals, nodes = Signals(), Listener(place, say)
+    warning = Path(os.environ.get("RL_WARNING") or os.devnull).absolute()
+    if not warning.parent.is_dir():
+        raise NodeError(f"{place.node}: no {warning.parent} here: bind the host's /tmp, where the batch script warns")
+    watching = asyncio.ensure_future(signals.watch(warning))
+    guards = [signals.early, nodes.failed]
+    lease: RunLease | None = None
+    ray: RayNode | None = None
+    try:
+        await unless(guards, _checked(nodes, config))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lease = RunLease(run_dir, say)
+        await unless(guards, _leased(lease))
+        lease.renew(lambda text: print(f"cluster: {text}", file=sys.stderr, flush=True))
+        logs = log_directory(run_dir, place.node)
+        ray = RayNode(place, config, logs)
         say(f"{place.nodes} nodes, run directory {run_dir}" + (f", start {place.attempt + 1}" if place.attempt else ""))
+        for peer in nodes.peers.values():
+            await peer.send(go=True)
+        if config.cluster.preflight:
+            await unless(guards, preflight(nodes, config, logs, say))
         keys = await unless(guards, _prepared(nodes, config, run_dir, logs, say))
-        address = f"{reachable(nodes.address)}:{free_port()}"
+        address = f"{node_address(config, nodes.address)}:{free_port()}"
         own, _, port = address.rpartition(":")
         ended = await ray.start(
             own, "--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"
@@ -112,23 +166,45 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
             await peer.send(ray=address)
         await unless(guards, joined(address, [place.node, *nodes.peers], config))
         signals.install()
-        say("all nodes are there; starting rl.train")
+        say(f"all nodes are there; starting {config.cluster.program}")
         overrides = [*overrides, *_as_overrides({"run.dir": str(run_dir), **keys})]
-        return await _train(address, overrides, signals, [nodes.failed, ended], say)
+        environment = {"RAY_ADDRESS": address, "RL_RUN_LEASE": lease.token}
+        return await _train(config.cluster.program, environment, overrides, signals, [nodes.failed, ended], say)
     finally:
-        await asyncio.gather(nodes.close(_STOP_S), ray.stop())
+        watching.cancel()
+        await asyncio.gather(nodes.close(_STOP_S), *([ray.stop()] if ray else []))
+        if lease is not None:
+            lease.release()
+
+
+async def _checked(nodes: Listener, config: DictConfig) -> None:
+    """Wait until each node has checked itself. Raises NodeError, or ConfigError if all find the same wrong."""
+    place = nodes.place
+    await nodes.listen()
+    own = await asyncio.to_thread(check_node, config, place.plays)
+    problems = {place.node: own}
+    # A node that does not come at all must not hide what is wrong here.
+    with contextlib.suppress(NodeError) if own else contextlib.nullcontext():
+        await nodes.complete(_OTHERS_S if own else config.cluster.start_timeout_s)
+        for peer in nodes.peers.values():
+            problems[peer.name] = await peer.checked
+    await asyncio.to_thread(judge, problems, config, place.plays)
+
+
+async def _leased(lease: RunLease) -> None:
+    while not lease.tried():
+        await asyncio.sleep(POLL_S)
 
 
 async def _prepared(nodes: Listener, config: DictConfig, run_dir: Path, logs: Path, say: Say) -> dict[str, Any]:
-    """Wait until each node has checked and prepared itself; return the config keys to set. Raises NodeError."""
+    """Wait until each node has prepared itself; return the config keys to set. Raises NodeError."""
     place = nodes.place
     workers = config.actor_rollout_ref.rollout.agent.num_workers
-    if workers < place.nodes:
-        say(f"episodes on {workers} of {place.nodes} nodes: actor_rollout_ref.rollout.agent.num_workers is {workers}")
+    playing = place.parts[0 if place.role is None else 1]
+    if workers < playing:
+        say(f"episodes on {workers} of {playing} nodes: actor_rollout_ref.rollout.agent.num_workers is {workers}")
     try:
-        keys, _ = await asyncio.gather(
-            asyncio.to_thread(prepare_node, config, logs, say), nodes.complete(config.cluster.start_timeout_s)
-        )
+        keys = await asyncio.to_thread(prepare_node, config, place.plays, logs, say)
     except (ConfigError, SandboxError) as error:
         raise NodeError(f"{place.node}: {error}") from error
     for peer in nodes.peers.values():
@@ -152,15 +228,20 @@ async def _shared(run_dir: Path, own: str, node: str, stamp: str) -> None:
 
 
 async def _train(
-    address: str, overrides: list[str], signals: Signals, guards: list[asyncio.Future[Any]], say: Say
+    program: str,
+    environment: dict[str, str],
+    overrides: list[str],
+    signals: Signals,
+    guards: list[asyncio.Future[Any]],
+    say: Say,
 ) -> int:
-    """Run rl.train to its end and return the job's exit code.
+    """Run the program (rl.train) to its end and return the job's exit code.
 
     When a node is lost, that is said at once; rl.train is then given time to say what it lost.
     """
     process = await asyncio.create_subprocess_exec(
-        *tied(sys.executable, "-m", "rl.train", *overrides),
-        env=os.environ | {"RAY_ADDRESS": address},
+        *tied(sys.executable, "-m", program, *overrides),
+        env=os.environ | environment,
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -1,83 +1,120 @@
 """This module lets the nodes of a job talk while ``rl.cluster`` starts and ends them: JSON lines, a TCP connection
 each.
 
-The connection lives as long as its two processes, so each side learns of the other's end by the connection's. The first
-line of a node holds the job's key; a client without it is not heard. Nothing secret is sent, so nothing is encrypted.
+The connection lives as long as its two processes, so each side learns of the other's end by the connection's. Each side
+proves that it knows the job's key, so that neither a foreign client nor a foreign server at one of the ports is heard.
+Nothing secret is sent, the key included, so nothing is encrypted.
 
-node -> head: {"key", "node"}, then any of {"say": text}, {"ready": keys}, {"problem": text}.
-head -> node: {"welcome": true}, {"ray": "ip:port"}; the end of the connection means: stop.
+head -> node: {"nonce"}; node -> head: {"node", "proof"}; head -> node: {"welcome": proof of the proof}; then
+node -> head: any of {"checked": text}, {"tested": figures}, {"say": text}, {"ready": keys}, {"problem": text};
+head -> node: {"go": true}, {"test": order} (null: no more), {"ray": "ip:port"}; the end of the connection means: stop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import hmac
+import itertools
 import json
+import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl.config import ConfigError
 
+# What the parts of a heterogeneous job are for. The second and third are also the names of Ray resources.
+ROLES = ("training", "episodes", "grading")
 _LINE = 1 << 20
+_PORTS = 8
+_ANSWER_S = 10.0  # for the head to greet a node; a foreign server at one of the ports may not
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone says nothing: 90 s
 
 
 class NodeError(Exception):
-    """A node failed; the message is one line that begins with the node's name."""
+    """A node failed; the message is one line per node, the first of which begins with the node's name."""
 
 
 @dataclass(frozen=True)
 class Place:
     """A place is where this process is in the job.
 
-    ``head`` is the address of the first node, ``attempt`` counts requeues from 0, ``array_task`` is None outside of an
-    array job, and ``key`` is known to the tasks of the job only.
+    ``head`` is the address of the first node, which listens on the first of ``ports`` that is free there. ``attempt``
+    counts requeues from 0, ``array_task`` is None outside of an array job, and ``key`` is known to the tasks of the job
+    only. ``parts``: the number of nodes in each part of a heterogeneous job, in the order of ``ROLES``; else one
+    number, ``nodes``, and episodes are played where the trainer is.
     """
 
     rank: int
     nodes: int
+    parts: Sequence[int]
     node: str
     job: str
     attempt: int
     array_task: str | None
     head: str
-    port: int
+    ports: Sequence[int]
     key: str
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
         """Read what srun has set, and the key that the batch script has made. Raises ConfigError outside of a job."""
         try:
-            number = int(environment["SLURM_JOB_ID"])
+            number, attempt = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_RESTART_COUNT", 0))
+            nodes = int(environment["SLURM_STEP_NUM_NODES"])
+            sizes = (environment.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{part}") for part in range(len(ROLES) + 1))
             task = environment.get("SLURM_ARRAY_TASK_ID")
             return cls(
                 rank=int(environment["SLURM_PROCID"]),
-                nodes=int(environment["SLURM_STEP_NUM_NODES"]),
+                nodes=nodes,
+                parts=[int(size) for size in sizes if size] or [nodes],
                 node=environment["SLURMD_NODENAME"],
                 job=str(number) if task is None else f"{environment['SLURM_ARRAY_JOB_ID']}_{task}",
-                attempt=int(environment.get("SLURM_RESTART_COUNT", 0)),
+                attempt=attempt,
                 array_task=task,
                 head=environment["SLURM_LAUNCH_NODE_IPADDR"],  # srun runs where the batch script does: on the first
-                port=20000 + number % 10000,  # below the ports that the kernel hands out
+                # Below the ports that the kernel hands out; others than before when the job starts again.
+                ports=[20000 + (16 * number + _PORTS * attempt + i) % 12000 for i in range(_PORTS)],
                 key=environment["RAY_AUTH_TOKEN"],
             )
         except KeyError as error:
             raise ConfigError(f"{error.args[0]} is not set: start it with sbatch scripts/slurm/train.sbatch") from error
 
+    @property
+    def role(self) -> str | None:
+        """Return what this node is for, a name of ``ROLES``; None: for everything, as in most jobs."""
+        if len(self.parts) == 1:
+            return None
+        return ROLES[bisect.bisect_right(list(itertools.accumulate(self.parts)), self.rank)]
+
+    @property
+    def plays(self) -> bool:
+        """Tell whether boxes run on this node."""
+        return self.role != "training"
+
 
 class Peer:
     """A peer is the head's end of the connection to one node.
 
-    ``ready`` gets the node's message that it is prepared; ``gone`` is set when the connection has ended.
+    ``checked`` gets what the node found wrong with itself, "" for nothing; ``ready`` gets the node's message that it is
+    prepared; ``gone`` is set when the connection has ended.
     """
 
     def __init__(self, name: str, writer: asyncio.StreamWriter) -> None:
         self.name, self._writer = name, writer
+        self.checked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.tested: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
+
+    async def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Order a test (``rl.cluster.preflight``) and return what it gave; waits for ever if the node is lost."""
+        self.tested = asyncio.get_running_loop().create_future()
+        await self.send(test=order)
+        return await self.tested
 
     async def send(self, **message: Any) -> None:
         """Send a message; nothing happens if the node is gone, which its reader notices."""
@@ -105,11 +142,14 @@ class Listener:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Open the port. Raises NodeError if it is taken."""
-        try:
-            self._server = await asyncio.start_server(self._serve, None, self.place.port, limit=_LINE)
-        except OSError as error:
-            raise NodeError(f"{self.place.node}: cannot listen on port {self.place.port}: {error}") from error
+        """Open one of the ports. Raises NodeError if all are taken."""
+        for port in self.place.ports:
+            try:
+                self._server = await asyncio.start_server(self._serve, None, port, limit=_LINE)
+                return
+            except OSError as error:
+                cause = error
+        raise NodeError(f"{self.place.node}: cannot listen on any of the ports {_list(self.place.ports)}: {cause}")
 
     async def complete(self, seconds: float) -> None:
         """Wait until all nodes of the job have called. Raises NodeError after ``seconds``."""
@@ -118,9 +158,10 @@ class Listener:
                 await asyncio.wait_for(self._complete.wait(), seconds)
             except TimeoutError:
                 known = ", ".join(sorted([self.place.node, *self.peers]))
+                silent = f"{self.place.nodes - 1 - len(self.peers)} of {self.place.nodes}"
                 raise NodeError(
-                    f"{self.place.nodes - 1 - len(self.peers)} of {self.place.nodes} nodes have not called in "
-                    f"{seconds:.0f} s (here: {known}); see their logs, or SLURM's"
+                    f"{self.place.node}: {silent} nodes have not called in {seconds:.0f} s "
+                    f"(here: {known}); see their logs, or SLURM's"
                 ) from None
 
     async def close(self, seconds: float) -> None:
@@ -137,13 +178,15 @@ class Listener:
         lines = _lines(reader)
         peer: Peer | None = None
         try:
+            await _send(writer, {"nonce": (nonce := secrets.token_hex(16))})
             hello = await asyncio.wait_for(anext(lines), 30)
-            if not hmac.compare_digest(str(hello.get("key")), self.place.key):
+            proof = _proof(self.place.key, nonce)
+            if not hmac.compare_digest(str(hello.get("proof")), proof):
                 return
             _keep_alive(writer)
             peer = self.peers[hello["node"]] = Peer(hello["node"], writer)
             self.address = writer.get_extra_info("sockname")[0]
-            await peer.send(welcome=True)
+            await peer.send(welcome=_proof(self.place.key, proof))
             if len(self.peers) == self.place.nodes - 1:
                 self._complete.set()
             async for message in lines:
@@ -159,6 +202,10 @@ class Listener:
     def _hear(self, peer: Peer, message: Mapping[str, Any]) -> None:
         if "say" in message:
             self._say(f"{peer.name}: {message['say']}")
+        if "tested" in message and not peer.tested.done():
+            peer.tested.set_result(message["tested"])
+        if "checked" in message and not peer.checked.done():
+            peer.checked.set_result(message["checked"])
         if "ready" in message and not peer.ready.done():
             peer.ready.set_result(message["ready"])
         if "problem" in message:
@@ -180,18 +227,30 @@ class Link:
     async def open(cls, place: Place, seconds: float) -> Link:
         """Call the head until it answers. Raises NodeError after ``seconds``."""
         end = asyncio.get_running_loop().time() + seconds
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection(place.head, place.port, limit=_LINE)
-                await _send(writer, {"key": place.key, "node": place.node})
+        for port in itertools.cycle(place.ports):
+            with contextlib.suppress(OSError, TimeoutError, StopAsyncIteration, ValueError):
+                connecting = asyncio.open_connection(place.head, port, limit=_LINE)
+                reader, writer = await asyncio.wait_for(connecting, _ANSWER_S)
                 link = cls(reader, writer)
-                await asyncio.wait_for(anext(link._lines), 30)
-                _keep_alive(writer)
-                return link
-            except (OSError, TimeoutError, StopAsyncIteration) as error:
-                if asyncio.get_running_loop().time() > end:
-                    raise NodeError(f"{place.node}: the head ({place.head}:{place.port}) does not answer") from error
+                try:
+                    await asyncio.wait_for(link._greet(place), _ANSWER_S)
+                    _keep_alive(writer)
+                    return link
+                except BaseException:
+                    writer.close()
+                    raise
+            if asyncio.get_running_loop().time() > end:
+                break
+            if port == place.ports[-1]:
                 await asyncio.sleep(0.5)
+        raise NodeError(f"{place.node}: the head ({place.head}, ports {_list(place.ports)}) does not answer")
+
+    async def _greet(self, place: Place) -> None:
+        """Prove to the head that this node knows the key, and see that the head does. Raises ValueError, OSError."""
+        proof = _proof(place.key, str((await anext(self._lines)).get("nonce")))
+        await _send(self._writer, {"node": place.node, "proof": proof})
+        if (await anext(self._lines)).get("welcome") != _proof(place.key, proof):
+            raise ValueError("a foreign server")
 
     async def send(self, **message: Any) -> None:
         """Send a message; nothing happens if the head is gone, which ``receive`` notices."""
@@ -220,6 +279,14 @@ async def _send(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> Non
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
     while (line := await reader.readline()).endswith(b"\n"):
         yield json.loads(line)
+
+
+def _proof(key: str, text: str) -> str:
+    return hmac.new(key.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _list(ports: Sequence[int]) -> str:
+    return ", ".join(map(str, ports))
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,27 +13,74 @@ from omegaconf import DictConfig
 from rl.boxes import kind_of, prepare_images
 from rl.checks import check
 from rl.checks.data import check_tasks
+from rl.checks.machine import check_disk
+from rl.cluster.environment import set_up
 from rl.cluster.link import Link, NodeError, Place
-from rl.cluster.ray import RayNode, reachable
+from rl.cluster.network import node_address
+from rl.cluster.preflight import answer
+from rl.cluster.ray import RayNode
 from rl.cluster.stage import stage
 from rl.config import ConfigError
 from rl.run import stop
+from rl.run.scratch import local_directory
 from rollout.sandbox import SandboxError
 
 Say = Callable[[str], None]
 T = TypeVar("T")
 
 
-def prepare_node(config: DictConfig, logs: Path, say: Say) -> dict[str, Any]:
-    """Check this node, fetch what it needs, and return the config keys to set, the same on every node. Blocks.
+def check_node(config: DictConfig, plays: bool) -> str:
+    """Return what is wrong with this node or with the config, "" if nothing is. Blocks.
 
-    With ``config.prepare`` set, rl.train makes data and model later, on the head and the shared disk.
+    ``plays``: boxes run on this node.
+    """
+    try:
+        if config.cluster.local_dir is not None:
+            local_directory(config.cluster.local_dir)
+        check(config, plays)
+    except (ConfigError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def judge(problems: Mapping[str, str], config: DictConfig, plays: bool) -> None:
+    """Raise ConfigError if all nodes have found the same wrong with the config, NodeError for nodes of which it is.
+
+    ``problems``: what ``check_node`` has returned, by node. ``plays``: boxes run on this node. What only a machine can
+    lack is always the node's. Blocks.
+    """
+    bad = {node: text for node, text in problems.items() if text}
+    if not bad:
+        return
+    if len(bad) == len(problems) and len(set(bad.values())) == 1 and not _lacks_something(config, plays):
+        raise ConfigError(*next(iter(bad.values())).splitlines())
+    lines = [f"{node}: {line}" for node, text in sorted(bad.items()) for line in text.splitlines()]
+    raise NodeError("\ncluster: node ".join(lines))
+
+
+def _lacks_something(config: DictConfig, plays: bool) -> bool:
+    """Return whether this machine has no room, no disk or, if boxes run on it, no container engine for the config."""
+    try:
+        if config.cluster.local_dir is not None:
+            local_directory(config.cluster.local_dir)
+        if plays:
+            kind_of(config.sandbox).check()
+        check_disk(config)
+    except ConfigError:
+        return True
+    return False
+
+
+def prepare_node(config: DictConfig, plays: bool, logs: Path, say: Say) -> dict[str, Any]:
+    """Fetch what this node needs, and return the config keys to set, the same on every node. Blocks.
+
+    ``plays``: boxes run on this node, so it needs their images. With ``config.prepare`` set, rl.train makes data and
+    model later, on the head and the shared disk.
     Raises ConfigError, SandboxError.
     """
-    check(config)
     if config.prepare:
         return {}
-    if kind_of(config.sandbox).from_images and config.data.custom_cls.path == "pkg://rl.dataset":
+    if plays and kind_of(config.sandbox).from_images and config.data.custom_cls.path == "pkg://rl.dataset":
         prepare_images(config.sandbox, logs, check_tasks(config), say)  # each node reports on its own images
     return stage(config, say) if config.cluster.stage_dir else {}
 
@@ -56,8 +103,11 @@ async def unless(guards: Iterable[asyncio.Future[Any]], work: Awaitable[T]) -> T
     return await task
 
 
-async def member(place: Place, config: DictConfig, run_dir: Path) -> None:
-    """Run a node that is not the head until the head hangs up. Raises NodeError if the head cannot be reached."""
+async def member(place: Place, config: DictConfig, run_dir: Path, low: list[str]) -> None:
+    """Run a node that is not the head until the head hangs up. Raises NodeError if the head cannot be reached.
+
+    ``low``: lines for the user about this node.
+    """
     link = await Link.open(place, config.cluster.start_timeout_s)
     loop = asyncio.get_running_loop()
     for number in stop.SIGNALS:
@@ -66,11 +116,21 @@ async def member(place: Place, config: DictConfig, run_dir: Path) -> None:
     def say(text: str) -> None:
         asyncio.run_coroutine_threadsafe(link.send(say=text), loop)
 
-    logs = log_directory(run_dir, place.node)
-    ray = RayNode(place, config, logs)
+    for line in low:
+        say(line)
     heard = asyncio.ensure_future(link.receive())
+    ray: RayNode | None = None
     try:
-        preparing = asyncio.ensure_future(asyncio.to_thread(prepare_node, config, logs, say))
+        set_up(config)
+        await link.send(checked=await asyncio.to_thread(check_node, config, place.plays))
+        if await heard is None:
+            return
+        logs = log_directory(run_dir, place.node)  # not before: the run directory may be another job's
+        ray = RayNode(place, config, logs)
+        if config.cluster.preflight and not await answer(link, config, logs):
+            return
+        heard = asyncio.ensure_future(link.receive())
+        preparing = asyncio.ensure_future(asyncio.to_thread(prepare_node, config, place.plays, logs, say))
         await asyncio.wait([preparing, heard], return_when=asyncio.FIRST_COMPLETED)
         if not preparing.done():
             return
@@ -80,15 +140,13 @@ async def member(place: Place, config: DictConfig, run_dir: Path) -> None:
         message = await heard
         if message is None:
             return
-        ended = await ray.start(reachable(link.address), f"--address={message['ray']}")
+        ended = await ray.start(node_address(config, link.address), f"--address={message['ray']}")
         heard = asyncio.ensure_future(link.receive())
         await unless([ended], asyncio.shield(heard))
-    except (ConfigError, SandboxError, OSError) as error:
-        await link.send(problem=str(error))
-        await heard
-    except NodeError as error:
+    except (ConfigError, NodeError, SandboxError, OSError) as error:
         await link.send(problem=str(error).removeprefix(f"{place.node}: "))
-        await heard
+        await (link.receive() if heard.done() else heard)
     finally:
-        await ray.stop()
+        if ray is not None:
+            await ray.stop()
         await link.close()

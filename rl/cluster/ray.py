@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -16,9 +17,9 @@ from pathlib import Path
 import psutil
 from omegaconf import DictConfig
 
-from rl.cluster.link import NodeError, Place
+from rl.cluster.link import ROLES, NodeError, Place
 from rl.run.programs import free_port, tied
-from rl.run.scratch import remove_socket_directory, socket_directory
+from rl.run.scratch import ray_directory, remove_socket_directory, socket_directory
 from rollout.sandbox import directory
 
 # For Ray to end by itself. A cancelled job has 30 s by default (SLURM's KillWait) for all that is done then.
@@ -31,7 +32,7 @@ class RayNode:
     def __init__(self, place: Place, config: DictConfig, logs: Path) -> None:
         self._place, self._config, self._logs = place, config, logs
         self._note = logs / "ray_dir"
-        self._directory = socket_directory(self._note)
+        self._sockets = socket_directory(self._note, config.cluster.local_dir)
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Future[None] | None = None
 
@@ -42,22 +43,22 @@ class RayNode:
             address: this node's.
             how: --head with its port, or --address of the head.
         """
-        given = self._config.ray_kwargs.ray_init
+        given, role = self._config.ray_kwargs.ray_init, self._place.role
         options = {
             "node-ip-address": address,
             "node-name": self._place.node,
-            "temp-dir": self._directory,
+            "temp-dir": ray_directory(self._sockets),
             # Any free ports: other jobs and other nodes may be on the same machine.
             "min-worker-port": 0,
             "max-worker-port": 0,
             "dashboard-agent-listen-port": free_port(),
             "num-cpus": given.num_cpus,
-            "num-gpus": given.num_gpus,
+            "num-gpus": 0 if role in ROLES[1:] else given.num_gpus,
+            "resources": json.dumps({role: 1}) if role in ROLES[1:] else None,
             "object-store-memory": given.get("object_store_memory"),
         }
         arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
         environment = os.environ | {
-            "RAY_USAGE_STATS_ENABLED": "0",
             # When Ray is told to end, no work is left that it would have to drain.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
@@ -95,12 +96,12 @@ class RayNode:
                         process.kill()
         await asyncio.to_thread(directory.sweep)  # sandboxes of workers that were killed
         with contextlib.suppress(OSError, shutil.Error):  # Ray may still write; a shared disk may be full
-            for session in Path(self._directory).glob("session_2*"):
+            for session in Path(ray_directory(self._sockets)).glob("session_2*"):
                 shutil.copytree(session / "logs", self._logs / f"ray-{self._place.attempt}", dirs_exist_ok=True)
         for _ in range(20):  # if Ray has ended by itself, what it started ends a little later and writes until then
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self._sockets, ignore_errors=True)
             await asyncio.sleep(0.25)
-            if not Path(self._directory).exists():
+            if not Path(self._sockets).exists():
                 break
         remove_socket_directory(self._note)
 

@@ -1,8 +1,8 @@
 """This module is the platform "cpu": verl's device interface on a machine without an accelerator.
 
-There is one device, index 0, and it is the host. Ray is told of GPUs (``num_gpus``), because Ray hands out accelerator
-ids only for kinds that it knows, and verl places its workers by such an id: one for the trainer, and one for an engine
-that does not share it (trainer.v1.trainer_mode=separate_async). All of them are the host.
+Each process sees one device, index 0, and it is the host. Ray is told of GPUs (``num_gpus``), because Ray hands out
+accelerator ids only for kinds that it knows, and verl places its workers by such an id: one for each of the trainer's,
+and one for an engine that does not share it (trainer.v1.trainer_mode=separate_async). All of them are the host.
 """
 
 import types

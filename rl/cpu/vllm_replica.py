@@ -3,11 +3,16 @@
 vLLM repacks linear weights for the CPU after loading them, so verl's ``model.load_weights`` on the live model fails
 ("Parameter has no attribute weight_loader"). vLLM's own answer is ``reload_weights``: it restores the layout of a
 checkpoint, loads, and repacks. It takes all weights in one call, while verl sends them in buckets, so the worker
-collects the buckets first.
+collects the buckets first. With tensor parallel each of vLLM's workers does so with the buckets of its own rank of the
+trainer, and takes its part of every weight.
+
+vLLM's CPU kernel for experts needs two corrections (``CPUExperts``), which are registered in each process that imports
+this module.
 
 Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload; models must have untied ones.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -16,7 +21,9 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 
 def _own_socket(handle: str) -> str:
@@ -66,19 +73,38 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
         )
         receiver.receive_weights(on_bucket_received=collect)
         self.model_runner.reload_weights(weights_iterator=iter(received.items()))
-        _pack_experts(self.model_runner.get_model())
 
 
-def _pack_experts(model: torch.nn.Module) -> None:
-    """Bring the experts' weights into the layout of vLLM's CPU kernel.
+def _local_experts(
+    places: torch.Tensor, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and numbers of each token's experts, [tokens, topk], as a worker needs them that holds a part.
 
-    vLLM does it when it makes the kernel (UnquantizedFusedMoEMethod._setup_kernel), but not when weights are loaded
-    again: the engine would sample nonsense.
+    ``places``: for each expert its number in this worker; -1 if another worker has it. Its weight here is 0.
     """
-    for layer in model.modules():
-        if isinstance(layer, RoutedExperts):
-            kernel: Any = layer.quant_method.moe_kernel
-            kernel.fused_experts.process_weights_after_loading(layer)
+    weights, experts = select_experts(
+        hidden_states, gating_output, topk, use_grouped_topk=False, renormalize=renormalize
+    )
+    places = places[experts.long()]
+    return weights * (places >= 0), places.clamp(min=0)
+
+
+@UnquantizedFusedMoEMethod.register_oot
+class CPUExperts(UnquantizedFusedMoEMethod):
+    """vLLM's experts, whose weights may be loaded more than once and may be spread over workers.
+
+    Without it the engine samples nonsense: vLLM brings the weights into the layout of its CPU kernel only when it makes
+    the kernel, and the kernel takes the numbers of all experts for places in the weights of this worker's experts.
+    """
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Make the kernel anew. Raises NotImplementedError for experts in groups, if they are spread over workers."""
+        if layer.expert_map is not None:
+            if layer.use_grouped_topk:
+                raise NotImplementedError("expert parallel on a CPU with experts that are chosen by groups")
+            layer.custom_routing_function = functools.partial(_local_experts, layer.expert_map)
+        self.moe_kernel = None
+        super().process_weights_after_loading(layer)
 
 
 class CPUHttpServer(vLLMHttpServer):

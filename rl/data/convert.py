@@ -24,7 +24,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
-from rl.data.fields import Refused, Row, Why
+from rl.data.fields import Refused, Row, Why, label
 from rl.data.patches import PatchError
 from rl.data.select import Selection, split
 from rl.data.sets import SETS, Options
@@ -33,6 +33,7 @@ from rollout.files import replacing, write
 
 # A task's columns, and the set that a row is from.
 _SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in (*COLUMNS, *OPTIONAL, "set")])
+_LONGEST = 300  # characters of a refusal's detail
 _ROW_GROUP = 500  # rows; each column of a row group must stay under 2 GiB
 
 
@@ -59,9 +60,14 @@ def convert(rows: Iterable[Row], name: str, options: Options) -> tuple[list[dict
             converted[made["instance_id"]] = made
         except (Refused, PatchError) as error:
             refusal = error if isinstance(error, Refused) else Refused(Why.BAD_PATCH, str(error))
-            known = row.get("instance_id") or row.get("commit_hash")
-            refused.append(Refusal(number, str(known or ""), refusal.why, refusal.detail))
+            known = label(row.get("instance_id")) or label(row.get("commit_hash")) or ""
+            refused.append(Refusal(number, _line(known), refusal.why, _line(refusal.detail)))
     return list(converted.values()), refused
+
+
+def _line(text: str) -> str:
+    """Return a text as one line that can be printed, and that people read to its end."""
+    return " ".join(text[:_LONGEST].encode(errors="backslashreplace").decode().split())
 
 
 def _check(row: Row) -> None:
@@ -155,7 +161,7 @@ def _ids(values: Sequence[str]) -> set[str]:
         return {
             id_ for value in values for id_ in (Path(value[1:]).read_text().split() if value[:1] == "@" else [value])
         }
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"--instance-ids: {error}") from error
 
 

@@ -11,6 +11,8 @@ from rl.data.patches import Change, PatchError, changes
 
 Row = Mapping[str, Any]
 
+_LARGE = 1e15
+
 
 class Why(StrEnum):
     """Each member is a reason why a row is refused. docs/data.md explains them."""
@@ -71,9 +73,17 @@ def test_names(row: Row, name: str) -> list[str]:
 
 
 def commands(value: Any) -> list[str]:
-    """Return shell commands that a row stores as one text, as a list of texts, or as null; blank ones are left out."""
-    lines = [value] if isinstance(value, str) else value or []
+    """Return shell commands that a row stores as one text or as a list of texts; none for anything else."""
+    lines = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     return [line for line in lines if isinstance(line, str) and line.strip()]
+
+
+def label(value: Any) -> str | None:
+    """Return a short text or number as text, None for anything else: no row is refused for what is only shown."""
+    if isinstance(value, str):
+        return value.strip() or None
+    number = isinstance(value, int | float) and abs(value) < _LARGE  # which NaN is not
+    return str(value) if number else None
 
 
 def patched_files(row: Row, name: str, missing: Why) -> list[Change]:
@@ -92,7 +102,7 @@ def common_fields(row: Row) -> dict[str, Any]:
     return {
         "instance_id": instance_id,
         "repo": text(row, "repo", Why.INVALID),
-        "version": str(row.get("version") or ""),
+        "version": label(row.get("version")) or "",
         "base_commit": text(row, "base_commit", Why.INVALID),
         "problem_statement": text(row, "problem_statement", Why.NO_STATEMENT),
         "FAIL_TO_PASS": test_names(row, "FAIL_TO_PASS"),
@@ -106,5 +116,5 @@ def _decoded(value: Any, why: Why, name: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(why, f"{name} is not JSON: {error}") from error

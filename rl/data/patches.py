@@ -10,7 +10,7 @@ from typing import Any
 import unidiff
 import unidiff.errors
 
-_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)", re.DOTALL)
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d{1,9}))? \+(\d+)(?:,(\d{1,9}))? @@(.*)", re.DOTALL)
 _HEADS = re.compile(r"diff --git a/(\S+) b/(\S+)")
 _INDEX = re.compile(r"index (\w+)\.\.(\w+)(.*)", re.DOTALL)
 # Header lines whose meaning flips when a patch is reversed; git accepts them in any order.
@@ -42,7 +42,7 @@ def changes(patch: str) -> list[Change]:
         raise PatchError("the patch names binary files without their content")
     try:
         files = unidiff.PatchSet(patch)
-    except unidiff.errors.UnidiffParseError as error:
+    except (unidiff.errors.UnidiffParseError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise PatchError(f"the patch cannot be parsed: {' '.join(str(error).split())}") from error
     if not files:
         raise PatchError("the patch changes no file")
@@ -141,7 +141,7 @@ def from_commit(content: Mapping[str, Any]) -> tuple[str, str]:
     try:
         files = [file for file in content["file_diffs"] if _is_source(file["header"]["file"]["path"])]
         return "".join(line for file in files for line in _file_patch(file)), content["old_commit_hash"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise PatchError(f"the commit does not have the expected form: {type(error).__name__}: {error}") from error
 
 

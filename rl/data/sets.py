@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.data.evalscript import bare_eval_script, eval_script, reinstall, test_files
-from rl.data.fields import Refused, Row, Why, commands, common_fields, patched_files, structure, test_names, text
+from rl.data.fields import Refused, Row, Why, commands, common_fields, label, patched_files, structure, test_names, text
 from rl.data.patches import changes, from_commit, reverse
 
 
@@ -48,7 +48,7 @@ def swe_bench(row: Row, options: Options) -> dict[str, Any]:
 
     instance_id = text(row, "instance_id", Why.NO_ID)
     recipe = row if row.get("eval_script") else options.recipes.get(instance_id)
-    if not recipe or not recipe.get("eval_script"):
+    if recipe is None or not recipe.get("eval_script"):
         raise Refused(
             Why.NO_RECIPE,
             "the row is from before SWE-bench 5 and has no eval_script; take the set's current revision, or name a "
@@ -56,7 +56,8 @@ def swe_bench(row: Row, options: Options) -> dict[str, Any]:
         )
     if recipe.get("image_assets") not in (None, "", "{}", {}):
         raise Refused(Why.UNSUPPORTED, "image_assets: the tests need binary files, which a text patch cannot carry")
-    if missing := [marker for marker in EVAL_MARKERS if marker not in recipe["eval_script"]]:
+    script = text(recipe, "eval_script", Why.NO_RECIPE)
+    if missing := [marker for marker in EVAL_MARKERS if marker not in script]:
         raise Refused(Why.NO_RECIPE, f"eval_script has no {missing[0]!r}")
     repo = text(row, "repo", Why.INVALID)
     return {
@@ -66,8 +67,8 @@ def swe_bench(row: Row, options: Options) -> dict[str, Any]:
         "image": recipe.get("image") or expected_image(instance_id),
         "log_parser": text(recipe, "log_parser", Why.NO_PARSER),
         "eval_type": recipe.get("eval_type") or ("fail_only" if repo in FAIL_ONLY_REPOS else "pass_and_fail"),
-        "eval_script": recipe["eval_script"],
-        "difficulty": row.get("difficulty") or None,
+        "eval_script": script,
+        "difficulty": label(row.get("difficulty")),
     }
 
 
@@ -136,7 +137,7 @@ def swe_rebench(row: Row, options: Options) -> dict[str, Any]:
         "log_parser": text(config, "log_parser", Why.NO_PARSER),
         "eval_type": "pass_and_fail",
         "eval_script": eval_script(tests, test_patch, before),
-        "difficulty": None if difficulty is None else str(difficulty),
+        "difficulty": label(difficulty),
     }
 
 
@@ -281,7 +282,8 @@ def _r2e_passing(results: Row) -> list[str]:
 def _r2e_results_before(row: Row) -> dict[str, str]:
     """Return test results before the commit, by test name, from the log that the row keeps."""
     kept = structure(row.get("execution_result_content"), Why.BAD_TESTS, "execution_result_content")
-    log = re.sub(r"\x1b\[[0-9;]*m", "", kept.get("old_commit_res_stdout") or "")
+    said = kept.get("old_commit_res_stdout")
+    log = re.sub(r"\x1b\[[0-9;]*m", "", said if isinstance(said, str) else "")
     summary = log.partition("short test summary info")[2]
     return {
         " ".join(name.replace("::", ".").split(" - ")[0].split()): result

@@ -85,7 +85,10 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
                 yield _row(row, f"{path}: row {number}")
         else:
             raise SourceError(f"{path}: the name must end in one of {', '.join(_SUFFIXES)}")
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except SourceError:
+        raise
+    except (OSError, pyarrow.ArrowException, ValueError, OverflowError, RecursionError) as error:
+        # ValueError: no JSON, no UTF-8, a number of thousands of digits, a time that Python has none for.
         raise SourceError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 

@@ -2,6 +2,8 @@
 
     python -m rl.evaluate policy=DIR [tasks=FILE] [samples=N] [key=value ...]
     python -m rl.evaluate endpoint=URL tasks=FILE [model=NAME] [protocol=messages] [key_env=VARIABLE] [key=value ...]
+    python -m rl.evaluate policy=DIR ... shard=3/16       # one part of the tasks
+    python -m rl.evaluate policy=DIR ... merge=true       # the results of all parts; plays nothing
     python -m rl.evaluate compare A B [--common]
 
 All keys: configs/evaluate.yaml. The same command continues an evaluation that was stopped, and retries the episodes
@@ -16,6 +18,7 @@ import contextlib
 import functools
 import logging
 import signal
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +27,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.grade import warm_up
 from rewards.task import Task
-from rl.batch import JournalError, Progress
+from rl.batch import JournalError, LostError, Progress, estimate
 from rl.boxes import prepare_images
 from rl.config import ConfigError
 from rl.evaluate import compare, results, serve, setup
-from rl.evaluate.config import check_evaluation, compose_evaluation, digest, identity_of, name_of
-from rl.evaluate.play import Evaluation, Line, LostError
+from rl.evaluate.config import check_evaluation, compose_evaluation, digest, identity_of, name_of, shard_of
+from rl.evaluate.play import Evaluation, Line
 from rl.evaluate.weights import Weights
 from rl.run.scratch import remove_socket_directory, socket_directory
 from rl.run.vllm_server import ServeError
@@ -47,20 +50,22 @@ async def evaluate(config: DictConfig, weights: Weights | None, tasks: list[Task
     this_task = asyncio.current_task()
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
-    served = await setup.ask(config)
+    served = None if config.merge and config.model else await setup.ask(config)
     name = name_of(config, weights)
     identity = identity_of(config, weights, tasks)
     directory = Path(config.out or Path(config.root) / f"{name}-{digest(identity)[:8]}").absolute()
-    evaluation = Evaluation(directory, identity)
     limited = tasks[: config.limit]
+    if shard := shard_of(config):
+        directory, limited = directory / "shards" / str(shard), shard.of(limited, lambda task: task.image)
+    evaluation = Evaluation(directory, identity)
     rows = {
         task.instance_id: {"row": digest(task.to_row()), "repo": task.repo, "difficulty": task.difficulty}
         for task in limited
     }
     try:
         files.write(directory / "config.yaml", OmegaConf.to_yaml(config, resolve=True), synced=True)
-        wanted = evaluation.wanted(limited, config.samples)
-        there = len(rows) * config.samples - len(wanted)
+        wanted = [] if config.merge else evaluation.wanted(limited, config.samples)
+        there = len(rows) * config.samples - len(evaluation.wanted(limited, config.samples))
         screen.say(f"{len(wanted)} episodes to play{f', {there} are there' if there else ''}, in {directory}")
         if wanted:
             try:
@@ -111,12 +116,25 @@ async def _play(
         await warming
         await episodes.proxy.start()
         stack.push_async_callback(episodes.proxy.stop)
-        screen.say(f"playing, {config.sandbox.concurrency} at the same time")
+        jobs = config.sandbox.concurrency
+        screen.say(f"playing, {jobs} at the same time")
         progress = Progress(screen, "episodes", len(wanted))
+        times = [line["wall_s"] for line in evaluation.lines if not line["infra"]]
+        few = min(len(wanted), jobs)
+
+        def tell() -> None:
+            screen.say(estimate(len(wanted) - progress.done, statistics.fmean(times), jobs))
+
+        if len(times) >= few:
+            tell()
 
         def done(line: Line) -> None:
             outcome = "resolved" if line["resolved"] else line["reason"]
             progress.count(f"lost ({outcome})" if line["infra"] else outcome, final=not line["infra"])
+            if not line["infra"]:
+                times.append(line["wall_s"])
+                if len(times) == few and progress.done < progress.total:
+                    tell()
             if line["infra"] or not screen.is_terminal:
                 place = f"{progress.done}/{progress.total} {line['task']} #{line['sample']}"
                 detail = f" ({' '.join(line['detail'].split())[:200]})" if line["infra"] else ""
@@ -125,7 +143,7 @@ async def _play(
         await evaluation.play(
             episodes,
             wanted,
-            concurrency=config.sandbox.concurrency,
+            concurrency=jobs,
             step=weights.step if weights else 0,
             model=model,
             done=done,
@@ -149,10 +167,6 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0 if arguments else 2
-    # Imported here because it takes seconds. Their errors are mistakes on the command line.
-    import hydra.errors
-    import omegaconf.errors
-
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     screen = Screen()
     try:
@@ -161,8 +175,11 @@ def main(arguments: Sequence[str]) -> int:
         config, weights = compose_evaluation(arguments)
         tasks = check_evaluation(config)
         return asyncio.run(evaluate(config, weights, tasks, screen))
-    except (ConfigError, JournalError, hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException) as error:
-        print(f"config: {' '.join(str(error).split())}", file=sys.stderr)
+    except ConfigError as error:
+        error.tell()
+        return 2
+    except JournalError as error:
+        print(f"config: {error}", file=sys.stderr)
         return 2
     except (ServeError, LostError, SandboxError, OSError) as error:
         print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)

@@ -13,37 +13,52 @@ from omegaconf import DictConfig, OmegaConf
 from rewards.task import Task
 from rl.checks.data import check_task_files
 from rl.checks.episodes import check_episodes
+from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
-from rl.config import ConfigError, compose
+from rl.config import ConfigError, check_all, compose
 from rl.evaluate.weights import Weights, find_weights
 from rl.setup import Settings, read_settings
+from rl.shard import Shard
 
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config; an evaluation inherits what they set.
 _TRAINING = ("experiment", "scale")
-_POSITIVE = ("samples", "agent.max_turns", "agent.timeout_s")
+_POSITIVE = ("samples", "agent.max_turns", "agent.timeout_s", "proxy.max_calls")
 _POSITIVE += ("grading.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
 # Keys of the groups above that change how fast an evaluation runs, but not how an episode ends.
 _SPEED_ONLY = ("agent.binary", "episode", "sandbox.concurrency", "sandbox.pull_parallel", "sandbox.image_budget_gb")
-_SPEED_ONLY += ("sandbox.cache_dir", "proxy.side_endpoint.key_env")
+_SPEED_ONLY += ("sandbox.cache_dir", "sandbox.registry_mirror", "sandbox.pull_patience_s")
+_SPEED_ONLY += ("proxy.side_endpoint.key_env",)
 # The longest reply if neither the config nor the policy's context sets a lower limit: Claude Code's own limit for
 # models that it knows.
 _REPLY_TOKENS = 32_000
 
 
 def compose_evaluation(overrides: Sequence[str]) -> tuple[DictConfig, Weights | None]:
-    """Return the config of a command line, and the weights that it names, None for an endpoint.
+    """Return the config of a command line, and the weights that it names, None for an endpoint. Raises ConfigError."""
+    keys = {text: text.lstrip("+~").partition("=")[0] for text in overrides}
+    training = [text for text in overrides if keys[text] in _TRAINING]
+    own, trained = OmegaConf.create(), None
+    lines: list[str] = []
+    try:
+        own = compose([text for text in overrides if text not in training], "evaluate", _check_values)
+    except ConfigError as error:
+        lines += error.lines
+    try:
+        trained = compose(training) if training else None
+    except ConfigError as error:
+        lines += error.lines
+    if lines:
+        raise ConfigError(*lines)
+    check_interpolations(own)
+    return _with_weights(own, trained, {*keys.values()})
 
-    Raises ConfigError, and hydra's and OmegaConf's errors.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    keys = [one.key_or_group for one in OverridesParser.create().parse_overrides([*overrides])]
-    training = [text for text, key in zip(overrides, keys, strict=True) if key in _TRAINING]
-    config = compose([text for text in overrides if text not in training], "evaluate")
-    if training:
-        _inherit(config, compose(training), {*keys} | ({"policy"} if config.endpoint else set()))
+def _with_weights(config: DictConfig, trained: DictConfig | None, given: set[str]) -> tuple[DictConfig, Weights | None]:
+    """Let the config inherit from an experiment (``trained``) or from the run that it names. Raises ConfigError."""
+    if trained is not None:
+        _inherit(config, trained, given | ({"policy"} if config.endpoint else set()))
     if bool(config.policy) == bool(config.endpoint):
         both = "both are" if config.policy else "neither is"
         raise ConfigError(f"give policy=DIR or endpoint=URL; {both} set")
@@ -51,11 +66,11 @@ def compose_evaluation(overrides: Sequence[str]) -> tuple[DictConfig, Weights | 
         return config, None
     weights = find_weights(str(config.policy))
     if weights.run is not None:
-        if training:
+        if trained is not None:
             raise ConfigError(
-                f"{training[0]} cannot be combined with a policy of {weights.run}, which has its own config; give one"
+                f"+experiment cannot be combined with a policy of {weights.run}, which has its own config; give one"
             )
-        _inherit(config, OmegaConf.load(weights.run / "config.yaml"), {*keys, "policy"})
+        _inherit(config, OmegaConf.load(weights.run / "config.yaml"), given | {"policy"})
     return config, weights
 
 
@@ -87,21 +102,46 @@ def _inherit(config: DictConfig, trained: Any, given: Collection[str]) -> None:
 def check_evaluation(config: DictConfig) -> list[Task]:
     """Check everything that can be known before a server is asked, and return all tasks, regardless of ``limit``.
 
-    Raises ConfigError.
+    Raises ConfigError with all that is wrong.
     """
-    check_numbers(config, _POSITIVE, _POSITIVE_OR_NULL)
+    tasks: list[Task] = []
+    _check_values(config)
+    check_all(config, _check_endpoint, check_episodes, lambda config: tasks.extend(check_task_files(config, "tasks")))
+    return tasks
+
+
+def _check_values(config: DictConfig) -> None:
+    def check_own_types(config: DictConfig) -> None:
+        check_types(config, "evaluate", _POSITIVE + _POSITIVE_OR_NULL)
+
+    check_all(config, lambda config: check_numbers(config, _POSITIVE, _POSITIVE_OR_NULL), check_own_types)
+
+
+def _check_endpoint(config: DictConfig) -> None:
+    lines = []
     if config.protocol not in ("tokens", "messages"):
-        raise ConfigError(f"protocol is {config.protocol!r}; it must be tokens or messages")
+        lines.append(f"protocol is {config.protocol!r}; it must be tokens or messages")
     if config.protocol == "messages" and config.policy:
-        raise ConfigError("protocol=messages is for an endpoint; a policy is always served with protocol=tokens")
+        lines.append("protocol=messages is for an endpoint; a policy is always served with protocol=tokens")
     if config.protocol == "messages" and not config.model:
-        raise ConfigError("protocol=messages needs model=NAME, the model's name at the endpoint")
+        lines.append("protocol=messages needs model=NAME, the model's name at the endpoint")
     if config.endpoint and not str(config.endpoint).startswith(("http://", "https://")):
-        raise ConfigError(f"endpoint is {config.endpoint!r}; it must be a URL, such as http://127.0.0.1:8000")
+        lines.append(f"endpoint is {config.endpoint!r}; it must be a URL, such as http://127.0.0.1:8000")
+    try:
+        shard_of(config)
+    except ValueError as error:
+        lines.append(f"shard: {error}")
+    if config.shard and config.merge:
+        lines.append("merge=true is for all shards; leave out shard")
     if config.key_env and not os.environ.get(config.key_env):
-        raise ConfigError(f"key_env names {config.key_env}, which is not set")
-    check_episodes(config)
-    return check_task_files(config, "tasks")
+        lines.append(f"key_env names {config.key_env}, which is not set")
+    if lines:
+        raise ConfigError(*lines)
+
+
+def shard_of(config: DictConfig) -> Shard | None:
+    """Return the part of the tasks that is played, None for all. Raises ValueError."""
+    return Shard.parse(str(config.shard)) if config.shard else None
 
 
 def endpoint_key(config: DictConfig) -> str | None:

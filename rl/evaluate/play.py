@@ -3,6 +3,7 @@
     evaluation.json    everything that decides how an episode ends; another evaluation is refused the directory
     journal.jsonl      one line per attempt, derived from its record
     episodes/*.cep     the records (docs/records.md)
+    shards/I-of-N/     the same three for each part of an evaluation that is played in parts
 
 A record is on the disk before its line in the journal. If the process is killed between the two, the next start derives
 the line from the record. So an episode that was graded is never played again.
@@ -20,18 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from rewards.task import Task
-from rl.batch import Journal, run_all
+from rl.batch import Journal, LostError, run_all
 from rl.config import ConfigError
 from rl.metrics.episodes import Line, line
 from rollout import files
 from rollout.episode import Episode, Setup, play
-from rollout.records import Reader, Record, RecordWriter, record_of
+from rollout.records import SUFFIX, Reader, Record, RecordWriter, record_of
 
 _SAMPLE = re.compile(r"eval-(\d+)-")
-
-
-class LostError(Exception):
-    """So many episodes in a row were lost to the infrastructure that the next ones would be lost too."""
 
 
 class Evaluation:
@@ -47,13 +44,16 @@ class Evaluation:
         self._journal = Journal(directory / "journal.jsonl")
         try:
             about = directory / "evaluation.json"
-            played = self.lines or any((directory / "episodes").glob("*"))
+            played = self.lines or any(directory.rglob(f"*{SUFFIX}"))
+            for one in [about, *directory.glob("shards/*/evaluation.json")] if played else ():
+                if one.exists() and (changed := _changed(json.loads(one.read_text()), identity)):
+                    raise ConfigError(
+                        f"out: {one.parent} belongs to another evaluation ({changed}); use another directory"
+                    )
             if not about.exists() or not played:  # as long as nothing was played, the directory is free
                 files.write(about, json.dumps(identity, indent=1) + "\n", synced=True)
-            elif changed := _changed(json.loads(about.read_text()), identity):
-                raise ConfigError(f"out: {directory} belongs to another evaluation ({changed}); use another directory")
             known = {one["episode"] for one in self.lines}
-            for record in Reader(directory / "episodes") if (directory / "episodes").exists() else ():
+            for record in Reader(directory):  # those of shards, too
                 if record.episode not in known:
                     self._journal.append(line_of(record))
         except BaseException:

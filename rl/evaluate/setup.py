@@ -56,7 +56,7 @@ def forwarding_setup(config: DictConfig, name: str) -> Setup:
     """Return the set-up in which all calls of the agent go on to the endpoint as they are. name: marks the boxes."""
     settings = settings_of(config, config.max_context or _HOSTED_CONTEXT, name)
     endpoint = SideEndpoint(config.endpoint, config.model, endpoint_key(config))
-    proxy = PassThrough(endpoint, settings.side_endpoint)
+    proxy = PassThrough(endpoint, settings.side_endpoint, settings.max_calls)
     return make_setup(settings, proxy.policy, proxy)
 
 

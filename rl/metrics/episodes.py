@@ -1,10 +1,14 @@
 """This module writes and reads the figures of a run's episodes and steps, in files of one JSON object per line:
 
 ``episode_metrics/<host>-<pid>.jsonl``
-    a line per attempt, made from its record (``line``) and written by the agent loop (``EpisodeLog``).
+    a line per attempt, made from its record (``line``) and written by the agent loop (``EpisodeLog``), which adds
+    "engine", the name of the engine's replica that answered it (None if there was no call).
 ``metrics.jsonl``
     a line per step: ``{"step", "time", <verl's metrics>, <ours>}``, all of them in docs/metrics.md. wandb and
     TensorBoard get the same numbers.
+``saved_step.json``
+    such a line, of the last step whose checkpoint was saved, with what was known of it then. A run that is killed
+    between its checkpoint and the end of the step resumes after it; the line then takes its place in metrics.jsonl.
 
 This module imports neither verl nor torch: agent loop, trainer and screen all use it.
 """
@@ -21,12 +25,13 @@ from typing import Any
 
 from rewards.verdict import Outcome
 from rollout import files
+from rollout.agent.events import usage
 from rollout.records import Record
 
 Line = dict[str, Any]
 
 _MEANS = ("rows", "turns", "calls", "malformed_calls", "cut_replies", "wall_s", "boot_s", "agent_s", "grade_s")
-_MEANS += ("tokens_sampled", "tokens_context", "tokens_trained")
+_MEANS += ("refused_calls", "foreign_calls", "tokens_sampled", "tokens_context", "tokens_trained", "overlong")
 _WALL_PERCENTILES = (50, 90, 99)
 
 # A label with more values than this (repositories, ...) is not split by value: nobody reads as many curves.
@@ -56,6 +61,9 @@ def line(record: Record) -> Line:
         "calls": calls,  # requests of all threads, retries included
         "malformed_calls": int(counters.get("malformed_calls", 0)),  # tool calls that were not whole and became text
         "cut_replies": int(counters.get("cut_replies", 0)),  # replies that ended at max_tokens
+        "refused_calls": int(counters.get("refused_calls", 0)),  # beyond proxy.max_calls
+        "foreign_calls": int(counters.get("foreign_calls", 0)),  # replies that the agent did not ask for itself
+        "overlong": record.overlong,  # a limit ended it: turns, time, context or the tokens of a reply
         "cache_queries": int(counters.get("cache_queries", 0)),  # prompt tokens, where the engine counts cached ones
         "cache_hits": int(counters.get("cache_hits", 0)),  # those of them that were cached
         "wall_s": seconds.get("total", 0.0),  # from boot to verdict
@@ -84,10 +92,8 @@ def _tokens(record: Record) -> dict[str, int]:
         else:
             sampled, prompts = sampled + node.length, prompts + before
     for event in () if record.nodes else record.events:
-        for used in event.get("modelUsage", {}).values() if event.get("type") == "result" else ():
-            kinds = ("inputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
-            prompts += sum(used.get(kind, 0) for kind in kinds)
-            sampled += used.get("outputTokens", 0)
+        read, written = usage(event)
+        prompts, sampled = prompts + read, sampled + written
     trained = sum(record.nodes[number].length for row in record.rows for number in row.nodes)
     return {"tokens_sampled": sampled, "tokens_context": context, "tokens_trained": trained, "tokens_in": prompts}
 
@@ -128,18 +134,24 @@ class Tail:
 
 
 class EpisodeReader:
-    """A reader takes in what all logs of a run appended since it was made."""
+    """A reader takes in what all logs of a run appended since it was made, and what they hold of steps after ``after``:
+    episodes that an interrupted step has left (``rl.run.unfinished``)."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, after: float = math.inf):
         self.directory = run_dir / "episode_metrics"
-        self.pending: list[Line] = []
+        paths = sorted(self.directory.glob("*.jsonl"))
+        self.pending = [one for path in paths for one in read_jsonl(path) if one["step"] > after]
         self.tails = {path: Tail(path, from_end=True) for path in self.directory.glob("*.jsonl")}
+
+    def look(self, split: str) -> list[Line]:
+        """Return the new lines of a split, which stay new."""
+        for path in sorted(self.directory.glob("*.jsonl")):
+            self.pending += self.tails.setdefault(path, Tail(path)).take()
+        return [one for one in self.pending if one["split"] == split]
 
     def take(self, split: str) -> list[Line]:
         """Return the new lines of a split; those of the other split wait for their own call."""
-        for path in sorted(self.directory.glob("*.jsonl")):
-            self.pending += self.tails.setdefault(path, Tail(path)).take()
-        taken = [one for one in self.pending if one["split"] == split]
+        taken = self.look(split)
         self.pending = [one for one in self.pending if one["split"] != split]
         return taken
 
@@ -216,34 +228,50 @@ def metric_name(text: str) -> str:
     return re.sub(r"[^\w./-]+", "_", text).strip("_")
 
 
-def group_metrics(groups: dict[str, list[tuple[float, bool]]]) -> dict[str, float]:
-    """Return figures of the groups that a step trains on. A group whose rewards are all equal teaches nothing: its
-    advantages are 0.
+def group_metrics(
+    groups: dict[str, list[tuple[float, bool]]],
+    filtered: dict[float, int] | None = None,
+    surplus: int = 0,
+    alone: int = 0,
+) -> dict[str, float]:
+    """Return figures of the groups that were played for a step, whether it trains on them or not. A group whose rewards
+    are all equal teaches nothing: its advantages are 0.
 
     Args:
-        groups: by group, (reward, resolved) of its episodes.
+        groups: of the step's batch, by group: (reward, resolved) of its episodes.
+        filtered: by reward, the groups that dynamic filtering replaced because all their episodes had this reward.
+        surplus: groups with different rewards that were played for dynamic filtering and not needed.
+        alone: groups that had fewer than two episodes to compare, because the others were left out or lost.
 
     Returns:
-        ``group/count``, ``group/episodes`` (mean), and as shares of the groups ``group/all_equal`` (one reward),
-        ``group/all_resolved`` and ``group/none_resolved``. Nothing for no groups.
+        ``group/played``, ``group/used`` and ``group/alone``, counts; ``group/episodes``, mean of the used ones; and as
+        shares of the played ones without those that were alone ``group/all_equal`` (one reward), ``group/all_resolved``
+        and ``group/none_resolved``. A filtered group counts as resolved if its reward is above 0. Nothing for no
+        groups.
     """
+    replaced = filtered or {}
+    compared = len(groups) + sum(replaced.values()) + surplus
     if not groups:
         return {}
 
-    def share(holds: Callable[[list[tuple[float, bool]]], bool]) -> float:
-        return sum(map(holds, groups.values())) / len(groups)
+    def share(used: Callable[[list[tuple[float, bool]]], bool], lost: Callable[[float], bool]) -> float:
+        return (sum(map(used, groups.values())) + sum(n for reward, n in replaced.items() if lost(reward))) / compared
 
     return {
-        "group/count": len(groups),
+        "group/played": compared + alone,
+        "group/used": len(groups),
+        "group/alone": alone,
         "group/episodes": sum(map(len, groups.values())) / len(groups),
-        "group/all_equal": share(lambda group: len({reward for reward, _ in group}) == 1),
-        "group/all_resolved": share(lambda group: all(resolved for _, resolved in group)),
-        "group/none_resolved": share(lambda group: not any(resolved for _, resolved in group)),
+        "group/all_equal": share(lambda group: len({reward for reward, _ in group}) == 1, lambda _: True),
+        "group/all_resolved": share(lambda group: all(resolved for _, resolved in group), lambda reward: reward > 0),
+        "group/none_resolved": share(
+            lambda group: not any(resolved for _, resolved in group), lambda reward: not reward > 0
+        ),
     }
 
 
-def append_step(run_dir: Path, step: int, time_s: float, metrics: dict[str, Any]) -> None:
-    """Append one step to metrics.jsonl: what can be read as a number, null where that is not finite."""
+def _json_line(step: int, time_s: float, metrics: dict[str, Any]) -> str:
+    """Return a step's line: what can be read as a number, null where that is not finite."""
     values: Line = {"step": int(step), "time": time_s}
     for key, value in metrics.items():
         try:
@@ -251,8 +279,20 @@ def append_step(run_dir: Path, step: int, time_s: float, metrics: dict[str, Any]
         except (TypeError, ValueError):
             continue
         values[key] = number if math.isfinite(number) else None
+    return json.dumps(values) + "\n"
+
+
+def append_step(run_dir: Path, step: int, time_s: float, metrics: dict[str, Any]) -> None:
+    """Append one step to metrics.jsonl; it is on the disk when this returns."""
     with open(run_dir / "metrics.jsonl", "a") as f:
-        f.write(json.dumps(values) + "\n")
+        f.write(_json_line(step, time_s, metrics))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def keep_step(run_dir: Path, step: int, time_s: float, metrics: dict[str, Any]) -> None:
+    """Keep what is known of a step whose checkpoint is being saved; ``rewind`` uses it if nothing more came."""
+    files.write(run_dir / "saved_step.json", _json_line(step, time_s, metrics), synced=True)
 
 
 def read_jsonl(path: Path) -> list[Line]:
@@ -268,11 +308,20 @@ def read_jsonl(path: Path) -> list[Line]:
     return lines
 
 
-def rewind(run_dir: Path, step: int) -> None:
-    """Drop the lines of steps after the checkpoint of ``step``: these steps are about to be done again."""
-    for path in [run_dir / "metrics.jsonl", *(run_dir / "episode_metrics").glob("*.jsonl")]:
+def rewind(run_dir: Path, step: int, keeps: Callable[[str], bool] = lambda _: False) -> None:
+    """Drop the lines of steps after the checkpoint of ``step``: these steps are about to be done again.
+
+    The step itself has a line afterwards, at least with what was known when its checkpoint was saved. ``keeps`` tells
+    for the key of an episode of the next step whether it need not be played again.
+    """
+    steps = run_dir / "metrics.jsonl"
+    known = [one for one in read_jsonl(run_dir / "saved_step.json") if one["step"] == step]
+    if known and all(one["step"] != step for one in read_jsonl(steps)):
+        files.write(steps, "".join(json.dumps(one) + "\n" for one in [*read_jsonl(steps), *known]))
+    for path in [steps, *(run_dir / "episode_metrics").glob("*.jsonl")]:
         if path.exists():
-            kept = [one for one in read_jsonl(path) if one["step"] <= step]
+            lines = read_jsonl(path)
+            kept = [one for one in lines if one["step"] <= step or ("session" in one and keeps(one["session"]))]
             files.write(path, "".join(json.dumps(one) + "\n" for one in kept))
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.metrics.episodes import Line, Tail, line
+from rl.metrics.loggers import Loggers
+from rollout.agent.events import blocks
 from rollout.records import Record
 
 EACH = 2  # of a step's resolved episodes, and of its others
@@ -54,11 +56,7 @@ def last_messages(events: list[dict[str, Any]]) -> str:
     """Return the end of a conversation, read from Claude Code's own events."""
     said: list[str] = []
     for event in events:
-        if event.get("type") not in ("assistant", "user"):
-            continue
-        content = event.get("message", {}).get("content", [])
-        for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            said.append(f"[{event['type']}] {_shown(block)}")
+        said += (f"[{event['type']}] {_shown(block)}" for block in blocks(event, "assistant", "user"))
     text = "\n".join(said)
     return text if len(text) <= _TEXT else f"... {text[-_TEXT:]}"
 
@@ -66,11 +64,11 @@ def last_messages(events: list[dict[str, Any]]) -> str:
 def _shown(block: dict[str, Any]) -> str:
     match block.get("type"):
         case "text":
-            return block["text"]
+            return str(block.get("text"))
         case "thinking":
-            return f"(thinking) {block['thinking']}"
+            return f"(thinking) {block.get('thinking')}"
         case "tool_use":
-            return f"{block['name']} {json.dumps(block['input'])}"
+            return f"{block.get('name')} {json.dumps(block.get('input'))}"
         case "tool_result":
             answer = block.get("content")
             return f"=> {answer if isinstance(answer, str) else json.dumps(answer)}"
@@ -104,18 +102,20 @@ class SampleReader:
         return sorted(chosen, key=lambda one: (one["split"], one["verdict"] != "resolved"))
 
 
-def log_samples(samples: list[dict[str, Any]], loggers: dict[str, Any], step: int) -> None:
-    """Put samples into those of verl's loggers that can show them. ``loggers``: by name, from verl's Tracking."""
+def log_samples(samples: list[dict[str, Any]], loggers: Loggers, step: int) -> None:
+    """Put samples into the loggers that can show them."""
     if not samples:
         return
-    if "wandb" in loggers:
-        import wandb
+    if wandb_run := loggers.logger.get("wandb"):
+        with loggers.guarded("wandb"):
+            import wandb
 
-        rows: list[Any] = [[one[name] for name in COLUMNS] for one in samples]
-        loggers["wandb"].log({"samples/episodes": wandb.Table(list(COLUMNS), rows)}, step=step)
-    if "tensorboard" in loggers:
-        text = "\n\n".join(_markdown(one) for one in samples)
-        loggers["tensorboard"].writer.add_text("samples/episodes", text, step)
+            rows: list[Any] = [[one[name] for name in COLUMNS] for one in samples]
+            wandb_run.log({"samples/episodes": wandb.Table(list(COLUMNS), rows)}, step=step)
+    if tensorboard := loggers.logger.get("tensorboard"):
+        with loggers.guarded("tensorboard"):
+            text = "\n\n".join(_markdown(one) for one in samples)
+            tensorboard.writer.add_text("samples/episodes", text, step)
 
 
 def _markdown(one: dict[str, Any]) -> str:

@@ -13,18 +13,20 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rl.plan import memory, problems, throughput
+from rl.plan import memory, problems, stopping, throughput
 from rl.plan.layout import MODEL, Layout, layout_of, select
 from rl.plan.memory import Ledger
 from rl.plan.model import Shape, load_config, shape_of
+from rl.plan.stopping import Stopping
 from rl.plan.throughput import Pace
 
 
 @dataclass(frozen=True)
 class Plan:
     """A plan has a ledger for each phase of a step on one GPU (``gpu``), ledgers of a node's CPU memory and disks
-    (``node``), and the tokens that the KV cache of one group of TP GPUs holds (``kv_tokens``). ``problems`` do not fit,
-    ``warnings`` cost time; each is one line that names keys."""
+    (``node``), and the tokens that the KV cache of one group of TP GPUs holds (``kv_tokens``). ``stopping`` is what a
+    run's end takes after a warning. ``problems`` do not fit, ``warnings`` cost time; each is one line that names keys.
+    """
 
     shape: Shape
     layout: Layout
@@ -32,6 +34,7 @@ class Plan:
     node: tuple[Ledger, ...]
     kv_tokens: int
     pace: Pace
+    stopping: Stopping
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -42,6 +45,7 @@ def plan(config: DictConfig, model_config: Any = None) -> Plan:
 
     Raises:
         ModelUnknown: there is no config of the model.
+        ConfigError: a value of ``plan.*`` is impossible.
     """
     name, targets = select(config, f"{MODEL}.path", "?"), select(config, f"{MODEL}.target_modules")
     shape = shape_of(model_config or load_config(name), name, select(config, f"{MODEL}.lora_rank", 0), targets)
@@ -53,5 +57,7 @@ def plan(config: DictConfig, model_config: Any = None) -> Plan:
     pace = throughput.pace(config, shape, layout)
     found = problems.layout_problems(shape, layout) + problems.cache_problems(config, shape, layout, tokens)
     found += problems.ledger_problems(config, shape)
+    ending = stopping.stopping(config, shape, layout, pace)
+    found += stopping.problem(config, ending)
     warnings = problems.warnings(config, shape, layout, pace)
-    return Plan(shape, layout, gpu, node, tokens, pace, tuple(found), tuple(warnings))
+    return Plan(shape, layout, gpu, node, tokens, pace, ending, tuple(found), tuple(warnings))

@@ -3,29 +3,24 @@
 import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
-from rl.config import CONFIGS, register_resolvers
+from rl.command import read_command
+from rl.config import ConfigError
 from rl.plan import plan
 from rl.plan.layout import MODEL, select
-from rl.plan.model import ModelUnknown
 from rl.plan.tables import show
 
-register_resolvers()
 
-
-@hydra.main(version_base=None, config_path=str(CONFIGS), config_name="train")
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Print the plan of the command line's config, and exit with 2 if something does not fit."""
+    config = read_command("rl.plan", "Print what a run takes: GPU memory, time, disk.", sys.argv[1:])
     path = f"{MODEL}.path"
     try:
         if config.prepare and not Path(select(config, path, "")).expanduser().is_dir():
             made_by = f"{config.prepare} makes this experiment's model when it runs"
-            raise ModelUnknown(f"{path}: {made_by}; give a directory or name")
+            raise ConfigError(f"{path}: {made_by}; give a directory or name")
         made = plan(config)
-    except ModelUnknown as error:
-        print(f"plan: {error}", file=sys.stderr)
+    except ConfigError as error:
+        error.tell("plan")
         sys.exit(2)
     show(made, config)
     for problem in made.problems:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from rl.boxes import kind_of
-from rl.plan.layout import ACTOR, MODEL, ROLLOUT, Layout, TrainerLayout, select
+from rl.plan.layout import ACTOR, MODEL, ROLLOUT, Layout, TrainerLayout, count_tasks, select
 from rl.plan.memory import GIB, Ledger, engine_weights, gradients, ledger, moments, weights
 from rl.plan.model import Shape
 from rl.plan.throughput import traffic
@@ -46,7 +44,10 @@ def ledgers(config: DictConfig, shape: Shape, layout: Layout) -> list[Ledger]:
         f"{boxes} boxes: of agents and of grading (assumed)": boxes * plan.box_gb * GIB,
         "rows of a step": layout.per_step * plan.rows * traffic(config, layout).row * (QUEUE_BYTES + routed),
     }
-    tasks, budget = count_tasks(config), select(config, "sandbox.image_budget_gb", math.inf)
+    tasks, budget = (
+        count_tasks(config, "data.train_files", "data.val_files"),
+        select(config, "sandbox.image_budget_gb", math.inf),
+    )
     images = min(tasks * plan.image_gb, budget or math.inf) if kind_of(config.sandbox).from_images else 0
     disk = {
         f"images of {tasks or 'unknown'} tasks (assumed)": images * GIB,
@@ -76,16 +77,3 @@ def checkpoints_kept(config: DictConfig) -> int:
     steps, keep = select(config, "trainer.total_training_steps", 0), select(config, "trainer.max_actor_ckpt_to_keep")
     ever = max(1, steps // config.trainer.save_freq)
     return min(ever, keep + 1) if keep else ever
-
-
-def count_tasks(config: DictConfig) -> int:
-    """Count the rows of the task files that are here."""
-    import pyarrow.parquet
-
-    found = 0
-    for key in ("data.train_files", "data.val_files"):
-        files: Any = select(config, key, [])
-        for name in files if isinstance(files, list | ListConfig) else [files]:
-            if (path := Path(name).expanduser()).is_file():
-                found += pyarrow.parquet.read_metadata(path).num_rows
-    return found

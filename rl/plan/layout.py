@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 FSDP, MEGATRON = f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron"
+FLASH = "flash_attention_2"  # verl's default
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
 
 
@@ -17,8 +19,9 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16"
 class TrainerLayout:
     """The trainer's layout. ``stored`` and ``computed`` are bytes per element of the weights it keeps, and of the
     tensors in forward and backward. ``tokens`` and ``logprob_tokens``: size of a packed batch on one GPU in the update
-    and for log-probabilities. ``share``: GPUs that share one copy of the weights (FSDP). ``home``: weights, gradients
-    and moments live in CPU memory (FSDP2's offload policy). Megatron's parallel sizes are 1 with FSDP."""
+    and for log-probabilities. ``share``: GPUs that share one copy of the weights (FSDP). ``flash``: attention and cross
+    entropy are flash-attn's. ``home``: weights, gradients and moments live in CPU memory (FSDP2's offload policy).
+    Megatron's parallel sizes are 1 with FSDP."""
 
     megatron: bool
     nodes: int
@@ -35,6 +38,7 @@ class TrainerLayout:
     home: bool
     keep_unsharded_gradients: bool
     fused: bool
+    flash: bool
     chunked_entropy: bool
     compiled: bool
     entropy_in_update: bool
@@ -83,10 +87,11 @@ class EngineLayout:
 class Layout:
     """A layout places trainer and engine, and counts the episodes of a step (``per_step``) and those that run at the
     same time: in the whole run (``concurrent``) and on the node with most of them (``per_node``). ``row`` and
-    ``prompt``: the longest training row and prompt in tokens."""
+    ``prompt``: the longest training row and prompt in tokens. ``workers``: agent loop workers."""
 
     trainer: TrainerLayout
     engine: EngineLayout
+    workers: int
     per_step: int
     concurrent: int
     per_node: int
@@ -98,6 +103,29 @@ def select(config: DictConfig, key: str, default: Any = None) -> Any:
     """Return the value of a dotted key, or ``default`` if it is missing or null."""
     value = OmegaConf.select(config, key)
     return default if value is None else value
+
+
+def filters(config: DictConfig) -> bool:
+    """Tell whether groups with equal rewards are replaced."""
+    return bool(select(config, "algorithm.filter_groups.enable", False))
+
+
+def batches_in_flight(config: DictConfig) -> int:
+    """Return how many batches of groups a synchronous step may play at a time."""
+    return select(config, "algorithm.filter_groups.max_inflight_gen_batches", 1) if filters(config) else 1
+
+
+def count_tasks(config: DictConfig, *keys: str) -> int:
+    """Count the rows of the task files that are here, of those that ``keys`` name."""
+    import pyarrow.parquet
+
+    found = 0
+    for key in keys:
+        files: Any = select(config, key, [])
+        for name in files if isinstance(files, list | ListConfig) else [files]:
+            if (path := Path(name).expanduser()).is_file():
+                found += pyarrow.parquet.read_metadata(path).num_rows
+    return found
 
 
 def layout_of(config: DictConfig) -> Layout:
@@ -125,11 +153,13 @@ def layout_of(config: DictConfig) -> Layout:
         bucket=select(rollout, "checkpoint_engine.update_weights_bucket_megabytes", 2048) << 20,
     )
     per_step, workers = data.train_batch_size * rollout.n, select(rollout, "agent.num_workers", 8)
-    ahead = select(config, f"trainer.v1.{mode}.num_warmup_batches", 0)  # batches of later steps, played meanwhile
-    concurrent = min(workers * config.sandbox.concurrency, per_step * (1 + ahead))
+    # Batches of later steps are played meanwhile, or replacements of groups that a step cannot use.
+    batches = 1 + select(config, f"trainer.v1.{mode}.num_warmup_batches", 0)
+    batches = batches_in_flight(config) if mode == "sync" else batches
+    concurrent = int(min(workers * config.sandbox.concurrency, per_step * batches))
     nodes = trainer.nodes + separate * engine_nodes  # verl places workers on them in turn
     per_node = min(math.ceil(workers / nodes) * config.sandbox.concurrency, concurrent)
-    return Layout(trainer, engine, per_step, concurrent, per_node, row, data.max_prompt_length)
+    return Layout(trainer, engine, workers, per_step, concurrent, per_node, row, data.max_prompt_length)
 
 
 def trainer_of(config: DictConfig) -> TrainerLayout:
@@ -161,6 +191,7 @@ def trainer_of(config: DictConfig) -> TrainerLayout:
         home=home,
         keep_unsharded_gradients=bool(select(backend, "use_no_sync_for_gradient_accumulation", False)),
         fused=bool(select(config, f"{MODEL}.use_fused_kernels", False)),
+        flash=select(config, f"{MODEL}.override_config.attn_implementation", FLASH) == FLASH,
         chunked_entropy=bool(select(actor, "entropy_from_logits_with_chunking", False)),
         compiled=bool(select(backend, "use_torch_compile", False)),
         entropy_in_update=bool(select(actor, "calculate_entropy", False) or select(actor, "entropy_coeff", 0)),

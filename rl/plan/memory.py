@@ -139,14 +139,17 @@ def one_layer(shape: Shape, trainer: TrainerLayout, tokens: int, backward: bool)
 
 def head(shape: Shape, trainer: TrainerLayout, tokens: int, backward: bool) -> float:
     """Return the bytes from the last hidden states to log-probabilities and entropy. flash-attn's cross entropy writes
-    its gradient over the logits; an entropy that is neither compiled nor chunked makes three fp32 copies of them."""
+    its gradient over the logits, verl's own keeps their log-softmax and makes a gradient of its own; an entropy that is
+    neither compiled nor chunked makes three fp32 copies of the logits."""
     c, parallel = trainer.computed, trainer.tensor
     matrix = shape.vocabulary * shape.hidden * c / parallel * (2 if backward and not shape.lora else 1)
     if trainer.fused:
         return matrix + FUSED_CHUNK * shape.vocabulary * (c + 8) / parallel + 2 * c * tokens * shape.hidden
     entropy = trainer.entropy_in_update or not backward
     per_logit = c if trainer.unit_temperature else 2 * c
-    if c == 4 and backward:  # flash-attn takes no fp32: a gradient of its own
+    if backward and not trainer.flash and not trainer.megatron:
+        per_logit += 2 * c if c == 2 else 12
+    elif c == 4 and backward:  # flash-attn takes no fp32: a gradient of its own
         per_logit += 4
     if trainer.megatron:
         per_logit += 8  # fp32 logits and their exponentials

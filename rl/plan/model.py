@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.config import ConfigError
+
 KNOWN = Path(__file__).resolve().with_name("models")
 
 
-class ModelUnknown(Exception):
+class ModelUnknown(ConfigError):
     """There is no config of the model here; the message is one line."""
 
 
@@ -56,13 +58,16 @@ class Shape:
         return 2 * self.layers * max(1, self.key_heads // parallel) * self.head * element
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str | None) -> Any:
     """Return the transformers config of a directory, of a model whose shape is in rl/plan/models, or of a hub name.
 
     Raises:
-        ModelUnknown: none of these can be read.
+        ModelUnknown: none of these can be read, or there is no name.
     """
     from transformers import AutoConfig
+
+    if not name or name == "?":
+        raise ModelUnknown("actor_rollout_ref.model.path is not set; choose an experiment (+experiment=NAME)")
 
     path = Path(name).expanduser()
     known = KNOWN / f"{path.name}.json"

@@ -9,7 +9,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
+from rl.plan.layout import filters
 from rl.plan.memory import GIB, Ledger
+from rl.plan.stopping import Stopping
 from rl.plan.throughput import Pace
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
     console.print(_head(plan, config))
     console.print(_ledgers(f"GiB on each GPU ({config.cluster.gpu}), by phase", plan.gpu))
     console.print(_ledgers("GiB of a node", plan.node))
-    console.print(_step(plan.pace, config.trainer.total_training_steps))
+    console.print(_step(plan.pace, config))
+    console.print(_stopping(plan.stopping, config), soft_wrap=True)
     for warning in plan.warnings:
         console.print(f"note: {warning}", soft_wrap=True)
     if not plan.problems:
@@ -67,14 +70,27 @@ def _ledgers(title: str, ledgers: tuple[Ledger, ...]) -> Table:
     return table
 
 
-def _step(pace: Pace, steps: int | None) -> Table:
+def _step(pace: Pace, config: DictConfig) -> Table:
+    steps, share = config.trainer.total_training_steps, config.plan.all_equal_groups
     table = Table("what", Column("assumed", justify="right"), title="a step, from assumed speeds (plan.*)")
     table.add_row("tokens trained on", f"{pace.tokens:,}")
     table.add_row("tokens sampled", f"{pace.sampled:,}")
     table.add_row("tokens a second of one episode, while it samples", f"{pace.decode:.0f}")
+    table.add_row("groups used", f"{pace.used}")
+    if filters(config):
+        table.add_row(f"groups played for them ({share:.0%} with equal rewards)", f"{pace.played:.0f}")
+        table.add_row("how many times as long the rollout takes for it", f"{pace.factor:.2f}")
     for what, seconds in {"mean episode": pace.episode_s, **pace.seconds}.items():
         table.add_row(f"{what}, seconds", f"{seconds:.0f}")
     table.add_row("[bold]step, minutes", f"[bold]{pace.step_s / 60:.1f}")
     if steps:
         table.add_row(f"{steps} steps, hours", f"{steps * pace.step_s / 3600:.1f}")
     return table
+
+
+def _stopping(found: Stopping, config: DictConfig) -> str:
+    grace, what = config.run.grace_s, "a step" if found.whole else "the rest of a step"
+    seconds = f"{found.rest:.0f} s for {what} and {found.save:.0f} s for its checkpoint of {found.size / GIB:.0f} GiB"
+    fits = f"run.grace_s={found.grace_s} sbatch --signal=B:USR1@{found.warning_s(found.grace_s)}"
+    now = f"run.grace_s is {grace:g}, for --signal=B:USR1@{found.warning_s(grace)}"
+    return f"To end when a job is warned: {seconds}. Half as much again: {fits}. ({now}.)"

@@ -6,14 +6,26 @@ step takes minutes or hours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from rl.plan.layout import ACTOR, EngineLayout, Layout, select
+from rl.config import ConfigError
+from rl.plan.layout import (
+    ACTOR,
+    ROLLOUT,
+    EngineLayout,
+    Layout,
+    batches_in_flight,
+    count_tasks,
+    filters,
+    select,
+)
 from rl.plan.memory import kv_room, kv_tokens, moments, weights
 from rl.plan.model import Shape
+from rl.plan.rollout import Boxes, Rollout, flowing, whole
 
 
 class Traffic(NamedTuple):
@@ -27,15 +39,21 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of one step: tokens trained on and sampled, ``seconds`` by phase, ``episode_s`` of the mean episode, and
-    the tokens a second that an episode samples (``decode``). ``held``: episodes whose contexts the KV cache of a group
-    of TP GPUs holds, out of ``asked`` that run there."""
+    """The pace of one step: tokens trained on and sampled, groups ``used`` and ``played``, how many times as long a
+    rollout takes because of those that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the mean
+    episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
+    (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of the ``asked``
+    ones that run there."""
 
     tokens: int
     sampled: int
+    used: int
+    played: float
+    factor: float
     seconds: dict[str, float]
     episode_s: float
     decode: float
+    validation_s: float
     held: float
     asked: float
 
@@ -88,11 +106,10 @@ def pace(config: DictConfig, shape: Shape, layout: Layout) -> Pace:
         turn = 0.5 * turn + 0.5 * max(plan.tool_s + read + plan.sampled * each, running * read)
     turn *= max(1.0, asked / running)  # the others wait in the engine
     episode_s = plan.boot_s + flops(shape, row) * plan.first_prompt / prefill + turns * turn + plan.grade_s
-    waves = layout.per_step / layout.concurrent
-    rollout = waves * episode_s
-    if waves >= 1 and select(config, "trainer.v1.trainer_mode", "sync") == "sync":  # a step waits for its last episode
-        longest = min(plan.straggler * episode_s, config.agent.timeout_s + config.grading.timeout_s)
-        rollout += max(episode_s, longest) - episode_s
+    longest = (config.agent.timeout_s + config.grading.timeout_s) / episode_s
+    boxes = Boxes(layout.workers, config.sandbox.concurrency, plan.spread, longest)
+    made, plain = rollouts(config, boxes)
+    rollout = made.time * episode_s
     tokens = layout.per_step * plan.rows * row
     forward = flops(shape, row) * tokens / (trainer.gpus * peak * (plan.mfu_moe if shape.experts else plan.mfu_dense))
     seconds = {"rollout": rollout, "log-probabilities": forward if trainer.logprobs else 0.0}
@@ -103,5 +120,43 @@ def pace(config: DictConfig, shape: Shape, layout: Layout) -> Pace:
     seconds["weight sync"] = trainer.stored * shape.trained / (plan.sync_gbs * 1e9)
     if not engine.colocated:  # trainer and engine work at the same time: the slower one counts
         seconds["rollout"] = max(0.0, rollout - (sum(seconds.values()) - rollout))
-    sampled = int(layout.per_step * turns * plan.sampled)
-    return Pace(int(tokens), sampled, seconds, episode_s, 1 / each, held, asked)
+    one, times = validation(config, boxes)
+    if times:
+        seconds["validation"] = one * times * episode_s
+    groups = config.data.train_batch_size
+    sampled = int(made.played / groups * layout.per_step * turns * plan.sampled)
+    factor = made.time / plain.time
+    speeds = (episode_s, 1 / each, one * episode_s, held, asked)
+    return Pace(int(tokens), sampled, groups, made.played, factor, seconds, *speeds)
+
+
+def rollouts(config: DictConfig, boxes: Boxes) -> tuple[Rollout, Rollout]:
+    """Return the rollout of a step with the assumed share of all-equal groups (none without dynamic filtering), and
+    the one without any such group."""
+    mode, groups, size = (
+        select(config, "trainer.v1.trainer_mode", "sync"),
+        config.data.train_batch_size,
+        select(config, f"{ROLLOUT}.n"),
+    )
+    share = config.plan.all_equal_groups if filters(config) else 0.0
+    if not 0 <= share <= 0.95:
+        raise ConfigError(f"plan.all_equal_groups={share}: it is a share of all groups, from 0 to 0.95")
+    if mode == "sync":
+        most = groups * batches_in_flight(config)
+        return whole(boxes, groups, size, share, most), whole(boxes, groups, size)
+    ahead = select(config, f"trainer.v1.{mode}.num_warmup_batches", 0)
+    return flowing(boxes, groups, size, ahead, share), flowing(boxes, groups, size, ahead)
+
+
+def validation(config: DictConfig, boxes: Boxes) -> tuple[float, float]:
+    """Return the time of one validation in mean episodes, and how many there are per step."""
+    trainer = config.trainer
+    tasks = count_tasks(config, "data.val_files") or config.plan.val_tasks
+    tasks = min(tasks, limit) if (limit := select(config, "data.val_max_samples", -1)) > 0 else tasks
+    batch = min(tasks, select(config, "data.val_batch_size", tasks))
+    one = tasks / batch * whole(boxes, batch, select(config, f"{ROLLOUT}.val_kwargs.n", 1)).time
+    every, steps = trainer.test_freq, select(config, "trainer.total_training_steps")
+    if not steps:
+        return one, 1 / every if every > 0 else 0.0
+    times = bool(trainer.val_before_train) + (math.ceil(steps / every) if every > 0 else 0)  # after the last step, too
+    return one, times / steps

@@ -37,7 +37,6 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "head_dim": 32,
     "max_position_embeddings": 16384,
     # Six times the usual 0.02: a network this narrow then learns to copy names several times sooner.
     "initializer_range": 0.12,
@@ -67,17 +66,22 @@ _PIECES = (
 )
 
 
-def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None, experts: int = 0) -> None:
+def make_policy(
+    out: Path, seed: int, texts: Iterable[str] | None = None, experts: int = 0, head_dim: int = 32, multiple: int = 1
+) -> None:
     """Write the model directory `out`.
 
     texts: replaces the generated text that the BPE is trained on.
     experts: per layer, at least 2; 0 makes a dense model.
+    head_dim: width of an attention head.
+    multiple: unused tokens fill the vocabulary up to a multiple of this.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer = make_tokenizer(texts)
+    tokenizer = make_tokenizer(texts, multiple)
     make_config, make_model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    shape: dict[str, Any] = {**SHAPE, "head_dim": head_dim}
     config = make_config(
         vocab_size=len(tokenizer),
         # On a CPU, vLLM's weight sync does not refresh an output layer that shares the embedding's weights.
@@ -85,7 +89,7 @@ def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None, expert
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **SHAPE,
+        **shape,
         **({"num_experts": experts, **MOE_SHAPE} if experts else {}),
     )
     with torch.random.fork_rng(devices=[]):
@@ -105,8 +109,9 @@ def make_policy(out: Path, seed: int, texts: Iterable[str] | None = None, expert
             os.replace(file, out / file.name)
 
 
-def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with its BPE trained on `texts` (default: generated episodes).
+def make_tokenizer(texts: Iterable[str] | None = None, multiple: int = 1) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with its BPE trained on `texts` (default: generated episodes), and with unused tokens up to
+    a `multiple`. (Rows of the embedding beyond the tokenizer would not do: verl forbids them to the engine only.)
 
     It is byte-level over all 256 bytes and does not normalize, so decode(encode(x)) == x for any text.
     """
@@ -128,7 +133,8 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
     control = re.compile("|".join(map(re.escape, [*SPECIAL, *TAGS])))
     corpus = _corpus() if texts is None else texts
     tokenizer.train_from_iterator((part for text in corpus for part in control.split(text)), trainer)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    unused = [f"<|unused_{number}|>" for number in range(-(tokenizer.get_vocab_size() + len(TAGS)) % multiple)]
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in (*TAGS, *unused)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

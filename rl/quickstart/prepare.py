@@ -3,33 +3,43 @@
 The warm start imitates episodes that a script plays through the real proxy with the real Claude Code. The rows are
 those of the session trees, token for token, not re-rendered text. The script chooses among the candidate edits at
 random, so the policy learns the form of an episode and not which edit is right.
+
+A preparation that is killed goes on where it was when the same command is started again, with the same result: tasks,
+policy, each scripted episode (its record) and each pass of the imitation are kept. The parts of one that is not whole
+have names with a dot in front.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
+from rewards.verdict import Outcome
 from rl.batch import Progress, run_all
 from rl.quickstart.policy import make_policy
-from rl.quickstart.script import RepairScript
+from rl.quickstart.script import RepairScript, asked, draw
 from rl.quickstart.tasks import make_tasks
+from rl.run.lease import POLL_S, InUse, RunLease
 from rl.screen import Screen
 from rl.setup import load_policy, make_setup, training_settings
 from rl.sft import run_sft
+from rollout import files
 from rollout.episode import Episode, play
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.server import ProxyServer
-from rollout.records import RecordWriter, record_of
+from rollout.records import Reader, Record, RecordWriter, path_of, record_of, unpack_ids
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
@@ -43,15 +53,19 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
     where.mkdir(parents=True, exist_ok=True)
     quick = config.quickstart
     tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
-    if not tasks.exists():
-        screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
-        _make(tasks, lambda out: make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks))
-    if not policy.exists():
-        screen.say("making tokenizer and policy")
-        _make(policy, lambda out: make_policy(out, config.seed, experts=quick.experts))
-    if not warm.exists():
-        screen.say(f"warm start: {quick.warm_episodes} scripted episodes in real Claude Code")
-        _make(warm, lambda out: _warm_start(config, tasks / "train.parquet", policy, out, screen))
+    with contextlib.nullcontext() if warm.exists() else _alone(where, screen):
+        if not tasks.exists():
+            screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
+            with _making(tasks) as out:
+                make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks)
+        if not policy.exists():
+            screen.say("making tokenizer and policy")
+            sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
+            with _making(policy) as out:
+                make_policy(out, config.seed, **sizes)
+        if not warm.exists():
+            with _making(warm, goes_on=True) as out:
+                _warm_start(config, tasks / "train.parquet", policy, out, screen)
     return {
         "data.train_files": [str(tasks / "train.parquet")],
         "data.val_files": [str(tasks / "heldout.parquet")],
@@ -60,47 +74,75 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
 
 
 def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    quick = config.quickstart
-    tasks = load_tasks(task_file)
-    wanted = [tasks[i % len(tasks)] for i in range(quick.warm_episodes)]
-    episodes = asyncio.run(_play_all(config, wanted, policy, out / "episodes", screen))
-    rows = [row for episode in episodes for row in episode.rows]
-    if len(rows) < quick.warm_episodes // 2:
-        reason = next((e.verdict.detail for e in episodes if e.verdict.is_infra), "no episode made a row")
-        raise RuntimeError(f"warm start: {len(rows)} rows from {len(episodes)} episodes: {reason}")
-    table = pyarrow.table(
-        {
-            "input_ids": [row.prompt_ids + row.response_ids for row in rows],
-            "loss_mask": [[0] * len(row.prompt_ids) + row.mask for row in rows],
-        }
-    )
-    pyarrow.parquet.write_table(table, out / "rows.parquet")
-    resolved = sum(episode.verdict.outcome == "resolved" for episode in episodes)
-    screen.say(f"warm start: {len(rows)} rows, {resolved / len(episodes):.2f} resolved by chance; imitating them")
-    screen.show("imitating them")
-    sft: Any = OmegaConf.to_container(quick.sft)
-    model = run_sft(policy, out / "rows.parquet", out / "sft", seed=config.seed, log=out / "sft.log", **sft)
-    model.rename(out / "model")
+    """Play the episodes and imitate them, whatever of it ``out`` does not have yet."""
+    rows, model = out / "rows.parquet", out / "model"
+    if rows.exists():
+        screen.say("warm start: the episodes are there from an earlier start; imitating them")
+    else:
+        screen.say(f"warm start: {config.quickstart.warm_episodes} scripted episodes in real Claude Code")
+        tasks = load_tasks(task_file)
+        wanted = [tasks[i % len(tasks)] for i in range(config.quickstart.warm_episodes)]
+        asyncio.run(_play_missing(config, wanted, policy, out / "episodes", screen))
+        _write_rows(_ended(out / "episodes"), len(wanted), rows, screen)
+    if not model.exists():
+        screen.show("imitating them")
+        sft: Any = OmegaConf.to_container(config.quickstart.sft)
+        made = run_sft(policy, rows, out / "sft", seed=config.seed, log=out / "sft.log", **sft)
+        for file in made.iterdir():
+            files.sync(file)
+        made.rename(model)
     shutil.rmtree(out / "sft", ignore_errors=True)
 
 
-async def _play_all(
-    config: DictConfig, tasks: list[Task], policy: Path, records: Path, screen: Screen
-) -> list[Episode]:
+def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Screen) -> None:
+    """Write the training rows of all episodes, in the order of their numbers."""
+    import pyarrow
+    import pyarrow.parquet
+
+    played = [episodes[number] for number in sorted(episodes)]
+    rows = [row for episode in played for row in _rows(episode)]
+    if len(rows) < wanted // 2:
+        failed = (e.verdict["detail"] for e in played if e.verdict["outcome"] == Outcome.INFRA_FAILURE)
+        raise RuntimeError(
+            f"warm start: {len(rows)} rows from {wanted} episodes: {next(failed, 'no episode made a row')}"
+        )
+    table = pyarrow.table({"input_ids": [ids for ids, _ in rows], "loss_mask": [mask for _, mask in rows]})
+    with files.replacing(path, synced=True) as new:
+        pyarrow.parquet.write_table(table, new)
+    resolved = sum(episode.verdict["outcome"] == Outcome.RESOLVED for episode in played)
+    screen.say(f"warm start: {len(rows)} rows, {resolved / wanted:.2f} resolved by chance; imitating them")
+
+
+def _rows(episode: Record) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the ids and the mask of each training row of an episode."""
+    for row in episode.rows:
+        path = path_of(episode.nodes, max(row.nodes))
+        pieces = [(unpack_ids(episode.nodes[number].ids), int(number in row.nodes)) for number in path]
+        yield [token for ids, _ in pieces for token in ids], [trained for ids, trained in pieces for _ in ids]
+
+
+def _ended(records: Path) -> dict[int, Record]:
+    """Return the last attempts of all episodes that have ended, by their numbers."""
+    return {int(record.episode.split("-")[1]): record for record in Reader(records)}
+
+
+async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, records: Path, screen: Screen) -> None:
+    """Play the episodes that have no record yet, and again those that the infrastructure failed."""
     from transformers import AutoTokenizer
 
+    writer = RecordWriter(records, f"{time.time_ns()}-{os.getpid()}")
+    done = {n for n, record in _ended(records).items() if record.verdict["outcome"] != Outcome.INFRA_FAILURE}
+    missing = [(n, task) for n, task in enumerate(tasks) if n not in done]
+    if done:
+        screen.say(f"warm start: {len(done)} episodes are there from an earlier start")
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
-    engine = ScriptedEngine(tokenizer, tokenizer.eos_token_id, RepairScript(config.seed))
+    edits = draw(config.seed, map(asked, tasks))
+    engines = [ScriptedEngine(tokenizer, tokenizer.eos_token_id, RepairScript(edit)) for edit in edits]
     proxy = ProxyServer()
     settings = training_settings(config)
-    setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engine), proxy)
-    writer = RecordWriter(records, "warm")
-    progress = Progress(screen, "warm start, episodes", len(tasks))
-    played: dict[int, Episode] = {}
+    setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engines[0]), proxy)
+    progress = Progress(screen, "warm start, episodes", len(missing))
 
     def keep(episode: Episode) -> None:
         writer.append(record_of(episode, "warm", 0, str(policy), config.proxy.tool_parser))
@@ -108,24 +150,47 @@ async def _play_all(
 
     async def work(piece: tuple[int, Task]) -> None:
         number, task = piece
-        played[number] = await play(setup, task, f"warm-{number:04d}-{task.instance_id}", keep)
+        scripted = replace(setup, policy=replace(setup.policy, engine=engines[number]))
+        await play(scripted, task, f"warm-{number:04d}-{task.instance_id}", keep)
 
     await proxy.start()
     try:
-        await run_all(enumerate(tasks), config.sandbox.concurrency, work)
-        return [played[number] for number in range(len(tasks))]
+        await run_all(missing, config.sandbox.concurrency, work)
     finally:
         await proxy.stop()
         writer.close()
 
 
-def _make(target: Path, make: Callable[[Path], None]) -> None:
-    """Call ``make`` with an empty directory, which becomes ``target`` once it is complete."""
-    building = target.with_name(f".{target.name}-{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    make(building)
+@contextlib.contextmanager
+def _making(target: Path, goes_on: bool = False) -> Generator[Path]:
+    """Yield a directory that becomes ``target`` at the end; empty, unless it ``goes_on`` where an earlier start was."""
+    building = target.with_name(f".{target.name}")
+    if not goes_on:
+        shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(exist_ok=True)
+    yield building
     building.rename(target)
+
+
+@contextlib.contextmanager
+def _alone(where: Path, screen: Screen) -> Generator[None]:
+    """Hold ``where``, after waiting for another run that is preparing the same."""
+    lease = RunLease(where, screen.say)
+    waits = False
+    while True:
+        try:
+            lease.take()
+            break
+        except InUse as error:
+            if not waits:
+                screen.say(f"waiting for another run that prepares the same: {error}")
+            waits = True
+            time.sleep(POLL_S)
+    lease.renew(screen.say)
+    try:
+        yield
+    finally:
+        lease.release()
 
 
 def _fingerprint(config: DictConfig) -> str:

@@ -7,15 +7,17 @@ the policy must have seen how an episode continues after one, or it babbles ther
 candidate does not depend on what is asked for: imitation teaches the form of an episode, and only the reward can teach
 which edit is right.
 
-The file's name, the word asked for and the expression are taken from the prompt alone, so calls of different episodes
-may come in any order.
+Each episode has a script of its own, and its candidate is drawn ahead (``draw``). So an episode is the same whatever
+others are played before or beside it, and those that an earlier start has played need not be played again.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 
+from rewards.task import Task
 from rl.quickstart.tasks import CANDIDATES
 
 DONE = "Done."
@@ -25,17 +27,10 @@ _RETURN = re.compile(r"^\d+\t    return (.+)$", re.MULTILINE)
 
 
 class RepairScript:
-    """A repair script replies to the prompts of quickstart episodes.
+    """A repair script replies to the prompts of one quickstart episode, and replaces the expression by ``new``."""
 
-    The same seed and order of prompts give the same replies.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        # (word asked for, expression read) -> edits left to draw. Drawing without replacement makes all edits equally
-        # frequent for each word. In a few hundred independent draws some would correlate by chance, and the policy
-        # would start out believing in that.
-        self._bags: dict[tuple[str, str], list[str]] = {}
+    def __init__(self, new: str) -> None:
+        self.new = new
 
     def __call__(self, prompt_text: str) -> str:
         """Return the reply to a prompt."""
@@ -49,17 +44,35 @@ class RepairScript:
         read = _RETURN.search(results[-1])
         if read is None:  # the edit was made, or something went wrong that the script cannot repair
             return DONE
-        old, new = read[1], self._edit(word, read[1])
-        return f"The {word}: {new}\n" + _call(
-            "Edit", file_path=file, old_string=f"return {old}", new_string=f"return {new}"
+        return f"The {word}: {self.new}\n" + _call(
+            "Edit", file_path=file, old_string=f"return {read[1]}", new_string=f"return {self.new}"
         )
 
-    def _edit(self, word: str, bug: str) -> str:
-        bag = self._bags.setdefault((word, bug), [])
+
+def asked(task: Task) -> tuple[str, str]:
+    """Return the word that a task's statement asks for, and the expression that its repository has."""
+    statement = _STATEMENT.search(task.problem_statement)
+    assert statement is not None, task.problem_statement
+    source = (task.snapshot / statement[1]).read_text()
+    return statement[2], source.partition("return ")[2].strip()
+
+
+def draw(seed: int, pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Draw a candidate for each episode, given what is ``asked``; the same arguments give the same candidates.
+
+    Drawing without replacement makes all edits equally frequent for each pair. In a few hundred independent draws some
+    would correlate by chance, and the policy would start out believing in that.
+    """
+    rng = random.Random(seed)
+    bags: dict[tuple[str, str], list[str]] = {}  # candidates left to draw
+    drawn = []
+    for pair in pairs:
+        bag = bags.setdefault(pair, [])
         if not bag:
             bag.extend(CANDIDATES.values())
-            self._rng.shuffle(bag)
-        return bag.pop()
+            rng.shuffle(bag)
+        drawn.append(bag.pop())
+    return drawn
 
 
 def _call(name: str, **parameters: str) -> str:

@@ -1,34 +1,34 @@
-"""This module finds, makes and locks the directory of a run.
+"""This module finds and makes the directory of a run, and holds it for one process.
 
 Run directories are ``<run.root>/<trainer.experiment_name>/<date_time>``. Each holds ``run.json`` with a
 key, the hash of the composed config without its ``run`` group. ``open_run`` continues the newest
 unfinished directory with the same key, so the same command continues after a crash from the last
-checkpoint; a finished run (file ``done``) or one that is in use by another process (locked ``run.lock``)
+checkpoint; a finished run (file ``done``) or one that is in use by another process (``rl.run.lease``)
 is left alone and a new directory is made. An explicit ``run.dir`` is used as it is, whatever it contains.
 """
 
-import errno
-import fcntl
+import contextlib
 import hashlib
 import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rl.run.checkpoints import newest
+from rl.run.lease import InUse, RunLease
 
 
 @dataclass
 class Run:
-    """An open run directory; ``lock`` is held until ``close`` or the end of the process."""
+    """An open run directory; its ``lease`` is held until ``close``. Call ``lease.renew`` when there may be threads."""
 
     dir: Path
     checkpoints: Path
     resumed: bool
-    lock: IO
+    lease: RunLease
 
     @property
     def checkpoint_step(self) -> int:
@@ -40,8 +40,8 @@ class Run:
         (self.dir / "done").touch()
 
     def close(self) -> None:
-        """Release the lock."""
-        self.lock.close()
+        """Release the directory."""
+        self.lease.release()
 
 
 def _key(config: DictConfig) -> str:
@@ -50,24 +50,10 @@ def _key(config: DictConfig) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _try_lock(directory: Path, required: bool = True) -> IO | None:
-    """Return the open, locked file; None if another process has locked it.
-
-    On a disk without file locks the file is returned unlocked or, if ``required``, RuntimeError is raised.
-    """
-    lock = open(directory / "run.lock", "w")  # noqa: SIM115  held until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            lock.close()
-            return None
-        if required:
-            lock.close()
-            raise RuntimeError(
-                f"{directory}: this disk has no file locks (Lustre without `flock`?); give run.dir"
-            ) from error
-    return lock
+def _leased(directory: Path) -> RunLease:
+    lease = RunLease(directory)
+    lease.take()
+    return lease
 
 
 def _read_key(directory: Path) -> str | None:
@@ -76,31 +62,25 @@ def _read_key(directory: Path) -> str | None:
 
 
 def open_run(config: DictConfig) -> Run:
-    """Find or make the run directory, lock it, and set ``config.run.dir`` to its absolute path.
+    """Find or make the run directory, take its lease, and set ``config.run.dir`` to its absolute path.
 
     Raises:
-        RuntimeError: an explicit ``run.dir`` is in use by another process; or it is not given and the disk has no file
-            locks, so that a run in use cannot be recognised.
+        RuntimeError: an explicit ``run.dir`` is in use by another process (InUse), or the disk can hold no lease.
     """
     key = _key(config)
     if config.run.dir:
         directory = Path(config.run.dir).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        lock = _try_lock(directory, required=False)
-        if lock is None:
-            raise RuntimeError(f"run directory {directory} is in use by another process")
-        return _opened(config, directory, key, lock)
+        return _opened(config, directory, key, _leased(directory))
 
     parent = Path(config.run.root).resolve() / config.trainer.experiment_name
     found = sorted((d for d in parent.iterdir() if d.is_dir()), reverse=True) if parent.is_dir() else []
     for directory in found:
-        unfinished = _read_key(directory) == key and not (directory / "done").exists()
-        if unfinished and (lock := _try_lock(directory)):
-            return _opened(config, directory, key, lock)
+        if _read_key(directory) == key and not (directory / "done").exists():
+            with contextlib.suppress(InUse):
+                return _opened(config, directory, key, _leased(directory))
     directory = _make(parent, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    lock = _try_lock(directory)
-    assert lock is not None, "nobody else locks a directory without run.json"
-    return _opened(config, directory, key, lock)
+    return _opened(config, directory, key, _leased(directory))
 
 
 def _make(parent: Path, name: str) -> Path:
@@ -115,9 +95,9 @@ def _make(parent: Path, name: str) -> Path:
             directory = parent / f"{name}_{number}"
 
 
-def _opened(config: DictConfig, directory: Path, key: str, lock: IO) -> Run:
+def _opened(config: DictConfig, directory: Path, key: str, lease: RunLease) -> Run:
     resumed = _read_key(directory) is not None
     if not resumed:
         (directory / "run.json").write_text(json.dumps({"key": key, "started": time.time()}) + "\n")
     config.run.dir = str(directory)
-    return Run(directory, Path(config.trainer.default_local_dir).resolve(), resumed, lock)
+    return Run(directory, Path(config.trainer.default_local_dir).resolve(), resumed, lease)

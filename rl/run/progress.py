@@ -29,10 +29,13 @@ class RunProgress(threading.Thread):
         super().start()
 
     def begin(self) -> None:
-        """Skip what the run directory already holds: a resumed run does not show its earlier steps again."""
+        """Skip what the run directory already holds: a resumed run does not show its earlier steps again. Episodes that
+        an interrupted step has left count as done."""
         self.began = time.time()
-        self.steps = metrics.Tail(self.run_dir / "metrics.jsonl", from_end=True)
-        self.episodes = metrics.EpisodeReader(self.run_dir)
+        path = self.run_dir / "metrics.jsonl"
+        self.steps = metrics.Tail(path, from_end=True)
+        last = max((record["step"] for record in metrics.read_jsonl(path)), default=0)
+        self.episodes = metrics.EpisodeReader(self.run_dir, after=last)
         self.counts = {split: Counter[str]() for split in ("train", "val")}
         self.seen: list[tuple[int, float]] = []  # steps and when they ended
 
@@ -91,7 +94,9 @@ def step_line(record: dict, total_steps: int) -> str:
     if "timing_s/step" not in record:
         return f"{parts[0]}  held-out resolved {_percent(held_out)}"
     parts.append(f"resolved {_percent(metrics.resolve_rate(record, 'train'))}")
-    parts.append(f"reward {_number(record, 'critic/score/mean', '{:.3f}')}")
+    parts.append(f"reward {_number(record, 'episode/reward_mean', '{:.3f}')}")
+    if record.get("group/played", 0) > record.get("group/used", 0):
+        parts.append(f"groups {record['group/used']:.0f} of {record['group/played']:.0f}")
     if "episode/rows" in record:
         parts.append(f"rows/ep {_number(record, 'episode/rows', '{:.2f}')}")
         parts.append(

@@ -1,23 +1,27 @@
 """This module decides what SIGTERM and SIGUSR1 mean to the trainer's process.
 
 Schedulers send one of them some time before they kill (SLURM's ``--signal``, a preemption, a drained node). The first
-signal is a request: the trainer finishes its step, saves a checkpoint and exits with ``STOPPED``. Outside of a step it
-exits at once with the same code, because no work is lost. A second signal, or ``grace_s`` seconds after the first,
-ends the process in the middle of the step with ``CUT_SHORT``: work since the last checkpoint is lost. In all cases the
-same command continues the run. SIGINT keeps Python's meaning.
+signal is a request: the trainer ends as soon as nothing is lost by it, saves a checkpoint and exits with ``STOPPED``.
+While episodes are played that is at once, because those that are done are kept (``rl.run.unfinished``); in the update
+it is after the step. Outside of a step it exits at once with the same code. A second signal, or ``grace_s`` seconds
+after the first, ends the process in the middle of its work with ``CUT_SHORT``: work since the last checkpoint is lost.
+If the job ends sooner (``rl.run.slurm``), the time is what is left of it, without a margin. In all cases the same
+command continues the run. SIGINT keeps Python's meaning.
 
-The state is global because signal handlers belong to the process. ``rl.train`` installs the handlers and reports the
-end; the trainer (``rl.trainer``) says when its steps begin and asks between two steps whether it should end.
+The state is global because signal handlers belong to the process. ``rl.train`` installs the handlers, first ``early``,
+and reports the end; the trainer (``rl.trainer``) says when its steps begin and asks whether it should end.
 """
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
 STOPPED = os.EX_TEMPFAIL  # 75, sysexits.h: a temporary failure, try again
 CUT_SHORT = 128 + signal.SIGTERM
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+MARGIN_S = 90  # of a job's last seconds: for Ray's end and the script that requeues the job
 
 
 class Ended(KeyboardInterrupt):
@@ -29,7 +33,7 @@ class Ended(KeyboardInterrupt):
 
 
 class Stopped(Ended):
-    """The run ended between two steps, with everything saved. The message is the signal's name."""
+    """The run ended with everything saved. The message is the signal's name."""
 
 
 class CutShort(Ended):
@@ -38,25 +42,49 @@ class CutShort(Ended):
 
 _reason: Ended | None = None
 _grace_s: float = 0.0
+_allowed_s: float = 0.0  # the part of it that the job's end leaves
 _say: Callable[[str], None] = print
+_job_end: Callable[[], float | None] = float  # 0: not known
 _asked: str | None = None  # the name of the first signal
 _in_steps: bool = False
 
 
-def install(grace_s: float, say: Callable[[str], None]) -> None:
+def early() -> None:
+    """End the process with ``STOPPED`` and one line at a signal, until ``install`` is called.
+
+    Call it before anything that takes time is imported. Python's own start cannot be covered from here: a parent that
+    blocks the signals while it starts this process loses none, because they are let through now.
+    """
+    for number in SIGNALS:
+        signal.signal(number, _on_early)
+    release()
+
+
+def install(grace_s: float, say: Callable[[str], None], job_end: Callable[[], float | None]) -> None:
     """Install the signal handlers.
 
     Call it in the main thread, and again after another library (Ray) has replaced the handlers.
 
     Args:
-        grace_s: seconds that the current step may still take after the first signal.
+        grace_s: seconds that ending may take after the first signal.
         say: prints a line for the user.
+        job_end: returns when the scheduler will kill the process (seconds since the epoch), None if that is not known.
     """
-    global _grace_s, _say
-    _grace_s, _say = grace_s, say
+    global _grace_s, _say, _job_end
+    _grace_s, _say, _job_end = grace_s, say, job_end
     for number in SIGNALS:
         signal.signal(number, _on_signal)
     signal.signal(signal.SIGALRM, _on_alarm)
+
+
+def hold() -> None:
+    """Let signals wait until ``release`` is called. Processes that are forked meanwhile never see them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def release() -> None:
+    """Let signals through, those that have waited at once."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def enter_steps() -> None:
@@ -66,9 +94,11 @@ def enter_steps() -> None:
 
 
 def end(how: Ended) -> NoReturn:
-    """Raise ``how`` and remember it as the reason."""
+    """Raise ``how`` and remember it as the reason. After ``Stopped`` nothing else can become the reason."""
     global _reason
     _reason = how
+    if isinstance(how, Stopped):
+        signal.setitimer(signal.ITIMER_REAL, 0)
     raise how
 
 
@@ -82,17 +112,36 @@ def asked() -> str | None:
     return _asked
 
 
-def _on_signal(number: int, _frame: object) -> None:
-    global _asked
+def say(line: str) -> None:
+    """Print a line for the user."""
+    _say(line)
+
+
+def _on_early(number: int, _frame: object) -> None:
     name = signal.Signals(number).name
+    os.write(1, f"stopped by {name} before anything was started; the same command continues\n".encode())
+    os._exit(STOPPED)
+
+
+def _on_signal(number: int, _frame: object) -> None:
+    global _asked, _allowed_s
+    name = signal.Signals(number).name
+    if isinstance(_reason, Stopped):
+        return  # all is saved, and the process is about to end
     if _asked is not None:
         end(CutShort(f"a second signal ({name})"))
     _asked = name
     if not _in_steps:
         end(Stopped(name))
     signal.setitimer(signal.ITIMER_REAL, _grace_s)
-    _say(f"{name}: ending after this step, in {_grace_s:.0f} s at the latest; a second signal ends at once")
+    _allowed_s, why = _grace_s, ""
+    if (left := (_job_end() or 0) - time.time()) > 0 and (room := left - min(MARGIN_S, left / 5)) < _grace_s:
+        signal.setitimer(signal.ITIMER_REAL, room)
+        at = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+        _allowed_s, why = room, f" (the job ends at {at}, before run.grace_s = {_grace_s:.0f} s)"
+    _say(f"{name}: ending, in {_allowed_s:.0f} s at the latest{why}; a second signal ends at once")
 
 
 def _on_alarm(*_: object) -> None:
-    end(CutShort(f"run.grace_s = {_grace_s:.0f} s were not enough for the step"))
+    left = "" if _allowed_s == _grace_s else f", of which the job's end left {_allowed_s:.0f},"
+    end(CutShort(f"run.grace_s = {_grace_s:.0f} s{left} were not enough to finish and save"))

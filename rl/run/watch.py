@@ -150,10 +150,9 @@ class Witness:
             ``tell``, "" if it told none.
         out: file descriptor of the user's screen.
         scratch: directories to remove in that case. Sandboxes of killed workers are removed too.
-        lock: a file descriptor that the witness must not keep open.
     """
 
-    def __init__(self, line: Callable[[str], str], out: int, scratch: Sequence[Path], lock: int) -> None:
+    def __init__(self, line: Callable[[str], str], out: int, scratch: Sequence[Path]) -> None:
         parent = os.pidfd_open(os.getpid())
         read, self._write = os.pipe()
         self.pid = os.fork()
@@ -162,7 +161,6 @@ class Witness:
             os.close(parent)
             return
         try:
-            os.close(lock)
             os.close(self._write)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_IGN)

@@ -6,7 +6,7 @@ module here, an entry in ``rl.setup.AGENTS`` and a configs/agent/NAME.yaml.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,16 +29,20 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class AgentRun:
-    """An agent run is what the agent's output tells about it.
+    """An agent run is how an agent's process ended.
 
-    ``turns``: calls of the main thread that the agent acted on, 0 if unknown; ``detail``: the last answer, or what went
-    wrong; ``events``: the agent's event stream, one dict per line.
+    ``turns``: calls of the main thread that the agent acted on, as the proxy counts them; ``detail``: the last answer,
+    or what went wrong; ``events``: the agent's event stream, one dict per line (``rollout.agent.events``); ``replies``:
+    the ids of the replies that the agent says it got, None if it does not say. The last three are the output of a
+    process that the policy's commands can write to: they are shown to people, and all that they decide is which replies
+    are not trained on.
     """
 
     status: Status
     turns: int
     detail: str
     events: list[dict[str, Any]]
+    replies: frozenset[str] | None = None
 
 
 class Agent(Protocol):
@@ -54,8 +58,12 @@ class Agent(Protocol):
         """Return the wall seconds after which a run is ended."""
         ...
 
-    def argv(self, prompt: str) -> list[str]:
-        """Return the command line of a run on ``prompt``."""
+    def argv(self) -> list[str]:
+        """Return the command line of a run."""
+        ...
+
+    def stdin(self, prompt: str) -> bytes:
+        """Return the standard input of a run on ``prompt``. A command line would not take every text."""
         ...
 
     def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
@@ -67,19 +75,26 @@ class Agent(Protocol):
         """Return the files that a run needs in its box, by their paths relative to HOME."""
         ...
 
-    def result(self, done: ExecResult) -> AgentRun:
-        """Return what the ended process came to."""
+    def result(self, done: ExecResult, turns: int) -> AgentRun:
+        """Return what the ended process came to. ``turns``: see ``AgentRun``. It raises nothing, whatever was output:
+        the policy's commands can write there."""
         ...
 
 
-async def run_agent(box: Sandbox, agent: Agent, prompt: str, secret: str, socket: Path) -> AgentRun:
-    """Run ``agent`` on ``prompt`` in ``box`` until it ends or its time is up. Raises SandboxError."""
+async def run_agent(
+    box: Sandbox, agent: Agent, prompt: str, secret: str, socket: Path, turns: Callable[[], int]
+) -> AgentRun:
+    """Run ``agent`` on ``prompt`` in ``box`` until it ends or its time is up. Raises SandboxError.
+
+    ``secret`` and ``socket``: the proxy session's; ``turns``: tells how many turns the session has seen.
+    """
     for path, content in agent.files().items():
         await box.put(f"{box.home}/{path}", content)
     done = await box.exec(
-        agent.argv(prompt),
+        agent.argv(),
         env=agent.environment(secret, socket=socket),
         timeout_s=agent.timeout_s,
+        stdin=agent.stdin(prompt),
         output_cap=_OUTPUT_CAP,
     )
-    return agent.result(done)
+    return agent.result(done, turns())

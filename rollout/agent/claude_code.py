@@ -7,16 +7,16 @@ process reaches the agent.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout import POLICY_MODEL, SIDE_MODEL
 from rollout.agent import AgentRun, Status
+from rollout.agent.events import message_id, read
 from rollout.sandbox import ExecResult
 
 # Claude Code compacts when the conversation exceeds its window less the longest reply less 13,000 tokens. A window that
@@ -52,9 +52,10 @@ class ClaudeCode:
         tools = None if tools is None else tuple(tools)
         return cls(binary=find_binary(binary), tools=tools, extra_args=tuple(extra_args), **settings)
 
-    def argv(self, prompt: str) -> list[str]:
-        """Return the command line of a run on ``prompt``."""
-        argv = [str(self.binary), "-p", prompt, "--output-format", "stream-json", "--verbose"]
+    def argv(self) -> list[str]:
+        """Return the command line of a run."""
+        # Without the last option the replies of sub-agents are not all in the events.
+        argv = [str(self.binary), "-p", "--output-format", "stream-json", "--verbose", "--forward-subagent-text"]
         argv += ["--max-turns", str(self.max_turns), "--dangerously-skip-permissions"]
         if self.bare:
             argv.append("--bare")
@@ -63,6 +64,10 @@ class ClaudeCode:
         if self.tools is not None:
             argv += ["--tools", ",".join(self.tools)]
         return argv + list(self.extra_args)
+
+    def stdin(self, prompt: str) -> bytes:
+        """Return ``prompt``, after a line break if it begins with a slash and would be taken for a command."""
+        return f"\n{prompt}".encode() if prompt.startswith("/") else prompt.encode()
 
     def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
         """Return the agent's variables. With ``socket`` no TCP is used; else the session is at ``base_url``."""
@@ -94,20 +99,21 @@ class ClaudeCode:
         """Return no files: the command line and the environment say everything."""
         return {}
 
-    def result(self, done: ExecResult) -> AgentRun:
-        """Return what the stream-json output tells of how the run ended."""
-        events = list(_events(done.stdout.splitlines()))
+    def result(self, done: ExecResult, turns: int) -> AgentRun:
+        """Return how the run ended: what the stream-json output says, where it agrees with what the proxy saw."""
+        events = read(done.stdout)
         last = next((event for event in reversed(events) if event.get("type") == "result"), None)
-        turns = int(last["num_turns"]) if last else 0
+        replies = frozenset(message_id(event) for event in events if event.get("type") == "assistant")
         if done.timed_out:
-            return AgentRun(Status.TIMEOUT, turns, f"stopped after {self.timeout_s:g} s", events)
+            return AgentRun(Status.TIMEOUT, turns, f"stopped after {self.timeout_s:g} s", events, replies)
         if last is None:
             tail = done.stderr[-2000:].decode("utf-8", "replace").strip()
-            return AgentRun(Status.CRASHED, 0, f"exit status {done.returncode}: {tail}", events)
-        if last.get("subtype") == "error_max_turns":
-            return AgentRun(Status.MAX_TURNS, turns, "", events)
+            return AgentRun(Status.CRASHED, turns, f"exit status {done.returncode}: {tail}", events, replies)
+        # An episode that a limit ended may be left out of training, so a line alone must not say so.
+        if last.get("subtype") == "error_max_turns" and turns >= self.max_turns:
+            return AgentRun(Status.MAX_TURNS, turns, "", events, replies)
         status = Status.ERROR if last.get("is_error") else Status.FINISHED
-        return AgentRun(status, turns, str(last.get("result", "")), events)
+        return AgentRun(status, turns, str(last.get("result", "")), events, replies)
 
 
 def find_binary(path: str | None) -> Path:
@@ -131,13 +137,3 @@ def find_binary(path: str | None) -> Path:
     raise FileNotFoundError(
         "no Claude Code binary: install the claude-agent-sdk wheel (it carries one) or set agent.binary=/path/to/claude"
     )
-
-
-def _events(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # a line that was cut by a time-out
-        if isinstance(event, dict):
-            yield event

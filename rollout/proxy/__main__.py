@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import uvloop
 
-from rollout.proxy.standalone import Options, StandAlone
+from rollout.proxy.parsers import FORMATS
+from rollout.proxy.standalone import EngineRefused, Options, StandAlone
 
 log = logging.getLogger("rollout.proxy")
 
@@ -36,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         default=os.environ.get("ROLLOUT_PROXY_TOKEN"),
         help="accept only this token (default: $ROLLOUT_PROXY_TOKEN, which no process list shows)",
     )
+    parser.epilog = "ROLLOUT_ENGINE_KEY in the environment is the vLLM server's --api-key, if it has one."
     parser.add_argument(
         "--idle", dest="idle_s", type=float, default=3600.0, help="seconds after which an unused session is closed"
     )
@@ -44,6 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         "--grace", dest="grace_s", type=float, default=30.0, help="seconds that calls have to end at shutdown"
     )
     options = vars(parser.parse_args(argv))
+    options["engine_key"] = os.environ.get("ROLLOUT_ENGINE_KEY")
+    if options["tool_parser"] not in FORMATS:
+        parser.error(f"--tool-parser {options['tool_parser']}: must be one of {', '.join(FORMATS)}")
+    if (path := Path(options["model"])).is_dir() and not (path / "config.json").is_file():
+        parser.error(f"--model {path}: no config.json there; give the directory of a model, or a hub name")
     host, port = options.pop("host"), options.pop("port")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     status = uvloop.run(_serve(Options(**options), host, port))
@@ -72,7 +80,8 @@ async def _serve(options: Options, host: str, port: int) -> int:
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     status = 0
     if loading.done() and (error := loading.exception()) is not None:
-        log.error("%s: %s", options.model, " ".join(str(error).split()))
+        what = "" if isinstance(error, EngineRefused) else f"{options.model}: "
+        log.error("%s%s", what, " ".join(str(error).split()))
         status = 1
     else:
         if loading.done():

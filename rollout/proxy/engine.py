@@ -19,7 +19,8 @@ class Completion:
     each id's probability in the distribution that it was sampled from. ``versions``: the version of the weights that
     sampled each id, empty if the engine does not know it. ``cached``: the number of prompt tokens that were in the
     engine's prefix cache, None if it does not say. ``experts``: the experts to which the engine routed each token of
-    prompt and reply except the last, as an array of shape (tokens, layers, experts per token), None if not recorded.
+    prompt and reply, except the first ``routed_experts_prompt_start`` tokens and the last one, as an array of shape
+    (tokens, layers, experts per token), None if not recorded.
     """
 
     ids: list[int]
@@ -40,9 +41,9 @@ class Engine(Protocol):
         """Sample one reply.
 
         ``request_id`` is the same for all calls of an episode, so that they reach the replica that has their prefix
-        cached. ``sampling`` always has ``max_tokens``, and ``stop`` (a list of strings) if the agent has stop
-        sequences; the other parameters are the trainer's. The result may go on after a stop sequence. Cancelling the
-        call aborts the generation in the engine. Raises EngineError.
+        cached. ``sampling`` always has ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), and
+        ``stop`` (a list of strings) if the agent has stop sequences; the other parameters are the trainer's. The result
+        may go on after a stop sequence. Cancelling the call aborts the generation in the engine. Raises EngineError.
         """
         ...
 

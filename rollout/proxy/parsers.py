@@ -67,8 +67,9 @@ class Format:
 
     ``section`` matches one or more whole calls with the markers around them, ``call`` one of these calls. ``call`` has
     the groups ``name`` (of the tool) and ``json`` (the arguments, which are then decoded here) if the format allows
-    it. ``key``, in formats whose arguments are not JSON, matches an argument; its group is the argument's name.
-    ``starts`` and ``ends`` are the markers that appear only in calls.
+    it. ``key``, in formats whose arguments are not JSON, matches an argument; its groups are the argument's name and
+    what is written as its value, which stands on lines of its own if ``lines``. ``starts`` and ``ends`` are the markers
+    that appear only in calls.
     """
 
     section: re.Pattern[str]
@@ -76,10 +77,16 @@ class Format:
     key: re.Pattern[str] | None
     starts: tuple[str, ...]
     ends: tuple[str, ...]
+    lines: bool = False
 
     def wants_call(self, text: str) -> bool:
         """Tell whether a text has any marker of a call."""
         return any(marker in text for marker in (*self.starts, *self.ends))
+
+    def values(self, call: str) -> list[tuple[str, str]]:
+        """Return names and values of the arguments of a call, as they are written."""
+        pairs = self.key.findall(call) if self.key else []
+        return [(key, value.removeprefix("\n").removesuffix("\n") if self.lines else value) for key, value in pairs]
 
     def shortened(self, text: str) -> str:
         """Return the text for vLLM's parser, without arguments that are decoded here.
@@ -98,11 +105,17 @@ def _up_to(*markers: str) -> str:
 
 
 def _format(
-    call: str, starts: Sequence[str], ends: Sequence[str], *, around: tuple[str, str] = ("", ""), key: str | None = None
+    call: str,
+    starts: Sequence[str],
+    ends: Sequence[str],
+    *,
+    around: tuple[str, str] = ("", ""),
+    key: str | None = None,
+    lines: bool = False,
 ) -> Format:
     first, last = (re.escape(marker) for marker in around)
     section = rf"{first}\s*(?:{re.sub(r'[?]P<(name|json)>', '?:', call)}\s*)+{last}" if first else call
-    return Format(re.compile(section), re.compile(call), re.compile(key) if key else None, (*starts,), (*ends,))
+    return Format(re.compile(section), re.compile(call), re.compile(key) if key else None, (*starts,), (*ends,), lines)
 
 
 def _json_calls(start: str, end: str) -> Format:
@@ -117,16 +130,17 @@ def _qwen_xml(start: str, end: str) -> Format:
         rf"{re.escape(start)}\s*<function=(?P<name>[^<>\s]+)>\s*"
         rf"(?:<parameter=[^<>]+>{value}</parameter>\s*)*</function>\s*{re.escape(end)}"
     )
-    return _format(call, [start, "<function="], [end, "</function>"], key=rf"<parameter=([^<>]+)>{value}</parameter>")
+    key = rf"<parameter=([^<>]+)>({value})</parameter>"
+    return _format(call, [start, "<function="], [end, "</function>"], key=key, lines=True)
 
 
 def _glm() -> Format:
     # <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     value = _up_to("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
-    pair = rf"<arg_key>\s*%s\s*</arg_key>\s*<arg_value>{value}</arg_value>"
     key = r"[^<>\s]+"
-    call = rf"<tool_call>\s*(?P<name>[^<>\s]+)\s*(?:{pair % key}\s*)*</tool_call>"
-    return _format(call, ["<tool_call>"], ["</tool_call>"], key=pair % f"({key})")
+    pair = r"<arg_key>\s*{}\s*</arg_key>\s*<arg_value>{}</arg_value>".format
+    call = rf"<tool_call>\s*(?P<name>[^<>\s]+)\s*(?:{pair(key, value)}\s*)*</tool_call>"
+    return _format(call, ["<tool_call>"], ["</tool_call>"], key=pair(f"({key})", f"({value})"))
 
 
 def _kimi() -> Format:
@@ -152,11 +166,15 @@ def _deepseek(inside: str) -> Format:
 def _minimax() -> Format:
     # One section of <invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>
     value = _up_to("</parameter>", "<parameter name=", "</invoke>", "<invoke name=", "</minimax:tool_call>")
-    parameter = rf'<parameter name="%s">{value}</parameter>'
-    call = rf'<invoke name="(?P<name>[^"<>]+)">\s*(?:{parameter % "[^<>]+?"}\s*)*</invoke>'
+    parameter = '<parameter name="{}">{}</parameter>'.format
+    call = rf'<invoke name="(?P<name>[^"<>]+)">\s*(?:{parameter("[^<>]+?", value)}\s*)*</invoke>'
     around = ("<minimax:tool_call>", "</minimax:tool_call>")
     return _format(
-        call, [around[0], "<invoke name="], [around[1], "</invoke>"], around=around, key=parameter % '([^"<>]+)'
+        call,
+        [around[0], "<invoke name="],
+        [around[1], "</invoke>"],
+        around=around,
+        key=parameter('([^"<>]+)', f"({value})"),
     )
 
 
@@ -257,9 +275,11 @@ class VllmReplyParser:
             raise ValueError("its arguments are not a JSON object")
         msgspec.msgpack.encode(arguments)  # fails for what a record cannot hold: an integer of more than 64 bits
         if self._format.key:
-            keys = self._format.key.findall(written.group())
-            if len(set(keys)) != len(keys) or set(keys) != set(arguments):
-                raise ValueError(f"arguments {keys} are read as {list(arguments)}")
+            values = self._format.values(written.group())
+            if len(dict(values)) != len(values) or dict(values).keys() != arguments.keys():
+                raise ValueError(f"arguments {[key for key, _ in values]} are read as {list(arguments)}")
+            # vLLM 0.24's parsers strip white space: an edit would begin in the wrong column.
+            arguments |= {key: value for key, value in values if isinstance(arguments[key], str)}
         return {"type": "tool_use", "name": function.name, "input": arguments}
 
     def _reader(self, tools: Sequence[dict[str, Any]]) -> Callable[[str], list[Any]]:

@@ -24,10 +24,12 @@ _FULL = b"prompt is too long"
 class PassThrough(ProxyServer):
     """A PassThrough forwards the calls of its sessions to ``endpoint``, and side calls to ``side_endpoint`` if given.
 
-    Its sessions are opened with its ``policy``, a placeholder.
+    Its sessions are opened with its ``policy``, a placeholder. ``max_calls``: of each session.
     """
 
-    def __init__(self, endpoint: SideEndpoint, side_endpoint: SideEndpoint | None = None) -> None:
+    def __init__(
+        self, endpoint: SideEndpoint, side_endpoint: SideEndpoint | None = None, max_calls: int | None = None
+    ) -> None:
         super().__init__()
         self.endpoint = endpoint
         nothing: Any = SimpleNamespace(spec="")  # nothing is sampled, encoded or parsed here
@@ -40,6 +42,7 @@ class PassThrough(ProxyServer):
             max_tokens=0,
             max_context=0,
             side_endpoint=side_endpoint,
+            max_calls=max_calls,
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -56,6 +59,7 @@ class PassThrough(ProxyServer):
         """
         session, body = await self.receive(request)
         side = decode_request(body).model == SIDE_MODEL
+        session.admit()
         session.counters.calls += 1
         session.counters.side_calls += side
         session.counters.retries += is_retry(request)

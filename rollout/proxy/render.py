@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollout.proxy.marks import Marks
 from rollout.proxy.messages import ChatMessage, RequestError
 
-# The encodings of this many conversations of at most this many bytes are remembered (see _remembering).
+# The encodings of this many conversations of at most this many bytes are remembered (see _prepared).
 _REMEMBERED, _SHORT = 1000, 2000
 
 
@@ -83,8 +84,9 @@ class ChatTemplateRenderer:
         if not any_family and known_family(model_type) is None:
             raise ValueError(unknown_family(model_type))
         self.tokenizer = tokenizer
+        self.marks = Marks(tokenizer)
         self.builder = create_continuous_token_builder(
-            _remembering(tokenizer), hf_model_type=model_type, chat_template_kwargs=template_args or {}
+            _prepared(tokenizer, self.marks), hf_model_type=model_type, chat_template_kwargs=template_args or {}
         )
         template = str(tokenizer.chat_template)
         self._ids_are_written = any(word in template for word in ("tool_call_id", ".id", "'id'", '"id"'))
@@ -95,7 +97,7 @@ class ChatTemplateRenderer:
         """Implement Renderer.start."""
 
         def build(first: list[ChatMessage]) -> list[int]:
-            return list(self.builder.build_initial_tokens(first, tools=tools or None))
+            return list(self.builder.build_initial_tokens(first, tools=self.marks.hide(tools) or None))
 
         return self._written(build, messages, first=1)
 
@@ -122,6 +124,7 @@ class ChatTemplateRenderer:
 
     def _written(self, build: Any, messages: list[ChatMessage], first: int) -> list[int]:
         """Call ``build``; if the template refuses system messages from index ``first`` on, make them the user's."""
+        messages = self.marks.hide(messages)
         as_user = [*messages[:first], *(_as_user(message) for message in messages[first:])]
         try:
             if self._system_anywhere and as_user != messages:
@@ -151,13 +154,17 @@ class ChatTemplateRenderer:
         return [int(one[-common])] if common and one[-common] in self.tokenizer.all_special_ids else []
 
 
-def _remembering(tokenizer: Any) -> Any:
-    """Return a copy of the tokenizer that remembers the ids of short conversations without a generation prompt.
+def _prepared(tokenizer: Any, marks: Marks) -> Any:
+    """Return a copy of the tokenizer that encodes placeholders of ``marks``, and remembers the ids of short
+    conversations without a generation prompt.
 
     verl's builders find the new ids of a turn by comparing with a synthetic conversation, which is the same in every
     turn; encoding it again is a third of the work of the turn's encoding.
     """
-    apply = tokenizer.apply_chat_template
+    apply, encode = tokenizer.apply_chat_template, tokenizer.encode
+
+    def encoded(text: str, **options: Any) -> list[int]:
+        return marks.encode(text, lambda part: encode(part, **options))
 
     @functools.lru_cache(_REMEMBERED)
     def ids_of(key: bytes) -> tuple[int, ...]:
@@ -166,6 +173,8 @@ def _remembering(tokenizer: Any) -> Any:
 
     def remember(conversation: Any, **options: Any) -> Any:
         of_ids = options.get("tokenize", True) and not options.get("return_dict", True)
+        if of_ids and marks.has([conversation, options.get("tools")]):
+            return encoded(apply(conversation, **{**options, "tokenize": False}), add_special_tokens=False)
         if of_ids and not options.get("add_generation_prompt"):
             key = msgspec.json.encode([conversation, options])
             if len(key) <= _SHORT:
@@ -173,7 +182,7 @@ def _remembering(tokenizer: Any) -> Any:
         return apply(conversation, **options)
 
     copied = copy.copy(tokenizer)
-    copied.apply_chat_template = remember
+    copied.apply_chat_template, copied.encode = remember, encoded
     return copied
 
 

@@ -176,6 +176,7 @@ class ProxyServer:
         began = time.perf_counter()
         wire = decode_request(body)
         session.counters.overhead_s += time.perf_counter() - began
+        session.admit()
         if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
             session.counters.side_calls += 1
             return await session.policy.side_endpoint.relay(request, body)

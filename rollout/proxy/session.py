@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from rollout.proxy.engine import Completion, Engine, TextCodec
 from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation, text_key
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
-from rollout.proxy.tree import Match, Node, Tree
+from rollout.proxy.tree import Match, Node, Tree, routed
 
 if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modules import
     from rollout.proxy.forward import SideEndpoint
@@ -38,8 +38,9 @@ class Policy:
     ``end_ids``: the ids that end a reply. ``max_tokens`` per reply and ``max_context`` (prompt and reply together):
     limits that the agent's own max_tokens can only lower. ``train_side_calls``: whether side calls are trained on; if
     ``side_endpoint`` is set, it answers them and the policy never sees them. ``max_session_tokens``: the most tokens
-    that one session may hold, over all branches of its tree. ``sampling``: the trainer's parameters (temperature,
-    top_p, ...); a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``).
+    that one session may hold, over all branches of its tree. ``max_calls``: the most calls that a session may make,
+    side calls and retries included; None: any number. ``sampling``: the trainer's parameters (temperature, top_p, ...);
+    a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``).
     """
 
     engine: Engine
@@ -52,6 +53,7 @@ class Policy:
     train_side_calls: bool = True
     side_endpoint: SideEndpoint | None = None
     max_session_tokens: int = 1 << 25
+    max_calls: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,7 +64,9 @@ class Counters:
     ``retries``: calls that the client marked as retries. ``aborted``: generations that were cancelled because nobody
     waited for them any more. ``overhead_s``: the proxy's own work, without the engine. ``malformed_calls``: replies
     with a tool call that could not be read. ``cut_replies``: replies that reached their token limit. ``context_full``:
-    requests refused because the context was full. ``cache_queries``: prompt tokens of the calls for which the engine
+    requests refused because the context was full. ``refused_calls``: those refused because the session had made all the
+    calls that it may make. ``foreign_calls``: replies that the agent did not ask for itself (``Session.disown``).
+    ``cache_queries``: prompt tokens of the calls for which the engine
     reported its prefix cache, and ``cache_hits``: those of them that were in it.
     """
 
@@ -75,6 +79,8 @@ class Counters:
     malformed_calls: int = 0
     cut_replies: int = 0
     context_full: int = 0
+    refused_calls: int = 0
+    foreign_calls: int = 0
     engine_errors: int = 0
     cache_queries: int = 0
     cache_hits: int = 0
@@ -110,11 +116,33 @@ class Session:
         self.counters = Counters()
         self.closed = False
         self.tools: dict[str, dict[str, Any]] = {}  # every tool that the agent offered, by name
+        self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._replies: dict[frozenset[str] | bytes, Node] = {}  # tool_use ids, or else key of the text -> sampled node
         self._seen = Seen()
         self._generations: dict[int, _Generation] = {}  # those in progress, by the index of their context node
         self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
+        self._admitted = 0
+        self._side: set[int] = set()  # context nodes of side calls
+
+    def admit(self) -> None:
+        """Let one more call in. Raises RequestError if the session has made all the calls that it may make."""
+        most = self.policy.max_calls
+        if most is not None and self._admitted >= most:
+            self.counters.refused_calls += 1
+            # Claude Code does not try again after this status, and ends.
+            raise RequestError(f"this session may make at most {most} calls", 403, "permission_error")
+        self._admitted += 1
+
+    def disown(self, reported: Collection[str]) -> None:
+        """Leave replies out of training that are not the agent's own (``Tree.unreported``), and count them.
+
+        Any program in the agent's box can call: the session's secret is in its environment. Side calls are left out,
+        but not counted: Claude Code reports those of sub-agents only.
+        """
+        for node in self.tree.unreported(reported):
+            node.trained = False
+            self.counters.foreign_calls += node.parent is not None and node.parent.index not in self._side
 
     def prepare(self, request: WireRequest, retry: bool) -> Call:
         """Match a request with the tree and encode what is new in it.
@@ -141,9 +169,13 @@ class Session:
             # Claude Code recognises this wording and compacts the conversation instead of giving up.
             raise RequestError(f"prompt is too long: {context.length} tokens > {self.policy.max_context} maximum")
         side = request.model == SIDE_MODEL
+        if not side and self._main is None:
+            self._main = talk.head.key
         self.counters.calls += 1
         self.counters.retries += retry
         self.counters.side_calls += side
+        if side:
+            self._side.add(context.index)
         self.tools.update((tool["function"]["name"], tool) for tool in talk.head.tools)
         # A retry, or a request whose reply never reached the client, gets the reply that was sampled for it.
         before = next((child for child in context.children if retry or not child.delivered), None)
@@ -162,6 +194,15 @@ class Session:
         )
         self.counters.overhead_s += time.perf_counter() - began
         return call
+
+    def turns(self) -> int:
+        """Return the number of calls of the main thread, sub-agents' left out, whose replies reached the agent.
+
+        A session whose calls are forwarded has no tree; all calls but retries and side calls count then.
+        """
+        if not self.tree.nodes:
+            return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
+        return self.tree.replies(self._main)
 
     def count(self, request: WireRequest) -> int:
         """Return the number of prompt tokens of a request without adding it to the tree. Raises RequestError."""
@@ -241,6 +282,7 @@ class Session:
     async def _generate(self, call: Call) -> Node:
         policy = self.policy
         sampling: dict[str, Any] = {**policy.sampling, "max_tokens": call.max_tokens}
+        sampling["routed_experts_prompt_start"] = routed(call.context)  # earlier replies brought what is before it
         if call.stop:
             sampling["stop"] = list(call.stop)
         prompt_ids = call.context.path_ids()

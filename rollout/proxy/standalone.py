@@ -12,6 +12,7 @@ import concurrent.futures
 import gc
 import hashlib
 import hmac
+import logging
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ from rollout.proxy.server import Handler, ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.vllm_http import VllmHttpEngine
 
+log = logging.getLogger("rollout.proxy")
+
 # If all sessions together hold more tokens than this, the least recently used are closed. 1e7 tokens are about 400 MB.
 _HELD_TOKENS = 20_000_000
 # A session that holds more tokens than this is replaced by a new one at its next request. All clients that do not say
@@ -47,7 +50,7 @@ class Options:
     ``engine``: the URL of a vLLM server. ``model``: the directory or hub name of its tokenizer, config and chat
     template. ``tool_parser`` and ``reasoning_parser``: vLLM's names. ``token``: the only one that is accepted; None
     accepts all. ``idle_s``: seconds after which an unused session is closed. ``max_sessions``: how many are kept.
-    ``grace_s``: seconds that calls in progress have to end at shutdown.
+    ``grace_s``: seconds that calls in progress have to end at shutdown. ``engine_key``: the server's ``--api-key``.
     """
 
     engine: str
@@ -59,6 +62,11 @@ class Options:
     idle_s: float = 3600.0
     max_sessions: int = 256
     grace_s: float = 30.0
+    engine_key: str | None = None
+
+
+class EngineRefused(Exception):
+    """The engine answers, but not as a vLLM server that lets us in; the message is one line that says what to do."""
 
 
 class _Metadata(msgspec.Struct):
@@ -90,6 +98,7 @@ class StandAlone(ProxyServer):
         self.options = options
         self.policy: Policy | None = None
         self.model = _Model(options.model, 0)  # replaced by what the engine says
+        self.problem = ""  # why the engine could not be asked yet
         self._keys: dict[bytes, Session] = {}  # the least recently used first
         self._used: dict[bytes, float] = {}
         self._in_use: Counter[bytes] = Counter()
@@ -102,7 +111,9 @@ class StandAlone(ProxyServer):
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen as ProxyServer does, and begin to close idle sessions."""
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5))
+        key = self.options.engine_key
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers)
         await super().start(host, port)
         self._tasks.add(asyncio.create_task(self._sweep()))
 
@@ -119,34 +130,55 @@ class StandAlone(ProxyServer):
     async def load(self) -> None:
         """Wait until the engine answers and everything that is slow to import is imported (tens of seconds).
 
-        The port answers meanwhile. Raises what the tokenizer, parser and renderer raise for an unknown model.
+        The port answers meanwhile. Raises EngineRefused, and what the tokenizer, parser and renderer raise for an
+        unknown model.
         """
         parts = asyncio.create_task(_in_daemon(lambda: load_policy(self.options)))
         try:
-            while not await self._ask_engine():
+            while problem := await self._ask_engine():
+                if problem != self.problem:
+                    log.warning("waiting for the engine: %s", problem)
+                self.problem = problem
                 if parts.done():
                     parts.result()
                 await asyncio.sleep(_RETRY_S)
+            self.problem = ""
             make = await parts
         finally:
             parts.cancel()
         # A garbage collection that walks the million objects of the imports, which live for ever, takes 0.4 s.
         gc.collect()
         gc.freeze()
-        self.policy = make(VllmHttpEngine(self.options.engine, self.model.id), self.model.max_model_len)
+        engine = VllmHttpEngine(self.options.engine, self.model.id, self.options.engine_key)
+        self.policy = make(engine, self.model.max_model_len)
 
-    async def _ask_engine(self) -> bool:
-        """Ask for the engine's name of the model and its longest context. Return False if it does not answer."""
+    async def _ask_engine(self) -> str:
+        """Ask for the engine's name of the model and its longest context. Return why it is to be asked again, or "".
+
+        Raises EngineRefused if asking again will not help.
+        """
         assert self._http is not None
+        url = f"{self.options.engine}/v1/models"
         try:
-            async with self._http.get(f"{self.options.engine}/v1/models") as response:
-                models = msgspec.json.decode(await response.read(), type=_Models).data
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
-            return False
+            async with self._http.get(url) as response:
+                raw = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return f"{url}: unreachable ({str(error) or type(error).__name__})"
+        if response.status in (401, 403):
+            known = "the one in ROLLOUT_ENGINE_KEY is wrong" if self.options.engine_key else "set ROLLOUT_ENGINE_KEY"
+            raise EngineRefused(f"{url}: status {response.status}: it wants its --api-key; {known}")
+        if response.status == 404:
+            raise EngineRefused(f"{url}: status 404: --engine is the address of a vLLM server, without /v1")
+        if response.status != 200:
+            return f"{url}: status {response.status}"
+        try:
+            models = msgspec.json.decode(raw, type=_Models).data
+        except msgspec.MsgspecError as error:
+            raise EngineRefused(f"{url}: this is not the answer of a vLLM server: {error}") from error
         if not models:
-            return False
+            return f"{url}: it serves no model"
         self.model = next((model for model in models if model.id == self.options.model), models[0])
-        return True
+        return ""
 
     async def receive(self, request: web.Request) -> tuple[Session, bytes]:
         """Return the session that a request belongs to, opened if needed, and the body. Raises RequestError."""
@@ -226,7 +258,7 @@ class StandAlone(ProxyServer):
                 engine = "ok" if response.status == 200 else f"status {response.status}"
         except (aiohttp.ClientError, TimeoutError) as error:
             engine = f"unreachable ({type(error).__name__})"
-        proxy = "ok" if self.policy is not None else "loading"
+        proxy = "ok" if self.policy is not None else f"loading; {self.problem}" if self.problem else "loading"
         status = 200 if engine == proxy == "ok" else 503
         return web.json_response({"proxy": proxy, "engine": engine, "sessions": len(self.sessions)}, status=status)
 

@@ -12,7 +12,7 @@ is to be trained, into exactly one sequence, with mask 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,8 +155,8 @@ class Tree:
     ) -> Node:
         """Append a sampled reply after ``context``; return the new node, which is not ``delivered`` yet.
 
-        ``experts`` is the engine's routing of the whole path, as in a Completion. Raises ValueError if there are more
-        or fewer logprobs or versions than ids.
+        ``experts`` is the engine's routing from token ``routed(context)`` on, as in a Completion. Raises ValueError if
+        there are more or fewer logprobs or versions than ids, or too few tokens with their routing.
         """
         if len(ids) != len(logprobs):
             raise ValueError(f"engine returned {len(ids)} tokens but {len(logprobs)} logprobs")
@@ -166,10 +166,10 @@ class Tree:
         node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
         node.trained, node.tools_allowed = trained, tools_allowed
         if experts is not None:
-            # Earlier calls have no routing of the previous reply's last token: it had not been read yet. A view
-            # instead of a copy would keep the whole array in memory.
-            known = context.parent.length - 1 if context.parent else 0
-            node.experts = experts[known : node.length - 1].copy()
+            tokens = node.length - 1 - routed(context)
+            if len(experts) < tokens:
+                raise ValueError(f"engine returned the routing of {len(experts)} tokens instead of {tokens}")
+            node.experts = experts[:tokens].copy()  # a view would keep what the engine sent, perhaps in shared memory
         return node
 
     def _add(self, parent: Node | None, ids: list[int]) -> Node:
@@ -231,6 +231,35 @@ class Tree:
             rows.append(_row(path, fresh))
         return rows
 
+    def unreported(self, reported: Collection[str]) -> list[Node]:
+        """Return the delivered replies that are not the agent's own, judged by the ids of those that it reports.
+
+        A conversation is the agent's if it reports a reply of it, or if it is the first: nothing but the agent runs
+        yet. Of these, the reported replies count and the longest path, with all that comes before them, and a reply
+        without calls that follows one of these: the summary that Claude Code asks for when the context is full, which
+        it reports to nobody. A command that spoils the reports takes hardly anything out of training.
+        """
+        delivered = [(node.path()[0].index, node) for node in self.nodes if node.sampled and node.delivered]
+        named = [(root, node) for root, node in delivered if node.reply is not None and node.reply.id in reported]
+        own = {root for root, _ in named} | {root.index for root in self.roots[:1]}
+        longest: dict[int, Node] = {}
+        for root, node in delivered:
+            if root in own and (root not in longest or node.length > longest[root].length):
+                longest[root] = node
+        ends = [*longest.values(), *(node for _, node in named)]
+        known = {before.index for node in ends for before in node.path()}
+
+        def sums_up(node: Node) -> bool:
+            last = node.parent.parent if node.parent else None
+            return last is not None and last.index in known and node.reply is not None and not node.reply.tool_ids
+
+        return [node for _, node in delivered if node.index not in known and not sums_up(node)]
+
+    def replies(self, head: bytes | None) -> int:
+        """Return the number of delivered replies in conversations with this head."""
+        sampled = (node for node in self.nodes if node.sampled and node.delivered)
+        return sum(node.parent is not None and node.parent.key[0] == head for node in sampled)
+
     def sampled_tokens(self) -> int:
         """Return the number of tokens in sampled nodes, delivered or not."""
         return sum(len(node.ids) for node in self.nodes if node.sampled)
@@ -238,6 +267,14 @@ class Tree:
     def encoded_tokens(self) -> int:
         """Return the number of tokens in context nodes."""
         return sum(len(node.ids) for node in self.nodes if not node.sampled)
+
+
+def routed(context: Node) -> int:
+    """Return how many tokens at the beginning of a context's path have had their routing in earlier replies.
+
+    That of the previous reply's last token has not been known yet: the engine had not read it.
+    """
+    return context.parent.length - 1 if context.parent else 0
 
 
 def _echoed(context: Node, span: Span) -> Node | None:

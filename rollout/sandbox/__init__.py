@@ -30,6 +30,9 @@ OUTPUT_CAP = 16 * 2**20
 PATCH_CAP = 8 * 2**20
 """How many bytes of changed content, and of patch text, `diff` accepts."""
 
+LEFT_OUT = b"ignored: "
+"""A line of a diff, before its first file, begins so. A path follows, as JSON: it was changed and is left out."""
+
 
 class SandboxError(Exception):
     """The infrastructure failed.
@@ -137,6 +140,8 @@ class Sandbox(Protocol):
         """Return all changes to the work tree since boot as a git patch, b"" if there are none.
 
         Nothing that the agent can do (its own .git, config, attributes, ignore files, hooks) has an influence on it.
+        What the ignore rules of the snapshot name and its commit lacks is left out. Lines that begin with `LEFT_OUT`
+        name the first of those files that were in the snapshot and were changed; git takes them for a remark.
         Raises PatchTooLarge, SandboxError.
         """
 

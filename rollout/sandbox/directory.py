@@ -23,7 +23,8 @@ from pathlib import Path, PurePosixPath
 
 from rollout.sandbox import PATCH_CAP, Limits, SandboxError, failed, files
 from rollout.sandbox.base import BaseSandbox
-from rollout.sandbox.treediff import Directory, Tree, patch_between
+from rollout.sandbox.ignored import Ignored
+from rollout.sandbox.treediff import Directory, Origin, patch_between
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,16 @@ class DirectorySandbox(BaseSandbox):
         tree, scratch = self._root / "tree", self._root / "diff"
 
         def patch() -> bytes:
-            return patch_between(self._origin(), Directory(os.fsencode(tree)), scratch, PATCH_CAP)
+            origin, now = self._origin(), Directory(os.fsencode(tree))
+            with Ignored(origin, scratch / "ignored") as ignored:
+                return patch_between(origin, now, scratch / "git", PATCH_CAP, ignored)
 
         try:
             try:
                 return patch()
             except PermissionError:  # the agent may have taken away our right to read its files
                 files.open_modes(tree)
+                files.remove_tree(scratch)
                 return patch()
         except OSError as error:
             raise failed("diff_failed", str(error)) from error
@@ -84,7 +88,7 @@ class DirectorySandbox(BaseSandbox):
         """Return the directory of this machine that is workdir, home or tmpdir in the box."""
         return self._root / {self.workdir: "tree", self.home: "home", self.tmpdir: "tmp"}[base]
 
-    def _origin(self) -> Tree:
+    def _origin(self) -> Origin:
         """Return the work tree as it was at boot. Raises OSError."""
         raise NotImplementedError
 

@@ -40,6 +40,11 @@ def gone(owner: str, running: bool) -> bool:
     return parts[2] == namespace and parts[3].isdigit() and _started(int(parts[3])) != parts[4]
 
 
+def alive(owner: str) -> bool:
+    """Return whether the process that `owner` names certainly lives: here it can be seen."""
+    return tuple(owner.split("/")[:3]) == _identity() and not gone(owner, running=True)
+
+
 def _started(pid: int) -> str | None:
     """Return a process's start time in clock ticks since boot, None if there is no such process."""
     try:

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError
 
+_KILLED = 128 + signal.SIGKILL
 _GRACE_S = 5.0  # how long a killed process may take to disappear
 
 
@@ -67,6 +68,7 @@ async def run(
     pass_fds: Sequence[int] = (),
     kill: Callable[[int], None] = kill_group,
     settle: Callable[[], Awaitable[None]] | None = None,
+    over: Callable[[int], Coroutine[Any, Any, None]] | None = None,
     runner: bool = False,
 ) -> ExecResult:
     """Run a command as the leader of its own session, with no inherited descriptors but pass_fds.
@@ -74,8 +76,10 @@ async def run(
     Do not cancel this (asyncio may lose a process that is just starting); complete `command.stop` instead.
     kill(pid) must SIGKILL the process and everything it started; it is called on timeout and on stop, and the result
     is timed_out in both cases. settle() is awaited once the process has ended, for whatever reason, and its group has
-    been killed; it must end everything that is left. runner: argv is a program that runs the box and reports how the
-    program inside ended, so a signal that ends the runner itself is a SandboxError box_killed.
+    been killed; it must end everything that is left. over(pid) returns if the program uses more than it may, and is
+    cancelled at its end: it is then killed, with returncode 137, as where the kernel limits memory. runner: argv is a
+    program that runs the box and reports how the program inside ended, so a signal that ends the runner itself is a
+    SandboxError box_killed.
     Raises SandboxError if the process cannot be started or does not die.
     """
     loop = asyncio.get_running_loop()
@@ -96,15 +100,14 @@ async def run(
     except OSError as error:
         raise SandboxError("exec_failed", str(error)) from error
     pid = program.pid
-    child = _Child(loop, program, command.output_cap)
+    child = _Child(loop, program, command)
+    watching = {asyncio.ensure_future(over(pid))} if over else set()
     try:
-        if command.stdin:
-            pipe, _ = await loop.connect_write_pipe(asyncio.Protocol, program.stdin)
-            pipe.write(command.stdin)
-            pipe.close()  # once everything is written
-        await asyncio.wait({child.exited, command.stop}, timeout=command.timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        timed_out = not child.exited.done()
-        if timed_out:
+        ends: set[asyncio.Future[None]] = {child.exited, command.stop, *watching}
+        await asyncio.wait(ends, timeout=command.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        exceeded = any(task.done() for task in watching) and not child.exited.done()
+        timed_out = not child.exited.done() and not exceeded
+        if timed_out or exceeded:
             kill(pid)
             await asyncio.wait({child.exited}, timeout=_GRACE_S)
             if not child.exited.done():
@@ -118,8 +121,10 @@ async def run(
         kill(pid)
         raise
     finally:
+        for task in watching:
+            task.cancel()
         child.close()
-    code = program.returncode
+    code = _KILLED if exceeded else program.returncode
     if runner and not timed_out and code is not None and code < 0:
         raise SandboxError("box_killed", f"signal {-code} ended {command.argv[0]} from outside")
     if code is not None and code < 0:  # as a shell reports it
@@ -128,10 +133,14 @@ async def run(
 
 
 class _Child:
-    """This reads the output of a started program and notices its end."""
+    """This writes the input of a started program, reads its output and notices its end.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, program: subprocess.Popen[bytes], cap: int) -> None:
-        self.output = Output(cap)
+    The loop's own transports of pipes are not used: uvloop's close the descriptor and then the file object that it
+    belongs to. By then the number may be that of a file which another thread has just opened.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, program: subprocess.Popen[bytes], command: Command) -> None:
+        self.output = Output(command.output_cap)
         self.exited: asyncio.Future[None] = loop.create_future()
         self.drained: asyncio.Future[None] = loop.create_future()
         self._loop = loop
@@ -139,21 +148,38 @@ class _Child:
         self._open = {1: cast(IO[bytes], program.stdout), 2: cast(IO[bytes], program.stderr)}
         for stream, pipe in self._open.items():
             loop.add_reader(pipe.fileno(), self._read, stream)
+        if command.stdin:
+            pipe = self._open[0] = cast(IO[bytes], program.stdin)
+            os.set_blocking(pipe.fileno(), False)
+            loop.add_writer(pipe.fileno(), self._write, memoryview(command.stdin))
         threading.Thread(target=self._wait, daemon=True).start()
 
     def close(self, *streams: int) -> None:
-        """Stop reading these streams, or all."""
+        """Close these streams, or all."""
         for stream in streams or list(self._open):
             pipe = self._open.pop(stream)
-            self._loop.remove_reader(pipe.fileno())
+            (self._loop.remove_reader if stream else self._loop.remove_writer)(pipe.fileno())
             pipe.close()
+
+    def _write(self, rest: memoryview) -> None:
+        fd = self._open[0].fileno()
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:
+            return
+        except OSError:  # the program reads no more
+            rest = rest[:0]
+        if rest:
+            self._loop.add_writer(fd, self._write, rest)
+        else:
+            self.close(0)
 
     def _read(self, stream: int) -> None:
         if data := os.read(self._open[stream].fileno(), 1 << 16):
             self.output.take(stream, data)
             return
         self.close(stream)
-        if not self._open:
+        if not self._open.keys() & {1, 2}:
             self.drained.set_result(None)
 
     def _wait(self) -> None:

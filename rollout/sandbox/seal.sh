@@ -32,6 +32,7 @@ export GIT_COMMITTER_NAME=task GIT_COMMITTER_EMAIL=task@example.com GIT_COMMITTE
 { git ls-files -z 2>/dev/null || true; } | while IFS= read -r -d '' path; do
   if [ -L "$path" ] || [ -f "$path" ]; then printf '%s\0' "$path"; fi
 done >"$scratch/tracked"
+git ls-files -z --others -- '*.pyc' >"$scratch/compiled" 2>/dev/null || true
 
 [ ! -f .git ] || echo "outside .git is a file: $(head -n 1 .git)"
 find . -mindepth 2 -iname .git -print -prune | while IFS= read -r path; do
@@ -42,6 +43,16 @@ rm -rf .git
 git init -q --template= .
 [ ! -s /setup.diff ] || git apply --whitespace=nowarn /setup.diff
 rm -rf -- /setup.diff "$@"
+# Compiled files that do not belong to the source as it is now may hold the solution: the setup patch has planted a bug, or
+# the image was made from a later commit. Python would ignore most of them anyway.
+while IFS= read -r -d '' path; do
+  source=$(printf %s "$path" | sed -n 's,\(^\|/\)__pycache__/\([^/.]*\)\.[^/]*$,\1\2.py,p')
+  if [ ! -f "$source" ] ||
+    [ "$(od -A n -t u4 -j 8 -N 8 "$path" | tr -s ' ')" != " $(stat -c '%Y %s' "$source")" ]; then
+    echo "stale $path"
+    rm -f -- "$path"
+  fi
+done <"$scratch/compiled"
 git symbolic-ref HEAD refs/heads/main
 git add -A .
 git update-index -z --add --remove --stdin <"$scratch/tracked"
@@ -53,6 +64,9 @@ fi
 git repack -a -d -q
 git prune --expire=now
 rm -rf .git/logs .git/COMMIT_EDITMSG .git/description .git/branches .git/hooks
+find / -xdev \( -path /proc -o -path /sys -o -path "$work" \) -prune -o \
+  -type d \( -path '*/.cache/pip' -o -path '*/.cache/uv' \) -prune -print0 2>/dev/null |
+  while IFS= read -r -d '' path; do rm -rf -- "$path" && echo "cache $path"; done || true
 mkdir -p "$home"
 if [ "$uid:$gid" != 0:0 ]; then chown -R "$uid:$gid" .git "$home"; fi
 
@@ -66,10 +80,20 @@ git remote | sed 's/^/remote /'
 git status --porcelain | head -n 20 | sed 's/^/dirty /'
 
 # Report what is left that could tell the answer; people judge it.
-find . -path ./.git -prune -o \( -name '*.orig' -o -name '*.rej' \) -print | sed 's/^/leftover /'
-find / -xdev \( -path /proc -o -path /sys -o -path "$work" -o -path "$scratch" \) -prune -o -name .git -print |
-  sed 's/^/repository /' || true # without root, some directories cannot be read
+find . -path ./.git -prune -o \( -name '*.orig' -o -name '*.rej' -o -name '*.bundle' \) -print | sed 's/^/leftover /'
+find / -xdev \( -path /proc -o -path /sys -o -path "$work" -o -path "$scratch" \) -prune -o \
+  \( -name .git -o -name '*.bundle' -o -name '*.pack' \) -print | sed 's/^/repository /' || true # without root, some directories cannot be read
 find / -xdev \( -path /proc -o -path /sys -o -path "$work" \) -prune -o -name direct_url.json -exec grep -l vcs_info {} + |
   sed 's/^/installed_from /' || true # grep fails if it finds nothing, which is good
+# Another copy of the work tree's packages may be a later one.
+find / -xdev \( -path /proc -o -path /sys -o -path "$work" \) -prune -o \
+  -type d \( -name site-packages -o -name dist-packages \) -print 2>/dev/null | while IFS= read -r packages; do
+  for package in */__init__.py {src,lib}/*/__init__.py; do
+    package=${package%/__init__.py}
+    if [ -f "$package/__init__.py" ] && [ -f "$packages/${package##*/}/__init__.py" ]; then
+      echo "copy $packages/${package##*/}"
+    fi
+  done
+done || true
 rm -rf "$scratch"
 echo "sealed yes"

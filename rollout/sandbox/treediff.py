@@ -1,27 +1,31 @@
 """This module makes a git patch between two directory trees, on which whoever wrote the second one has no influence.
 
-The trees are compared as bytes: no index, no `.git` of either tree, no attributes, filters, ignore files or hooks are
-read. Only the files that differ are written as objects to a scratch repository, and one `git diff-tree` there prints
+The trees are compared as bytes: nothing of the second tree says how (no index, attributes, filters, ignore files or
+hooks). Only the files that differ are written as objects to a scratch repository, and one `git diff-tree` there prints
 the patch. Left out are everything below a `.git` (in any spelling, at any depth), what tests and interpreters leave
-behind (`JUNK_DIRS`, `JUNK_SUFFIXES`; a stale .pyc in a patch could even take the place of its source), and anything
-that is neither a file nor a symbolic link.
+behind (`JUNK_DIRS`, `JUNK_SUFFIXES`; a stale .pyc in a patch could even take the place of its source), anything that is
+neither a file nor a symbolic link, and what the first tree's own ignore rules name (`rollout.sandbox.ignored`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 import subprocess
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from rollout.sandbox import PatchTooLarge, SandboxError
+from rollout.sandbox import LEFT_OUT, PatchTooLarge, SandboxError
 
 JUNK_DIRS = frozenset({b"__pycache__", b".pytest_cache", b".mypy_cache", b".ruff_cache", b".hypothesis"})
 JUNK_SUFFIXES = (b".pyc", b".pyo")
+_MOST_FILES = 20_000  # that a patch may change
+_MOST_NAMED = 100  # files that a patch names as left out
+_GIT_S = 60
 _MAX_PATH = 3000  # bytes; longer ones cannot be opened by name (PATH_MAX)
 LINK, _EXECUTABLE, _PLAIN, _TREE = 0o120000, 0o100755, 0o100644, 0o40000
 
@@ -39,18 +43,34 @@ class Tree(Protocol):
         """Return the contents of a file, or where a link points."""
 
 
-def patch_between(old: Tree, new: Tree, scratch: Path, max_bytes: int) -> bytes:
+class Origin(Tree, Protocol):
+    """An origin is the tree that a patch starts from: a task's snapshot, which no agent has written to."""
+
+    def index(self) -> bytes | None:
+        """Return git's index file, which lists what the snapshot's commit has; None if there is none."""
+
+
+def patch_between(
+    old: Tree, new: Tree, scratch: Path, max_bytes: int, ignored: Container[bytes] = frozenset()
+) -> bytes:
     """Return the patch that turns `old` into `new` (apply it with `git apply`), b"" if nothing differs.
 
-    scratch: a directory that does not exist yet; the caller deletes it. Raises PatchTooLarge if the changed content or
-    the patch exceeds max_bytes, SandboxError if git fails, OSError if a tree cannot be read.
+    scratch: a directory that does not exist yet; the caller deletes it. ignored: files that are left out; contents of
+    a changed one are not read. Lines before the patch name those of them that are in `old` (see `Sandbox.diff`). Raises
+    PatchTooLarge if the changed content or the patch exceeds max_bytes, if more than 20,000 files changed, or if git
+    takes longer than a minute. Raises SandboxError if git fails, OSError if a tree cannot be read.
     """
-    budget = max_bytes
+    budget, changed = max_bytes, 0
+    left_out: list[bytes] = []
     before: dict[bytes, tuple[int, bytes]] = {}
     after: dict[bytes, tuple[int, bytes]] = {}
     for path in old.files.keys() | new.files.keys():
         was, now = old.files.get(path), new.files.get(path)
         if was is not None and was == now and old.read(path) == new.read(path):
+            continue
+        if path in ignored:
+            if was is not None:
+                left_out.append(path)
             continue
         if now is not None:
             budget -= now[1]
@@ -59,16 +79,37 @@ def patch_between(old: Tree, new: Tree, scratch: Path, max_bytes: int) -> bytes:
             after[path] = now[0], new.read(path)
         if was is not None:
             before[path] = was[0], old.read(path)
+        changed += 1
+        if changed > _MOST_FILES:
+            raise PatchTooLarge(f"more than {_MOST_FILES} changed files")
     if not before and not after:
         return b""
-    for part in ("objects", "refs"):
-        (scratch / part).mkdir(parents=True)
-    (scratch / "HEAD").write_text("ref: refs/heads/none\n")
+    make_repository(scratch)
     trees = [_write_files(scratch / "objects", files).hex() for files in (before, after)]
     patch = _git_diff(scratch, trees)
     if len(patch) > max_bytes:
         raise PatchTooLarge(f"a patch of {len(patch)} bytes, more than {max_bytes}")
-    return patch
+    names = [json.dumps(path.decode("utf-8", "backslashreplace")) for path in sorted(left_out)[:_MOST_NAMED]]
+    return b"".join(b"%s%s\n" % (LEFT_OUT, name.encode()) for name in names) + patch
+
+
+def make_repository(place: Path) -> None:
+    """Make an empty git directory."""
+    for part in ("objects", "refs"):
+        (place / part).mkdir(parents=True, exist_ok=True)
+    (place / "HEAD").write_text("ref: refs/heads/none\n")
+
+
+def git_environment(git_dir: Path) -> dict[str, str]:
+    """Return an environment in which git uses this directory, and no configuration of the user or the machine."""
+    return {
+        "PATH": os.defpath + ":/usr/local/bin",
+        "GIT_DIR": str(git_dir),
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_ATTR_NOSYSTEM": "1",
+        "LC_ALL": "C",
+    }
 
 
 def counts(path: bytes, mode: int) -> bool:
@@ -92,7 +133,7 @@ def object_id(kind: bytes, data: bytes) -> bytes:
 
 
 class Directory:
-    """A directory of this machine is read as a `Tree`; its files must not change meanwhile. Raises OSError."""
+    """A directory of this machine is read as an `Origin`; its files must not change meanwhile. Raises OSError."""
 
     def __init__(self, root: bytes) -> None:
         self._root = root
@@ -118,6 +159,14 @@ class Directory:
             return os.readlink(full)
         with open(os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             return file.read()
+
+    def index(self) -> bytes | None:
+        """Return git's index file, None if there is none."""
+        try:
+            with open(os.path.join(self._root, b".git/index"), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def _write_object(objects: Path, kind: bytes, data: bytes) -> bytes:
@@ -157,24 +206,18 @@ def _write_tree(objects: Path, entries: Mapping[bytes, Entry]) -> bytes:
 
 def _git_diff(git_dir: Path, trees: list[str]) -> bytes:
     options = ["-r", "-p", "--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv"]
-    environment = {
-        "PATH": os.defpath + ":/usr/local/bin",
-        "GIT_DIR": str(git_dir),
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_ATTR_NOSYSTEM": "1",
-        "LC_ALL": "C",
-    }
     try:
         done = subprocess.run(
             ["git", "-c", "core.attributesFile=" + os.devnull, "diff-tree", *options, *trees],
-            env=environment,
+            env=git_environment(git_dir),
             cwd=git_dir,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=60,
+            timeout=_GIT_S,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:  # what it has to compare is small, so the policy has made it hard
+        raise PatchTooLarge(f"git made no patch of the changed files in {_GIT_S} s") from error
+    except OSError as error:
         raise SandboxError("diff_failed", str(error)) from error
     if done.returncode != 0:
         raise SandboxError("diff_failed", done.stderr.decode(errors="replace").strip())

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from rewards.grade import grade
+from rewards.rules import Rules
 from rewards.task import Task
+from rewards.verdict import Verdict
 from rl.setup import rules_from
-from tests.boxes.kinds import param
-from tests.sandboxes import REPOSITORY, make_snapshot
+from tests.boxes.kinds import TIGHT, BoxKit, kinds, param
+from tests.sandboxes import REPOSITORY, make_snapshot, sh
 
 RULES = rules_from(OmegaConf.create({"grading": OmegaConf.load(REPOSITORY / "configs/grading/default.yaml")}))
 
 # Containers are root's, without a user namespace: of all users that a box may have, the one with the most to misuse.
 GRADED_IN = ("bwrap", "docker")
+GRADED = kinds(*GRADED_IN)
 # Importing this Python's own plugins takes 3 s; one that an attack brings is loaded all the same.
 _PLUGINS = " ".join(f"-p no:{plugin.name}" for plugin in entry_points(group="pytest11"))
 PYTEST = "python -m pytest"
+
+FIX = "def f():\n    return 2\n"
+# A pytest plugin that turns every failure into success.
+HOOK = """\
+import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    result = yield
+    report = result.get_result()
+    report.outcome, report.longrepr = "passed", None
+"""
+# The same without being a plugin: whoever imports it changes pytest.
+INSTALLED = """\
+from _pytest.reports import TestReport
+real = TestReport.from_item_and_call.__func__
+def forged(cls, item, call):
+    call.excinfo = None
+    return real(cls, item, call)
+TestReport.from_item_and_call = classmethod(forged)
+"""
+# Prints past pytest's capture, wherever pytest keeps the real output.
+SHOUT = """\
+import os
+def shout(text):
+    for number in range(1, 20):
+        try:
+            os.write(number, text.encode())
+        except OSError:
+            pass
+"""
+RESULTS = "PASSED tests/test_new.py::test_new\\nPASSED tests/test_mod.py::test_old\\n"
 
 
 def cases(names: Iterable[str], *elsewhere: str) -> pytest.MarkDecorator:
@@ -87,3 +125,42 @@ def make_task(directory: Path, command: str = PYTEST, nonce: str = "a hidden tes
         "base_commit": commit,
     }
     return Task.from_row(row, directory)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An attack is files that the agent writes and a script that it runs.
+
+    dropped: the paths that the rules must take out of its patch. command: how the task's eval script runs its tests.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    script: str = ""
+    dropped: tuple[str, ...] = ()
+    command: str = PYTEST
+
+
+async def attacked(kind: BoxKit, task: Task, attack: Attack) -> bytes:
+    """Return the diff of an agent's box after the attack."""
+    box = await kind.boot(task.snapshot, limits=TIGHT)
+    try:
+        for path, text in attack.files.items():
+            await box.put(path, text.encode())
+        if attack.script:
+            done = await sh(box, attack.script)
+            assert done.returncode == 0, done.stderr
+        return await box.diff()
+    finally:
+        await box.close()
+
+
+async def graded(kind: BoxKit, task: Task, patch: bytes, rules: Rules = RULES, **options: Any) -> Verdict:
+    """Return the verdict on a patch. options: those of `grade`."""
+    boot = functools.partial(kind.boot, task.snapshot, limits=TIGHT)
+    return await grade(task, patch, boot, rules=rules, **{"timeout_s": 240, **options})
+
+
+async def outcome(kind: BoxKit, directory: Path, attack: Attack, timeout_s: float = 240) -> Verdict:
+    """Return the verdict on an attack's patch."""
+    task = make_task(directory, attack.command)
+    return await graded(kind, task, await attacked(kind, task, attack), timeout_s=timeout_s)

@@ -9,11 +9,7 @@ That the diff itself is out of the agent's reach (its own .git, attributes, filt
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,84 +18,40 @@ from rewards import patch as patches
 from rewards import rules
 from rewards.grade import grade
 from rewards.rules import Rules
-from rewards.task import Task
-from rewards.verdict import Outcome, Reason, Verdict
+from rewards.verdict import Outcome, Reason
 from rollout.sandbox import Sandbox
-from tests.boxes.attack_kit import GRADED_IN, PYTEST, RULES, cases, make_task
-from tests.boxes.kinds import TIGHT, BoxKit, kinds
-from tests.sandboxes import alive, begun, sh
+from tests.boxes.attack_kit import (
+    FIX,
+    GRADED,
+    HOOK,
+    INSTALLED,
+    PYTEST,
+    RESULTS,
+    RULES,
+    SHOUT,
+    Attack,
+    attacked,
+    cases,
+    graded,
+    make_task,
+    outcome,
+)
+from tests.boxes.kinds import TIGHT, BoxKit
+from tests.sandboxes import alive, begun
 
-GRADED = kinds(*GRADED_IN)
-
-FIX = "def f():\n    return 2\n"
-# A pytest plugin that turns every failure into success.
-HOOK = """\
-import pytest
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    result = yield
-    report = result.get_result()
-    report.outcome, report.longrepr = "passed", None
-"""
-# The same without being a plugin: whoever imports it changes pytest.
-INSTALLED = """\
-from _pytest.reports import TestReport
-real = TestReport.from_item_and_call.__func__
-def forged(cls, item, call):
-    call.excinfo = None
-    return real(cls, item, call)
-TestReport.from_item_and_call = classmethod(forged)
-"""
-# Prints past pytest's capture, wherever pytest keeps the real output.
-SHOUT = """\
-import os
-def shout(text):
-    for number in range(1, 20):
-        try:
-            os.write(number, text.encode())
-        except OSError:
-            pass
-"""
-RESULTS = "PASSED tests/test_new.py::test_new\\nPASSED tests/test_mod.py::test_old\\n"
 END = "+ : '>>>>> End Test Output'\\n>>>>> Test Exit Code: 0\\n"
-
-
-@dataclass(frozen=True)
-class Attack:
-    """An attack is files that the agent writes and a script that it runs.
-
-    dropped: the paths that the rules must take out of its patch. command: how the task's eval script runs its tests.
-    """
-
-    files: Mapping[str, str] = field(default_factory=dict)
-    script: str = ""
-    dropped: tuple[str, ...] = ()
-    command: str = PYTEST
-
-
-async def attacked(kind: BoxKit, task: Task, attack: Attack) -> bytes:
-    """Return the diff of an agent's box after the attack."""
-    box = await kind.boot(task.snapshot, limits=TIGHT)
-    try:
-        for path, text in attack.files.items():
-            await box.put(path, text.encode())
-        if attack.script:
-            done = await sh(box, attack.script)
-            assert done.returncode == 0, done.stderr
-        return await box.diff()
-    finally:
-        await box.close()
-
-
-async def graded(kind: BoxKit, task: Task, patch: bytes, rules: Rules = RULES, timeout_s: float = 240) -> Verdict:
-    boot = functools.partial(kind.boot, task.snapshot, limits=TIGHT)
-    return await grade(task, patch, boot, timeout_s=timeout_s, rules=rules)
-
-
-async def outcome(kind: BoxKit, directory: Path, attack: Attack, timeout_s: float = 240) -> Verdict:
-    """Return the verdict on an attack's patch."""
-    task = make_task(directory, attack.command)
-    return await graded(kind, task, await attacked(kind, task, attack), timeout_s=timeout_s)
+# Makes the eval script print results before its last lines, which bash would read after the tests.
+REWRITE = f"""\
+import glob, os
+for path in glob.glob(os.path.join(os.environ["TMPDIR"], "*")):
+    if os.path.isfile(path):
+        with open(path, "r+") as file:
+            text = file.read()
+            at = text.find(": '" + ">" * 5 + " End")
+            if at >= 0:
+                file.seek(at)
+                file.write("printf '{RESULTS}FAILED a::b\\\\n';" + text[at:])
+"""
 
 
 @GRADED
@@ -128,6 +80,17 @@ HOOKS = {
             "evil-1.dist-info/entry_points.txt": "[pytest11]\nevil = evil\n",
         },
         dropped=("evil-1.dist-info/METADATA", "evil-1.dist-info/entry_points.txt"),
+    ),
+    "entry point, in capitals": Attack(
+        _PLUGIN
+        | {
+            "evil-1.DIST-INFO/METADATA": "Metadata-Version: 2.1\nName: evil\nVersion: 1\n",
+            "evil-1.DIST-INFO/entry_points.txt": "[pytest11]\nevil = evil\n",
+        },
+        dropped=("evil-1.DIST-INFO/METADATA", "evil-1.DIST-INFO/entry_points.txt"),
+    ),
+    "a module named as one of Python's": Attack(
+        {"shlex.py": f'print("{RESULTS}", flush=True)\nimport os\nos._exit(0)\n'}, dropped=("shlex.py",)
     ),
     "a module named pytest": Attack({"pytest.py": f'print("{RESULTS}")\n'}, dropped=("pytest.py",)),
     "sitecustomize": Attack(
@@ -164,7 +127,8 @@ async def test_hooks_and_tests_are_dropped(
     left = RULES.screen(task, patch)
     assert tuple(sorted(left.dropped)) == attack.dropped
     assert {path for file in left.files for path in file.paths} <= {"evil.py"}  # whose grading is below
-    monkeypatch.setattr(rules, "_HIDDEN", re.compile("(?!)"))
+    monkeypatch.setattr(rules, "_patched_by", lambda script: set())
+    monkeypatch.setattr(rules, "_TAKEN", set())
     verdict = await graded(kind, task, patch, Rules())
     assert verdict.outcome is Outcome.RESOLVED, verdict  # a real attack, where no rule stops it
 
@@ -226,14 +190,35 @@ async def test_what_is_left_outside_of_the_work_tree_is_not_there_when_graded(ki
     assert verdict.outcome is Outcome.RESOLVED
 
 
+@GRADED
+async def test_what_the_image_has_outside_of_its_commit_is_graded_as_it_was(kind: BoxKit, tmp_path: Path) -> None:
+    """A test runner's files that the ignore rules name, as `node_modules/`; here a directory `run.log`."""
+    task = make_task(tmp_path, f"PYTHONPATH=run.log {PYTEST} -p evil")
+    (task.snapshot / "run.log").mkdir()
+    (task.snapshot / "run.log/evil.py").write_text("# nothing\n")
+    for code, wanted in (("", Reason.TESTS_FAILED), (FIX, None)):
+        files = {"run.log/evil.py": HOOK, "pkg/more.py": "", **({"pkg/mod.py": code} if code else {})}
+        verdict = await graded(kind, task, await attacked(kind, task, Attack(files)))
+        assert (verdict.reason, verdict.dropped, verdict.flags) == (wanted, ("run.log/evil.py",), (rules.IGNORED,))
+
+
 # --- forged logs
 
 FORGERIES = {
     "results and a marker": (SHOUT + f'shout("{RESULTS}{END}")\n', Reason.LOG_FORGED),
     "results after the summary": (
         SHOUT + f'import atexit\natexit.register(shout, "{RESULTS}")\n',
-        Reason.LOG_UNPARSABLE,
+        Reason.RESULTS_DISAGREE,
     ),
+    "results after the summary, and an exit status": (
+        SHOUT + f'import atexit\natexit.register(shout, "{RESULTS}>>>>> Test Exit Code: 0\\n")\n',
+        Reason.LOG_FORGED,
+    ),
+    "results after the summary, and a failure": (
+        SHOUT + f'import atexit\natexit.register(shout, "{RESULTS}FAILED a::b\\n")\n',
+        Reason.RESULTS_DISAGREE,
+    ),
+    "another end of the eval script": (REWRITE, Reason.TESTS_FAILED),
     "exit status 0 without results": ("import os\nos._exit(0)\n", Reason.LOG_UNPARSABLE),
     "the end of the eval script": (
         SHOUT + f'shout("{RESULTS}{END}")\nos.kill(os.getppid(), 9)\nos._exit(0)\n',
@@ -253,39 +238,6 @@ async def test_forged_logs(kind: BoxKit, tmp_path: Path, name: str) -> None:
     verdict = await outcome(kind, tmp_path, Attack({"pkg/mod.py": code + "def f():\n    return 1\n"}))
     assert (verdict.reason, verdict.reward) == (reason, 0.0), verdict
     assert verdict.flags
-
-
-# --- what cannot be closed: tests run in the process of the code they test
-
-OPEN = {
-    "results, then the end of the process": (
-        SHOUT + f'shout("{RESULTS}")\nos._exit(0)\n',
-        {"exit", "results"},
-    ),
-    "pytest changed from within": (INSTALLED + "def f():\n    return 1\n", {"runner"}),
-    "equal to everything": ("class X:\n    def __eq__(self, other):\n        return True\nf = X\n", {"equality"}),
-    "the caller's code": (
-        "import inspect\ndef f():\n"
-        "    line = inspect.stack()[1].code_context[0]\n    return eval(line.split('==')[1])\n",
-        {"under_test"},
-    ),
-    "results changed in memory": (
-        "import gc\nfor x in gc.get_objects():\n"
-        "    if type(x).__name__ == 'PytestPluginManager':\n        import evil\n        x.register(evil)\n"
-        "def f():\n    return 1\n",
-        {"memory", "runner"},
-    ),
-}
-
-
-@cases(OPEN, "results, then the end of the process", "pytest changed from within")
-async def test_forging_within_the_process_is_flagged(kind: BoxKit, tmp_path: Path, name: str) -> None:
-    """These win, and are flagged. Whoever closes one of them changes the table in docs/rewards.md too."""
-    code, flags = OPEN[name]
-    verdict = await outcome(kind, tmp_path, Attack({"pkg/mod.py": code, "evil.py": HOOK}))
-    assert verdict.outcome is Outcome.RESOLVED and verdict.reward == 1.0, verdict
-    assert flags <= set(verdict.flags)
-    assert "flags" in verdict.to_dict()
 
 
 # --- paths in the diff

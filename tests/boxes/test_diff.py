@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import PATCH_CAP, PatchTooLarge, Sandbox
+from rollout.sandbox import LEFT_OUT, PATCH_CAP, PatchTooLarge, Sandbox, treediff
 from rollout.sandbox.local.box import boot_local
 from tests.boxes.kinds import BoxKit, kinds
 from tests.sandboxes import sh
@@ -36,12 +36,19 @@ CHANGES = {
     "much, and a directory becomes a file": "for i in $(seq 60); do echo $i > m$i; done; rm -r pkg; echo 1 > pkg",
     "all gone": "rm -rf ./* .gitignore",
     "history": "rm -rf .git; ln -s / .git; echo 'X = 1' >> pkg/mod.py",
+    # Only the snapshot's rules count, for files that its commit lacks: `*.log`, but not tracked.log.
+    "ignored": "head -c 9000000 /dev/zero > big.log; mkdir a; echo 1 | tee a/b.log > a/c; echo more >> tracked.log;"
+    "echo '*' > pkg/.gitignore; echo '!*.log' > .gitignore; echo 1 > pkg/new",
+    "ignored, and in the snapshot": "echo 2 > built.log; echo 'X = 1' >> pkg/mod.py; chmod +x built.log",
+    "ignored, and much": "for i in $(seq 60); do echo $i > $i.log; done; echo 1 > x; rm built.log",
+    "ignored, and names": r"for i in $(seq 5); do head -c 2000000 /dev/zero > $i$'\xff.log'; done; echo 1 > $'\xff'",
     "attributes": "echo '*.py -diff -text filter=x diff=x' > .gitattributes; git config filter.x.clean 'echo no';"
     "git config diff.external 'echo no'; git config core.fsmonitor 'echo no'; echo 'X = 1' >> pkg/mod.py",
 }
 NO_CHANGES = {
     "nothing": "true",
     "only times and modes that do not count": "touch README.md pkg; chmod 600 README.md; cp -a run.sh x; mv x run.sh",
+    "only what is ignored": "echo 2 | tee built.log > new.log",
     "only junk": "mkdir -p pkg/__pycache__ .pytest_cache; touch pkg/__pycache__/a.pyc b.pyc .pytest_cache/v; mkfifo p",
 }
 # Against a change that must be in the patch all the same.
@@ -62,12 +69,14 @@ HOSTILE = [
 
 def tree_of(root: Path) -> dict[str, object]:
     """Return what a patch has to carry: each link's target, and each other file's content and whether it is
-    executable. Left out: git's own files, and those that Python and pytest leave behind."""
+    executable. Left out: git's own files, those that Python and pytest leave behind, and those that are ignored."""
     found: dict[str, object] = {}
     for base, directories, names in os.walk(root):
         links = [name for name in directories if os.path.islink(os.path.join(base, name))]
         directories[:] = [name for name in directories if name not in (".git", "__pycache__", ".pytest_cache")]
         for path in (Path(base, name) for name in [*names, *links] if name != ".git"):
+            if path.suffix == ".log" and path.name != "tracked.log":
+                continue
             if path.is_symlink():
                 found[str(path.relative_to(root))] = os.readlink(path)
             elif path.is_file() and path.suffix != ".pyc":
@@ -104,6 +113,9 @@ async def test_every_change_is_in_the_patch(kind: BoxKit, box: Sandbox, name: st
     if name not in expected:
         expected[name] = await plain_diff(kind.repository, script)
         assert bool(expected[name]) == (name in CHANGES)
+        assert expected[name].count(LEFT_OUT) == (
+            "in the snapshot" in name or name in ("ignored, and much", "all gone")
+        )
     assert (await sh(box, script)).returncode == 0
     assert await box.diff() == expected[name]
 
@@ -127,6 +139,21 @@ async def test_too_large_a_diff_is_refused(box: Sandbox) -> None:
     await sh(box, f"rm big; truncate -s {PATCH_CAP // 30} m; for i in $(seq 40); do cp m m$i; done")
     with pytest.raises(PatchTooLarge):
         await box.diff()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_MOST_FILES", 3), ("_GIT_S", 0)])
+def test_a_diff_that_is_hard_to_make_is_the_policys_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    for number in range(4):
+        (tmp_path / "new" / f"{number}").touch()
+    old, new = (treediff.Directory(os.fsencode(tmp_path / name)) for name in ("old", "new"))
+    assert treediff.patch_between(old, new, tmp_path / "scratch", 1000)
+    monkeypatch.setattr(treediff, limit, value)
+    with pytest.raises(PatchTooLarge):
+        treediff.patch_between(old, new, tmp_path / "again", 1000)
 
 
 @kinds("docker")

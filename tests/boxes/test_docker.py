@@ -84,6 +84,15 @@ async def test_diff_ends_what_still_runs(box: DockerSandbox, nap: str) -> None:
 # --- what breaks
 
 
+async def test_a_container_that_is_paused_past_the_limit(box: DockerSandbox, nap: str) -> None:
+    """It is not the program that was too slow."""
+    running = asyncio.create_task(sh(box, f"sleep {nap}", timeout_s=3))
+    await begun(nap, running)
+    await asyncio.to_thread(get_engine().client.pause, box.container)
+    with pytest.raises(SandboxError, match="box_killed: the container is paused"):
+        await running
+
+
 async def test_a_container_that_is_removed(box: DockerSandbox, nap: str) -> None:
     running = asyncio.create_task(sh(box, f"sleep {nap}"))
     await begun(nap, running)
@@ -181,7 +190,7 @@ def gone(pid: int) -> bool:
     """Return whether a process has ended; its parent may not have asked how."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: it was reaped while the file was open
         return True
 
 

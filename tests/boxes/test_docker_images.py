@@ -22,6 +22,7 @@ from rollout.sandbox import SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
+from rollout.sandbox.pulls import Pulls
 from rollout.sandbox.sealing import Source, Wanted
 from tests.check_kit import write
 from tests.datasets import snapshot_row
@@ -227,8 +228,11 @@ async def test_the_least_recently_used_go_first(engine: ContainerEngine, tags: l
 
 
 @contextlib.contextmanager
-def registry(repository: str) -> Iterator[tuple[str, list[str]]]:
-    """A registry on this machine with one image of one small layer: its name, and the paths that were asked for."""
+def registry(repository: str, refusals: int = 0) -> Iterator[tuple[str, list[str]]]:
+    """A registry on this machine with one image of one small layer: its name, and the paths that were asked for.
+
+    refusals: so many questions for a manifest it refuses first, as a registry with a rate limit does.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         file = tarfile.TarInfo("file")
@@ -254,7 +258,13 @@ def registry(repository: str) -> Iterator[tuple[str, list[str]]]:
         def do_GET(self) -> None:
             asked.append(self.path)
             data = blobs.get(self.path.rpartition("/")[2])
-            self.send_response(404 if data is None else 200)
+            manifests = sum("/manifests/" in path for path in asked)
+            if "/manifests/" in self.path and manifests <= refusals:
+                data = b'{"errors": [{"code": "TOOMANYREQUESTS", "message": "slow down"}]}'
+                self.send_response(429)
+                self.send_header("Content-Type", "application/json")
+            else:
+                self.send_response(404 if data is None else 200)
             self.send_header("Content-Length", str(len(data or b"")))
             if data == manifest:
                 self.send_header("Content-Type", content["mediaType"])
@@ -284,6 +294,28 @@ def test_an_image_is_pulled_and_goes_for_the_budget(engine: ContainerEngine) -> 
     assert any("/manifests/" in path for path in asked) and images.missing(engine, [name]) == []
     assert images.evict(engine, 0, keep=[name]) == []
     assert images.evict(engine, 0) == [name] and images.missing(engine, [name]) == [name]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_registry_that_refuses_for_now_is_asked_again(engine: ContainerEngine) -> None:
+    with (
+        registry("some/task", refusals=100) as (name, _),
+        pytest.raises(SandboxError, match=r"(?i)too ?many ?requests"),
+    ):
+        images.pull(engine, name)
+    with registry("some/task", refusals=1) as (name, asked):
+        images.pull(engine, name, Pulls(patience_s=0.5))
+        assert sum("/manifests/" in path for path in asked) > 1 and images.missing(engine, [name]) == []
+        assert images.evict(engine, 0) == [name]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_image_that_a_mirror_had_gets_its_own_name(engine: ContainerEngine) -> None:
+    with registry("hub/rl-test/task") as (name, _):
+        mirror = name.removesuffix("/rl-test/task")
+        images.pull(engine, "rl-test/task", Pulls(mirror))
+        assert images.missing(engine, ["rl-test/task:latest", f"{name}:latest"]) == [f"{name}:latest"]
+        assert images.evict(engine, 0) == ["rl-test/task"] and images.missing(engine, ["rl-test/task"])
 
 
 async def test_a_missing_image_is_named_before_anything_starts(engine: ContainerEngine) -> None:

@@ -65,11 +65,13 @@ async def test_no_descriptor_is_inherited_or_leaked(shared: Sandbox) -> None:
         os.set_inheritable(file.fileno(), True)
         done = await shared.exec(["ls", "/proc/self/fd"], env={}, timeout_s=30)
     assert done.stdout.split() == [b"0", b"1", b"2", b"3"]  # 3: the directory that ls reads
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+    counts: list[int] = []
+    # A container engine's client keeps some connections, and needs a few rounds to have them all.
+    while len(counts) < 4 or (len(counts) < 30 and len(set(counts[-4:])) > 1):
         await sh(shared, "true")
         await sh(shared, "sleep 9", timeout_s=0.05)
-    assert len(os.listdir("/proc/self/fd")) <= before
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] <= counts[-4], counts
 
 
 async def test_python_git_and_the_boxs_directories_work(kind: BoxKit, shared: Sandbox) -> None:

@@ -198,7 +198,57 @@ async def test_memory_and_processes_of_a_box_are_limited(kind: BoxKit, nap: str)
         await box.close()
 
 
-@kinds("docker", "podman")
+HOLD = """
+import mmap, os, sys, time
+held = [bytearray(os.urandom(1) * 2**20) for _ in range(int(sys.argv[1]))]
+if sys.argv[2] == "forks":  # the pages stay those of the first process
+    while os.getpid() and not os.fork():
+        if len(sys.argv) > 6: break
+        sys.argv.append("")
+if sys.argv[2] == "memfd":
+    held = [os.memfd_create("x") for _ in range(int(sys.argv[1]))]
+    [os.write(fd, bytes(2**20)) for fd in held]
+if sys.argv[2] == "deleted":
+    held = []
+    for _ in range(int(sys.argv[1])):
+        held.append(os.open("gone", os.O_CREAT | os.O_WRONLY)); os.write(held[-1], bytes(2**20)); os.unlink("gone")
+time.sleep(float(sys.argv[3]))
+print("held")
+"""
+
+
+@kinds("plain", "bwrap")
+@pytest.mark.parametrize(
+    ("mebibytes", "how", "ends"),
+    [(200, "memory", 137), (60, "memory", 0), (60, "forks", 0), (60, "memfd", 137), (60, "deleted", 137)],
+)
+async def test_what_is_watched_ends_a_program(kind: BoxKit, mebibytes: int, how: str, ends: int) -> None:
+    """A program over a limit is killed with all that it started, and the box goes on. Memory that forked processes
+    share counts once; memory and files without names count as files."""
+    box = await kind.boot(limits=Limits(memory_bytes=150 * MIB, disk_bytes=32 * MIB))
+    try:
+        nap = "60" if ends else "2.5"
+        done = await box.exec(["python3", "-c", HOLD, str(mebibytes), how, nap], env={}, timeout_s=50)
+        assert (done.returncode, done.timed_out, bool(done.stdout)) == (ends, False, not ends), done
+        assert (await sh(box, "echo fine")).stdout == b"fine\n"
+    finally:
+        await box.close()
+
+
+@kinds("bwrap")
+async def test_nothing_is_written_where_nobody_looks(kind: BoxKit) -> None:
+    """/dev is a file system in memory; what is written to /dev/shm counts as files of the box."""
+    box = await kind.boot(limits=Limits(disk_bytes=32 * MIB))
+    try:
+        done = await sh(box, "echo x > /dev/x; ls /dev/x; echo y > /dev/shm/y && cat /dev/shm/y; echo z > /dev/null")
+        assert done.stdout == b"y\n"
+        fill = "for i in 1 2 3 4; do head -c 24M /dev/zero > /dev/shm/big$i || exit 9; done; sleep 60"
+        assert (await sh(box, fill, timeout_s=50)).returncode == 137
+    finally:
+        await box.close()
+
+
+@kinds("plain", "bwrap", "docker", "podman")
 async def test_the_disk_of_a_box_is_limited(kind: BoxKit) -> None:
     box = await kind.boot(limits=Limits(disk_bytes=32 * MIB))
     try:

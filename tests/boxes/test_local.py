@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import mmap
 import os
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -81,6 +83,35 @@ def test_a_start_copies_no_page_tables(snapshot: Path) -> None:
         return faults
 
     assert uvloop.run(main()) < pages / 10
+
+
+@pytest.mark.parametrize("program", ["cat >/dev/null", "true"])
+def test_a_descriptor_is_closed_once(snapshot: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Under uvloop, too: a second close would hit the file that another thread has opened in between."""
+    open_when_closed: list[bool] = []
+
+    class Pipe(io.FileIO):
+        def close(self) -> None:
+            if not self.closed:
+                open_when_closed.append(Path(f"/proc/self/fd/{self.fileno()}").exists())
+            super().close()
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            for name in ("stdin", "stdout", "stderr"):
+                pipe = getattr(self, name)
+                setattr(self, name, Pipe(os.dup(pipe.fileno()), pipe.mode))
+                pipe.close()
+
+    async def main() -> None:
+        box = await boot_local(snapshot, isolation="none")
+        monkeypatch.setattr("rollout.sandbox.process.subprocess.Popen", Popen)
+        await box.exec(["sh", "-c", program], env={}, timeout_s=60, stdin=bytes(1 << 20))
+        await box.close()
+
+    uvloop.run(main())
+    assert open_when_closed == [True] * 3
 
 
 async def test_without_isolation_a_bind_cannot_move(snapshot: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,9 +57,52 @@ async def test_a_patch_comes_first_and_hidden_paths_are_gone(kind: BoxKit) -> No
         look = "ls; git status --short; git log -p | grep -c hello; ls /setup.diff /etc/passwd"
         # Podman writes an /etc/passwd of its own into a container whose image has none.
         own = [b"/etc/passwd"] if isinstance(kind, Podman) else []
-        assert (await sh(box, look)).stdout.split() == [b"README.md", b"link", b"run.sh", b"tracked.log", b"0", *own]
+        there = [b"README.md", b"built.log", b"link", b"run.sh", b"tracked.log"]
+        assert (await sh(box, look)).stdout.split() == [*there, b"0", *own]
         await box.put("README.md", b"hello\n")
         assert b"-bug\n+hello\n" in await box.diff()
+    finally:
+        await box.close()
+
+
+@kinds("docker")
+async def test_what_may_hold_the_solution_is_removed_or_reported(kind: BoxKit) -> None:
+    """The script runs here a second time, in a box, which is no image: it shows what it finds, and what it leaves."""
+    prepare = """
+        mkdir -p /root/.cache/pip /opt/site-packages/pkg packages/site-packages/pkg
+        touch pkg/__init__.py /opt/site-packages/pkg/__init__.py packages/site-packages/pkg/__init__.py
+        touch /root/.cache/pip/wheel /opt/past.bundle /opt/x.pack fix.orig
+        echo 'x = 1' >pkg/good.py; echo 'x = 2' >pkg/bad.py; touch -d @1700000000 pkg/*.py
+        git add -f pkg/__init__.py pkg/tracked.pyc
+    """
+    box = await kind.boot()
+    try:
+        good, bad = (struct.pack("<4I", 0, 0, 1_700_000_000, size) + b"code" for size in (6, 7))
+        names = (
+            "__pycache__/good.cpython-311.pyc",
+            "__pycache__/bad.cpython-311-pytest-8.1.pyc",
+            "gone.pyc",
+            "tracked.pyc",
+        )
+        for name, data in zip(names, (good, bad, good, good), strict=True):
+            await box.put(f"pkg/{name}", data)
+        assert (await sh(box, prepare)).returncode == 0
+        done = await box.exec(
+            ["bash", "-c", sealing.SCRIPT, "seal", box.workdir, box.home, "0", ""], env={}, timeout_s=60
+        )
+        assert done.returncode == 0, done.stderr
+        facts = done.stdout.decode().splitlines()
+        assert {line for line in facts if line.split()[0] in ("stale", "cache", "leftover", "repository", "copy")} == {
+            f"stale pkg/{names[1]}",
+            f"stale pkg/{names[2]}",
+            "cache /root/.cache/pip",
+            "leftover ./fix.orig",
+            "repository /opt/past.bundle",
+            "repository /opt/x.pack",
+            "copy /opt/site-packages/pkg",
+        }
+        left = await sh(box, "find pkg -name '*.pyc' | sort; ls -d /root/.cache/pip")
+        assert left.stdout.split() == [b"pkg/__pycache__/good.cpython-311.pyc", b"pkg/tracked.pyc"]
     finally:
         await box.close()
 

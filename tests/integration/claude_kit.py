@@ -11,7 +11,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,13 @@ class Sent:
         return json.dumps(self.body, ensure_ascii=False)
 
 
+class Verbatim(ClaudeCode):
+    """Claude Code, for which a prompt that begins with a slash is a command."""
+
+    def stdin(self, prompt: str) -> bytes:
+        return prompt.encode()
+
+
 @dataclass
 class Stage:
     """A stage is where Claude Code plays. ``requests``: what it has sent so far; ``runs``: how its processes ended."""
@@ -122,24 +129,31 @@ class Stage:
     async def play(self, prompt: str, *extra: str, **settings: Any) -> AgentRun:
         """Start Claude Code on ``prompt`` and wait for its end; ``settings`` change its ClaudeCode."""
         agent = replace(self.agent, extra_args=extra, **settings)
-        self.runs.append(await run_agent(self.box, agent, prompt, self.session.secret, self.socket))
+        self.runs.append(await run_agent(self.box, agent, prompt, self.session.secret, self.socket, self.session.turns))
         return self.runs[-1]
 
     @property
     def calls(self) -> list[Sent]:
         return [sent for sent in self.requests if sent.path == "/v1/messages"]
 
-    def check(self, directory: Path, *, rows: int) -> list[TrainingSequence]:
-        """Check invariants 1 and 2 with a record and the audit, and the number of rows; return the rows."""
+    def check(self, directory: Path, *, rows: int, unreported: Sequence[str] = ()) -> list[TrainingSequence]:
+        """Check invariants 1 and 2 with a record and the audit, and the number of rows; return the rows.
+
+        ``unreported``: the replies that are not trained on, because Claude Code does not report them.
+        """
         tree = self.session.tree
+        reported = frozenset[str]().union(*(run.replies or () for run in self.runs))
+        self.session.disown(reported)
+        foreign = [node.text for node in tree.nodes if node.delivered and not node.trained]
+        assert foreign == [*unreported], foreign
         found = tree.sequences()
         run = replace(self.runs[-1], events=[event for run in self.runs for event in run.events])
         verdict = Verdict(Reason.EMPTY_PATCH)
         check_record(Episode("stage", self.task, 0, time.time(), verdict, self.session, run, b"", found, {}), directory)
         assert len(found) == rows, [(len(row.prompt_ids), len(row.response_ids), row.nodes) for row in found]
-        # Every delivered reply is trained on in exactly one row.
+        # Every other delivered reply is trained on in exactly one row.
         trained = [n for row in found for n in row.nodes]
-        assert sorted(trained) == [n.index for n in tree.nodes if n.sampled and n.delivered]
+        assert sorted(trained) == [n.index for n in tree.nodes if n.sampled and n.delivered and n.trained]
         return found
 
 
@@ -163,7 +177,7 @@ async def stage(
         try:
             policy = char_policy(engine, max_tokens=max_tokens, max_context=max_context)
             session = await server.open_session("stage", policy, socket)
-            yield Stage(task, box, session, ClaudeCode(**settings), socket, listener.requests)
+            yield Stage(task, box, session, Verbatim(**settings), socket, listener.requests)
         finally:
             await box.close()
             await server.stop()

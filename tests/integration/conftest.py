@@ -16,6 +16,7 @@ from rl.quickstart.policy import make_policy
 from rl.quickstart.tasks import make_tasks
 from rl.run.vllm_server import vllm_server
 from tests.integration.train_kit import WarmStart
+from tests.slurm_kit import Slurm, slurm
 
 
 @dataclass
@@ -33,6 +34,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     out = tmp_path_factory.mktemp("tasks")
     make_tasks(out, seed=5, n_train=1, n_heldout=1)
     return load_tasks(out / "train.parquet")[0]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A real SLURM of two nodes, whose jobs must leave no process."""
+    with slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+    left = [process.cmdline()[:4] for process in made.processes()]
+    assert left == [], "jobs have left processes"
 
 
 @pytest.fixture(scope="session")

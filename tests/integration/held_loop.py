@@ -43,8 +43,8 @@ class Worker(agent_loop.Worker):
         agent = replace(self.setup.agent, timeout_s=600)
         self.setup = replace(self.setup, agent=agent, policy=replace(self.setup.policy, engine=self.held))
 
-    def keep(self, episode: Episode, split: str, step: int) -> None:
-        super().keep(episode, split, step)
+    def keep(self, episode: Episode, split: str, step: int, session: str) -> None:
+        super().keep(episode, split, step, session)
         if episode.id == self.held.episode:
             _over.set()
 

@@ -34,8 +34,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("experiments")
 
 
-def start(root: Path, experiment: str, *more: str) -> subprocess.Popen[str]:
-    return train_kit.start(f"+experiment={experiment}", "scale=tiny", f"run.root={root}", *more)
+def start(root: Path, experiment: str, *more: str, scale: str = "tiny") -> subprocess.Popen[str]:
+    return train_kit.start(f"+experiment={experiment}", f"scale={scale}", f"run.root={root}", *more)
 
 
 def steps(run: Path, filtered: bool = True) -> list[dict[str, Any]]:
@@ -46,8 +46,10 @@ def steps(run: Path, filtered: bool = True) -> list[dict[str, Any]]:
         # Tokens of older weights differ by what was learned since: a little, where random weights differ in all.
         stale = record["training/off_policy/trajectory_staleness_worst/max"]
         assert record["training/rollout_actor_probs_pearson_corr"] >= (0.9 if stale else 0.99)
-        assert record["group/count"] == 2
-        assert record["group/all_equal"] == 0.0 or not filtered
+        assert record["group/used"] == 2
+        if filtered:  # groups with equal rewards were played, and are not among the used ones
+            equal, played = round(record["group/all_equal"] * record["group/played"]), record["group/played"]
+            assert equal <= played - record["group/used"]
     assert audit.main([str(run)]) == 0
     return records
 
@@ -59,7 +61,21 @@ def test_full_fine_tuning(root: Path) -> None:
     (run,) = (root / "qwen3_coder_30b").iterdir()
     for record in steps(run):
         assert record["actor/grad_norm"] > 0 and record["rollout_corr/rollout_is_mean"] > 0
-        assert record["episode/masked"] == record["episode/overlong"]
+        assert record["rollout_corr/rollout_rs_seq_mean_k3_seq_masked_fraction"] == 0
+
+
+def test_tensor_and_expert_parallel(root: Path) -> None:
+    """TP 2 and EP 2: two ranks of the trainer give their gathered weights to two workers, and each takes its half of
+    heads, vocabulary and experts."""
+    run = root / "tp2"
+    process = start(root, "qwen3_coder_30b", f"run.dir={run}", scale="tiny_tp2")
+    text, _ = process.communicate()
+    assert process.returncode == 0, text
+    assert all(record["actor/grad_norm"] > 0 for record in steps(run))
+    said = (run / "run.log").read_text()
+    assert all(f"Worker_TP{rank}_EP{rank}" in said for rank in (0, 1))
+    saved = run / "checkpoints" / "global_step_2" / "actor"
+    assert len(list(saved.glob("model_world_size_2_rank_*.pt"))) == 2
 
 
 def test_lora(root: Path) -> None:
@@ -82,6 +98,8 @@ def test_an_episode_outlives_a_weight_update(root: Path, tmp_path: Path) -> None
         "qwen3_coder_30b_async",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "algorithm.filter_groups.enable=false",  # the other episodes of its group may be as good or bad
+        # A thousand times the learning rate: tokens from before an update may be further off than the limit.
+        "algorithm.rollout_correction.rollout_rs_threshold=1.0",
     )
     text, _ = process.communicate()
     assert process.returncode == 0, text
@@ -90,6 +108,7 @@ def test_an_episode_outlives_a_weight_update(root: Path, tmp_path: Path) -> None
     assert first["training/off_policy/trajectory_spans/max"] == 1
     assert second["training/off_policy/trajectory_spans/max"] == 2
     assert second["training/off_policy/trajectory_staleness_worst/max"] == 1
+    assert second["rollout_corr/rollout_rs_seq_mean_k3_seq_masked_fraction"] == 0  # so it is trained on
 
     episodes = [versions(record) for record in Reader(run)]
     assert any(calls[:1] == [{0}] and calls[1:] == [{1}] * (len(calls) - 1) != [] for calls in episodes)

@@ -18,11 +18,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 import pytest
+from aiohttp import test_utils, web
 
 from rl.quickstart.policy import make_tokenizer
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.proxy import standalone
-from rollout.proxy.standalone import Options, StandAlone
+from rollout.proxy.__main__ import main
+from rollout.proxy.standalone import EngineRefused, Options, StandAlone
 from tests.integration.claude_kit import Moody, call, in_turn, scripted
 from tests.integration.conftest import Running
 from tests.kit import QueueEngine, char_policy
@@ -192,14 +194,18 @@ async def claude(port: int | None, directory: Path, max_tokens: int) -> asyncio.
         find_binary(None), 4, 60, max_tokens, system_prompt="Repair the code.", tools=("Edit", "Read"), bare=True
     )
     env = agent.environment("token", base_url=f"http://127.0.0.1:{port}")
-    return await asyncio.create_subprocess_exec(
-        *agent.argv("Say something."),
+    started = await asyncio.create_subprocess_exec(
+        *agent.argv(),
         env=env | {"HOME": str(directory), "PATH": "/usr/bin:/bin"},
         cwd=directory,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    assert started.stdin is not None
+    started.stdin.write(agent.stdin("Say something."))
+    started.stdin.close()
+    return started
 
 
 class Program:
@@ -223,10 +229,73 @@ class Program:
 
 
 def test_a_wrong_model_is_one_line_of_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     program = Program(NOWHERE, str(tmp_path))
     program.process.wait(60)
     status, err = program.end()
     assert status == 1 and "Traceback" not in err and str(tmp_path) in err.splitlines()[-1]
+    assert f"waiting for the engine: {NOWHERE}/v1/models: unreachable" in err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--tool-parser", "qwen4"], "--tool-parser qwen4: must be one of .*qwen3_coder"),
+        (["--model", "tests"], r"--model tests: no config\.json there"),
+    ],
+)
+def test_a_wrong_option_is_one_line_of_error(wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--engine", NOWHERE, "--model", "m", "--tool-parser", "hermes", *wrong])
+    assert ended.value.code == 2 and re.search(words, capsys.readouterr().err.splitlines()[-1])
+
+
+class Engine:
+    """A server that answers /v1/models, and nothing else, as it is told to."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[int, bytes] = 503, b""
+        self.keys: list[str | None] = []
+
+    async def models(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("Authorization"))
+        return web.Response(status=self.answer[0], body=self.answer[1])
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "key", "words"),
+    [
+        (401, b"", None, "status 401: it wants its --api-key; set ROLLOUT_ENGINE_KEY"),
+        (403, b"", "wrong", "status 403: .* the one in ROLLOUT_ENGINE_KEY is wrong"),
+        (404, b"", None, "status 404: --engine is the address of a vLLM server, without /v1"),
+        (200, b"<html>", None, "not the answer of a vLLM server"),
+        (200, b'{"data": [{"id": "gpt"}]}', None, "not the answer of a vLLM server.*max_model_len"),
+    ],
+)
+async def test_an_engine_that_refuses_is_one_line_and_one_that_loads_is_waited_for(
+    status: int, body: bytes, key: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone, "load_policy", lambda options: pytest.fail("never made"))
+    monkeypatch.setattr(standalone, "_RETRY_S", 0.01)
+    monkeypatch.setattr(standalone, "_in_daemon", lambda work: asyncio.sleep(60))
+    engine = Engine()
+    app = web.Application()
+    app.router.add_get("/v1/models", engine.models)
+    async with test_utils.TestServer(app) as server:
+        proxy = StandAlone(Options(str(server.make_url("")).rstrip("/"), "model", "hermes", engine_key=key))
+        await proxy.start()
+        try:
+            loading = asyncio.create_task(proxy.load())
+            while "status 503" not in proxy.problem:
+                await asyncio.sleep(0.01)
+            _, health, _ = await ask(proxy, None, "/health")
+            assert health["proxy"].startswith("loading; ") and "status 503" in health["proxy"]
+            engine.answer = status, body
+            with pytest.raises(EngineRefused, match=words):
+                await loading
+            assert engine.keys[-1] == (f"Bearer {key}" if key else None)
+        finally:
+            await proxy.stop()
 
 
 @pytest.fixture

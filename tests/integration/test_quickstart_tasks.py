@@ -84,9 +84,9 @@ async def test_bad_patches_and_bad_code_do_not_resolve(data: Path, isolation: Is
         assert reason in (Reason.TESTS_FAILED, Reason.LOG_UNPARSABLE), code
     endless = replacing(task, "    while True: pass")
     assert await reason_of(task, endless, isolation, timeout_s=2) is Reason.TEST_TIMEOUT
-    # A file that shadows the standard library's unittest does not change the verdict.
+    # A file that shadows the standard library's unittest is not graded.
     shadow = b"--- /dev/null\n+++ b/unittest.py\n@@ -0,0 +1 @@\n+raise SystemExit('shadowed')\n"
-    assert await reason_of(task, shadow, isolation) is Reason.TESTS_FAILED
+    assert await reason_of(task, shadow, isolation) is Reason.FORBIDDEN_PATH_ONLY
 
 
 async def test_a_missing_snapshot_is_an_infrastructure_failure(data: Path, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""What ends a run from outside, one fault after the other on the same run; it has to come out as one that had none.
+"""Runs that faults from outside end, one after the other, have to come out as one that had none.
 
-Two runs of one config with ``+repeat=exact`` from the session's warm start. The unbroken one takes two steps, then
-Ray's own process dies. The broken one loses a rollout worker in its second step, has no disk for that step's checkpoint
-when it goes on, gets through it the third time, and loses its engine's server in the step after. What else ends a run
-is tested elsewhere: the trainer killed (test_train.py), its worker killed (test_experiments.py), a signal
-(test_slurm.py), an engine's process killed (test_vllm_server.py).
+All have one config with ``+repeat=exact`` and begin with the session's warm start. The unbroken one loses wandb's own
+process, which ends nothing, takes two steps, then Ray's own process dies. The broken one loses a rollout worker in its
+second step, has no disk for that step's checkpoint when it goes on, gets through it the third time, and loses its
+engine's server in the step after. One is warned while it plays episodes: it ends within seconds, and goes on with
+those that are missing. What else ends a run is tested elsewhere: the trainer killed (test_train.py), its worker killed
+(test_experiments.py), a signal (test_slurm.py), an engine's process killed (test_vllm_server.py).
 """
 
 from __future__ import annotations
@@ -14,15 +15,29 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rl.metrics.episodes import read_jsonl
+from rl.run import checkpoints, unfinished
 from rl.run.checkpoints import TRACKER
-from tests.integration.train_kit import TINY, RunProcess, WarmStart, one_line
+from rollout import audit
+from tests.integration.train_kit import TINY, RunProcess, WarmStart, one_line, until
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.claude,
+    pytest.mark.engine,
+    pytest.mark.xdist_group("trainers-2"),
+    pytest.mark.timeout(4800),
+]
+EPISODES = 8  # of a step: two tasks with four episodes
 
 EXACT = [
     "+repeat=exact",
@@ -59,6 +74,33 @@ def metrics(run: Path, step: int) -> dict[str, float]:
     return {key: value for key, value in record.items() if NUMBERS.match(key)}
 
 
+def run(directory: Path, warm_start: WarmStart, *more: str) -> RunProcess:
+    arguments = [argument for argument in TINY if not argument.startswith("quickstart.")]
+    arguments += [*warm_start.given(), *EXACT, f"run.dir={directory}", *more]
+    return RunProcess(directory, "+experiment=quickstart", *arguments)
+
+
+@pytest.fixture(scope="module")
+def unbroken(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two steps, at the end of which Ray's own process dies."""
+    began = time.time()
+    process = run(tmp_path_factory.mktemp("unbroken") / "run", warm_start)
+    process.until("step 1/4  resolved")
+    process.find("wandb-core").kill()
+    assert "wandb failed and gets nothing more; the run goes on" in process.until("step 2/4  resolved")
+    process.find("src/ray/raylet/raylet").kill()
+    said, code = process.ends()
+    assert "the same command continues after step 2" in one_line(said) and code != 0
+    assert not leaked(began)
+    return process.dir
+
+
+def played(directory: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a step's training episodes that count."""
+    lines = [line for file in (directory / "episode_metrics").glob("*.jsonl") for line in read_jsonl(file)]
+    return [line for line in lines if line["step"] == step and line["split"] == "train"]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Generator[Path]:
     """A file system of 32 MB, for the checkpoints of the broken run."""
@@ -73,27 +115,11 @@ def small_disk(tmp_path: Path) -> Generator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
-@pytest.mark.long
-@pytest.mark.claude
-@pytest.mark.engine
-@pytest.mark.xdist_group("trainers-2")
-@pytest.mark.timeout(4800)
 def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
-    warm_start: WarmStart, tmp_path: Path, small_disk: Path
+    warm_start: WarmStart, unbroken: Path, tmp_path: Path, small_disk: Path
 ) -> None:
-    def run(name: str) -> RunProcess:
-        arguments = [argument for argument in TINY if not argument.startswith("quickstart.")]
-        arguments += [*warm_start.given(), *EXACT, f"run.dir={tmp_path / name}"]
-        return RunProcess(tmp_path / name, "+experiment=quickstart", *arguments)
-
     began = time.time()
-    unbroken = run("unbroken")
-    unbroken.until("step 2/4  resolved")
-    unbroken.find("src/ray/raylet/raylet").kill()
-    said, code = unbroken.ends()
-    assert "the same command continues after step 2" in one_line(said) and code != 0
-
-    broken = run("broken")
+    broken = run(tmp_path / "broken", warm_start)
     broken.until("step 1/4  resolved")
     broken.in_a_step()
     broken.find("ray::AgentLoopWorker").kill()
@@ -104,7 +130,7 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
     # As a process leaves it that is killed while it saves.
     shutil.copytree(small_disk / "global_step_1" / "actor", small_disk / "global_step_2" / "actor")
     (small_disk / TRACKER).write_text("")
-    broken = run("broken")
+    broken = run(tmp_path / "broken", warm_start)
     begun = broken.until("starting trainer")
     assert "removed the checkpoint of step 2" in begun and "continuing from step 1" in begun
     balloon = small_disk / "balloon"
@@ -116,7 +142,7 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
     assert [place.name for place in small_disk.glob("global_step_*")] == ["global_step_1"]
 
     balloon.unlink()
-    broken = run("broken")
+    broken = run(tmp_path / "broken", warm_start)
     assert "continuing from step 1" in broken.until("starting trainer")
     broken.until("step 2/4  resolved")
     broken.in_a_step()
@@ -128,6 +154,39 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
 
     assert len(metrics(tmp_path / "broken", 2)) > 50
     for step in (1, 2):
-        assert metrics(tmp_path / "broken", step) == metrics(tmp_path / "unbroken", step)
+        assert metrics(tmp_path / "broken", step) == metrics(unbroken, step)
     assert metrics(tmp_path / "broken", 2)["actor/grad_norm"] > 0
     assert not leaked(began)
+
+
+def test_a_run_that_is_warned_in_a_rollout_plays_only_what_is_missing(
+    warm_start: WarmStart, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the warning saves a checkpoint."""
+    warned = run(tmp_path / "run", warm_start, "trainer.save_freq=100")
+    warned.until("step 1/4  resolved")
+    until(warned.process, lambda: len(played(warned.dir, 2)) >= 3)
+    began = time.monotonic()
+    warned.process.send_signal(signal.SIGUSR1)
+    said, code = warned.ends()
+    assert code == 75 and "stopped by SIGUSR1 after step 1; the same command continues" in said, said
+    assert time.monotonic() - began < 90, "it has waited for the rollout"
+    kept = int(re.findall(r"step 2: (\d+) episodes are done and kept", said)[0])
+    assert 0 < kept < EPISODES and unfinished.count(warned.dir, 1) == kept
+    assert checkpoints.newest(warned.dir / "checkpoints") == 1
+
+    resumed = run(tmp_path / "run", warm_start, "trainer.save_freq=100")
+    assert "continuing from step 1" in resumed.until("starting trainer")
+    began_at = time.time()
+    resumed.until("step 2/4  resolved")
+    lines = played(warned.dir, 2)
+    assert len(lines) == EPISODES == len({line["session"] for line in lines})
+    (new,) = [f for f in (warned.dir / "episode_metrics").glob("*.jsonl") if f.stat().st_mtime > began_at]
+    assert len([line for line in read_jsonl(new) if line["step"] == 2]) == EPISODES - kept
+    resumed.process.send_signal(signal.SIGUSR1)
+    said, code = resumed.ends()
+    assert code == 75, said
+    for step in (1, 2):
+        assert metrics(warned.dir, step) == metrics(unbroken, step)
+    assert metrics(warned.dir, 2)["actor/grad_norm"] > 0
+    assert audit.main([str(warned.dir)]) == 0 and "ok:" in capsys.readouterr().out

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl.quickstart.tasks import make_tasks
+from rl.run.lease import RunLease
 from rollout import audit
 from tests.integration.train_kit import WarmStart
-from tests.slurm_kit import Slurm, slurm
+from tests.slurm_kit import Slurm
 
 # Two nodes on one machine take 10 GiB: beside one other trainer, never beside two.
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
@@ -38,22 +42,29 @@ OVERRIDES = [
     # A gradient whatever the rewards are.
     "actor_rollout_ref.actor.entropy_coeff=0.05",
 ]
+SPLITS = (("train", "train"), ("val", "heldout"))
 # Model and tasks are there, and are not made.
 GIVEN = ["prepare=null", "~quickstart"]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
-    left = [process.cmdline()[:4] for process in made.processes()]
-    assert left == [], "jobs have left processes"
-
-
-def submit(cluster: Slurm, out: Path, *arguments: str) -> str:
+def submit(cluster: Slurm, out: Path, *arguments: str, cwd: Path = ROOT) -> str:
     """The job's number. There is no GPU to ask for."""
     options = ["--gpus-per-node=0", f"--output={out}", "--signal=B:USR1@60"]
-    return cluster.run("sbatch", "--parsable", *options, *arguments, cwd=ROOT).strip()
+    return cluster.run("sbatch", "--parsable", *options, *arguments, cwd=cwd).strip()
+
+
+def until_trapped(cluster: Slurm, job: str) -> None:
+    """Wait until the batch script handles signals. Before that it is a shell that starts, and dies of one."""
+    end = time.monotonic() + 100
+    while True:
+        for process in cluster.processes(SLURM_JOB_ID=job):
+            with contextlib.suppress(OSError, psutil.Error):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
+                if "slurm_script" in " ".join(process.cmdline()) and caught >> (signal.SIGUSR1 - 1) & 1:
+                    return
+        assert time.monotonic() < end and cluster.job(job)["JobState"] in ("PENDING", "RUNNING"), cluster.job(job)
+        time.sleep(0.05)
 
 
 def read_until(cluster: Slurm, job: str, out: Path, pattern: str, seconds: float) -> str:
@@ -89,6 +100,89 @@ def test_a_node_that_cannot_read_the_data_is_named(cluster: Slurm, tmp_path: Pat
 
 
 @pytest.mark.timeout(900)
+def test_the_first_node_is_named_too_and_its_job_needs_nothing_of_the_submitting_shell(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    """The nodes of the test above change places, and the environment is that of SBATCH_EXPORT=NONE."""
+    disk, model, out = cluster.disk("n2") / "other", tmp_path / "model", tmp_path / "out.txt"
+    make_tasks(disk, seed=5, n_train=2, n_heldout=1)
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    files = [f"data.{split}_files='${{oc.env:NODE_DISK}}/other/{name}.parquet'" for split, name in SPLITS]
+    more = [f"run.root={tmp_path}", *GIVEN, f"actor_rollout_ref.model.path={model}", *files]
+    job = submit(cluster, out, "--nodes=2", "--export=NONE", SCRIPT, *TWO_NODES, *more)
+    ended = cluster.wait(job, "COMPLETED", "FAILED", seconds=300)
+    text = out.read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "69:0"), text
+    assert f"cluster: node n1: data.train_files: no file {cluster.disk('n1')}/other/train.parquet\n" in text
+
+
+@pytest.mark.timeout(900)
+def test_nodes_without_the_environment_are_named(cluster: Slurm, tmp_path: Path) -> None:
+    """The first node is so slow that its shell dies of SLURM's SIGTERM before it can handle it."""
+    clone, out = tmp_path / "clone", tmp_path / "out.txt"
+    (clone / "rl" / "cluster").mkdir(parents=True)
+    (clone / "rl" / "cluster" / "__main__.py").touch()
+    slow = tmp_path / "slow.sh"
+    slow.write_text('[ "${SLURM_PROCID:-}" != 0 ] || sleep 600\n')
+    (clone / "scripts" / "slurm").mkdir(parents=True)
+    (clone / "scripts" / "slurm" / "site.sh").write_text(f"export BASH_ENV={slow}\n")
+    job = submit(cluster, out, "--nodes=2", str(ROOT / SCRIPT), "+experiment=quickstart", cwd=clone)
+    ended = cluster.wait(job, "COMPLETED", "FAILED", seconds=300)
+    text = out.read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "69:0"), text
+    assert re.search(rf"cluster: node n2: no {clone}/\.venv/bin/python; run scripts/setup\.sh", text)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_directory_in_use_is_left_alone(cluster: Slurm, tmp_path: Path) -> None:
+    """The job asks for GPUs with a type, which no program uses."""
+    run, out = tmp_path / "mine", tmp_path / "out.txt"
+    run.mkdir()
+    lease = RunLease(run)
+    lease.take()
+    options = ["--nodes=2", "--gpus-per-node=h100:2"]
+    job = submit(cluster, out, *options, SCRIPT, *TWO_NODES, f"run.root={tmp_path}", f"run.dir={run}")
+    ended = cluster.wait(job, "COMPLETED", "FAILED", seconds=300)
+    text = out.read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0"), text
+    assert f"cluster: run directory {run} is in use by process {os.getpid()} on" in text
+    assert [path.name for path in run.iterdir()] == ["run.lease"]
+    assert ended["TresPerNode"] == "gres:gpu:h100:2"
+
+
+@pytest.mark.timeout(900)
+def test_a_warning_at_the_start_requeues_the_job_and_the_nodes_are_free_at_once(cluster: Slurm, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    job = submit(cluster, out, "--nodes=2", SCRIPT, *TWO_NODES, f"run.root={tmp_path}")
+    until_trapped(cluster, job)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    cluster.wait(job, "PENDING", "COMPLETING", "FAILED", seconds=200)
+    began = time.monotonic()
+    ended = cluster.wait(job, "PENDING", "FAILED", seconds=200)
+    assert time.monotonic() - began < 40, "the nodes were held"
+    assert (ended["JobState"], ended["Restarts"]) == ("PENDING", "1"), out.read_text()
+    assert not list(tmp_path.rglob("ray-start.log"))
+    cluster.run("scancel", job)
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_must_not_be_requeued_says_so(cluster: Slurm, tmp_path: Path) -> None:
+    """With --gres instead of --gpus-per-node, and memory by number, for sites that want it so."""
+    out = tmp_path / "out.txt"
+    options = ["--nodes=1", "--no-requeue", "--gres=gpu:h100:1", "--mem=100M"]
+    job = submit(cluster, out, *options, SCRIPT, "+experiment=quickstart", f"run.root={tmp_path}")
+    until_trapped(cluster, job)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    ended = cluster.wait(job, "COMPLETED", "FAILED", seconds=200)
+    text = out.read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "75:0"), text
+    assert "train.sbatch: SLURM will not requeue this job (Requeue=0)" in text
+    assert f"train.sbatch: SLURM has not requeued job {job}; to continue" in text
+    assert "gres:gpu:h100:1" in ended["TresPerNode"]
+
+
+@pytest.mark.timeout(900)
 def test_tasks_of_an_array_job_get_a_line_of_the_sweep_each(cluster: Slurm, tmp_path: Path) -> None:
     """To where the config is refused, which names the seed."""
     options = ["--array=1-2", "--nodes=1"]
@@ -108,6 +202,10 @@ def test_a_node_that_is_lost_is_named(cluster: Slurm, warm_start: WarmStart, tmp
     out = tmp_path / "out.txt"
     job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={tmp_path}", *OVERRIDES, *warm_start.given())
     read_until(cluster, job, out, "all nodes are there; starting rl.train", 300)
+    logs = tmp_path / "quickstart" / f"slurm-{job}" / "logs"
+    for note in (logs / "n1" / "ray_dir", logs / "n2" / "ray_dir"):
+        sockets = Path(note.read_text())
+        assert (sockets / "ray").is_dir() and sockets.stat().st_mode & 0o077 == 0, "others could enter"
     (raylet,) = [one for one in cluster.processes(SLURMD_NODENAME="n2") if one.name() == "raylet"]
     raylet.kill()
     read_until(
@@ -115,12 +213,12 @@ def test_a_node_that_is_lost_is_named(cluster: Slurm, warm_start: WarmStart, tmp
     )
     cluster.run("scancel", job)
     cluster.wait(job, "CANCELLED", seconds=200)
-    logs = tmp_path / "quickstart" / f"slurm-{job}" / "logs"
     assert "raylet" in (logs / "n2" / "ray-start.log").read_text()
     end = time.monotonic() + 200
     while left := list(logs.glob("*/ray_dir*")):  # the notes of where Ray is: each node takes both along
         assert time.monotonic() < end, f"{left}: not ended in order"
         time.sleep(0.5)
+    assert not (logs.parent / "run.lease").exists()
 
 
 @pytest.mark.claude
@@ -159,3 +257,24 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finishes(
             assert played & {path.stem.rpartition("-")[2] for path in logs}, f"{node}, start {start}"
     assert audit.main([str(run)]) == 0
     assert "ok:" in capsys.readouterr().out
+
+
+@pytest.mark.claude
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+def test_a_heterogeneous_job_plays_its_episodes_beside_the_gpus(
+    cluster: Slurm, warm_start: WarmStart, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.txt"
+    parts = ["--nodes=1", "--exclusive", "--mem=0", ":", "--nodes=1", "--exclusive", "--mem=0"]
+    changed = ["trainer.nnodes=1", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1"]
+    job = submit(cluster, out, *parts, SCRIPT, f"run.root={tmp_path}", *OVERRIDES, *changed, *warm_start.given())
+    ended = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED", seconds=1200)
+    text = out.read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), text
+    run = tmp_path / "quickstart" / f"slurm-{job}"
+    (record,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert record["episode/count"] == 4 and record["infra/failures"] == 0
+    played = {path.stem.rpartition("-")[2] for path in (run / "episode_metrics").glob("*.jsonl")}
+    there = {path.stem.rpartition("-")[2] for path in (run / "logs" / "n2" / "ray-0").glob("worker-*.out")}
+    assert len(played) == 2 and played <= there, "both agent loop workers were on the second node"

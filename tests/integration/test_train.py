@@ -129,7 +129,7 @@ def check_merged(run: Path, step: int) -> None:
 @pytest.mark.timeout(2400)
 def test_a_step_in_containers_with_faults(warm_start: WarmStart, tmp_path: Path) -> None:
     """Held-out episodes and one GRPO step, every box a container without a network. In the step one of two tasks has no
-    image, a container is killed, and one hangs."""
+    image, a container is killed, and one is paused past the agent's time."""
     engine = get_engine()
     image = made(task_images().base_image, engine)
     warm_start.copy_to(tmp_path)
@@ -153,13 +153,12 @@ def test_a_step_in_containers_with_faults(warm_start: WarmStart, tmp_path: Path)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [0, 1]
     assert [record["val/count"] for record in metrics] == [4, 4]
-    # Infrastructure is tried again, then left out; who hangs is the policy's failure.
-    assert metrics[1]["infra/missing_image"] == 8 and metrics[1]["infra/box_killed"] == 1
-    assert metrics[1]["infra/failures"] == 9 and metrics[1]["episode/count"] == 4
+    # Infrastructure is tried again, then left out; a container that somebody else has stopped is no agent that hangs.
+    assert metrics[1]["infra/missing_image"] == 8 and metrics[1]["infra/box_killed"] == 2
+    assert metrics[1]["infra/failures"] == 10 and metrics[1]["episode/count"] == 4
     records = [record for record in Reader(run) if record.split == "train"]
-    assert "timeout" in [record.agent["status"] for record in records if record.agent]
     assert metrics[1]["training/rollout_actor_probs_pearson_corr"] >= 0.99
-    assert len(records) == 4 + 9 and audit.main([str(run)]) == 0
+    assert len(records) == 4 + 10 and audit.main([str(run)]) == 0
     boxes = engine.client.containers(all=True, filters={"label": f"{RUN}={run.name}"})
     assert boxes == [], "containers are left"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import functools
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -24,8 +25,7 @@ def cluster() -> Iterator[None]:
     """Ray, whose workers are forked as those of a run on a CPU are: each would import verl."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="fork-") as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with tempfile.TemporaryDirectory(prefix="fork-") as directory:
         forks = ForkServer(directory)
         forks.wait()
         ray.init(
@@ -65,7 +65,12 @@ def make_server(plan: list[Any]) -> Any:
             ids, stop, step = part
             logprobs = [-i / 4 for i in ids]
             extra = {"global_steps": step, "num_cached_tokens": len(prompt_ids) - 1}
-            return TokenOutput(token_ids=ids, log_probs=logprobs, stop_reason=stop, extra_fields=extra)
+            routing = None
+            if (start := sampling_params.get("routed_experts_prompt_start")) is not None:
+                routing = np.array([*prompt_ids, *ids][start:-1])[:, None, None]  # as vLLM
+            return TokenOutput(
+                token_ids=ids, log_probs=logprobs, stop_reason=stop, routed_experts=routing, extra_fields=extra
+            )
 
         async def state(self) -> tuple[list[Any], int]:
             return self.seen, self.cancelled
@@ -100,6 +105,22 @@ async def test_an_update_in_the_middle_is_one_reply_and_every_token_knows_its_we
     assert (done.ids, done.versions, done.cached) == ([7, 8, 9, 5, 6], (3, 3, 4, 4, 4), 1)
     prompts = [prompt for prompt, _ in (await server.state.remote())[0]]
     assert prompts == [[1, 2], [1, 2, 7, 8], [1, 2, 7, 8]]
+
+
+async def test_routing_begins_where_it_was_asked_for_after_an_update_too(cluster: None) -> None:
+    plan = [([7, 8], "aborted", 3), ([9, 5], "completed", 4), ([6], "completed", 4)]
+    engine = make_engine(make_server(plan), "FullyAsyncLLMServerClient")
+    done = await engine.generate("e", [1, 2, 3], {**SAMPLING, "routed_experts_prompt_start": 2})
+    assert done.experts[:, 0, 0].tolist() == [3, 7, 8, 9]
+    engine.client.generate = functools.partial(_first_token_lost, engine.client.generate)
+    with pytest.raises(EngineError, match="routing of 1 tokens where 2 were asked for"):
+        await engine.generate("e", [1, 2, 3], {**SAMPLING, "routed_experts_prompt_start": 1})
+
+
+async def _first_token_lost(generate: Any, **arguments: Any) -> Any:
+    out = await generate(**arguments)
+    out.routed_experts = out.routed_experts[1:]
+    return out
 
 
 async def test_a_reply_that_was_ended_for_good_and_a_failing_server_are_engine_errors(cluster: None) -> None:

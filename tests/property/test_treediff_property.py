@@ -1,4 +1,4 @@
-"""Whatever two trees look like, applying their diff to the first gives the second.
+"""Whatever two trees look like, applying their diff to the first gives the second, and what git ignores is ignored.
 
 Empty directories are left out: git does not know them.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.sandbox.ignored import Ignored
 from rollout.sandbox.treediff import Directory, patch_between
 
 _names = st.sampled_from(["a", "b", "a.b", "a-b", "a0", "é", "sp ace", 'quo"te', "-x", "new\nline"])
@@ -45,6 +46,76 @@ def _write(directory: Path, tree: dict) -> None:
         else:
             path.write_bytes(node[1])
             path.chmod(0o755 if node[0] == "executable" else 0o644)
+
+
+_patterns = [
+    "a",
+    "b/",
+    "/a",
+    "*",
+    "!a",
+    "!a.b",
+    "!*/",
+    "a/*",
+    "**/b",
+    "a/**",
+    "/b/*",
+    "!/b/a",
+    "?",
+    "[ab]",
+    "# no",
+    "é",
+]
+_rules = st.lists(st.sampled_from(_patterns), max_size=4)
+
+
+def test_a_rule_for_directories_does_not_name_a_link_in_place_of_one(tmp_path: Path) -> None:
+    (tmp_path / "old" / "b").mkdir(parents=True)
+    (tmp_path / "old" / ".gitignore").write_text("b/\n")
+    (tmp_path / "old" / "b" / ".gitignore").write_text("c\n")
+    with Ignored(Directory(os.fsencode(tmp_path / "old")), tmp_path) as ignored:
+        assert b"b/d" in ignored and b"b" not in ignored and b"b/c" in ignored
+
+
+@settings(max_examples=60)
+@given(_trees, _trees, st.dictionaries(st.sampled_from(["", "a", "b", "b/a"]), _rules, max_size=3), st.data())
+def test_what_git_ignores_is_ignored(old: dict, new: dict, rules: dict[str, list[str]], data: st.DataObject) -> None:
+    """The judge is git itself, in the snapshot's repository with the new tree's files and the old one's rules."""
+    base = Path(tempfile.mkdtemp())
+    try:
+        _write(base / "old", old)
+        for place, lines in rules.items():
+            directory = base / "old" / place
+            if all(part.is_dir() or not os.path.lexists(part) for part in (directory.parent, directory)):
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / ".gitignore").write_text("".join(f"{line}\n" for line in lines))
+        env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+        git = ["git", f"--git-dir={base / 'old/.git'}", "-c", "core.quotePath=false"]
+        subprocess.run([*git, f"--work-tree={base / 'old'}", "init", "-q"], check=True, env=env)
+        for arguments in (["read-tree", "--empty"], ["add", "-A", "."]):  # the first makes an index in any case
+            subprocess.run([*git, f"--work-tree={base / 'old'}", *arguments], check=True, env=env)
+        forced = [path for path in sorted(_files(base / "old")) if ".git/" not in path and data.draw(st.booleans())]
+        if forced:
+            add = [*git, "--literal-pathspecs", f"--work-tree={base / 'old'}", "add", "-f", "--", *forced]
+            subprocess.run(add, check=True, env=env)
+        _write(base / "new", new)
+        origin, now = (Directory(os.fsencode(base / name)) for name in ("old", "new"))
+        with Ignored(origin, base) as ignored:
+            found = {path for path in now.files if path in ignored}
+        for path in origin.files:  # git reads rules from its work tree
+            if os.path.basename(path) == b".gitignore" and _fits(base / "new", os.fsdecode(path)):
+                (base / "new" / os.fsdecode(path)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(base / "old" / os.fsdecode(path), base / "new" / os.fsdecode(path))
+        look = [*git, f"--work-tree={base / 'new'}", "ls-files", "-z", "--others", "--ignored", "--exclude-standard"]
+        wanted = {path for path in subprocess.check_output(look, cwd=base / "new", env=env).split(b"\0")[:-1]}
+        assert found == wanted & now.files.keys()
+    finally:
+        shutil.rmtree(base)
+
+
+def _fits(root: Path, path: str) -> bool:
+    above = [root / part for part in list(Path(path).parents)[:-1]]
+    return all((part.is_dir() and not part.is_symlink()) or not os.path.lexists(part) for part in above)
 
 
 def _holds_files(tree: dict) -> bool:

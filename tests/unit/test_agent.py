@@ -35,10 +35,10 @@ def test_without_a_socket_the_session_is_at_the_base_url() -> None:
 
 
 def test_the_command_line_has_what_the_settings_ask_for() -> None:
-    plain = AGENT.argv("fix it")
-    assert plain[:3] == ["/bin/claude", "-p", "fix it"] and "--bare" not in plain and "--tools" not in plain
+    plain = AGENT.argv()
+    assert plain[:2] == ["/bin/claude", "-p"] and "--bare" not in plain and "--tools" not in plain
     agent = replace(AGENT, system_prompt="s", tools=("Edit", "Read"), bare=True, extra_args=("--x",))
-    argv = agent.argv("fix it")
+    argv = agent.argv()
     assert argv[argv.index("--tools") + 1] == "Edit,Read" and argv[argv.index("--system-prompt") + 1] == "s"
     assert "--bare" in argv and argv[-1] == "--x"
 
@@ -87,7 +87,7 @@ class Box:
         self.given.append((path, data))
 
     async def exec(self, argv: Any, **options: Any) -> ExecResult:
-        self.given.append((argv, options["env"], options["timeout_s"]))
+        self.given.append((argv, options["stdin"], options["env"], options["timeout_s"]))
         return self.result
 
 
@@ -96,19 +96,30 @@ def result(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "box, status, turns",
+    "box, turns, status",
     [
-        (Box(stdout=result()), "finished", 2),
-        (Box(stdout=result(subtype="error_max_turns", is_error=True)), "max_turns", 2),
-        (Box(stdout=result(is_error=True)), "error", 2),
-        (Box(stdout=b'{"type": "assis', timed_out=True, returncode=None), "timeout", 0),
-        (Box(stdout=b"not json\n[1]\n", stderr=b"boom", returncode=1), "crashed", 0),
+        (Box(stdout=result()), 2, "finished"),
+        (Box(stdout=result(subtype="error_max_turns", is_error=True)), 3, "max_turns"),
+        (Box(stdout=result(is_error=True)), 2, "error"),
+        (Box(stdout=b'{"type": "assis', timed_out=True, returncode=None), 0, "timeout"),
+        (Box(stdout=b"not json\n[1]\n", stderr=b"boom", returncode=1), 0, "crashed"),
+        # What the policy's commands may print: turns are the proxy's, and a limit is believed where it agrees.
+        (Box(stdout=result(num_turns=1)), 9, "finished"),
+        (Box(stdout=b'{"type": "result"}'), 1, "finished"),
+        (Box(stdout=result(subtype="error_max_turns", is_error=True, num_turns=3)), 2, "error"),
     ],
 )
-async def test_how_a_run_ended(box: Any, status: str, turns: int) -> None:
-    run = await run_agent(box, AGENT, "fix it", "secret", Path("/s"))
+async def test_how_a_run_ended(box: Any, turns: int, status: str) -> None:
+    run = await run_agent(box, AGENT, "fix it", "secret", Path("/s"), lambda: turns)
     assert (run.status, run.turns) == (status, turns)
     assert run.status is not Status.CRASHED or "boom" in run.detail
+
+
+async def test_the_replies_that_the_agent_reports() -> None:
+    lines = [{"type": "assistant", "message": {"id": "msg_1"}}, {"type": "user", "message": {"id": "msg_2"}}]
+    box: Any = Box(stdout=b"\n".join(json.dumps(line).encode() for line in lines) + b"\n" + result())
+    run = await run_agent(box, AGENT, "fix it", "secret", Path("/s"), lambda: 1)
+    assert run.replies == {"msg_1"}
 
 
 async def test_another_agent_is_a_class_of_its_own() -> None:
@@ -117,8 +128,11 @@ async def test_another_agent_is_a_class_of_its_own() -> None:
         binary: Path
         timeout_s: float
 
-        def argv(self, prompt: str) -> list[str]:
-            return [str(self.binary), "exec", prompt]
+        def argv(self) -> list[str]:
+            return [str(self.binary), "exec"]
+
+        def stdin(self, prompt: str) -> bytes:
+            return prompt.encode()
 
         def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
             return {"KEY": secret, "SOCKET": str(socket)}
@@ -126,15 +140,15 @@ async def test_another_agent_is_a_class_of_its_own() -> None:
         def files(self) -> dict[str, bytes]:
             return {".other/config.toml": b"x = 1"}
 
-        def result(self, done: ExecResult) -> AgentRun:
-            return AgentRun(Status.FINISHED, 1, done.stdout.decode(), [])
+        def result(self, done: ExecResult, turns: int) -> AgentRun:
+            return AgentRun(Status.FINISHED, turns, done.stdout.decode(), [])
 
     box: Any = Box(stdout=b"done")
-    run = await run_agent(box, Other(Path("/bin/other"), 7), "fix it", "secret", Path("/s"))
+    run = await run_agent(box, Other(Path("/bin/other"), 7), "fix it", "secret", Path("/s"), lambda: 1)
     assert run == AgentRun(Status.FINISHED, 1, "done", [])
     file, started = box.given
     assert file == ("/home/agent/.other/config.toml", b"x = 1")
-    assert started == (["/bin/other", "exec", "fix it"], {"KEY": "secret", "SOCKET": "/s"}, 7)
+    assert started == (["/bin/other", "exec"], b"fix it", {"KEY": "secret", "SOCKET": "/s"}, 7)
 
 
 def test_only_a_window_with_room_to_compact_is_told() -> None:

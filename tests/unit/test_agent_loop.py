@@ -1,11 +1,15 @@
 """An episode becomes the training rows that verl is given."""
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rewards.verdict import Reason, Verdict
+from rl.run import errors
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.session import Session
@@ -56,4 +60,31 @@ def test_an_infrastructure_failure_has_no_rows() -> None:
     ],
 )
 def test_an_episode_is_overlong_if_a_limit_ended_it(status: str, counters: dict[str, int], overlong: bool) -> None:
-    assert episode(status, **counters).overlong is overlong
+    from rl.agent_loop import outputs
+
+    ended = episode(status, **counters)
+    assert ended.overlong is overlong
+    assert len(outputs(ended)) == 1 and len(outputs(ended, mask_overlong=True)) == (not overlong)
+
+
+def test_an_episode_that_is_kept_is_not_played_again() -> None:
+    from rl.agent_loop import ClaudeCodeAgentLoop
+
+    loop = object.__new__(ClaudeCodeAgentLoop)  # it has no worker, engine or tasks: nothing else may be asked for
+    assert asyncio.run(loop.run({}, session_id=2, kept="0 2")) == []
+    for kept in ("", "0 12"):
+        with pytest.raises(AttributeError):
+            asyncio.run(loop.run({}, session_id=2, kept=kept))
+
+
+def test_what_raises_is_noted_for_the_trainer(tmp_path: Path) -> None:
+    from rl.agent_loop import ClaudeCodeAgentLoop
+
+    async def worker() -> None:
+        raise KeyError("tool_parser")
+
+    loop: Any = object.__new__(ClaudeCodeAgentLoop)
+    loop.config, loop._worker = SimpleNamespace(run=SimpleNamespace(dir=str(tmp_path))), worker
+    with pytest.raises(KeyError):
+        asyncio.run(loop.run({}, session_id=0))
+    assert errors.last(tmp_path) == "KeyError: 'tool_parser'"

@@ -87,7 +87,8 @@ def apptainer_cfg(config: DictConfig, tmp_path: Path, monkeypatch) -> DictConfig
     stub(tmp_path, monkeypatch, "apptainer version 1.3.4")
     keys = {"kind": "apptainer", "memory_mb": 512, "cpus": 1, "processes": 64, "pull_parallel": 1}
     more = {"image_budget_gb": None, "base_image": "/base.sif", "cache_dir": str(tmp_path / "cache" / "sif")}
-    del config.sandbox.isolation
+    more |= {"registry_mirror": None, "pull_patience_s": 0}
+    del config.sandbox.isolation, config.sandbox.disk_mb
     config.sandbox = {**config.sandbox, **keys, **more}
     (tmp_path / "base.sif").touch()
     config.sandbox.base_image = str(tmp_path / "base.sif")

@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from rl.checks import check
+from rl.checks import check, check_values
 from rl.checks.data import check_tasks
+from rl.checks.keys import check_types
 from rl.checks.machine import GIB
 from rl.checks.model import check_family, check_model
-from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_schedule
 from rl.config import ConfigError
-from tests.check_kit import good_config, refused, write
+from tests.check_kit import composed, good_config, refused, write
 from tests.datasets import snapshot_row as row
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,6 +108,77 @@ def test_unknown_tool_parser(config, name):
     refused(config, "proxy.tool_parser", repr(name), "qwen3_coder", proxy__tool_parser=name)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("trainer.save_freq", "abc", "it must be a number"),
+        ("trainer.save_freq", None, "it must be a number"),
+        ("actor_rollout_ref.actor.optim.lr", "abc", "it must be a number"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", 0.5, "it must be a whole number or null"),
+        ("actor_rollout_ref.actor.use_kl_loss", "yes please", "it must be true or false"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "two", "it must be a whole number or null"),
+        ("trainer.logger", "wandb", "it must be a list"),
+        ("sandbox.image_budget_gb", [1], "it must be a number"),
+        ("trainer.max_actor_ckpt_to_keep", "all", "it must be a number or null"),
+        ("ray_kwargs.ray_init.anything", "at all", ""),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", None, ""),
+        ("actor_rollout_ref.actor.optim.lr", 1, ""),
+        ("trainer.v1.separate_async.num_warmup_batches", 1.5, ""),
+        ("trainer.experiment_name", 2024, ""),
+        ("trainer.max_actor_ckpt_to_keep", None, ""),
+    ],
+)
+def test_a_value_has_the_type_that_its_key_has(key: str, value: object, said: str) -> None:
+    made = composed("+experiment=qwen3_4b", **{key: value})
+    if not said:
+        check_types(made)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_values(made)
+    assert caught.value.lines[0].startswith(f"{key} is {value!r}; it must be ") and said in caught.value.lines[0]
+    assert len(caught.value.lines) == 1
+
+
+def test_all_that_is_wrong_is_told_at_once(config: DictConfig, tmp_path: Path) -> None:
+    """A line each, and none that only follows from another."""
+    wrong: dict[str, object] = {
+        "agent.binary": "/no/claude",
+        "data.val_files": "/no/val.parquet",
+        "actor_rollout_ref.actor.clip_ratio_hihg": 1,
+        "actor_rollout_ref.model.path": None,
+        "actor_rollout_ref.rollout.n": 1,
+    }
+    for key, value in wrong.items():
+        OmegaConf.update(config, key, value)
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    lines = caught.value.lines
+    assert len(lines) == 5 and str(caught.value) == "\n".join(lines)
+    for part in (
+        "clip_ratio_hihg: nothing",
+        "rollout.n is 1",
+        "/no/claude",
+        "model.path is not set",
+        "/no/val.parquet",
+    ):
+        assert sum(part in line for line in lines) == 1, (part, lines)
+    # Where a value is of the wrong type, what would be calculated from it is not looked at.
+    config.data.train_batch_size, config.trainer.save_freq = "many", "often"
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert [line.split(" is ")[0] for line in caught.value.lines][1:] == ["data.train_batch_size", "trainer.save_freq"]
+
+
+def test_references_that_lead_nowhere() -> None:
+    made = composed("+experiment=quickstart", **{"trainer.experiment_name": "${no.such}", "data.seed": "${nor_this}"})
+    with pytest.raises(ConfigError) as caught:
+        check(made)
+    assert sorted(line.split(": ")[0] for line in caught.value.lines) == [
+        "data.seed=${nor_this}",
+        "trainer.experiment_name=${no.such}",
+    ]
+
+
 # --- batch sizes and lengths
 
 
@@ -145,6 +217,36 @@ def test_determinism_is_not_promised_where_there_is_none(config, key, value):
     refused(config, key, "full_determinism", **{key: value})
 
 
+GOOD_WARM_UP = {"lr_scheduler_type": "cosine", "zero_indexed_step": False}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrong"),
+    [
+        ("fsdp2", {"lr_scheduler_type": "constant"}),
+        ("fsdp2", {"zero_indexed_step": True}),
+        ("megatron", {"lr_warmup_init": 0.0}),
+    ],
+)
+def test_a_warm_up_does_not_begin_with_rate_0(strategy, wrong):
+    def schedule(**changes):
+        optim = {"lr_warmup_steps": 5, "lr_warmup_steps_ratio": 0.0} | changes
+        check_schedule(OmegaConf.create({"actor_rollout_ref": {"actor": {"strategy": strategy, "optim": optim}}}))
+
+    good = {"lr_warmup_init": 1e-7} if strategy == "megatron" else GOOD_WARM_UP
+    schedule(**good)
+    with pytest.raises(ConfigError, match="begins with a step of rate 0"):
+        schedule(**good | wrong)
+    schedule(**good | wrong, lr_warmup_steps=-1)
+
+
+def test_groups_that_limits_empty_are_replaced(config):
+    refused(config, "sync_refill_failed_groups=true", **{"episode.mask_overlong": True})
+    config.trainer.v1.sampler.sync_refill_failed_groups = True
+    config.episode.mask_overlong = True
+    check(config)
+
+
 def test_tensor_parallel_divides_the_devices(config):
     refused(
         config,
@@ -168,6 +270,16 @@ def test_fixed_batches_divide_over_devices(config):
 def test_fixed_batches_need_a_micro_batch(config):
     refused(config, "ppo_micro_batch_size_per_gpu", actor_rollout_ref__actor__use_dynamic_bsz=False)
     config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 1
+    check(config)
+
+
+def test_the_loss_is_divided_by_what_it_adds_up(config):
+    config.actor_rollout_ref.actor.loss_agg_mode = "token-mean"
+    refused(config, "loss_agg_mode is token-mean", "weigh_by_episode=false")
+    config.episode.weigh_by_episode = False
+    check(config)
+    refused(config, "loss_scale_factor", actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum-norm")
+    config.actor_rollout_ref.actor.loss_scale_factor = 500
     check(config)
 
 

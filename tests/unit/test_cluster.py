@@ -1,4 +1,4 @@
-"""What `rl.cluster` does before it starts Ray: places, run directories, sweeps, staging, messages between nodes."""
+"""`rl.cluster` prepares a job before Ray starts: places, run directories, sweeps, staging, messages between nodes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import json
 import os
 import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rl.cluster.__main__ import run_directory, sweep_line
 from rl.cluster.head import Signals, StartStopped, check_job
 from rl.cluster.link import Link, Listener, NodeError, Place
-from rl.cluster.member import unless
+from rl.cluster.member import check_node, judge, unless
 from rl.cluster.ray import check_gpus
 from rl.cluster.stage import copy, stage
+from rl.cluster.task import run_directory, sweep_line
 from rl.config import ConfigError, compose
 from rl.run import stop
 from tests.check_kit import composed
 
+ROOT = Path(__file__).parents[2]
 TASK = {
     "SLURM_JOB_ID": "10042",
     "SLURM_PROCID": "1",
@@ -34,18 +37,34 @@ TASK = {
 
 
 def place(node: str, nodes: int, port: int, key: str = "secret") -> Place:
-    return Place(0 if node == "n1" else 1, nodes, node, "7", 0, None, "127.0.0.1", port, key)
+    return Place(0 if node == "n1" else 1, nodes, [nodes], node, "7", 0, None, "127.0.0.1", [port], key)
 
 
 def test_a_task_reads_its_place_from_slurm() -> None:
     found = Place.of(TASK)
     assert (found.rank, found.nodes, found.node, found.job, found.attempt) == (1, 3, "n2", "10042", 0)
     again = Place.of(TASK | {"SLURM_RESTART_COUNT": "2"})
-    assert again.attempt == 2 and again.job == found.job and again.port == found.port
+    assert again.attempt == 2 and again.job == found.job
+    assert len(found.ports) == 8 and not set(again.ports) & set(found.ports), "a taken port is not met again"
+    assert all(20000 <= port < 32000 for port in (*found.ports, *again.ports))
     in_array = Place.of(TASK | {"SLURM_ARRAY_JOB_ID": "10041", "SLURM_ARRAY_TASK_ID": "3"})
     assert in_array.job == "10041_3" and in_array.array_task == "3"
+    assert found.role is None and found.plays
+    beside = Place.of(TASK | {f"SLURM_JOB_NUM_NODES_HET_GROUP_{part}": "1" for part in range(3)})
+    assert [replace(beside, rank=rank).role for rank in range(3)] == ["training", "episodes", "grading"]
+    assert [replace(beside, rank=rank).plays for rank in range(3)] == [False, True, True]
     with pytest.raises(ConfigError, match=r"SLURMD_NODENAME is not set.*train\.sbatch"):
         Place.of({name: value for name, value in TASK.items() if name != "SLURMD_NODENAME"})
+
+
+def test_a_node_that_plays_no_episodes_needs_neither_the_agent_nor_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    config = composed("+experiment=quickstart", run__root=str(tmp_path), sandbox__isolation="bwrap")
+    config.agent.binary = "/no/claude"
+    assert check_node(config, plays=False) == ""
+    assert "/no/claude" in (wrong := check_node(config, plays=True)) and "bwrap is not installed" in wrong
 
 
 def test_the_run_directory_is_the_jobs_unless_it_is_given(tmp_path: Path) -> None:
@@ -57,17 +76,25 @@ def test_the_run_directory_is_the_jobs_unless_it_is_given(tmp_path: Path) -> Non
 
 def test_a_job_must_have_the_nodes_that_the_config_asks_for() -> None:
     config = composed("+experiment=quickstart", trainer__nnodes=3)
-    check_job(config, 3)
-    check_job(config, 4)  # the fourth only runs episodes
+    check_job(config, [3])
+    check_job(config, [4])  # the fourth only runs episodes
+    check_job(config, [3, 1, 1])
+    with pytest.raises(ConfigError, match=r"asks for 3 nodes .*, the job has 2"):
+        check_job(config, [2, 2])
+    with pytest.raises(ConfigError, match="4 parts"):
+        check_job(config, [3, 1, 1, 1])
     with pytest.raises(ConfigError, match=r"asks for 3 nodes \(trainer.nnodes=3\), the job has 2; sbatch --nodes=3"):
-        check_job(config, 2)
+        check_job(config, [2])
+    check_job(config, [3], left_s=1801)
+    with pytest.raises(ConfigError, match=r"run\.grace_s=1800 is not less than the 1200 s .* give a longer --time"):
+        check_job(config, [3], left_s=1200)
     with_stage = composed("+experiment=quickstart", cluster__stage_dir="/local")
     with pytest.raises(ConfigError, match=r"cluster\.stage_dir: this experiment makes its data"):
-        check_job(with_stage, 1)
+        check_job(with_stage, [1])
     config.trainer.v1.trainer_mode = "separate_async"
     config.actor_rollout_ref.rollout.nnodes = 2
     with pytest.raises(ConfigError, match="asks for 5 nodes"):
-        check_job(config, 4)
+        check_job(config, [4])
 
 
 def test_enough_nodes_must_have_their_gpus() -> None:
@@ -94,49 +121,6 @@ def test_the_example_sweep_composes() -> None:
     file = Path(__file__).parents[2] / "scripts" / "slurm" / "seeds.txt"
     assert [sweep_line(file, str(task)) for task in (1, 2, 3)] == [["seed=1"], ["seed=2"], ["seed=3"]]
     assert compose(["+experiment=quickstart", *sweep_line(file, "2")]).seed == 2
-
-
-# --- the batch script, up to srun; the rest of it is run by tests/integration/test_slurm.py
-
-
-def batch(directory: Path, cwd: Path, **environment: str) -> tuple[int, list[str], str]:
-    """Return exit code, srun's arguments, and standard error of the batch script."""
-    srun = directory / "srun"
-    srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n')
-    srun.chmod(0o755)
-    (directory / "arguments").write_text("")
-    script = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
-    environment |= {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1"}
-    done = subprocess.run(["bash", script, "+experiment=x", "a=b c"], cwd=cwd, env=environment, capture_output=True)
-    return done.returncode, (directory / "arguments").read_text().splitlines(), done.stderr.decode()
-
-
-def test_one_variable_chooses_how_python_is_started(tmp_path: Path) -> None:
-    """Only srun's arguments are tested, neither apptainer nor pyxis themselves."""
-    clone = tmp_path / "a clone"
-    (clone / "rl" / "cluster").mkdir(parents=True)
-    (clone / "rl" / "cluster" / "__main__.py").touch()
-    end = ["-m", "rl.cluster", "+experiment=x", "a=b c"]
-    code, arguments, _ = batch(tmp_path, clone)
-    assert code == 0 and arguments[0] == "--nodes=2" and arguments[-5:] == [f"{clone}/.venv/bin/python", *end]
-    _, arguments, _ = batch(tmp_path, clone, RL_ENV="apptainer", RL_IMAGE="/i.sif", RL_BIND="/data")
-    command = ["apptainer", "exec", "--nv", "--bind", f"{clone},/data", "--pwd", str(clone), "/i.sif", "python3"]
-    assert arguments[-13:] == [*command, *end]
-    _, arguments, _ = batch(tmp_path, clone, RL_ENV="pyxis", RL_IMAGE="nvcr.io#x")
-    assert arguments[-8:-5] == [
-        "--container-image=nvcr.io#x",
-        f"--container-workdir={clone}",
-        f"--container-mounts={clone}:{clone},/tmp:/tmp",
-    ]
-    assert arguments[-5:] == ["python3", *end]
-    assert batch(tmp_path, clone, RL_ENV="apptainer")[2].endswith(
-        "RL_IMAGE: is not set: RL_ENV=apptainer needs a .sif file\n"
-    )
-    assert batch(tmp_path, clone, RL_ENV="conda")[::2] == (
-        2,
-        "RL_ENV is 'conda'; it must be venv, apptainer or pyxis\n",
-    )
-    assert batch(tmp_path, tmp_path)[::2] == (2, f"call sbatch in the clone's directory; {tmp_path} is none\n")
 
 
 # --- files on a disk of the node
@@ -187,6 +171,15 @@ def test_a_failed_copy_is_one_line_of_error(tmp_path: Path) -> None:
         copy(file, tmp_path / "taken", print)
 
 
+def test_limits_are_raised_and_low_ones_are_said() -> None:
+    """In a process of its own, because hard limits cannot be raised again."""
+    script = "import resource as r; from rl.cluster.limits import raise_limits; print(*raise_limits(), sep='\\n')"
+    show = "; print(r.getrlimit(r.RLIMIT_NOFILE))"
+    command = f"ulimit -Sn 300; ulimit -Hn 900; exec '{sys.executable}' -c \"{script}{show}\""
+    said = subprocess.run(["bash", "-c", command], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    assert said.startswith("ulimit -n is 900, less than 16384: ") and said.endswith("(900, 900)\n")
+
+
 # --- messages between nodes
 
 
@@ -234,7 +227,7 @@ async def test_a_node_that_has_a_problem_or_dies_is_named(unused_tcp_port: int) 
 async def test_a_client_without_the_key_is_not_heard(unused_tcp_port: int) -> None:
     head = Listener(place("n1", 2, unused_tcp_port), print)
     await head.listen()
-    with pytest.raises(NodeError, match=r"n2: the head \(127.0.0.1:\d+\) does not answer"):
+    with pytest.raises(NodeError, match=r"n2: the head \(127.0.0.1, ports \d+\) does not answer"):
         await Link.open(place("n2", 2, unused_tcp_port, key="guess"), 1)
     with pytest.raises(NodeError, match=r"1 of 2 nodes have not called in 0 s \(here: n1\)"):
         await head.complete(0.1)
@@ -242,11 +235,40 @@ async def test_a_client_without_the_key_is_not_heard(unused_tcp_port: int) -> No
     await head.close(1)
 
 
-async def test_a_taken_port_is_one_line_of_error(unused_tcp_port: int) -> None:
-    taken = await asyncio.start_server(lambda *_: None, None, unused_tcp_port)
-    with pytest.raises(NodeError, match=f"n1: cannot listen on port {unused_tcp_port}"):
-        await Listener(place("n1", 2, unused_tcp_port), print).listen()
+async def test_a_taken_port_is_left_to_its_owner_who_never_learns_the_key(unused_tcp_port_factory: Any) -> None:
+    heard: list[bytes] = []
+
+    async def foreign(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'{"nonce": "mine"}\n{"welcome": true}\n')
+        heard.append(await reader.readline())
+        writer.close()
+
+    ports = [unused_tcp_port_factory(), unused_tcp_port_factory()]
+    taken = await asyncio.start_server(foreign, None, ports[0])
+    head = Listener(replace(place("n1", 2, 0), ports=ports), print)
+    await head.listen()
+    link = await Link.open(replace(place("n2", 2, 0), ports=ports), 60)
+    await head.complete(60)
+    assert heard and b"secret" not in heard[0]
+    with pytest.raises(NodeError, match=rf"n1: cannot listen on any of the ports {ports[0]}, {ports[1]}: "):
+        await Listener(replace(place("n1", 2, 0), ports=ports), print).listen()
+    await link.close()
+    await head.close(60)
     taken.close()
+
+
+def test_what_all_nodes_find_wrong_is_the_config_and_else_the_node(tmp_path: Path) -> None:
+    config = composed("+experiment=quickstart", run__root=str(tmp_path))
+    judge({"n1": "", "n2": ""}, config, True)
+    with pytest.raises(ConfigError, match=r"^no model$"):
+        judge({"n1": "no model", "n2": "no model"}, config, True)
+    with pytest.raises(NodeError, match=r"^n1: no model$"):
+        judge({"n1": "no model", "n2": ""}, config, True)
+    with pytest.raises(NodeError, match=r"^n1: no file /1\ncluster: node n2: no file /2$"):
+        judge({"n2": "no file /2", "n1": "no file /1"}, config, True)
+    config.cluster.local_dir = "/proc/none"  # what no config is to blame for
+    with pytest.raises(NodeError, match=r"^n1: cannot write$"):
+        judge({"n1": "cannot write"}, config, True)
 
 
 async def test_work_is_cancelled_when_its_guard_fails() -> None:
@@ -286,12 +308,52 @@ async def test_signals_end_the_start_and_are_passed_to_the_trainer_once(tmp_path
         loop.remove_signal_handler(number)
 
 
+async def test_the_batch_scripts_warning_is_a_signal_whenever_it_came(tmp_path: Path) -> None:
+    signals, warning = Signals(), tmp_path / "warning"
+    watching = asyncio.ensure_future(signals.watch(warning))
+    warning.touch()
+    await asyncio.wait_for(watching, 60)
+    with pytest.raises(StartStopped, match="SIGUSR1"):
+        await signals.early
+    for number in stop.SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+@pytest.mark.parametrize("number", stop.SIGNALS)
+@pytest.mark.parametrize("moment", ["before Python", "imports"])
+def test_a_signal_at_the_start_of_the_head_ends_it_with_75(tmp_path: Path, number: signal.Signals, moment: str) -> None:
+    """The real program, in a process as the batch script starts it: with the signals blocked."""
+    environment = os.environ | TASK | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1", "PYTHONPATH": str(ROOT)}
+    kill = f"kill -{int(number)} $$; " if moment == "before Python" else ""
+    code = f'{kill}exec "$@"'
+    command = ["env", "--block-signal=USR1,TERM", "bash", "-c", code, "bash", sys.executable, "-X", "importtime"]
+    process = subprocess.Popen(
+        [*command, "-m", "rl.cluster", "+experiment=quickstart", f"run.root={tmp_path}"],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process:
+        while moment == "imports" and "asyncio" not in process.stderr.readline():
+            assert process.poll() is None
+        if moment == "imports":
+            process.send_signal(number)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 75 and f"cluster: stopped by {number.name} before the training began\n" in said
+    assert not list(tmp_path.rglob("ray_dir*"))
+
+
 async def test_the_jobs_exit_code_follows_from_the_trainers() -> None:
     signals = Signals()
     assert [signals.exit_code(code) for code in (0, 1, 2, 75, 143)] == [0, 1, 2, 75, 143]
     assert signals.exit_code(-9) == 137, "somebody else killed it"
     signals.seen = [signal.SIGUSR1]
     assert signals.exit_code(-signal.SIGUSR1) == 75, "not yet so far that it could handle the signal"
+    signals.seen = [signal.SIGTERM, signal.SIGUSR1]
+    assert signals.exit_code(-signal.SIGUSR1) == 75, "nor for the second"
     signals.seen = [signal.SIGUSR1, signal.SIGTERM]
     assert signals.exit_code(-signal.SIGTERM) == 143
     for number in stop.SIGNALS:

@@ -1,11 +1,18 @@
 """The config composes, and the same command finds its run again."""
 
 import errno
-import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
+from rl.command import read_command
+from rl.config import CONFIGS, ConfigError, compose
+from rl.quickstart.tasks import make_tasks
 from rl.run.checkpoints import seal
 from rl.run.directory import Run, open_run
 from tests.check_kit import composed
@@ -28,6 +35,99 @@ def test_quickstart_is_a_complete_cpu_config():
     assert config.trainer.default_local_dir == "somewhere/checkpoints"
     assert rollout.dtype == "float32"
     assert config.actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "+experiment=qwen3_9b",
+            "there is no experiment 'qwen3_9b'; did you mean qwen3_8b? there are quickstart,",
+        ),
+        ("sandbox=dcker", "there is no sandbox 'dcker'; did you mean docker? there are apptainer, docker, local"),
+        ("experiment=quickstart", "nothing is chosen here yet; write +experiment=quickstart"),
+        ("experimnt=quickstart", "there is no such key; did you mean +experiment=quickstart?"),
+        ("+sandbox=docker", "sandbox has a choice already; leave out the +"),
+        ("data.train_file=x", "there is no such key; did you mean data.train_files?"),
+        ("save_freq=abc", "there is no such key; did you mean trainer.save_freq?"),
+        ("optim.lr=1", "did you mean actor_rollout_ref.actor.optim.lr or critic.optim.lr?"),
+        ("+data.seed=1", "the key is there; leave out the +"),
+        ("~trainer.nope", "there is no such key"),
+        ("trainer.save_freq=1,2", "this is several values; write a list as [a,b]"),
+        ("quickstart", "write key=value; did you mean +experiment=quickstart?"),
+        ("data.train_files=[a", "the value cannot be read ("),
+        ("model_engine=torchtitan", "Could not find 'engine_defaults/torchtitan'"),
+        ("hydra/foo=bar", ""),
+    ],
+)
+def test_a_wrong_override_is_one_line(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    [line] = caught.value.lines
+    assert "\n" not in line and (line.startswith(f"{override}: ") if said else line) and said in line
+
+
+def told(*arguments: str, program: str = "rl.train") -> tuple[int, str, str]:
+    command = [sys.executable, "-m", program, *arguments]
+    done = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_command_tells_all_that_is_wrong_with_it() -> None:
+    """Overrides that Hydra would refuse, and values that it takes, with the lines of each."""
+    wrong = ["data.train_file=x", "trainer.save_freq=abc", "actor_rollout_ref.actor.optim.lr=abc", "sandbox=dcker"]
+    code, out, err = told("+experiment=quickstart", *wrong, "agent.max_turns=0")
+    assert code == 2 and not out
+    assert err.splitlines() == [
+        "config: sandbox=dcker: there is no sandbox 'dcker'; did you mean docker? there are apptainer, docker, local",
+        "config: data.train_file=x: there is no such key; did you mean data.train_files?",
+        "config: agent.max_turns is 0; it must be a number above 0",
+        "config: actor_rollout_ref.actor.optim.lr is 'abc'; it must be a number",
+        "config: trainer.save_freq is 'abc'; it must be a number",
+    ]
+
+
+@pytest.mark.parametrize("program", ["rl.plan", "rl.boxes", "rl.data.admit"])
+def test_every_program_tells_its_wrong_overrides(program: str, tmp_path: Path) -> None:
+    make_tasks(tmp_path, seed=5, n_train=1, n_heldout=1)
+    tasks = {"rl.boxes": [f"{tmp_path}/train.parquet"]}
+    tasks["rl.data.admit"] = [*tasks["rl.boxes"], "--out", f"{tmp_path}/a.parquet"]
+    code, out, err = told(*tasks.get(program, []), "sandbox=dcker", "agent.max_turn=1", program=program)
+    assert code == 2 and not out
+    assert [line.split(": ", 1)[1].split(":")[0] for line in err.splitlines()] == ["sandbox=dcker", "agent.max_turn=1"]
+
+
+def test_without_a_word_the_experiments_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, code in ([], 2), (["--help"], 0):
+        with pytest.raises(SystemExit) as ended:
+            read_command("rl.train", "Train a policy.", arguments)
+        said = capsys.readouterr()
+        text = said.out if arguments else said.err
+        assert ended.value.code == code
+        for file in (CONFIGS / "experiment").glob("*.yaml"):
+            [line] = [line for line in text.splitlines() if line.split()[:1] == [file.stem]]
+            assert len(line.split()) > 5 and line.endswith("."), line
+    assert "sandbox=apptainer|docker|local" in text and "Train a policy." in text
+    for wrong in (["--cgf", "job"], ["--cfg", "hydra"], ["--cfg", "job", "--package", "trianer"]):
+        with pytest.raises(SystemExit) as ended:
+            read_command("rl.train", "Train a policy.", wrong)
+        assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_config_is_shown_with_our_groups_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_command("rl.train", "", ["--cfg", "job", "+experiment=quickstart", "run.grace_s=7"])
+    assert not ended.value.code
+    shown = yaml.safe_load(capsys.readouterr().out)
+    groups = {"agent", "cluster", "episode", "grading", "model_engine", "plan", "prepare", "proxy", "quickstart", "run"}
+    groups |= {"sandbox", "seed"}
+    assert {*[*shown][: len(groups)]} == groups and "actor_rollout_ref" in shown
+    assert shown["run"]["grace_s"] == 7
+    with pytest.raises(SystemExit):
+        read_command("rl.train", "", ["--cfg", "job", "--resolve", "-p", "data", "seed=5"])
+    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 5
 
 
 def test_unfinished_run_is_continued_and_finished_one_is_not(tmp_path):
@@ -64,19 +164,13 @@ def test_explicit_directory_is_continued_whatever_the_settings(tmp_path):
     again.close()
 
 
-def test_a_disk_without_locks_needs_an_explicit_directory(tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+def test_a_disk_that_can_hold_no_lease_is_one_line(tmp_path, monkeypatch):
+    def link(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(RuntimeError, match=r"no file locks.*give run\.dir"):
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(RuntimeError, match=r"cannot lease the run directory: .*not permitted.*another disk"):
         opened(tmp_path)
-    first = opened(tmp_path, run__dir=f"{tmp_path}/mine")
-    assert not first.resumed
-    first.close()
-    again = opened(tmp_path, run__dir=f"{tmp_path}/mine")
-    assert again.resumed
-    again.close()
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,35 @@ def test_keys_with_their_comments(script: ModuleType) -> None:
     ]
     assert script.header(TEXT) == "What this file is.\n\n  a command"
     assert script.header("# About a.\na: 1\n") == ""
+
+
+def test_a_key_that_nothing_describes_is_an_error(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of the shipped keys has a line; a key of ours and one of verl's show where it comes from."""
+    shipped = script.everything()
+    about = {key.name: key.about for some in shipped.values() for key in some}
+    assert len(about) > 200 and all(about.values())
+    assert about["sandbox.file_mb"] == "The largest file that a process may write, in MiB."
+    assert about["actor_rollout_ref.actor.optim.weight_decay"] == "verl: Weight decay"
+    assert about["actor_rollout_ref.actor.megatron.context_parallel_size"] == "verl: context parallel size"
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(script, "OUT", tmp_path / "config.md")
+    monkeypatch.setattr(sys, "argv", ["config_reference.py"])
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    with open(tmp_path / "configs" / "evaluate.yaml", "a") as file:
+        file.write("\nnew: 1\n")
+    assert script.main() == 1 and "evaluate.yaml: nothing says what these are: new" in capsys.readouterr().err
+    assert not (tmp_path / "config.md").exists()
+
+
+def test_the_index_leads_to_every_key(script: ModuleType) -> None:
+    text = script.reference()
+    assert "- `sandbox.file_mb`: [sandbox/apptainer.yaml](#sandboxapptaineryaml), [sandbox/docker.yaml]" in text
+    assert "\n## sandbox/apptainer.yaml\n" in text
+    for some in script.everything().values():
+        assert all(f"\n- `{key.name}`: [" in text for key in some)
 
 
 def test_every_key_of_every_file_is_there(script: ModuleType) -> None:

@@ -1,5 +1,6 @@
 """rl.cpu registers a platform and changes nothing elsewhere; with VERL_PLATFORM=cpu verl's parts for a CPU are ours."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 from rl.config import CPU_ENVIRONMENT
 
+needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vllm"), reason="vLLM is not its CPU build")
 PROBE = """
 import verl, rl.cpu, sys, torch.distributed as dist
 from verl.plugin.platform import get_platform
@@ -43,6 +45,34 @@ print(goes_back(CPUDetachActorWorker), goes_back(DetachActorWorker))
 dist.destroy_process_group()
 """
 
+EXPERTS = """
+import torch
+from rl.cpu.vllm_replica import CPUExperts, _local_experts
+from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+from vllm.platforms import current_platform
+
+current_platform.import_kernels()
+torch.manual_seed(0)
+hidden, logits = torch.randn(16, 64), torch.randn(16, 4)
+w13, w2 = torch.randn(4, 128, 64), torch.randn(4, 64, 64)
+
+def kernel(own, weights, experts):
+    packed = (cpu_prepack_moe_weight(w[own].contiguous(), "vec") for w in (w13, w2))
+    return cpu_fused_moe(hidden, *packed, None, None, weights, experts, "silu", "vec")
+
+def half(rank):
+    places = torch.full((4,), -1, dtype=torch.int32)
+    own = slice(2 * rank, 2 * rank + 2)
+    places[own] = torch.arange(2, dtype=torch.int32)
+    return kernel(own, *_local_experts(places, hidden, logits, topk=2, renormalize=True))
+
+whole = kernel(slice(4), *select_experts(hidden, logits, 2, use_grouped_topk=False, renormalize=True))
+print(torch.allclose(whole, half(0) + half(1), atol=1e-3), torch.allclose(whole, half(0), atol=1e-3))
+print(op_registry_oot["UnquantizedFusedMoEMethod"] is CPUExperts)
+"""
+
 
 def run(code: str, **environment: str) -> list[list[str]]:
     """Return the words of each line that a Python program prints, without this process's verl and vLLM variables."""
@@ -69,3 +99,8 @@ def test_with_the_switch_platform_replica_and_backend_are_ours(with_the_switch: 
 
 def test_saved_weights_are_copies_and_verls_own_still_are_not(with_the_switch: list[list[str]]) -> None:
     assert with_the_switch[-1] == ["True", "False"]
+
+
+@needs_vllm_cpu
+def test_experts_of_two_workers_add_up_to_all_experts() -> None:
+    assert run(EXPERTS, **CPU_ENVIRONMENT)[-2:] == [["True", "False"], ["True"]]

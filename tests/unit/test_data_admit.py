@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
+import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,10 +24,11 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import Task, load_tasks
-from rl.batch import Journal, JournalError
+from rl.batch import Journal, JournalError, Losses, LostError, estimate
 from rl.data.admit import Plan, findings, grade_tasks, main
 from rl.data.findings import Status, finding
 from rl.quickstart.tasks import make_tasks
+from rl.shard import Shard
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.local.box import boot_local
 
@@ -66,6 +71,64 @@ def test_a_damaged_line_before_the_end_is_an_error(tmp_path: Path) -> None:
     for _ in range(2):  # the error releases the lock
         with pytest.raises(JournalError, match="line 1 is damaged"):
             Journal(path)
+
+
+def test_a_journal_on_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process is kept out by a file that names the one which has it open, and that one may be killed."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    path, mark = tmp_path / "j", tmp_path / "j.open"
+    journal = Journal(path)
+    with pytest.raises(JournalError, match=r"this disk has no flock \(Function not implemented\), and .*/j.open says"):
+        Journal(path)
+    journal.append({"a": 1})
+    journal.close()
+    assert not mark.exists()
+    name = "from rollout.sandbox.owner import me; print(me(), end='')"
+    child = subprocess.run([sys.executable, "-c", name], capture_output=True, text=True)
+    mark.write_text(child.stdout)  # of a process that is gone
+    journal = Journal(path)
+    assert journal.records == [{"a": 1}]
+    journal.close()
+    mark.write_text("elsewhere" + child.stdout[child.stdout.index("/") :])  # on another machine, nobody can say
+    with pytest.raises(JournalError, match="if it is gone, delete it"):
+        Journal(path)
+
+
+def test_a_shard_has_whole_groups_and_all_shards_have_everything() -> None:
+    pieces = [(image, number) for image in "abcdefgh" for number in range(1 + ord(image) % 3)]
+    parts = [Shard(number, 3).of(pieces, lambda piece: piece[0]) for number in (1, 2, 3)]
+    assert sorted(itertools.chain(*parts)) == pieces and all(part == sorted(part) for part in parts)
+    for one, other in itertools.combinations(parts, 2):
+        assert not {image for image, _ in one} & {image for image, _ in other}
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert Shard(9, 9).of(pieces, lambda piece: piece[0]) == []  # more shards than groups
+    assert Shard.parse("3/16") == Shard(3, 16)
+    for wrong in ("0/4", "5/4", "3", "3/", "a/b", "-1/4", ""):
+        with pytest.raises(ValueError, match="is no shard"):
+            Shard.parse(wrong)
+
+
+def test_losses_in_a_row_for_one_cause_end_a_batch() -> None:
+    losses = Losses(3, apart=["missing_image"])
+    for cause in ("no_engine", "no_engine", None, "no_engine", "no_engine", "no_space", "no_engine", "no_engine"):
+        losses.count(cause)
+    with pytest.raises(LostError, match="last 3 attempts were lost for one cause, no_engine: it does not answer"):
+        losses.count("no_engine", "it does\nnot answer")
+    for _ in range(59):
+        losses.count("missing_image")
+    with pytest.raises(LostError, match=r"last 60 .* missing_image"):
+        losses.count("missing_image")
+
+
+def test_an_estimate_is_pieces_times_seconds() -> None:
+    assert estimate(14_628, 40, 16) == "about 10.2 h: 14628 x 40 s, 16 at a time"
+    assert estimate(8, 1, 2) == "about 4 s: 8 x 1 s, 2 at a time"
+    assert estimate(60, 10, 2) == "about 5 min: 60 x 10 s, 2 at a time"
 
 
 GOOD = [record("gold", None), record("empty", "tests_failed")]
@@ -111,12 +174,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spoilt(made: Path, shared: Path) -> list[Task]:
     """Return the training tasks: a good one, a broken one, a flaky one, and one that passes without a patch."""
     good, broken, flaky, easy = load_tasks(made / "train.parquet")
-    # The first run with a patch applied fails, like a test that depends on something outside.
-    first = f'[ -n "$(git status --porcelain)" ] && mkdir {shared}/first && git checkout --quiet .'
+    # The second run with a patch applied fails, like a test that depends on something outside.
+    second = f'[ -n "$(git status --porcelain)" ] && ! mkdir {shared}/first 2>&- && mkdir {shared}/second 2>&-'
+    second += " && git checkout --quiet ."
     return [
         good,
         replace(broken, patch=broken_patch(broken)),
-        replace(flaky, eval_script=flaky.eval_script.replace("set -uxo pipefail\n", f"set -uxo pipefail\n{first}\n")),
+        replace(flaky, eval_script=flaky.eval_script.replace("set -uxo pipefail\n", f"set -uxo pipefail\n{second}\n")),
         replace(easy, FAIL_TO_PASS=easy.PASS_TO_PASS),
     ]
 
@@ -135,8 +199,9 @@ def write(path: Path, tasks: list[Task]) -> Path:
     return path
 
 
-def journal_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.with_name(f"{out.stem}.admission.jsonl").read_text().splitlines()]
+def journal_of(out: Path, missing_ok: bool = False) -> list[dict[str, Any]]:
+    path = out.with_name(f"{out.stem}.admission.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() or not missing_ok else []
 
 
 def test_the_command_admits_tasks_and_grades_only_what_is_missing(
@@ -158,12 +223,18 @@ def test_the_command_admits_tasks_and_grades_only_what_is_missing(
     assert [task.instance_id for task in admitted] == [tasks[0].instance_id]
     assert admitted[0].image.startswith("dir:../") and admitted[0].snapshot == tasks[0].snapshot
     assert pyarrow.parquet.read_table(out).column("extra").to_pylist() == ["kept"]
-    begun, *_, counts, why, train = capfd.readouterr().out.splitlines()
+    begun, *_, longest, counts, why, train = capfd.readouterr().out.splitlines()
     assert begun.endswith("16 gradings of 4 tasks, 2 at a time")
+    assert re.search(r" s\] at most about \d+ s: \d+ x \d+ s, 2 at a time$", longest), longest
     assert counts == "1 pass, 1 flaky, 2 broken, 0 undecided"
     assert why.startswith("why ") and why.endswith("less " + str(out.with_name("admitted.admission.md")))
     assert train.startswith("train on them ") and f"data.train_files=[{out}]" in train
-    assert sum(bool(entry["log_tail"]) for entry in journal_of(out)) == 2 + 1 + 2  # only of unexpected gradings
+    # The log is kept of unexpected gradings only, and after one of them a task is not graded any more (those that were
+    # already running end).
+    graded = Counter((entry["task"], bool(entry["log_tail"])) for entry in journal_of(out))
+    assert [graded[task.instance_id, True] for task in tasks][:3] == [0, 1, 1]
+    assert 1 <= graded[tasks[3].instance_id, True] <= 2
+    assert [graded[task.instance_id, False] for task in tasks][:2] == [4, 0]
     # The same command grades nothing again, not even with fewer tasks; with one more try it grades each kind once more.
     before = journal_of(out)
     assert main(command) == 0 and journal_of(out) == before
@@ -175,6 +246,82 @@ def test_the_command_admits_tasks_and_grades_only_what_is_missing(
     assert main(command) == 0 and len(journal_of(out)) == len(before) + 2 + 6
 
 
+def test_shards_grade_all_tasks_and_a_merge_judges_them(
+    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tasks = spoilt(made, tmp_path)
+    source, out = write(tmp_path / "tasks.parquet", tasks), tmp_path / "admitted.parquet"
+    command = [str(source), "--out", str(out), "--tries", "2", "--jobs", "2", "sandbox.isolation=none"]
+    assert main([*command, "--shard", "1/2"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].endswith("0 undecided")
+    assert not out.exists() and not journal_of(out, missing_ok=True)
+    main([*command, "--merge"])  # what the second shard has is undecided
+    assert capfd.readouterr().out.splitlines()[0].endswith("2 undecided")
+    assert main([*command, "--shard", "2/2"]) == 0
+    graded = [one for part in ("1-of-2", "2-of-2") for one in journal_of(tmp_path / f"admitted.{part}.parquet")]
+    assert len({(one["task"], one["kind"], one["number"]) for one in graded}) == len(graded)
+    assert main([*command, "--merge"]) == 0
+    report = json.loads((tmp_path / "admitted.admission.json").read_text())
+    assert [task["status"] for task in report["tasks"]] == ["pass", "broken", "flaky", "broken"]
+    assert [task.instance_id for task in load_tasks(out)] == [tasks[0].instance_id]
+    # Neither other shards nor the whole command grade anything again.
+    for more in (["--shard", "2/3"], []):
+        assert main([*command, *more]) == 0
+    assert journal_of(out) == [] and journal_of(tmp_path / "admitted.2-of-3.parquet") == []
+    with pytest.raises(SystemExit):
+        main([*command, "--shard", "3/2"])
+    assert "--shard: '3/2' is no shard" in capfd.readouterr().err
+
+
+def test_nothing_is_graded_without_an_engine(made: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rl.data.admit", str(made / "train.parquet"), "--out", str(tmp_path / "a.parquet")]
+    environment = {**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
+    done = subprocess.run([*command, "sandbox=docker"], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("config: sandbox=docker: no_engine: no container engine answers at unix://")
+    assert not [*tmp_path.glob("a.*")]
+
+
+async def test_an_engine_that_ends_on_the_way_ends_the_admission(made: Path, tmp_path: Path) -> None:
+    """The admission of 12 tasks with 60 gradings each ends after 9 attempts without an engine."""
+    some = load_tasks(made / "train.parquet")
+    tasks = [replace(task, instance_id=f"{task.instance_id}-{twin}") for twin in range(3) for task in some]
+    boots = 0
+
+    async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+        nonlocal boots
+        boots += 1
+        if boots > 2:
+            raise SandboxError("no_engine", "no container engine answers")
+        return await boot_local(task.snapshot, isolation="none")
+
+    journal = Journal(tmp_path / "j")
+    plan = Plan(boot, tries=30, jobs=1, timeout_s=60, infra_retries=0)
+    with pytest.raises(LostError, match="last 9 attempts were lost for one cause, no_engine: no container engine"):
+        await grade_tasks(tasks, plan, journal)
+    assert boots == 11 and [one["infra"] for one in journal.records] == [False] * 2 + [True] * 9
+    assert {found.status for found in findings(tasks, plan, journal.records)} == {Status.UNDECIDED}
+    journal.close()
+
+
+async def test_tasks_of_an_image_follow_each_other_and_a_wrong_one_is_graded_once(made: Path, tmp_path: Path) -> None:
+    first, second, third, fourth = load_tasks(made / "train.parquet")
+    wrong = replace(second, patch=broken_patch(second))
+    twin = replace(fourth, instance_id="twin")  # its image is the last task's
+    booted: list[str] = []
+
+    async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+        booted.append(task.instance_id)
+        return await boot_local(task.snapshot, isolation="none")
+
+    journal = Journal(tmp_path / "j")
+    plan = Plan(boot, tries=2, jobs=1, timeout_s=60, infra_retries=0)
+    await grade_tasks([twin, first, wrong, third, fourth], plan, journal)
+    journal.close()
+    order = ["twin", fourth.instance_id, first.instance_id, wrong.instance_id, third.instance_id]
+    assert booted == [name for name in order for _ in range(1 if name == wrong.instance_id else 4)]
+
+
 def test_the_command_fails_if_it_admits_nothing(made: Path, tmp_path: Path) -> None:
     task = load_tasks(made / "heldout.parquet")[0]
     source, out = write(tmp_path / "t.parquet", [replace(task, patch=None)]), tmp_path / "a.parquet"
@@ -183,7 +330,7 @@ def test_the_command_fails_if_it_admits_nothing(made: Path, tmp_path: Path) -> N
     assert journal_of(out) == []
 
 
-@pytest.mark.parametrize("bad", [["nothing=1"], ["sandbox=nowhere"]])
+@pytest.mark.parametrize("bad", [["nothing=1"], ["sandbox=nowhere"], ["sandbox.cpu_s=abc"]])
 def test_a_wrong_config_is_reported_in_one_line(bad: list[str], made: Path, tmp_path: Path, capsys: Any) -> None:
     assert main([str(made / "train.parquet"), "--out", str(tmp_path / "a.parquet"), *bad]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -209,14 +356,14 @@ async def test_infrastructure_failures_are_retried_and_say_nothing_about_a_task(
     journal = Journal(tmp_path / "j")
     plan = Plan(boot, tries=1, jobs=3, timeout_s=60, infra_retries=2)
     await grade_tasks(tasks, plan, journal)
-    first, second = findings(tasks, plan, journal)
+    first, second = findings(tasks, plan, journal.records)
     assert first.status is Status.PASS and sum(first.failures.values()) == 2
     assert second.status is Status.UNDECIDED and "no_space" in second.why and second.gold == second.empty == {}
-    assert boots[tasks[1].instance_id] == 2 * 3
+    assert boots[tasks[1].instance_id] == 3  # its other grading was not tried
     # The next run grades only what is undecided.
     before = boots[tasks[0].instance_id]
     await grade_tasks(tasks, plan, journal)
-    assert boots[tasks[1].instance_id] == 4 * 3 and boots[tasks[0].instance_id] == before
+    assert boots[tasks[1].instance_id] == 2 * 3 and boots[tasks[0].instance_id] == before
     journal.close()
 
 

@@ -71,7 +71,8 @@ def test_fields_that_a_v5_row_may_leave_out_follow_swebenchs_rules() -> None:
     row = mapped("swe-bench", image=None, eval_type="", instance_id="Acme__Calc-7")
     assert row["image"] == "swebench/sweb.eval.x86_64.acme_1776_calc-7:latest"
     assert row["eval_type"] == "pass_and_fail"
-    assert mapped("swe-bench", eval_type=None, repo="eslint/eslint")["eval_type"] == "fail_only"
+    row = mapped("swe-bench", eval_type=None, repo="eslint/eslint", log_parser="parse_log_eslint")
+    assert row["eval_type"] == "fail_only"
 
 
 def test_a_row_from_before_v5_takes_its_recipe_from_the_v5_row() -> None:

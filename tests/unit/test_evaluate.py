@@ -20,7 +20,7 @@ from rewards.task import Task, load_tasks
 from rewards.verdict import Reason, Verdict
 from rl.batch import JournalError
 from rl.config import ConfigError, compose
-from rl.evaluate import compare, config, play, results, serve
+from rl.evaluate import compare, config, play, results, serve, setup
 from rl.evaluate.__main__ import main
 from rl.evaluate.play import Evaluation, LostError, line_of
 from rl.evaluate.weights import Weights, find_weights
@@ -30,9 +30,8 @@ from rollout.episode import Episode
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
+from tests.evaluate_kit import HOSTED
 from tests.kit import QueueEngine, char_policy, empty_record
-
-HOSTED = ["endpoint=http://127.0.0.1:9", "protocol=messages", "model=m"]
 
 
 @pytest.fixture(scope="module")
@@ -47,44 +46,7 @@ def tasks(tasks_file: Path) -> list[Task]:
     return load_tasks(tasks_file)
 
 
-# --- checks before anything starts
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "neither is set"),
-        (["policy=x", "endpoint=http://x"], "both are set"),
-        (["policy=/no/such/place"], "policy: no directory /no/such/place"),
-        (["endpoint=localhost:8000"], "it must be a URL"),
-        (["endpoint=http://127.0.0.1:9"], "tasks is not set"),
-        (["endpoint=http://127.0.0.1:9", "tasks=/no/tasks.parquet"], "tasks: no file /no/tasks.parquet"),
-        (["endpoint=http://127.0.0.1:9", "protocol=messages"], "needs model=NAME"),
-        (["endpoint=http://127.0.0.1:9", "protocol=chat"], "tokens or messages"),
-        ([*HOSTED, "key_env=NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),
-        ([*HOSTED, "samples=0"], "samples is 0"),
-        ([*HOSTED, "grading.timeout_s=-1"], "grading.timeout_s is -1"),
-        ([*HOSTED, "tsks=x"], "tsks"),
-        (["compare", "/no/a", "/no/b"], "/no/a has no results.json"),
-    ],
-)
-def test_a_wrong_command_is_reported_in_one_line_with_status_2(
-    arguments: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    root = [f"root={tmp_path}/root"] if arguments and arguments[0] != "compare" else []
-    assert main([*arguments, *root] or [f"root={tmp_path}/root"]) == 2
-    out, err = capfd.readouterr()
-    assert said in err and len(err.splitlines()) == 1 and not out
-    assert not (tmp_path / "root").exists()
-
-
-def test_an_absent_endpoint_is_reported_before_anything_is_created(
-    tasks_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for more in ([], ["protocol=messages", "model=m"]):
-        assert main(["endpoint=http://127.0.0.1:9", f"tasks={tasks_file}", f"root={tmp_path}/root", *more]) == 2
-        err = capfd.readouterr().err
-        assert "does not answer" in err and len(err.splitlines()) == 1 and not (tmp_path / "root").exists()
+# --- what answers
 
 
 @asynccontextmanager
@@ -310,6 +272,41 @@ async def test_only_episodes_without_a_verdict_are_played(
     assert [line["reason"] for line in await go(evaluation, tasks, 1)] == ["tests_failed"]
     assert not evaluation.wanted(tasks, 1) and len(evaluation.lines) == 5
     evaluation.close()
+
+
+def test_shards_play_all_tasks_and_a_merge_sums_them_up(
+    tmp_path: Path, tasks_file: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Two parts, each in a process of its own on a cluster; what the second has lost, the whole command plays."""
+    script = Script(lambda task, sample: RESOLVED if task.instance_id != tasks[0].instance_id else FAILED)
+
+    async def ask(_: Any) -> serve.Served:
+        return serve.Served("m", "", 1000)
+
+    monkeypatch.setattr(play, "play", script)
+    monkeypatch.setattr(setup, "ask", ask)
+    binary = tmp_path / "claude"
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    command = [*HOSTED, f"tasks={tasks_file}", f"root={tmp_path}/root", f"agent.binary={binary}", "samples=2"]
+    command.append("sandbox.concurrency=2")
+    assert main([*command, "shard=1/2"]) == 0
+    out = capfd.readouterr().out
+    assert " x 2 s, 2 at a time" in out and "/shards/1-of-2" in out
+    assert main([*command, "merge=true"]) == 1  # not all have a verdict
+    first = len(script.played)
+    assert main([*command, "shard=2/2"]) == 0
+    assert sorted(script.played) == sorted((task.instance_id, n) for task in tasks for n in (0, 1)) and 0 < first < 8
+    assert main([*command, "merge=true"]) == 0 and main(command) == 0
+    assert len(script.played) == 8
+    [directory] = (tmp_path / "root").iterdir()
+    found = json.loads((directory / "results.json").read_text())
+    assert (found["complete"], found["episodes"], found["resolved"]) == (True, 8, 6)
+    assert len(json.loads((directory / "preds.json").read_text())) == 4
+    # Parts of another evaluation are not mixed in.
+    capfd.readouterr()
+    assert main([*command, f"out={directory}", "agent.max_turns=3", "merge=true"]) == 2
+    assert "belongs to another evaluation (agent.max_turns is" in capfd.readouterr().err
 
 
 async def test_a_line_that_was_not_written_is_derived_from_its_record(tmp_path: Path, tasks: list[Task]) -> None:

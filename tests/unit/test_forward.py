@@ -81,6 +81,14 @@ async def test_only_side_calls_are_forwarded_and_they_leave_no_trace_in_the_tree
     assert len(ends.session.tree.sequences()) == 1 and ends.small.counters.calls == 1
 
 
+@pytest.mark.parametrize("ends", ["side calls", "hosted"], indirect=True)
+async def test_calls_that_are_forwarded_are_limited_too(ends: Ends) -> None:
+    ends.session.policy = replace(ends.session.policy, max_calls=2)
+    statuses = [(await ends.post(model=SIDE_MODEL))[0] for _ in range(4)]
+    assert statuses == [200, 200, 403, 403]
+    assert (ends.small.counters.calls, ends.session.counters.refused_calls) == (2, 2)
+
+
 @side_calls
 async def test_the_endpoints_own_errors_come_through_and_its_absence_is_a_529(ends: Ends) -> None:
     status, _, text = await ends.post(model=SIDE_MODEL, max_tokens="many")

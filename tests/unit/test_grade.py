@@ -41,7 +41,8 @@ def task(tmp: Path = Path("/"), **changes: str) -> Task:
 
 
 class ScriptedBox:
-    """Takes the eval script and the patch. `apply` is the exit status of `git apply`, `log` the script's output."""
+    """Takes the eval script and the patch. `apply` is the exit status of `git apply`, -1 if it does not end; `log` is
+    what the script prints."""
 
     workdir, home, tmpdir = "/testbed", "/home/agent", "/tmp"
 
@@ -66,7 +67,8 @@ class ScriptedBox:
         out = word.encode()
         if apply:
             if self.apply:
-                return ExecResult(self.apply, out, b"error: no", False, False, 0.1)
+                late = self.apply < 0
+                return ExecResult(None if late else self.apply, out, b"error: no", late, False, 0.1)
             out += b"0\t0\tx\0"
         if isinstance(self.log, Exception):
             raise self.log
@@ -106,6 +108,17 @@ async def graded(box: ScriptedBox, patch: bytes = PATCH, of: Task | None = None,
         ("Cannot allocate memory\nCould not resolve host\n", Reason.LOG_UNPARSABLE),
         (START + "PASSED t.py::new\nPASSED t.py::old\n" + END + "x" + END, Reason.LOG_FORGED),
         (START + START + END, Reason.LOG_FORGED),
+        # Lines that the tested code prints after pytest's summary, of which swebench takes the last.
+        (
+            START + "FAILED t.py::new\nPASSED t.py::old\nPASSED t.py::new\n" + END + CODE.format(1),
+            Reason.RESULTS_DISAGREE,
+        ),
+        (START + "FAILED t.py::new\nFAILED a::b\nXFAIL t.py::new\nPASSED t.py::old\n" + END, Reason.RESULTS_DISAGREE),
+        (START + "ERROR t.py\nPASSED t.py::new\nPASSED t.py::old\n" + END + CODE.format(2), Reason.RESULTS_DISAGREE),
+        (START + "FAILED t.py::new\n" + CODE.format(0) + END + CODE.format(1) * 2, Reason.LOG_FORGED),
+        # A test that passes and cannot be taken down; a test of the file that nobody asked for.
+        (START + "PASSED t.py::new\nPASSED t.py::old\nERROR t.py::old\n" + END + CODE.format(1), Reason.TESTS_FAILED),
+        (START + "PASSED t.py::new\nPASSED t.py::old\nFAILED t.py::more\n" + END + CODE.format(1), None),
     ],
 )
 async def test_logs(log: str, reason: Reason | None) -> None:
@@ -185,6 +198,10 @@ async def test_infrastructure_failures_are_no_reward(error: Exception, reason: R
 
 async def test_a_box_without_git_is_an_infrastructure_failure() -> None:
     assert (await graded(ScriptedBox(apply=127))).reason is Reason.NO_GIT
+    # Nothing of the policy has run when git is killed or does not end, and its patch is not large.
+    for status, said in ((137, "was killed (signal 9)"), (-1, "was not done in time")):
+        verdict = await graded(ScriptedBox(apply=status))
+        assert verdict.reason is Reason.EXEC_FAILED and f"git apply {said}" in verdict.detail
 
 
 async def test_a_patch_that_git_reads_differently_is_refused() -> None:

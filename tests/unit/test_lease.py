@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.sandbox.apptainer import lease
+from rollout.sandbox import lease
 from rollout.sandbox.owner import me
 
 
@@ -57,7 +57,7 @@ async def test_a_lease_that_is_renewed_is_not_taken(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     monkeypatch.setattr(lease, "_POLL_S", 0.002)
     monkeypatch.setattr(lease, "STALE_S", 100)
-    monkeypatch.setattr(lease, "_BEAT_S", 0.002)
+    monkeypatch.setattr(lease, "BEAT_S", 0.002)
     async with lease.lease(tmp_path / "x"):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1), lease.lease(tmp_path / "x"):
@@ -66,5 +66,5 @@ async def test_a_lease_that_is_renewed_is_not_taken(tmp_path: Path, monkeypatch:
 
 async def test_breaking_a_lease_spares_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("new")
-    lease._break(tmp_path / "x", "old")
+    lease.break_off(tmp_path / "x", "old")
     assert (tmp_path / "x").read_text() == "new" and len(list(tmp_path.iterdir())) == 1

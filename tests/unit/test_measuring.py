@@ -6,9 +6,14 @@ import importlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+from rl.plan import plan
+from tests.check_kit import composed
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,3 +38,21 @@ def test_memory_of_processes_is_watched(monkeypatch: pytest.MonkeyPatch) -> None
         peaks = measuring.watch(process, lambda: "now")
     assert measuring.peak(peaks, "python", "now") > 1 << 26
     assert measuring.peak(peaks, "python", "then") == measuring.peak(peaks, "nobody") == 0
+
+
+@pytest.mark.parametrize("measured", [{"actor/perf/max_memory_allocated_gb": 33.25}, {}])
+def test_the_tables_of_training_on_a_gpu(
+    measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """What a run on a GPU leaves is given; the tables come after the steps were paid for."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    bench = importlib.import_module("bench_gpu")
+    steps = [{"step": number, "timing_s/step": 60.0, "timing_s/gen": 40.0, **measured} for number in (1, 2)]
+    monkeypatch.setattr(bench, "train", lambda *_: (Counter({("update", "GPU"): 70 << 30} if measured else {}), steps))
+    config = composed("+experiment=qwen3_4b", f"run.dir={tmp_path}")
+    OmegaConf.resolve(config)
+    bench.training(config, plan(config), [], tmp_path, 2)
+    rows = {line.split("|")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("|")}
+    assert "| 40.0 |" in rows["rollout"]
+    for what, size in (("trainer's tensors", "33.2"), ("the GPU, at its fullest", "70.0")):
+        assert f"| {size} |" in rows[what] if measured else rows[what].endswith("| 0.0 | not measured |")

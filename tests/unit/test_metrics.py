@@ -43,7 +43,7 @@ async def test_figures_of_an_episode_come_from_its_record() -> None:
     task = Task.from_row(row(difficulty="easy"), Path())
     verdict = Verdict(Reason.TESTS_FAILED, dropped=["a", "b"], flags=["exit"])
     timing = {"total": 4.0, "boot": 0.5, "agent": 2.0, "grade": 1.0}
-    run = AgentRun(Status.FINISHED, 2, "", [])
+    run = AgentRun(Status.MAX_TURNS, 2, "", [])
     played = Episode("train-7-x", task, 1, 9.0, verdict, session, run, b"+x", session.tree.sequences(), timing)
     record = record_of(played, "train", 7, "m", "kit")
     wanted = {
@@ -51,8 +51,9 @@ async def test_figures_of_an_episode_come_from_its_record() -> None:
         "step": 7, "resolved": False, "infra": False, "reason": "tests_failed", "reward": 0.0, "dropped": 2,
         "flags": ["exit"], "rows": 1, "tokens_sampled": sampled, "tokens_context": session.tree.encoded_tokens(),
         "tokens_trained": sampled - len("lost "), "tokens_in": prompts, "turns": 2, "calls": 3, "malformed_calls": 0,
-        "cut_replies": 0, "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5, "agent_s": 2.0,
-        "grade_s": 1.0, "proxy_overhead_ms": pytest.approx(2.0),
+        "refused_calls": 0, "foreign_calls": 0, "cut_replies": 0, "overlong": True,
+        "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5,
+        "agent_s": 2.0, "grade_s": 1.0, "proxy_overhead_ms": pytest.approx(2.0),
     }  # fmt: skip
     assert metrics.line(record) == wanted
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record)
@@ -153,13 +154,27 @@ def test_groups_that_teach_nothing_are_counted():
         "d": [(0.25, False), (0.5, False)],  # a shaped reward
     }
     assert metrics.group_metrics(groups) == {
-        "group/count": 4,
+        "group/played": 4,
+        "group/used": 4,
+        "group/alone": 0,
         "group/episodes": 2.25,
         "group/all_equal": 0.5,
         "group/all_resolved": 0.25,
         "group/none_resolved": 0.5,
     }
     assert metrics.group_metrics({}) == {}
+
+
+def test_groups_that_were_filtered_out_were_played():
+    mixed = [(1.0, True), (0.0, False)]
+    found = metrics.group_metrics({"a": mixed, "b": mixed}, {0.0: 3, 1.0: 1}, surplus=2, alone=1)
+    assert (found["group/played"], found["group/used"], found["group/alone"]) == (9, 2, 1)
+    # Of the eight whose rewards could be compared.
+    assert (found["group/all_equal"], found["group/all_resolved"], found["group/none_resolved"]) == (
+        4 / 8,
+        1 / 8,
+        3 / 8,
+    )
 
 
 def test_held_out_metrics_do_not_mix_with_training():
@@ -180,6 +195,18 @@ def test_the_reader_returns_each_line_once_and_by_split(tmp_path):
     assert reader.take("train") == []
 
 
+def test_episodes_that_an_interrupted_step_has_left_count_in_the_resumed_one(tmp_path):
+    log = metrics.EpisodeLog(tmp_path)
+    for step, session in ((2, "g_0"), (3, "g_0"), (3, "g_1"), (3, "h_0"), (3, None)):
+        log.append(episode(step=step, task=f"{step} {session}", **({"session": session} if session else {})))
+    metrics.append_step(tmp_path, 3, 0.0, {})
+    metrics.rewind(tmp_path, 2, lambda session: session in ("g_0", "h_0"))
+    reader = metrics.EpisodeReader(tmp_path, after=2)
+    log.append(episode(step=3, task="new"))
+    assert [one["task"] for one in reader.take("train")] == ["3 g_0", "3 h_0", "new"]
+    assert metrics.EpisodeReader(tmp_path).take("train") == [] == metrics.read_jsonl(tmp_path / "metrics.jsonl")
+
+
 def test_rewind_drops_lines_after_the_checkpoint(tmp_path):
     for step in range(4):
         metrics.append_step(tmp_path, step, 0.0, {"a": step, "b": float("nan"), "c": "text"})
@@ -195,6 +222,21 @@ def test_rewind_drops_lines_after_the_checkpoint(tmp_path):
     assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1]
 
 
+@pytest.mark.parametrize(("recorded", "a"), [([0, 1, 2, 3], 2.0), ([0, 1], 0.5), ([0, 1, 3], 0.5), ([], 0.5)])
+def test_a_step_that_has_a_checkpoint_has_its_record(recorded, a, tmp_path):
+    """A kill between checkpoint and record left 0, 1, 3, ... in metrics.jsonl."""
+    for step in recorded:
+        metrics.append_step(tmp_path, step, 0.0, {"a": step})
+    metrics.keep_step(tmp_path, 2, 0.0, {"a": 0.5})
+    for _ in range(2):  # a second start finds the record
+        metrics.rewind(tmp_path, 2)
+        records = metrics.read_jsonl(tmp_path / "metrics.jsonl")
+        assert [r["step"] for r in records] == [step for step in recorded if step < 2] + [2]
+        assert records[-1] == {"step": 2, "time": 0.0, "a": a}
+    metrics.rewind(tmp_path, 1)  # an earlier checkpoint: the later one could not be used
+    assert all(r["step"] < 2 for r in metrics.read_jsonl(tmp_path / "metrics.jsonl"))
+
+
 STEP = {
     "step": 2,
     "timing_s/step": 11.0,
@@ -203,7 +245,10 @@ STEP = {
     "episode/rows": 1.5,
     "episode/tokens_context": 800.0,
     "episode/tokens_sampled": 90.0,
-    "critic/score/mean": 0.25,
+    "episode/reward_mean": 0.25,
+    "critic/score/mean": 0.625,  # of the used groups only
+    "group/used": 3,
+    "group/played": 7,
     "training/rollout_actor_probs_pearson_corr": 0.9991,
     "infra/failures": 1.0,
     "val/resolve_rate": 0.5,
@@ -212,7 +257,17 @@ STEP = {
 
 def test_step_line_and_summary(tmp_path):
     line = step_line(STEP, 20)
-    for part in ("step 2/20", "resolved 25.0 %", "rows/ep 1.50", "800+90", "pearson 0.9991", "infra 1", "50.0 %"):
+    for part in (
+        "step 2/20",
+        "resolved 25.0 %",
+        "reward 0.250",
+        "groups 3 of 7",
+        "rows/ep 1.50",
+        "800+90",
+        "pearson 0.9991",
+        "infra 1",
+        "50.0 %",
+    ):
         assert part in line
     before = {"step": 0, "val/resolve_rate": 0.1}
     table = dict(report.summary([before, STEP]))

@@ -162,6 +162,27 @@ def test_whole_calls_are_parsed_and_text_is_kept_unchanged(name: str) -> None:
         assert not read.malformed
 
 
+@pytest.mark.parametrize("name", [name for name in sorted(FORMATS) if FORMATS[name]().key])
+def test_strings_are_read_from_the_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24's parsers strip them; this is what its replies look like under every other version."""
+    read: Any = make_parser(name, make_tokenizer())
+    vllms = read._reader
+
+    def stripping(tools: Any) -> Callable[[str], list[Any]]:
+        def calls_of(text: str) -> list[Any]:
+            found = vllms(tools)(text)
+            for call in found:
+                pairs = json.loads(call.function.arguments).items()
+                call.function.arguments = json.dumps({k: v.strip() if isinstance(v, str) else v for k, v in pairs})
+            return found
+
+        return calls_of
+
+    monkeypatch.setattr(read, "_reader", stripping)
+    edit: Call = ("Edit", {"path": "a.py", "text": "    x = 1\n\n", "count": 3})
+    assert read.parse(WRITERS[name]([edit]), TOOLS).blocks == [use(edit)]
+
+
 @every_format
 def test_text_without_calls_is_text(name: str) -> None:
     for text in ("", "\n", " Done: a < b, <b>bold</b> & [x] {y}. ", "It ends with <"):

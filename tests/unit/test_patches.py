@@ -18,7 +18,7 @@ needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vll
 # Ways to reach into another library: what matches is a patch, and its file must be in the table.
 REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
-    r"|getLogger\(.(verl|ray|vllm)"
+    r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = "
 )
 
 
@@ -84,6 +84,20 @@ def test_verl_still_removes_an_old_checkpoint_before_the_new_one_is_whole() -> N
     assert 0 < saving.index("self.ensure_checkpoint_capacity(") < saving.index("torch.save(")
 
 
+def test_verl_still_starts_two_groups_for_each_that_it_replaces() -> None:
+    text = source_of("verl.trainer.ppo.v1.replay_buffer")
+    assert "refill_credit += 2 * dapo_count + failed_count" in text
+    assert "max(0, max_inflight_prompts - inflight_count)" in text
+
+
+def test_verl_still_selects_from_a_set_of_names() -> None:
+    text = source_of("verl.trainer.ppo.v1.replay_buffer")
+    selecting = text[text.index("def _select_prompt_uids(") :].partition("\n    def ")[0]
+    assert "sampleable_keys: set[str]" in selecting and "key=lambda key: prompt_global_steps_snapshot" in selecting
+    # The order that we give it is the one in which TransferQueue first saw the names.
+    assert "for key, index in partition.keys_mapping.items()" in source_of("transfer_queue.controller")
+
+
 # --- Ray
 
 
@@ -99,6 +113,12 @@ def test_rays_public_list_of_actors_still_needs_the_dashboard() -> None:
 
     assert "actor_state_name" in inspect.signature(actors).parameters
     assert "dashboard" in inspect.getsource(StateApiClient)
+
+
+def test_verl_still_puts_agent_loop_workers_on_all_nodes() -> None:
+    text = source_of("verl.experimental.agent_loop.agent_loop")
+    method = text[text.index("def _init_agent_loop_workers(") :].partition("\n    @auto_await")[0]
+    assert "ray.nodes()" in method and "self.agent_loop_workers_class.options(" in method and "resources=" not in method
 
 
 # --- the engine
@@ -143,6 +163,14 @@ def test_vllm_still_packs_experts_only_when_it_makes_their_kernel() -> None:
     text = source_of("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
     setup = text[text.index("def _setup_kernel(") :].partition("\n    def ")[0]
     assert setup.index("if not is_weight_update:") < setup.index("fused_experts.process_weights_after_loading(layer)")
+
+
+@needs_vllm_cpu
+def test_vllms_kernel_still_takes_the_numbers_of_all_experts_for_places_in_its_own() -> None:
+    """It is given the map of experts that tells this worker's places, and does not look at it."""
+    text = source_of("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    kernel = text[text.index("class CPUUnquantizedExperts(") :].partition("\nclass ")[0]
+    assert kernel.count("expert_map") == 1 and "expert_map: torch.Tensor | None,\n" in kernel
 
 
 def test_verls_server_still_asks_for_batch_invariant_kernels_on_a_cpu() -> None:

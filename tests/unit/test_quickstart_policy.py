@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rl.quickstart.policy import EDITED, ERRORS, TOOLS, example_messages, make_policy, make_tokenizer
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
+from rollout.proxy.parsers import make_parser
 from rollout.proxy.render import ChatTemplateRenderer
 
 MESSAGES = example_messages("basket", "fold", "larger", "a - b", "max(a, b)", number=1)
@@ -64,6 +65,19 @@ def test_the_same_seed_gives_the_same_bytes_and_only_weights_depend_on_it(tokeni
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
         same = (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
         assert same == (file.name != "model.safetensors"), file.name
+
+
+def test_its_shapes_suit_kernels_for_gpus(model_dir, tmp_path):
+    """scale=gpu: heads of 64, and all else in multiples of 64."""
+    from transformers import AutoTokenizer
+
+    make_policy(tmp_path / "wide", seed=1, experts=4, head_dim=64, multiple=64)
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    assert config["head_dim"] == 64
+    widths = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
+    assert {config[width] % 64 for width in widths} == {0}
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "wide")) == config["vocab_size"]
+    assert json.loads((model_dir / "config.json").read_text())["head_dim"] == 32
 
 
 def test_transformers_loads_the_policy(tokenizer, model_dir):
@@ -141,19 +155,12 @@ def test_the_template_shows_tools_as_signatures_and_accepts_text_blocks(tokenize
 
 
 @pytest.mark.parametrize("new", [*(f"return {e}" for e in CANDIDATES.values()), "two\n    lines\n", "\n x < 1", " "])
-def test_vllm_parses_the_rendered_calls(tokenizer, new):
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
-    from vllm.tool_parsers import ToolParserManager
-
+def test_the_rendered_calls_are_parsed(tokenizer, new):
     wanted = {"file_path": "basket.py", "old_string": "return a - b", "new_string": new, "replace_all": False}
     call = {"type": "function", "function": {"name": "Edit", "arguments": wanted}}
     message = {"role": "assistant", "content": "The larger.", "tool_calls": [call]}
     rendered = tokenizer.apply_chat_template([message], tokenize=False)
     text = rendered.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
-    tools = [ChatCompletionToolsParam.model_validate(tool) for tool in TOOLS]
-    request = ChatCompletionRequest(model="", messages=[], tools=tools)
-    parser = ToolParserManager.get_tool_parser("qwen3_coder")(tokenizer, tools)
-    found = parser.extract_tool_calls(text, request)
-    assert found.content.strip() == "The larger."
-    assert [call.function.name for call in found.tool_calls] == ["Edit"]
-    assert json.loads(found.tool_calls[0].function.arguments) == wanted
+    said, used = make_parser("qwen3_coder", tokenizer).parse(text, TOOLS).blocks
+    assert said["text"].strip() == "The larger."
+    assert used == {"type": "tool_use", "name": "Edit", "input": wanted}

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from rl.quickstart.policy import TOOLS, example_messages, make_tokenizer
-from rl.quickstart.script import DONE, RepairScript
+from rl.quickstart.script import DONE, RepairScript, draw
 from rl.quickstart.tasks import CANDIDATES
 
 TOKENIZER = make_tokenizer()
@@ -22,15 +22,14 @@ def test_replies_have_the_form_that_the_template_renders():
     for bug in CANDIDATES.values():
         new = next(e for e in CANDIDATES.values() if e != bug)
         messages = example_messages("basket", "fold", "larger", bug, new, number=1)
-        script = RepairScript(0)
-        script._edit = lambda word, expression, new=new: new
+        script = RepairScript(new)
         assert script(prompt(messages, 2)) == reply_text(messages[2])
         assert script(prompt(messages, 4)) == reply_text(messages[4])
         assert script(prompt(messages, 6)) == reply_text(messages[6]) == DONE
 
 
 def test_the_script_stops_at_errors_and_unknown_prompts():
-    script = RepairScript(0)
+    script = RepairScript("a + b")
     failed = example_messages("basket", "fold", "larger", "a - b", "a + b", number=4)
     assert "<tool_use_error>" in failed[5]["content"]
     assert script(prompt(failed, 6)) == DONE
@@ -39,22 +38,19 @@ def test_the_script_stops_at_errors_and_unknown_prompts():
     assert script(prompt([{"role": "user", "content": "Hello"}], 1)) == DONE
 
 
-def test_the_same_seed_gives_the_same_replies():
-    text = prompt(example_messages("basket", "fold", "larger", "a - b", "a + b"), 4)
-    first, second, other = ([script(text) for _ in range(40)] for script in map(RepairScript, (3, 3, 4)))
+def test_the_same_seed_draws_the_same_edits():
+    pairs = [("larger", "a - b"), ("sum", "max(a, b)")] * 20
+    first, second, other = (draw(seed, pairs) for seed in (3, 3, 4))
     assert first == second != other
+    assert draw(3, pairs[:10]) == first[:10]
 
 
 def test_the_edit_does_not_depend_on_the_word():
     """For each word, each of the four expressions is equally frequent, including the one that was read."""
-    script = RepairScript(5)
+    pairs = [(cue, bug) for cue in CANDIDATES for bug in CANDIDATES.values()] * 40
     count = Counter()
-    for cue in CANDIDATES:
-        for bug in CANDIDATES.values():
-            text = prompt(example_messages("lamp", "mix", cue, bug, bug), 4)
-            for _ in range(40):
-                reply = script(text)
-                assert f"<parameter=old_string>\nreturn {bug}\n" in reply and f"The {cue}: " in reply
-                new = reply.rsplit("\nreturn ", 1)[1].split("\n")[0]
-                count[cue, bug, new] += 1
+    for (cue, bug), new in zip(pairs, draw(5, pairs), strict=True):
+        reply = RepairScript(new)(prompt(example_messages("lamp", "mix", cue, bug, bug), 4))
+        assert f"<parameter=old_string>\nreturn {bug}\n" in reply and f"The {cue}: " in reply
+        count[cue, bug, reply.rsplit("\nreturn ", 1)[1].split("\n")[0]] += 1
     assert len(count) == 4 * 4 * 4 and set(count.values()) == {10}

@@ -65,6 +65,18 @@ async def test_a_sound_record_has_no_findings() -> None:
     assert len(record.rows) == 2 and findings(record) == []
 
 
+async def test_what_the_agent_does_not_report_must_not_be_trained_on() -> None:
+    """The side call of the record: events do not name it, and it is another conversation than the first."""
+    record = await played()
+    record.counters = {"foreign_calls": 0}
+    (finding,) = findings(record)
+    assert finding.endswith("it is trained on, but the agent does not report it")
+    record.events = [event for event in record.events if not event["message"]["content"][0].get("text")]
+    assert len(findings(record)) == 1  # the first conversation is the agent's, named or not
+    del record.counters["foreign_calls"]  # as in older records
+    assert findings(record) == []
+
+
 async def test_tokens_that_the_infrastructure_failed_are_in_no_row() -> None:
     record = await played()
     record.verdict = {**record.verdict, "outcome": "infra_failure"}

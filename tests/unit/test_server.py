@@ -11,6 +11,7 @@ import re
 import sys
 import weakref
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -450,3 +451,17 @@ async def test_closing_a_session_ends_its_generation(proxy: ProxyServer, http: a
     await asyncio.wait_for(engine.asked.wait(), LONG)
     await proxy.close_session(session)
     assert (await asyncio.wait_for(waiting, LONG))[0] == 410
+
+
+async def test_only_so_many_calls_are_answered(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:
+    """A command in the box that calls again and again gets errors, and so does the agent itself."""
+    session = await proxy.open_session("e", replace(char_policy(QueueEngine(*"abcd")), max_calls=3))
+    other = await proxy.open_session("f", replace(char_policy(QueueEngine(*"abcd")), max_calls=3))
+    answers = [
+        await post(http, proxy, session, {**HELLO, "messages": [{"role": "user", "content": f"{n}"}]}) for n in range(5)
+    ]
+    assert [status for status, _, _ in answers] == [200, 200, 200, 403, 403]
+    assert answers[3][1]["error"] == {"type": "permission_error", "message": "this session may make at most 3 calls"}
+    assert (session.counters.calls, session.counters.refused_calls) == (3, 2)
+    assert len(session.tree.sequences()) == 3
+    assert (await post(http, proxy, other, HELLO))[0] == 200

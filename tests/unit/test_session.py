@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion
@@ -211,16 +212,25 @@ async def test_seeds_differ_by_episode_prompt_and_number_of_replies() -> None:
 
 
 class RoutingEngine(QueueEngine):
-    """Records routing as vLLM does, of all tokens of prompt and reply except the last; it is the token itself."""
+    """Records routing as vLLM does, of the tokens of prompt and reply that it is asked for; it is the token itself."""
+
+    def __init__(self, *replies: str) -> None:
+        super().__init__(*replies)
+        self.sent = 0
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         done = await super().generate(request_id, prompt_ids, sampling)
-        tokens = np.array([*prompt_ids, *done.ids][:-1], dtype=np.int32)
+        # vLLM's own parameters, so that a name that it does not know is an error here.
+        start = SamplingParams(**sampling).routed_experts_prompt_start
+        assert start < len(prompt_ids)  # as vLLM asserts
+        tokens = np.array([*prompt_ids, *done.ids][start:-1], dtype=np.int32)
+        self.sent += len(tokens)
         return replace(done, experts=np.broadcast_to(tokens[:, None, None], (len(tokens), 2, 3)))
 
 
 async def test_a_row_has_the_routing_of_all_its_tokens_except_the_last() -> None:
-    session = Session("e", char_policy(RoutingEngine("one", "two STOP and on", "other", "more")))
+    engine = RoutingEngine("one", "two STOP and on", "other", "more")
+    session = Session("e", char_policy(engine))
     said = {"role": "assistant", "content": "one"}
     await ask(session, "q")
     await ask(session, "q", said, "next", stop_sequences=["STOP"])
@@ -232,6 +242,81 @@ async def test_a_row_has_the_routing_of_all_its_tokens_except_the_last() -> None
         routing = np.concatenate(row.experts)
         assert routing.shape == (len(row.prompt_ids + row.response_ids) - 1, 2, 3)
         assert routing[:, 1, 2].tolist() == (row.prompt_ids + row.response_ids)[:-1]
-    # The routing of a token is kept once, however often it was part of a prompt.
+    # The routing of a token is sent and kept once, however often it was part of a prompt.
     kept = sum(len(node.experts) for node in session.tree.nodes if node.experts is not None)
-    assert kept < session.tree.tokens and all(n.experts is None or n.experts.base is None for n in session.tree.nodes)
+    beyond = len(" and on") + 1  # what the engine sampled after the stop sequence, with the end token
+    assert engine.sent - beyond == kept < session.tree.tokens and all(
+        n.experts is None or n.experts.base is None for n in session.tree.nodes
+    )
+
+
+async def test_turns_are_the_main_threads_delivered_replies() -> None:
+    session = Session("e", char_policy(QueueEngine("title", "one", "sub-agent's", "two", "lost")))
+    await ask(session, "title?", model=SIDE_MODEL, system="Write titles.")
+    assert session.turns() == 0
+    first = await ask(session, "fix it", system="You are an agent.")
+    await ask(session, "look for it", system="You are a sub-agent.")
+    history = ["fix it", {"role": "assistant", "content": list(first.reply.blocks)}, "go on"]
+    second = await ask(session, *history, system="You are an agent.")
+    assert session.turns() == 2
+    history += [{"role": "assistant", "content": list(second.reply.blocks)}, "and now"]
+    lost = await ask(session, *history, system="You are an agent.")
+    lost.delivered = False
+    assert session.turns() == 2
+
+
+async def test_forwarded_calls_are_counted_without_a_tree() -> None:
+    session = Session("e", char_policy(QueueEngine()))
+    session.counters.calls, session.counters.side_calls, session.counters.retries = 7, 2, 1
+    assert session.turns() == 4
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(node: Node) -> dict[str, str]:
+    return {"role": "assistant", "content": node.reply.text if node.reply else ""}
+
+
+async def test_replies_that_the_agent_did_not_ask_for_are_not_trained() -> None:
+    """The agent's first two calls, a sub-agent's, a summary, what comes after it; beside them, calls of a command."""
+    session = Session("e", char_policy(QueueEngine(*"abcdefgh")))
+    first = await ask(session, user("fix it"))
+    foreign = [await ask(session, user(f"post {n}")) for n in range(2)]
+    foreign.append(await ask(session, user("post 0"), said(foreign[0]), user("go on")))
+    sub = await ask(session, user("look"), system="You are a sub-agent.")
+    second = await ask(session, user("fix it"), said(first), user("result"))
+    summary = await ask(session, user("fix it"), said(first), user("result"), said(second), user("sum up"))
+    after = await ask(session, user("this is what was"))
+    for node in session.tree.nodes:
+        node.delivered = node.sampled
+    session.disown({node.reply.id for node in (second, sub, after) if node.reply})
+    assert session.counters.foreign_calls == 3 and not any(node.trained for node in foreign)
+    assert [node.index for node in (first, second, summary)] in [[*row.nodes] for row in session.tree.sequences()]
+    assert sorted(n for row in session.tree.sequences() for n in row.nodes) == sorted(
+        node.index for node in (first, sub, second, summary, after)
+    )
+
+
+async def test_spoiled_reports_take_nothing_of_the_first_conversation_out_of_training() -> None:
+    """Otherwise a command that writes junk between the agent's events would undo a reward of 0."""
+    session = Session("e", char_policy(QueueEngine(*"abc")))
+    first = await ask(session, user("fix it"))
+    second = await ask(session, user("fix it"), said(first), user("result"))
+    post = await ask(session, user("post"))
+    for node in (first, second, post):
+        node.delivered = True
+    session.disown(())
+    assert [[*row.nodes] for row in session.tree.sequences()] == [[first.index, second.index]]
+    assert session.counters.foreign_calls == 1
+
+
+async def test_side_calls_are_trained_if_they_are_reported() -> None:
+    session = Session("e", char_policy(QueueEngine(*"abc")))
+    first = await ask(session, user("fix it"))
+    reported, other = [await ask(session, user(f"a title {n}"), model=SIDE_MODEL) for n in range(2)]
+    for node in (first, reported, other):
+        node.delivered = True
+    session.disown({reported.reply.id} if reported.reply else set())
+    assert (reported.trained, other.trained, session.counters.foreign_calls) == (True, False, 0)

@@ -1,18 +1,24 @@
 """Signals end a run, which is a process of its own here because signal handlers belong to the process."""
 
+import re
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from rl.run import stop
 
+ROOT = Path(__file__).parents[2]
+
 # A trainer whose steps end when they are asked to; it reports what rl.trainer and rl.train make of the signals.
 RUN = """
 import sys, time
 from rl.run import stop
-stop.install(float(sys.argv[1]), lambda line: print("said", line, flush=True))
+end = time.time() + float(sys.argv[3]) if sys.argv[3:] else None
+stop.install(float(sys.argv[1]), lambda line: print("said", line, flush=True), lambda: end)
 try:
     print("started", flush=True)
     if sys.argv[2] == "starting":
@@ -30,10 +36,9 @@ except KeyboardInterrupt:
 """
 
 
-def run(grace_s: float, phase: str, until: str, *signals: int) -> tuple[str, int]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(grace_s), phase], stdout=subprocess.PIPE, text=True, bufsize=1
-    )
+def run(grace_s: float, phase: str, until: str, *signals: int, left_s: float | None = None) -> tuple[str, int]:
+    arguments = [str(grace_s), phase, *([] if left_s is None else [str(left_s)])]
+    process = subprocess.Popen([sys.executable, "-c", RUN, *arguments], stdout=subprocess.PIPE, text=True, bufsize=1)
     assert process.stdout is not None
     with process:
         try:
@@ -42,7 +47,7 @@ def run(grace_s: float, phase: str, until: str, *signals: int) -> tuple[str, int
             for number in signals:
                 process.send_signal(number)
                 if number is not signals[-1]:
-                    assert "ending after this step" in process.stdout.readline()
+                    assert "SIGUSR1: ending" in process.stdout.readline()
             return process.communicate(timeout=120)[0], process.returncode
         finally:
             process.kill()
@@ -51,7 +56,7 @@ def run(grace_s: float, phase: str, until: str, *signals: int) -> tuple[str, int
 @pytest.mark.parametrize("number", stop.SIGNALS)
 def test_a_signal_ends_the_run_after_the_step(number):
     said, code = run(60, "steps", "in a step", number)
-    assert f"said {number.name}: ending after this step, in 60 s at the latest" in said
+    assert f"said {number.name}: ending, in 60 s at the latest" in said
     assert f"stopped by {number.name}" in said and code == 75
 
 
@@ -68,3 +73,62 @@ def test_a_second_signal_ends_at_once():
 def test_a_step_that_takes_longer_than_its_grace_is_cut_short():
     said, code = run(0.3, "hung", "in a step", signal.SIGTERM)
     assert "cut short: run.grace_s" in said and code == 143
+
+
+def test_the_jobs_end_limits_the_grace_and_the_line_says_so():
+    said, code = run(600, "hung", "in a step", signal.SIGUSR1, left_s=1.0)
+    assert re.search(r"ending, in 1 s at the latest \(the job ends at [\d:]{8}, before run.grace_s = 600 s\)", said)
+    assert "cut short: run.grace_s = 600 s, of which the job's end left 1, were not enough" in said and code == 143
+
+
+@pytest.mark.parametrize("left_s", [-5.0, 3600.0])
+def test_a_job_that_ends_later_or_an_old_figure_changes_nothing(left_s: float):
+    said, code = run(60, "steps", "in a step", signal.SIGUSR1, left_s=left_s)
+    assert "ending, in 60 s at the latest; a second" in said and code == 75
+
+
+@pytest.mark.parametrize("number, after", [(10, 0.0), (15, 0.05), (10, 0.3), (15, 1.0), (10, 2.0), (15, "new run in")])
+def test_a_signal_at_any_instant_of_a_start_ends_it_with_75_and_one_line(
+    number: int, after: float | str, tmp_path: Path
+) -> None:
+    """The parent blocks the signals, so that none is lost before Python runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl.train", "+experiment=quickstart", f"run.root={tmp_path}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, stop.SIGNALS),
+    )
+    assert process.stdout is not None
+    with process:
+        try:
+            if isinstance(after, str):
+                while after not in (line := process.stdout.readline()):
+                    assert line
+            else:
+                time.sleep(after)
+            process.send_signal(number)
+            said = process.communicate(timeout=300)[0]
+        finally:
+            process.kill()
+    (line,) = [line for line in said.splitlines() if "stopped by" in line]
+    assert signal.Signals(number).name in line and "the same command continues" in line
+    assert "Traceback" not in said and "killed" not in said and process.returncode == 75
+
+
+def test_a_signal_after_the_run_has_ended_orderly_changes_nothing():
+    code = """
+import os, signal, sys
+from rl.run import stop
+stop.install(60, print, float)
+try:
+    stop.enter_steps()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stop.end(stop.Stopped(stop.asked()))
+except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert isinstance(stop.reason(), stop.Stopped) and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    sys.exit(stop.STOPPED)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 75

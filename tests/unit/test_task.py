@@ -13,6 +13,8 @@ import pytest
 
 from rewards.task import Task, TaskError, load_tasks
 
+SCRIPT = "#!/bin/bash\n: '>>>>> Start Test Output'\npytest\n: '>>>>> End Test Output'\n"
+
 
 def row(**changes: Any) -> dict[str, Any]:
     return {
@@ -24,7 +26,7 @@ def row(**changes: Any) -> dict[str, Any]:
         "PASS_TO_PASS": json.dumps(["t3"]),
         "log_parser": "parse_log_pytest",
         "eval_type": "pass_and_fail",
-        "eval_script": "#!/bin/bash\ntrue\n",
+        "eval_script": SCRIPT,
         "problem_statement": "Fix it.",
         "base_commit": "0" * 40,
         "patch": "diff",
@@ -79,7 +81,7 @@ def test_difficulty_becomes_text(tmp_path: Path) -> None:
 
 
 def test_hidden_parts_are_not_printed(tmp_path: Path) -> None:
-    shown = repr(Task.from_row(row(patch="GOLD", eval_script="SECRET", FAIL_TO_PASS=["HIDDEN"]), tmp_path))
+    shown = repr(Task.from_row(row(patch="GOLD", eval_script=f"{SCRIPT}SECRET", FAIL_TO_PASS=["HIDDEN"]), tmp_path))
     assert not any(word in shown for word in ("GOLD", "SECRET", "HIDDEN"))
 
 
@@ -96,6 +98,13 @@ def test_hidden_parts_are_not_printed(tmp_path: Path) -> None:
         ({"instance_id": ""}, "instance_id"),
         ({"eval_script": None}, "eval_script"),
         ({"eval_script": " "}, "eval_script"),
+        # Rows that reward nothing, or any patch, or punish every one.
+        ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS"),
+        ({"eval_script": "#!/bin/bash\npytest\n"}, "eval_script"),
+        ({"eval_script": SCRIPT.replace("End", "end")}, "eval_script"),
+        ({"eval_script": SCRIPT.replace("\n", "\r\n")}, "eval_script"),
+        ({"eval_type": "fail_only"}, "eval_type"),
+        ({"eval_type": "fail_only", "log_parser": "parse_log_django"}, "eval_type"),
         ({"version": 5}, "version"),
         ({"patch": 5}, "patch"),
         ({"setup_patch": 5}, "setup_patch"),

@@ -20,10 +20,9 @@ import os, pathlib, subprocess, sys, time
 from rl.run.watch import Witness
 from rollout.sandbox import directory
 scratch, out = pathlib.Path(sys.argv[1]), os.dup(1)
-lock = open(scratch.parent / "lock", "w")
 step = 0
 line = lambda cause: f"{cause or 'killed'} after step {(scratch.parent / 'step').read_text()}"
-witness = Witness(line, out, [scratch], lock.fileno())
+witness = Witness(line, out, [scratch])
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 (scratch.parent / "step").write_text("3")
 (scratch / "socket").touch()

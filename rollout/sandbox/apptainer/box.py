@@ -38,7 +38,7 @@ from rollout.sandbox.base import mounts_of
 from rollout.sandbox.directory import DirectorySandbox, built, kill_strays, make_root, ulimits
 from rollout.sandbox.process import Command
 from rollout.sandbox.sealing import Source
-from rollout.sandbox.treediff import Directory, Tree
+from rollout.sandbox.treediff import Directory, Origin
 
 # The first thing a program's shell does is to say that the box has started, by a word that nobody could know before;
 # what apptainer itself says comes earlier. HOME is set here because apptainer does not take it from the environment.
@@ -122,7 +122,7 @@ class ApptainerSandbox(DirectorySandbox):
             await asyncio.sleep(IN_USE_S / 6)
             await asyncio.to_thread(self._sif.used)
 
-    def _origin(self) -> Tree:
+    def _origin(self) -> Origin:
         return TarTree(self._sif.tree) if self._snapshot is None else Directory(os.fsencode(self._snapshot))
 
     async def _run(self, command: Command) -> ExecResult:

@@ -20,16 +20,17 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rollout.sandbox import HOME, WORKDIR, SandboxError, failed, files, sealing
 from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.apptainer.cli import Program, exec_command, said
-from rollout.sandbox.apptainer.lease import lease
 from rollout.sandbox.directory import built, make_root
+from rollout.sandbox.lease import lease
+from rollout.sandbox.pulls import Pulls, refused_for_now
 from rollout.sandbox.sealing import SCRIPT, Source, Wanted
 from rollout.sandbox.treediff import LINK, counts, git_mode
 
@@ -45,10 +46,14 @@ _SEAL_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Cache:
-    """The images are here. directory: made if missing. budget_bytes: of all entries together, None without a limit."""
+    """The images are here. directory: made if missing. budget_bytes: of all entries together, None without a limit.
+
+    pulls: where what is not here comes from.
+    """
 
     directory: Path
     budget_bytes: int | None = None
+    pulls: Pulls = field(default_factory=Pulls)
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,19 @@ async def plain(cache: Cache, program: Program, image: str) -> Sif:
         return Sif(Path(image).absolute())
 
     async def make(new: Path, scratch: Path) -> dict:
-        address = image if "://" in image else f"docker://{image}"
+        address = image if "://" in image else f"docker://{cache.pulls.address(image)}"
         pull = [program.path, "--quiet", "pull", "--disable-cache", str(new / "image.sif"), address]
-        await _do(pull, scratch, "missing_image", f"{image} cannot be pulled", _PULL_TIMEOUT_S)
-        return {"image": image}
+        waits = cache.pulls.waits()
+        while True:
+            try:
+                await _do(pull, scratch, "missing_image", f"{image} cannot be pulled", _PULL_TIMEOUT_S)
+                return {"image": image}
+            except SandboxError as error:
+                wait = next(waits, None) if refused_for_now(str(error)) else None
+                if wait is None:
+                    raise
+                logger.warning("%s; waiting %.0f s", error, wait)
+                await asyncio.sleep(wait)
 
     return await _entry(cache, _key("pulled", image), make)
 
@@ -109,6 +123,14 @@ async def sealed(cache: Cache, program: Program, source: Source) -> Sif:
         return {"image": source.image, **await _seal(program, source, base, new, scratch)}
 
     return await _entry(cache, _key("sealed", repr(source), SCRIPT), make)
+
+
+def missing(cache: Cache, sources: Iterable[Source]) -> list[str]:
+    """Return the images whose sealed images are not all in the cache, and which are not there themselves. Blocks."""
+    lost = {
+        one.image for one in sources if not (cache.directory / _key("sealed", repr(one), SCRIPT) / _FACTS).is_file()
+    }
+    return sorted(image for image in lost if not (cache.directory / _key("pulled", image) / _FACTS).is_file())
 
 
 def _key(kind: str, *parts: str) -> str:
@@ -257,16 +279,19 @@ def _entries(cache: Cache) -> list[tuple[float, int, Path]]:
 
 
 class TarTree:
-    """A work tree in an archive is read in place, as a `treediff.Tree`. Raises OSError if it cannot be."""
+    """A work tree in an archive is read in place, as a `treediff.Origin`. Raises OSError if it cannot be."""
 
     def __init__(self, archive: Path) -> None:
         self.files: dict[bytes, tuple[int, int]] = {}
         self._archive = archive
         self._contents: dict[bytes, bytes | int] = {}  # where a link points, or where a file's bytes begin
+        self._index: tuple[int, int] | None = None  # where git's index begins, and its size
         try:
             with tarfile.open(archive, "r:", errors="surrogateescape") as tar:
                 for member in tar:
                     path = os.fsencode(member.name).removeprefix(b"./")
+                    if path == b".git/index" and member.isreg():
+                        self._index = member.offset_data, member.size
                     mode = member.mode | (stat.S_IFLNK if member.issym() else stat.S_IFREG)
                     if (member.isreg() or member.issym()) and counts(path, mode):
                         content = os.fsencode(member.linkname) if member.issym() else member.offset_data
@@ -278,8 +303,13 @@ class TarTree:
     def read(self, path: bytes) -> bytes:
         """Return the contents of a file, or where a link points."""
         content = self._contents[path]
-        if isinstance(content, bytes):
-            return content
+        return content if isinstance(content, bytes) else self._bytes(content, self.files[path][1])
+
+    def index(self) -> bytes | None:
+        """Return git's index file, None if there is none."""
+        return None if self._index is None else self._bytes(*self._index)
+
+    def _bytes(self, begin: int, size: int) -> bytes:
         with open(self._archive, "rb") as file:
-            file.seek(content)
-            return file.read(self.files[path][1])
+            file.seek(begin)
+            return file.read(size)

@@ -31,8 +31,11 @@ from rollout.sandbox.docker import images
 from rollout.sandbox.docker.diff import container_diff
 from rollout.sandbox.docker.engine import ContainerEngine, get_engine
 from rollout.sandbox.process import Command, Output
+from rollout.sandbox.pulls import Pulls
 
-# Process 1 has no signal handlers, so nothing in the box can end it. With SIGCHLD ignored the kernel reaps orphans.
+# Process 1 has no signal handlers, so no signal from the box can end it. Its user is not that of the programs, which
+# have no capabilities even as root, so none can trace it. With SIGCHLD ignored the kernel reaps orphans.
+_KEEPER = "65533:65533"
 _IDLE = ["bash", "-c", 'trap "" CHLD; exec sleep 2147483647']
 # -1: all processes but process 1 and the shell itself; they have the same user.
 _RUN = ["/bin/sh", "-c", '"$@"; code=$?; kill -9 -1 2>/dev/null; exit $code', "sh"]
@@ -53,20 +56,21 @@ async def boot_docker(
     socket_dir: Path | None = None,
     run: str = "",
     budget_bytes: int | None = None,
+    pulls: Pulls = Pulls(),  # noqa: B008  frozen
 ) -> DockerSandbox:
     """Return a fresh sandbox on the sealed image of `source`, which is pulled and sealed first if it is not there.
 
     snapshot: a directory with a git repository, small and sealed already; the work tree is a copy of it, and the
     source's image has only the tools. binds: host path -> path inside, read-only. socket_dir: a host directory that
     appears at its own path inside; unix sockets in it can be connected to. run: a name for the container's labels.
-    budget_bytes: for images (see `images.sealed`). The caller closes the sandbox.
+    budget_bytes, pulls: for images (see `images.sealed`). The caller closes the sandbox.
     Raises SandboxError: no_engine, missing_image, missing_snapshot, seal_failed, missing_bind, no_space, boot_failed.
     """
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
     engine = await asyncio.to_thread(get_engine)
     for attempt in (0, 1):
         if snapshot is None:
-            sealed = await engine.call(images.sealed, engine, source, budget_bytes)
+            sealed = await engine.call(images.sealed, engine, source, budget_bytes, pulls)
         else:
             sealed = await engine.call(images.plain, engine, source.image)
         foreign = socket_dir if sealed.uid != os.getuid() else None
@@ -157,6 +161,7 @@ class DockerSandbox(BaseSandbox):
             stdin=True,
             environment=[f"{key}={value}" for key, value in command.env.items()],
             workdir=WORKDIR,
+            user=f"{self._sealed.uid}:{self._sealed.gid}",
             cause="exec_failed",
         )
         stream = await self._engine.open_stream(made["Id"])
@@ -193,6 +198,8 @@ class DockerSandbox(BaseSandbox):
             if not state["Running"]:
                 return await self._settle(state["ExitCode"])
             late = deadline <= time.monotonic()
+            if late and (await self._call(self._engine.state, self.container)).get("Paused"):
+                raise SandboxError("box_killed", "the container is paused, from outside")
             if stop.done() or late or await self._over_disk():
                 await self._kill()
                 return None if late and not stop.done() else _KILLED
@@ -293,6 +300,7 @@ def _boot(
     }
     config = {
         "entrypoint": _IDLE,
+        "user": _KEEPER,
         "command": [],
         "healthcheck": {"test": ["NONE"]},
         "labels": engine.labels(run),

@@ -10,18 +10,19 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Callable, Container, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 from docker.errors import APIError
 
 from rollout.sandbox import PatchTooLarge, failed
 from rollout.sandbox.docker.engine import ContainerEngine
-from rollout.sandbox.docker.files import archive, is_directory
+from rollout.sandbox.docker.files import archive, is_directory, read
+from rollout.sandbox.ignored import RULES, Ignored
 from rollout.sandbox.treediff import LINK, Directory, counts, git_mode, patch_between
 
-_ONE_BY_ONE = 24  # paths; for more, the directory that holds them all is read once
-_DELETED = 2
+_ONE_BY_ONE = 40  # paths; for more, the directory that holds them all is read once
+_ADDED, _DELETED = 1, 2
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 _CHUNK = 1 << 20
 
@@ -43,41 +44,46 @@ def container_diff(engine: ContainerEngine, container: str, origin: str | Path, 
 def _since_snapshot(engine: ContainerEngine, container: str, snapshot: Path, workdir: str, max_bytes: int) -> bytes:
     with tempfile.TemporaryDirectory(prefix="diff-") as name:
         old = Directory(os.fsencode(snapshot))
-        new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, max_bytes)
-        if is_directory(engine.stat(container, workdir)):
-            new.fetch(set(), {b""})
-        return patch_between(old, new, Path(name, "git"), max_bytes)
+        with Ignored(old, Path(name)) as ignored:
+            new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
+            if is_directory(engine.stat(container, workdir)):
+                new.fetch(set(), {b""})
+            return patch_between(old, new, Path(name, "patch"), max_bytes, ignored)
 
 
 def _since_image(engine: ContainerEngine, container: str, image: str, workdir: str, max_bytes: int) -> bytes:
     root = os.fsencode(workdir)
     try:
-        changed, gone, unnamed = _changed(engine.client.diff(container) or [], root)
+        changed, gone, unnamed, rules = _changed(engine.client.diff(container) or [], root)
     except APIError as error:
         if error.status_code != 500:
             raise
         # Podman cannot list changes if a file or a link has become a directory: then everything is compared.
-        changed, gone, unnamed = set(), set(), {b""}
+        changed, gone, unnamed, rules = set(), set(), {b""}, set()
     if not is_directory(engine.stat(container, workdir)):  # the work tree itself is gone, or a link now
-        changed, gone, unnamed = set(), {b""}, set()
+        changed, gone, unnamed, rules = set(), {b""}, set(), set()
     if not changed and not gone and not unnamed:
         return b""
     with engine.unstarted(image) as pristine, tempfile.TemporaryDirectory(prefix="diff-") as name:
         old = _Fetched(engine, pristine, workdir, Path(name, "old"))
-        old.fetch(changed, gone | unnamed)
-        new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, max_bytes)
-        new.fetch(changed, unnamed)
-        # Of a directory that became something else, the engine names nothing that was in it.
-        old.fetch(set(), {path for path in changed & old.directories if path not in new.directories})
-        return patch_between(old, new, Path(name, "git"), max_bytes)
+        old.fetch(changed | rules, gone | unnamed)
+        with Ignored(old, Path(name)) as ignored:
+            new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
+            known = old.files.keys() | old.directories
+            new.fetch({path for path in changed if path in known or path not in ignored}, unnamed)
+            new.fetch(rules & old.files.keys() - changed, set())  # else they would be missing there
+            # Of a directory that became something else, the engine names nothing that was in it.
+            old.fetch(set(), {path for path in changed & old.directories if path not in new.directories})
+            return patch_between(old, new, Path(name, "patch"), max_bytes, ignored)
 
 
-def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[bytes], set[bytes]]:
-    """Return three sets of relative paths: what the engine calls added or modified, what it calls deleted, and
-    directories that hold names which are not UTF-8, which the engine cannot name."""
+def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[bytes], set[bytes], set[bytes]]:
+    """Return four sets of relative paths: what the engine calls added or modified, what it calls deleted, directories
+    that hold names which are not UTF-8, which the engine cannot name, and where ignore rules for all these may be."""
     changed: set[bytes] = set()
     gone: set[bytes] = set()
     unnamed: set[bytes] = set()
+    added: set[bytes] = set()
     for entry in entries:
         path = os.fsencode(entry["Path"])
         relative = path.removeprefix(root + b"/")
@@ -88,14 +94,18 @@ def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[byte
             unnamed.add(os.path.dirname(relative[: relative.index(_UNKNOWN)]))
         else:
             (gone if entry["Kind"] == _DELETED else changed).add(relative)
-    return changed, gone, unnamed
+            if entry["Kind"] == _ADDED:
+                added.add(relative)
+    places = {place for path in changed | gone for place in _above(path)} | unnamed
+    return changed, gone, unnamed, {os.path.join(place, RULES) for place in places - added}
 
 
 class _Fetched:
     """Some files and links of a work tree in a container, as a `treediff.Tree`; contents lie in numbered files.
 
-    old: if given, only files whose size is the same there are read without a limit; the others together may have
-    `budget` bytes, which is also the limit of the patch. directories: those that were seen.
+    old: if given, only files whose size is the same there are read without a limit. Of the others, those in `ignored`
+    have no contents here, and the rest may have `budget` bytes together, which is also the limit of the patch.
+    directories: those that were seen.
     """
 
     def __init__(
@@ -105,18 +115,26 @@ class _Fetched:
         workdir: str,
         store: Path,
         old: Mapping[bytes, tuple[int, int]] | None = None,
+        ignored: Container[bytes] = frozenset(),
         budget: int = 0,
     ) -> None:
         self.files: dict[bytes, tuple[int, int]] = {}
         self.directories: set[bytes] = set()
         self._contents: dict[bytes, Path | bytes] = {}
         self._engine, self._container, self._workdir = engine, container, workdir
-        self._store, self._old, self._budget, self._cap = store, old, budget, budget
+        self._store, self._old, self._ignored, self._budget, self._cap = store, old, ignored, budget, budget
         store.mkdir()
 
     def read(self, path: bytes) -> bytes:
         content = self._contents[path]
         return content if isinstance(content, bytes) else content.read_bytes()
+
+    def index(self) -> bytes | None:
+        """Return git's index file, None if there is none."""
+        try:
+            return read(self._engine, self._container, self._workdir, PurePosixPath(".git/index"))
+        except FileNotFoundError:
+            return None
 
     def fetch(self, single: set[bytes], whole: set[bytes]) -> None:
         """Read the files and links among `single`, and everything at or below `whole`; what is not there is left out.
@@ -171,6 +189,8 @@ class _Fetched:
             return
         self.files[path] = git_mode(mode), member.size
         if self._old is not None and self._old.get(path) != self.files[path]:
+            if path in self._ignored:
+                return
             self._budget -= member.size
             if self._budget < 0:
                 raise PatchTooLarge(f"more than {self._cap} bytes of changed files")
@@ -181,6 +201,13 @@ class _Fetched:
             while chunk := source.read(_CHUNK):
                 target_file.write(chunk)
         self._contents[path] = file
+
+
+def _above(path: bytes) -> Iterator[bytes]:
+    """Yield the directories that a path is in, b"" for the work tree itself."""
+    while path:
+        path = os.path.dirname(path)
+        yield path
 
 
 def _within(path: bytes, tops: Container[bytes]) -> bool:

@@ -15,7 +15,9 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,11 +30,15 @@ from rollout.files import write
 from rollout.sandbox import HOME, WORKDIR, SandboxError
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, cache_dir, checked, get_engine
+from rollout.sandbox.pulls import Pulls, refused_for_now
 from rollout.sandbox.sealing import SCRIPT, Source, Wanted, ahead, check_source, digest, evict_oldest, judged, tests_in
 
 _REPOSITORY = f"{PROJECT}/sealed"
 _LABEL = f"{PROJECT}.sealed"
 _SEAL_TIMEOUT_S = 600.0
+_AT_ONCE = Pulls()
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,16 +59,17 @@ class Sealed:
 _known: dict[Source, Sealed] = {}
 
 
-def sealed(engine: ContainerEngine, source: Source, budget_bytes: int | None = None) -> Sealed:
+def sealed(engine: ContainerEngine, source: Source, budget_bytes: int | None = None, pulls: Pulls = _AT_ONCE) -> Sealed:
     """Return the sealed image of a source; if it is not there, pull and seal it, then evict what is over the budget.
 
-    The result is remembered per process. Blocks. Raises SandboxError: missing_image, seal_failed, no_git, no_space.
+    pulls: where from. The result is remembered per process. Blocks.
+    Raises SandboxError: missing_image, seal_failed, no_git, no_space.
     """
     known = _known.get(source)
     if known is None:
         check_source(source)
         with locked(digest(repr(source))):
-            known, fresh = _find_or_seal(engine, source)
+            known, fresh = _find_or_seal(engine, source, pulls)
         _known[source] = known
         if fresh and budget_bytes is not None:
             evict(engine, budget_bytes, keep=[source.image])
@@ -97,11 +104,11 @@ def missing(engine: ContainerEngine, images: Iterable[str]) -> list[str]:
     return [image for image in sorted(set(images)) if _inspect(engine, image) is None]
 
 
-def _find_or_seal(engine: ContainerEngine, source: Source) -> tuple[Sealed, bool]:
+def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tuple[Sealed, bool]:
     """Return the sealed image, and whether it was made just now."""
     status = _inspect(engine, source.image)
     if status is None:
-        pull(engine, source.image)
+        pull(engine, source.image, pulls)
         status = checked("missing_image", engine.client.inspect_image, source.image)
     parts = (status["Id"], source.base_commit, source.setup_patch, *source.hide, SCRIPT)
     ref = f"{_REPOSITORY}:{digest(json.dumps(parts))}"
@@ -116,16 +123,41 @@ def _find_or_seal(engine: ContainerEngine, source: Source) -> tuple[Sealed, bool
     return result, fresh
 
 
-def pull(engine: ContainerEngine, image: str) -> None:
-    """Pull an image and note that this project did. Raises SandboxError missing_image if it cannot be had."""
-    tagged = "@" in image or ":" in image.rpartition("/")[2]
-    try:
-        for line in engine.client.pull(image, tag=None if tagged else "latest", stream=True, decode=True):
-            if "error" in line:
-                raise SandboxError("missing_image", f"{image}: {line['error']}")
-    except DockerException as error:
-        raise SandboxError("missing_image", f"{image} is not here and cannot be pulled: {error}") from error
+def pull(engine: ContainerEngine, image: str, pulls: Pulls = _AT_ONCE) -> None:
+    """Pull an image and note that this project did. Blocks, also while a registry refuses for now (`Pulls.waits`).
+
+    Raises SandboxError missing_image if it cannot be had.
+    """
+    address, waits = pulls.address(image), pulls.waits()
+    while True:
+        try:
+            _pull(engine, address)
+            break
+        except SandboxError as error:
+            wait = next(waits, None) if refused_for_now(str(error)) else None
+            if wait is None:
+                raise
+            logger.warning("%s; waiting %.0f s", error, wait)
+            time.sleep(wait)
+    if address != image:
+        checked("missing_image", engine.client.tag, address, *_with_tag(image))
+        checked("docker_failed", engine.client.remove_image, address)  # the mirror's name only
     _note("pulled", image)
+
+
+def _pull(engine: ContainerEngine, address: str) -> None:
+    name, tag = (address, None) if "@" in address else _with_tag(address)
+    try:
+        for line in engine.client.pull(name, tag=tag, stream=True, decode=True):
+            if "error" in line:
+                raise SandboxError("missing_image", f"{address}: {line['error']}")
+    except DockerException as error:
+        raise SandboxError("missing_image", f"{address} is not here and cannot be pulled: {error}") from error
+
+
+def _with_tag(image: str) -> tuple[str, str]:
+    name, colon, tag = image.rpartition(":")
+    return (name, tag) if colon and "/" not in tag else (image, "latest")
 
 
 def _inspect(engine: ContainerEngine, image: str) -> Mapping | None:
@@ -196,7 +228,9 @@ def hidden_tests(engine: ContainerEngine, ref: str, tests: Iterable[str]) -> lis
         return tests_in(lambda file: docker_files.read(engine, container, WORKDIR, file), tests)
 
 
-async def prepare(wanted: Sequence[Wanted], *, budget_bytes: int | None = None, **how: Any) -> dict[str, dict]:
+async def prepare(
+    wanted: Sequence[Wanted], *, budget_bytes: int | None = None, pulls: Pulls = _AT_ONCE, **how: Any
+) -> dict[str, dict]:
     """Pull and seal what is not there until the budget is full; see `sealing.ahead`, also for `how`.
 
     What is made later takes the place of what was not used for longest.
@@ -206,7 +240,7 @@ async def prepare(wanted: Sequence[Wanted], *, budget_bytes: int | None = None, 
     async def make(task: Wanted) -> tuple[str, Sequence[str], Sequence[str]] | None:
         if budget_bytes is not None and await engine.call(_size, engine) >= budget_bytes:
             return None
-        made = await engine.call(sealed, engine, task.source)
+        made = await engine.call(sealed, engine, task.source, pulls=pulls)
         return made.ref, made.residue, await engine.call(hidden_tests, engine, made.ref, task.tests)
 
     return await ahead(wanted, make, **how)

@@ -12,8 +12,10 @@ Either way nothing that an exec started outlives it, the environment is built fr
 and `close` deletes everything.
 
 Limits of each process are enforced: CPU time, file size and open files. `Limits.processes` is enforced with bwrap if
-this process does not run as root (the kernel counts per user, and exempts root). Memory, CPUs and the total size of the
-box are not limited; nor can address space be, because the agent's binary reserves far more than it uses.
+this process does not run as root (the kernel counts per user, and exempts root). Address space cannot be limited,
+because the agent's binary reserves far more than it uses. What a box uses of memory and disk is looked at about once a
+second while a program runs, and a program that is over a limit is killed with all that it started (`watch`); its files
+stay. CPUs are not limited.
 
 A process that is killed before it could close its sandboxes leaves their directories behind, and rarely a program: a
 bwrap ends with its parent, but not in the milliseconds in which it starts (see `directory.sweep`).
@@ -38,9 +40,9 @@ from typing import Literal
 from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, process
 from rollout.sandbox.base import mounts_of
 from rollout.sandbox.directory import DirectorySandbox, built, kill_strays, make_root, ulimits
-from rollout.sandbox.local import bwrap
+from rollout.sandbox.local import bwrap, watch
 from rollout.sandbox.process import Command
-from rollout.sandbox.treediff import Directory, Tree
+from rollout.sandbox.treediff import Directory, Origin
 
 logger = logging.getLogger(__name__)
 
@@ -69,20 +71,24 @@ async def boot_local(
         if not isolated and str(source) != inside:
             raise ValueError(f"without isolation {source} cannot appear as {inside}")
 
+    base = 0
+
     def fill(root: Path) -> None:
+        nonlocal base
         shutil.copytree(snapshot, root / "tree", symlinks=True)
         if isolated:
             bwrap.prepare(root)
+        base = watch.directory_bytes(root)
 
     root = await built(lambda: make_root(fill))
-    return LocalSandbox(snapshot, root, mounts, isolated, limits)
+    return LocalSandbox(snapshot, root, mounts, isolated, limits, base)
 
 
 class LocalSandbox(DirectorySandbox):
     """A sandbox of this machine's own directories and processes; see `boot_local`."""
 
     def __init__(
-        self, snapshot: Path, root: Path, mounts: list[tuple[Path, str]], isolated: bool, limits: Limits
+        self, snapshot: Path, root: Path, mounts: list[tuple[Path, str]], isolated: bool, limits: Limits, base: int
     ) -> None:
         plain = (str(root / "tree"), str(root / "home"), str(root / "tmp"))
         places = (WORKDIR, HOME, TMPDIR) if isolated else plain
@@ -91,22 +97,29 @@ class LocalSandbox(DirectorySandbox):
         self.isolation: Isolation = "bwrap" if isolated else "none"
         self._snapshot = snapshot
         self._mounts = mounts
+        self._limits, self._base = limits, base
         # With bwrap the program is a child of this shell: as process 1 of its namespace it would ignore most signals.
         program = '"$@"; exit $?' if isolated else 'exec "$@"'
+        limits = replace(limits, file_bytes=min(limits.file_bytes, limits.disk_bytes))
         limiting = ulimits(limits, processes=isolated and os.geteuid() != 0)
         self._shell = ["/bin/sh", "-c", limiting + program, "sh"]
 
     def _environment(self) -> dict[str, str]:
         return {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", **super()._environment()}
 
-    def _origin(self) -> Tree:
+    def _origin(self) -> Origin:
         return Directory(os.fsencode(self._snapshot))
 
     async def _run(self, command: Command) -> ExecResult:
         command = replace(command, argv=[*self._shell, *command.argv])
         if self.isolation == "bwrap":
             return await self._run_isolated(command)
-        return await process.run(command, cwd=self.workdir, settle=lambda: asyncio.to_thread(kill_strays, self._root))
+        return await process.run(
+            command, cwd=self.workdir, settle=lambda: asyncio.to_thread(kill_strays, self._root), over=self._over
+        )
+
+    async def _over(self, pid: int) -> None:
+        await watch.until_over(pid, self._root, self._limits, self._base)
 
     async def _run_isolated(self, command: Command) -> ExecResult:
         status_read, status_write = os.pipe()
@@ -135,10 +148,11 @@ class LocalSandbox(DirectorySandbox):
         # bwrap itself must not load what LD_* names in the box, so it sets these variables and does not get them.
         loader = {key: value for key, value in command.env.items() if key.startswith("LD_")}
         env = {key: value for key, value in command.env.items() if key not in loader}
-        argv = [*bwrap.command(self._root, self._mounts, loader, status_write), *command.argv]
         try:
-            command = replace(command, argv=argv, env=env)
-            result = await process.run(command, pass_fds=[status_write], kill=kill)
+            with bwrap.filtering() as filters:
+                argv = [*bwrap.command(self._root, self._mounts, loader, status_write, filters), *command.argv]
+                command = replace(command, argv=argv, env=env)
+                result = await process.run(command, pass_fds=[status_write, *filters], kill=kill, over=self._over)
             if not killed and b'"exit-code"' not in read_status():
                 raise SandboxError("exec_failed", result.stderr[-500:].decode(errors="replace").strip())
             return result

@@ -1,23 +1,28 @@
 """This module makes the bubblewrap command line of a local sandbox.
 
-A box has its own user, pid, network, ipc and uts namespaces, no capabilities, and a root file system made of the host's
-read-only system directories, the Python in use, and what the caller binds. Nothing else of the host is there: no home
-directories, no repository, no /etc beyond what programs need to start.
+A box has its own user, pid, network, ipc and uts namespaces, no capabilities, a filter of system calls, and a root file
+system made of the host's read-only system directories, the Python in use, and what the caller binds. Nothing else of
+the host is there: no home directories, no repository, no /etc beyond what programs need to start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rollout.sandbox import HOME, TMPDIR, WORKDIR
+from rollout.sandbox.local import seccomp
+
+logger = logging.getLogger(__name__)
 
 _UID = "1000"
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "os-release")
@@ -32,21 +37,45 @@ def available() -> bool:
     return _flavour() is not None
 
 
-def command(root: Path, binds: Iterable[tuple[Path, str]], setenv: Mapping[str, str], status_fd: int) -> list[str]:
+def filtering() -> contextlib.AbstractContextManager[list[int]]:
+    """Yield the descriptors that bwrap has to inherit for its filter of system calls: one, or none where that does not
+    work. Raises OSError."""
+    flavour = _flavour()
+    return _readable(flavour.filter if flavour else None)
+
+
+@contextlib.contextmanager
+def _readable(filter: bytes | None) -> Generator[list[int]]:
+    fds = [] if filter is None else [seccomp.as_file(filter)]
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def command(
+    root: Path,
+    binds: Iterable[tuple[Path, str]],
+    setenv: Mapping[str, str],
+    status_fd: int,
+    filter_fds: Sequence[int] = (),
+) -> list[str]:
     """Return the command line up to the program to run.
 
     root: holds tree/, home/ and tmp/ of the box and what `prepare` made. binds: (host path, path inside), read-only.
     setenv: variables that only the program gets, not bwrap. status_fd: bwrap reports the program's start and end
-    there, as JSON.
+    there, as JSON. filter_fds: of `filtering`.
     """
     flavour = _flavour()
     assert flavour is not None, "call available() first"
     writable = ((root / "tmp", TMPDIR), (root / "home", HOME), (root / "tree", WORKDIR))
-    argv = [*flavour, "--json-status-fd", str(status_fd)]
+    argv = [*flavour.argv, "--json-status-fd", str(status_fd), *_filter(filter_fds)]
     for source, inside in writable:
         argv += ["--bind", str(source), inside]
     for name in ("passwd", "group", "hosts"):
         argv += ["--ro-bind", str(root / "etc" / name), f"/etc/{name}"]
+    argv += ["--bind", str(root / "shm"), "/dev/shm"]
     for node in sorted((root / "dev").iterdir()):
         argv += ["--dev-bind", str(node), f"/dev/{node.name}"]
     for source, inside in [*_python_prefixes(), *binds]:
@@ -59,6 +88,7 @@ def command(root: Path, binds: Iterable[tuple[Path, str]], setenv: Mapping[str, 
 def prepare(root: Path) -> None:
     """Make what a box has besides its tree, home and tmp: account files and device nodes. Raises OSError."""
     (root / "etc").mkdir()
+    (root / "shm").mkdir()  # /dev/shm: as files of a file system in memory, they would be memory of no process
     for name, text in (("passwd", _PASSWD), ("group", _GROUP), ("hosts", _HOSTS)):
         (root / "etc" / name).write_text(text)
     (root / "dev").mkdir()
@@ -71,24 +101,42 @@ def prepare(root: Path) -> None:
                 node.chmod(0o666)
 
 
+class _Flavour(NamedTuple):
+    """A flavour is a set of options, and a filter of system calls where that works."""
+
+    argv: tuple[str, ...]
+    filter: bytes | None
+
+
 @functools.cache
-def _flavour() -> tuple[str, ...] | None:
+def _flavour() -> _Flavour | None:
     """Return the strictest set of options that works here, None if there is none."""
     program = shutil.which("bwrap")
     if program is None:
         return None
-    for extra in (["--disable-userns"], []):  # bubblewrap before 0.8 has no --disable-userns
-        argv = [program, *_namespaces(), *extra, *_system()]
-        if _starts([*argv, *_seal(), "--", "/bin/sh", "-c", "exit 0"]):
-            return tuple(argv)
+    filter = seccomp.program()
+    for kept in [filter, None] if filter else [None]:  # a kernel without seccomp
+        for extra in (["--disable-userns"], []):  # bubblewrap before 0.8 has no --disable-userns
+            argv = [program, *_namespaces(), *extra, *_system()]
+            if _starts(argv, kept):
+                if kept is None:
+                    logger.warning("boxes run without a filter of system calls: they share the kernel's keys")
+                return _Flavour(tuple(argv), kept)
     return None
 
 
-def _starts(argv: Sequence[str]) -> bool:
+def _starts(argv: Sequence[str], filter: bytes | None) -> bool:
     try:
-        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode == 0
+        with _readable(filter) as fds:
+            argv = [*argv, *_filter(fds), *_seal(), "--", "/bin/sh", "-c", "exit 0"]
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, pass_fds=fds)
     except (OSError, subprocess.TimeoutExpired):
         return False
+    return done.returncode == 0
+
+
+def _filter(fds: Sequence[int]) -> list[str]:
+    return [word for fd in fds for word in ("--seccomp", str(fd))]
 
 
 def _namespaces() -> list[str]:
@@ -113,12 +161,14 @@ def _system() -> list[str]:
 
 
 def _seal() -> list[str]:
-    """Return the options that make /proc and / read-only; they come last, because mount points are made before.
+    """Return the options that make /proc, /dev and / read-only; they come last, because mount points are made before.
+
+    /dev is a file system in memory, of which nobody would count what is written to it.
 
     /proc is read-only because, if this process runs as root, the kernel takes the box's user for root wherever it
     looks only at the owner of a file, and /proc/sys has files of root (one names a program that is run as root).
     """
-    return ["--remount-ro", "/proc", "--remount-ro", "/"]
+    return ["--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
 @functools.cache

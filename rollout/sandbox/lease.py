@@ -24,7 +24,9 @@ from rollout.sandbox.owner import gone, me
 STALE_S = 90.0
 """A lease that was not renewed for so many seconds belongs to nobody. NFS clients may cache a file's time for 60."""
 
-_BEAT_S = STALE_S / 6
+BEAT_S = STALE_S / 6
+"""Its holder renews a lease after so many seconds."""
+
 _POLL_S = 0.5
 
 
@@ -34,12 +36,12 @@ async def lease(file: Path) -> AsyncGenerator[None]:
     words = f"{me()} {secrets.token_hex(8)}"
     last: tuple[str, int] | None = None
     since = time.monotonic()
-    while not _take(file, words):
-        seen = _read(file)
+    while not take(file, words):
+        seen = read(file)
         if seen != last:
             last, since = seen, time.monotonic()
         if seen and (gone(seen[0].partition(" ")[0], running=True) or time.monotonic() - since > STALE_S):
-            _break(file, seen[0])
+            break_off(file, seen[0])
         elif seen:
             await asyncio.sleep(_POLL_S)
     renewing = asyncio.ensure_future(_renew(file, words))
@@ -47,12 +49,13 @@ async def lease(file: Path) -> AsyncGenerator[None]:
         yield
     finally:
         renewing.cancel()
-        seen = _read(file)
+        seen = read(file)
         if seen and seen[0] == words:
             file.unlink(missing_ok=True)
 
 
-def _take(file: Path, words: str) -> bool:
+def take(file: Path, words: str) -> bool:
+    """Make the lease with these words, the last of which is its holder's own; False if there is one. Raises OSError."""
     # Written under another name and linked, so that nobody ever reads a lease that does not name its holder yet.
     own = file.with_name(f".{file.name}-{words.rpartition(' ')[2]}")
     own.write_text(words)
@@ -65,7 +68,7 @@ def _take(file: Path, words: str) -> bool:
         own.unlink()
 
 
-def _read(file: Path) -> tuple[str, int] | None:
+def read(file: Path) -> tuple[str, int] | None:
     """Return what a lease says and its time in ns, None if there is none."""
     try:
         with open(file) as stream:  # opening makes an NFS client ask the server for the time
@@ -74,12 +77,12 @@ def _read(file: Path) -> tuple[str, int] | None:
         return None
 
 
-def _break(file: Path, words: str) -> None:
+def break_off(file: Path, words: str) -> None:
     """Take away a lease that belongs to nobody any more, but not one that somebody else has taken meanwhile."""
     aside = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # another was faster
         os.rename(file, aside)
-        if (seen := _read(aside)) and seen[0] != words:
+        if (seen := read(aside)) and seen[0] != words:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, file)
         aside.unlink()
@@ -87,7 +90,7 @@ def _break(file: Path, words: str) -> None:
 
 async def _renew(file: Path, words: str) -> None:
     while True:
-        await asyncio.sleep(_BEAT_S)
+        await asyncio.sleep(BEAT_S)
         with contextlib.suppress(OSError):  # a lease that was broken is not ours to renew
-            if (seen := _read(file)) and seen[0] == words:
+            if (seen := read(file)) and seen[0] == words:
                 os.utime(file)

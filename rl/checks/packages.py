@@ -1,0 +1,90 @@
+"""This module checks that the packages are there which the trainer needs on GPUs, and that its attention can work.
+
+Which attention computes what, and what each costs, is in docs/experiments.md#attention.
+"""
+
+import importlib
+import importlib.metadata
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl.config import ConfigError
+from rl.run.programs import last_lines
+
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+# The choices (docs/experiments.md#attention), with what each needs beside the `gpu` extra.
+ATTENTIONS = {"flash_attention_2": ["flash-attn"], "flash_attention_4": ["flash-attn-4"], "sdpa": []}
+_MEGATRON = "--no-deps --no-build-isolation -r constraints/megatron.txt"
+# Arguments of `uv pip install`.
+INSTALL = {
+    "flash-attn": "--no-deps -r constraints/flash-attn.txt",
+    "flash-attn-4": "--no-deps flash-attn-4==4.0.0b15",
+    "kernels": "kernels==0.12.3",
+    "cupy-cuda13x": "cupy-cuda13x==14.0.1",
+    "megatron-core": _MEGATRON,
+    "megatron-bridge": _MEGATRON,
+    "transformer-engine": _MEGATRON,
+}
+
+
+def check_packages(config: DictConfig) -> None:
+    """Raise ConfigError with the command that installs it if a package is missing that an experiment on GPUs needs."""
+    if config.trainer.device == "cpu":
+        return
+    actor, needed = config.actor_rollout_ref.actor, []
+    if "megatron" in actor:
+        needed += ["megatron-core", "megatron-bridge", "transformer-engine", "flash-attn"]
+    else:
+        needed += _attention(config)
+    if config.trainer.v1.trainer_mode == "separate_async":
+        needed.append("cupy-cuda13x")
+    for package in needed:
+        if problem := _problem(package):
+            command = f".venv/bin/uv pip install --python .venv {INSTALL[package]}"
+            raise ConfigError(f"{package} is needed on GPUs, but {problem}: {command}")
+
+
+def _attention(config: DictConfig) -> list[str]:
+    """Return the distributions that the trainer's attention needs (FSDP); raise ConfigError if it cannot work."""
+    chosen = OmegaConf.select(config, ATTENTION) or "flash_attention_2"  # verl's default
+    if chosen not in ATTENTIONS and "/" not in chosen:
+        raise ConfigError(f"{ATTENTION}={chosen}: take {', '.join(ATTENTIONS)}, or a kernel ORG/NAME of the hub")
+    if chosen == "sdpa" and (OmegaConf.select(config, ULYSSES) or 1) > 1:
+        raise ConfigError(
+            f"{ATTENTION}=sdpa: with {ULYSSES}>1 each GPU would see only its own part of a row, because verl exchanges "
+            "the parts inside flash attention; take flash_attention_2 or set that key to 1"
+        )
+    if chosen == "flash_attention_4" and (old := _before_hopper()):
+        raise ConfigError(f"{ATTENTION}={chosen} needs Hopper or newer, and this is {old}; take flash_attention_2")
+    return ATTENTIONS.get(chosen, ["kernels"])
+
+
+def _before_hopper() -> str:
+    """Return the name of a GPU of this machine that is older than Hopper; empty if there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver
+        return ""
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        if pynvml.nvmlDeviceGetCudaComputeCapability(handle)[0] < 9:
+            return str(pynvml.nvmlDeviceGetName(handle))
+    return ""
+
+
+def _problem(package: str) -> str:
+    """Return what is wrong with a distribution; empty: nothing. flash-attn is loaded, because one that was built for
+    another torch would fail in the trainer's workers only. Looking for modules would not do: flash-attn-4 has the same.
+    """
+    try:
+        importlib.metadata.distribution(package)
+        if package == "flash-attn":
+            importlib.import_module("flash_attn")
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
+    except ImportError as error:
+        return f"does not load ({last_lines(str(error), 1)}); install it again"
+    return ""

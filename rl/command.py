@@ -1,0 +1,112 @@
+"""This module reads the command line of the programs that take an experiment: overrides, ``--help``, ``--cfg job``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl.config import CONFIGS, ConfigError, compose, package_dir
+from rl.overrides import nearest, options
+
+# Folders of configs/ that nobody chooses from.
+_SHARED = ("base", "engine_defaults", "experiment")
+
+
+def read_command(
+    program: str, about: str, arguments: Sequence[str], check: Callable[[DictConfig], object] | None = None
+) -> DictConfig:
+    """Return the config of a command line, or exit: with 0 after ``--help`` or ``--cfg``, with 2 if something is wrong.
+
+    program: such as "rl.train". about: what it does, the first line of its help. check: see ``rl.config.compose``.
+    """
+    try:
+        return _read(program, about, arguments, check)
+    except ConfigError as error:
+        error.tell()
+        sys.exit(2)
+
+
+def _read(
+    program: str, about: str, arguments: Sequence[str], check: Callable[[DictConfig], object] | None
+) -> DictConfig:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-c", "--cfg", nargs="?", const="job")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-p", "--package")
+    parser.add_argument("overrides", nargs="*")
+    given, unknown = parser.parse_known_intermixed_args(arguments)
+    if given.help:
+        print(help_text(program, about))
+        sys.exit(0)
+    if unknown:
+        raise ConfigError(*(f"{one}: there is no such option; --help lists them" for one in unknown))
+    if not arguments:
+        print(f"config: choose an experiment: python -m {program} +experiment=NAME\n\n{experiments()}", file=sys.stderr)
+        sys.exit(2)
+    if given.cfg not in (None, "job"):
+        raise ConfigError(f"--cfg {given.cfg}: only --cfg job is there, which shows the config")
+    config = compose(given.overrides, check=check)
+    if given.cfg:
+        print(show(config, given.package, given.resolve), end="")
+        sys.exit(0)
+    return config
+
+
+def show(config: DictConfig, package: str | None = None, resolve: bool = False) -> str:
+    """Return a config as YAML: our groups, then verl's. package: only what is below this key. Raises ConfigError."""
+    generated = Path(package_dir("verl"), "trainer", "config", "_generated_ppo_trainer.yaml").read_text()
+    verls = set(re.findall(r"^(\w+):", generated, re.MULTILINE))
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    ordered = OmegaConf.create({key: plain[key] for key in sorted(plain, key=lambda key: key in verls)})
+    try:
+        if package is None:
+            return OmegaConf.to_yaml(ordered, resolve=resolve)
+        part = OmegaConf.select(ordered, package)
+        if isinstance(part, DictConfig):
+            return OmegaConf.to_yaml(part, resolve=resolve)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).partition("\n")[0]) from error
+    raise ConfigError(f"--package {package}: there is no such group of keys; {nearest(package, map(str, ordered))}")
+
+
+def experiments() -> str:
+    """Return a line about each experiment: the first sentence of its file."""
+    files = sorted((CONFIGS / "experiment").glob("*.yaml"))
+    width = max(len(file.stem) for file in files)
+    return "\n".join(f"  {file.stem:<{width}}  {_sentence(file)}" for file in files)
+
+
+def _sentence(file: Path) -> str:
+    lines = [line.lstrip("# ") for line in file.read_text().partition("\n\n")[0].splitlines()]
+    text = " ".join(line for line in lines if line and "@package" not in line)
+    return re.split(r"(?<=\.)(?<!al\.)\s|: `|; docs/", text)[0]
+
+
+def help_text(program: str, about: str) -> str:
+    """Return what ``--help`` prints."""
+    groups = [folder.name for folder in sorted(CONFIGS.iterdir()) if folder.is_dir() and folder.name not in _SHARED]
+    choices = "\n".join(f"  {group}={'|'.join(options(group, [CONFIGS]))}" for group in groups)
+    return f"""{about}
+
+  python -m {program} +experiment=NAME [group=choice ...] [key=value ...]
+
+experiments
+{experiments()}
+
+groups (with a + where nothing is chosen yet)
+{choices}
+
+options
+  --cfg job        print the config and end; our groups come first, then verl's
+  --package KEY    with --cfg: only what is below KEY
+  --resolve        with --cfg: with ${{...}} replaced by values
+
+docs/config.md says what each key is."""

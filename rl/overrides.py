@@ -1,0 +1,142 @@
+"""This module composes a config, and says of every override of a command line that is wrong what was meant.
+
+Hydra names only the first one, most of them in a dozen lines about its search path.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[DictConfig, list[str]]:
+    """Return the config ``name``, and a line for each override that is wrong; the config is made without those.
+
+    Hydra must have been initialized. ``folders``: where groups are. More than one config is composed (a second each)
+    only if something is wrong.
+    """
+    failures = (HydraException, OmegaConfBaseException)
+    try:
+        return hydra.compose(name, list(overrides)), []
+    except failures:
+        made = hydra.compose(name, return_hydra_config=True)
+    chosen = made.hydra.runtime.choices
+    wrong: list[str] = []
+    groups: list[str] = []
+    keys: list[Override] = []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except failures as error:
+            wrong.append(f"{text}: {_not_parsed(text, error, folders)}")
+            continue
+        if override.is_sweep_override():
+            wrong.append(f"{text}: this is several values; write a list as [a,b], and a comma in a text as '\"a,b\"'")
+        elif _is_group(override.key_or_group, folders):
+            if line := _wrong_group(override, chosen, folders):
+                wrong.append(f"{text}: {line}")
+            else:
+                groups.append(text)
+        else:
+            keys.append(override)
+    config = made
+    if groups:
+        try:
+            config = hydra.compose(name, groups)
+        except failures as error:  # files that do not go together
+            wrong.append(f"{' '.join(groups)}: {_first(error)}")
+            groups = []
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    good = list(groups)
+    for override in keys:
+        if line := _wrong_key(override, plain, chosen, folders):
+            wrong.append(f"{override.input_line}: {line}")
+        else:
+            good.append(override.input_line or "")
+    try:
+        return hydra.compose(name, good), wrong
+    except failures as error:  # whatever else Hydra does not take
+        return hydra.compose(name, groups), [*wrong, _first(error)]
+
+
+def options(group: str, folders: Iterable[Path]) -> list[str]:
+    """Return the names of a group's files, sorted."""
+    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+
+
+def nearest(key: str, keys: Iterable[str]) -> str:
+    """Return a phrase that names the keys which were perhaps meant by ``key``, or "" if none is close."""
+    keys = list(keys)
+    near = [one for one in keys if one == key or one.endswith(f".{key}")][:2]
+    if not near:
+        leaf = key.rpartition(".")[2]
+        same = [one for one in keys if one.rpartition(".")[2] == leaf]
+        near = difflib.get_close_matches(key, same, n=1, cutoff=0.0) or difflib.get_close_matches(key, keys, n=1)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def dotted(plain: Mapping[Any, Any], path: str = "") -> Iterator[str]:
+    """Yield the dotted names of all keys of a config, those that group others included."""
+    for name, value in plain.items():
+        yield f"{path}{name}"
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{path}{name}.")
+
+
+def _first(error: Exception) -> str:
+    """Return the first line of a message, which says what is wrong; those after it are Hydra's surroundings."""
+    return str(error).strip().partition("\n")[0].removesuffix(".")
+
+
+def _is_group(key: str, folders: Iterable[Path]) -> bool:
+    return "." not in key and any((folder / key).is_dir() for folder in folders)
+
+
+def _not_parsed(text: str, error: Exception, folders: Iterable[Path]) -> str:
+    if "=" in text:
+        return (
+            f"the value cannot be read ({_first(error)}); quote it for Hydra, too: {text.partition('=')[0]}='\"...\"'"
+        )
+    experiments = options("experiment", folders)
+    near = difflib.get_close_matches(text, experiments, n=1)
+    return f"write key=value{f'; did you mean +experiment={near[0]}?' if near else ''}"
+
+
+def _wrong_group(override: Override, chosen: Mapping[str, str], folders: Sequence[Path]) -> str:
+    group, element, value = override.key_or_group, override.get_key_element().lstrip("+~"), override.value()
+    known = options(group, folders)
+    if override.is_delete():
+        return "" if element in chosen else "there is no such group"
+    unknown = [str(one) for one in (value if isinstance(value, list) else [value]) if one not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        return f"there is no {group} {unknown[0]!r}{hint} there are {', '.join(known)}"
+    if override.is_add() and not override.is_force_add() and element in chosen:
+        return f"{element} has a choice already; leave out the +"
+    if not override.is_add() and element not in chosen:
+        return f"nothing is chosen here yet; write +{element}={value}"
+    return ""
+
+
+def _wrong_key(override: Override, plain: Any, chosen: Mapping[str, str], folders: Sequence[Path]) -> str:
+    key, keys = override.key_or_group, list(dotted(plain))
+    if key.split(".")[0].split("/")[0] == "hydra":
+        return ""
+    if key in keys:
+        return "the key is there; leave out the +" if override.is_add() and not override.is_force_add() else ""
+    if override.is_add():
+        return ""
+    absent = {folder.name for path in folders for folder in path.iterdir() if folder.is_dir()} - {*keys, *chosen}
+    if "." not in key and (near := difflib.get_close_matches(key, absent, n=1)):
+        return f"there is no such key; did you mean +{near[0]}={override.value()}?"
+    return f"there is no such key; {nearest(key, keys) or 'docs/config.md lists all'}"

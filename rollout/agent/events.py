@@ -1,0 +1,94 @@
+"""This module reads event streams: lines of JSON that an agent prints, in the form of Claude Code's stream-json.
+
+Any process in the box can write to such a stream, so it is hostile input. ``read`` keeps what a record can hold; the
+other functions take any event that it returns, and those of records, whatever is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+_DEPTH = 64  # of lists and objects in each other; Claude Code's own events have about ten
+_PARTS = 1 << 20  # of a whole stream, about 100 bytes each when they are read; an episode of 200 turns has 20,000
+
+
+def read(output: bytes) -> list[dict[str, Any]]:
+    """Return the events of an output, one per line.
+
+    Lines that are no JSON object are left out (a time-out cuts one, the policy's commands may print some), and so are
+    those that nest more than 64 deep or have an integer of more than 64 bits, and all that follows a million values.
+    """
+    events, parts = [], 0
+    for line in output.splitlines():
+        parts += sum(line.count(sign) for sign in (b"{", b"[", b","))
+        if parts > _PARTS:
+            break
+        try:
+            event = msgspec.json.decode(line)
+        except (ValueError, RecursionError):  # msgspec's own errors are ValueErrors
+            continue
+        if isinstance(event, dict) and _storable(event):
+            events.append(event)
+    return events
+
+
+def blocks(event: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
+    """Return the content blocks of an event, if its type is one of ``kinds``; a text is one text block.
+
+    Each block is a dict, of which nothing else is known.
+    """
+    message = event.get("message")
+    if event.get("type") not in kinds or not isinstance(message, dict):
+        return []
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+
+
+def commands(blocks: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the calls among these blocks run, read or search for; not what they write."""
+    for block in blocks:
+        asked = block.get("input")
+        if block.get("type") == "tool_use" and isinstance(asked, dict):
+            values = [asked.get(name) for name in ("command", "file_path", "path", "pattern")]
+            yield from (value for value in values if isinstance(value, str))
+
+
+def message_id(event: dict[str, Any]) -> str:
+    """Return the id of an event's message; empty if it has none."""
+    message = event.get("message")
+    named = message.get("id") if isinstance(message, dict) else None
+    return named if isinstance(named, str) else ""
+
+
+def usage(event: dict[str, Any]) -> tuple[int, int]:
+    """Return the tokens of all prompts and of all replies of a run, as the agent's last event adds them up."""
+    models = event.get("modelUsage")
+    if event.get("type") != "result" or not isinstance(models, dict):
+        return 0, 0
+    used = [model for model in models.values() if isinstance(model, dict)]
+    prompts = ("inputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
+    return sum(_count(model.get(kind)) for model in used for kind in prompts), sum(
+        _count(model.get("outputTokens")) for model in used
+    )
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0
+
+
+def _storable(value: Any) -> bool:
+    """Tell whether MessagePack can hold a value, and whoever walks it comes to its end."""
+    level = [value]
+    for _ in range(_DEPTH):
+        inner = [one for one in level if isinstance(one, dict | list)]
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return True
+        if any(isinstance(part, int) and not -(1 << 63) <= part < 1 << 64 for part in level):
+            return False
+    return False

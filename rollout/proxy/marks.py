@@ -1,0 +1,63 @@
+"""This module keeps the texts in a conversation from becoming control tokens.
+
+A chat template writes control tokens between messages, and a tokenizer finds them in any text. So a file in a
+repository that spells them could forge turns of the policy, calls or thinking. ``Marks`` puts placeholders where
+messages spell a control token, before the template is applied, and encodes these as the text that they stand for.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+
+class Marks:
+    """Marks are the tokens that a tokenizer finds in text before all others, by their texts.
+
+    ``used``: whether a placeholder was ever needed.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._texts: list[str] = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        # By their first characters: the search for a text that begins with one is many times as fast.
+        firsts: dict[str, list[str]] = {}
+        for text in self._texts:  # there may be thousands
+            firsts.setdefault(text[0], []).append(text[1:])
+        choices = (f"{re.escape(first)}(?:{'|'.join(map(re.escape, rest))})" for first, rest in firsts.items())
+        self._pattern = re.compile("|".join(choices) or r"(?!)")
+        self._open = f"\ue000{secrets.token_hex(8)}:"  # which no text has by chance or can know
+        self._placeholder = re.compile(rf"{self._open}(\d+)\ue001")
+        self._numbers = {text: number for number, text in enumerate(self._texts)}
+        self.used = False
+
+    def hide(self, value: Any) -> Any:
+        """Return messages or tools (any JSON value) with placeholders; what has no mark is returned as it is."""
+        if isinstance(value, str):
+            if self._pattern.search(value) is None:
+                return value
+            self.used = True
+            return self._pattern.sub(lambda found: f"{self._open}{self._numbers[found[0]]}\ue001", value)
+        if isinstance(value, dict):
+            return {key: self.hide(item) for key, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, list) else value
+
+    def has(self, value: Any) -> bool:
+        """Tell whether a JSON value has a placeholder."""
+        if not self.used:
+            return False
+        if isinstance(value, str):
+            return self._open in value
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return any(map(self.has, items))
+
+    def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Return the ids of a text with placeholders. ``encode``: the tokenizer's own encoding of a text."""
+        ids: list[int] = []
+        for number, part in enumerate(self._placeholder.split(text)):
+            # A mark is no mark any more if it is encoded in two parts.
+            mark = self._texts[int(part)] if number % 2 else ""
+            for piece in (mark[:1], mark[1:]) if mark else (part,):
+                ids += encode(piece) if piece else []
+        return ids

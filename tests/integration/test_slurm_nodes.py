@@ -1,0 +1,80 @@
+"""A real SLURM of two nodes tests them before a job trains; no job gets to rl.train."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rl.quickstart.tasks import make_tasks
+from tests.slurm_kit import Slurm
+
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "scripts/slurm/train.sbatch"
+OURS = ["+experiment=quickstart", "prepare=null", "~quickstart", "data.train_batch_size=2"]
+OURS += ["actor_rollout_ref.actor.ppo_mini_batch_size=1"]
+ENDS = ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED")
+
+
+def model(cluster: Slurm, *nodes: str, broken: str = "") -> str:
+    """The path of a model, as each node knows it, that is on the disks of some; one cannot be read there."""
+    for node in ("n1", "n2"):
+        shutil.rmtree(cluster.disk(node) / "model", ignore_errors=True)
+    for node in nodes:
+        directory = cluster.disk(node) / "model"
+        directory.mkdir()
+        (directory / "config.json").write_text('{"model_type": "qwen3"}')
+        if node == broken:
+            (directory / "model.safetensors").mkdir()
+        else:
+            (directory / "model.safetensors").write_bytes(bytes(1 << 22))
+    return "actor_rollout_ref.model.path='${oc.env:NODE_DISK}/model'"
+
+
+def run(cluster: Slurm, out: Path, nodes: int, *arguments: str, env: str = "") -> tuple[dict[str, str], str]:
+    """Run a job; return what became of it, and its output."""
+    tasks = out.parent / "tasks"
+    make_tasks(tasks, seed=5, n_train=2, n_heldout=1)
+    arguments = (f"data.train_files={tasks}/train.parquet", f"data.val_files={tasks}/heldout.parquet", *arguments)
+    options = ["--parsable", "--gpus-per-node=0", f"--nodes={nodes}", f"--output={out}", f"--export=ALL{env}"]
+    job = cluster.run("sbatch", *options, SCRIPT, *OURS, f"run.root={out.parent}", *arguments, cwd=ROOT).strip()
+    return cluster.wait(job, *ENDS, seconds=300), out.read_text()
+
+
+@pytest.mark.timeout(900)
+def test_two_nodes_are_tested_and_their_figures_said(cluster: Slurm, tmp_path: Path) -> None:
+    """The job is ended by what comes after the tests: there is no place for copies of the model."""
+    keys = ["trainer.nnodes=2", "cluster.interface=lo", "actor_rollout_ref.rollout.agent.num_workers=2"]
+    ended, text = run(
+        cluster, tmp_path / "out.txt", 2, *keys, "cluster.stage_dir=/proc/none", model(cluster, "n1", "n2")
+    )
+    assert re.search(r"cluster: node n[12]: cluster\.stage_dir: ", text), text
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "69:0")
+    for node in ("n1", "n2"):
+        (said,) = [line for line in text.splitlines() if line.startswith(f"cluster: {node}: gloo")]
+        assert "GB/s; run directory" in said and "MB/s read" in said
+    (figures,) = tmp_path.rglob("preflight.json")
+    assert json.loads(figures.read_text())["links"]["gloo"]["n1 - n2"]["gbs"] > 0
+
+
+@pytest.mark.timeout(900)
+def test_a_node_with_a_broken_disk_is_excluded_and_the_job_goes_on_without_it(cluster: Slurm, tmp_path: Path) -> None:
+    """The job has one node; without the first one it gets the other, where it ends for another reason."""
+    key = model(cluster, "n1", broken="n1")
+    ended, text = run(cluster, tmp_path / "out.txt", 1, key, "cluster.exclude_bad_nodes=true")
+    assert "cluster: node n1: storage: " in text and "Is a directory" in text, text
+    assert "train.sbatch: requeued without n1\n" in text
+    assert (ended["Restarts"], ended["ExcNodeList"], ended["BatchHost"]) == ("1", "n1", "n2"), ended
+    assert f"{cluster.disk('n2')}/model is no model directory" in text
+
+
+@pytest.mark.timeout(900)
+def test_without_the_key_the_job_ends_and_names_the_node(cluster: Slurm, tmp_path: Path) -> None:
+    ended, text = run(cluster, tmp_path / "out.txt", 1, model(cluster, "n1", broken="n1"))
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "69:0", "0"), text
+    assert "cluster: node n1: storage: " in text

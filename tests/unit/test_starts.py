@@ -1,0 +1,113 @@
+"""A run that is requeued without getting on ends, and what SLURM says about the job is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.run import slurm, starts, unfinished
+from rl.run.checkpoints import seal
+from rl.run.directory import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path, tmp_path / "checkpoints", True, open(tmp_path / "run.lock", "w"))
+
+
+def save(run: Run, step: int) -> None:
+    (run.checkpoints / f"global_step_{step}").mkdir(parents=True)
+    seal(run.checkpoints, step)
+
+
+def test_two_starts_without_progress_end_the_third_with_what_to_do(run: Run) -> None:
+    starts.note(run, requeued=False)
+    starts.note(run, requeued=True)
+    with pytest.raises(starts.NoProgress, match=r"stays at its beginning; give .*--time.*run.save_minutes") as caught:
+        starts.note(run, requeued=True)
+    assert "\n" not in str(caught.value) and str(run.dir) in str(caught.value)
+    with pytest.raises(starts.NoProgress):
+        starts.note(run, requeued=True)
+    starts.note(run, requeued=False)  # by hand it starts, and counts anew
+    starts.note(run, requeued=True)
+    with pytest.raises(starts.NoProgress):
+        starts.note(run, requeued=True)
+
+
+def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_saved_is_none(run: Run) -> None:
+    def kept(after: int, *sessions: str) -> None:
+        group = unfinished.Group("u", 3, "running", list(sessions))
+        unfinished.write(run.dir, unfinished.Unfinished(after, [group]), lambda _: [])
+
+    for requeued in (False, True):
+        starts.note(run, requeued)
+    save(run, 2)
+    for _ in range(2):
+        starts.note(run, requeued=True)
+    kept(2, "u_0")
+    for _ in range(2):
+        starts.note(run, requeued=True)
+    kept(2, "u_0", "u_1")
+    starts.note(run, requeued=True)
+    (run.dir / "metrics.jsonl").write_text('{"step": 3}\n')
+    starts.note(run, requeued=True)
+    with pytest.raises(starts.NoProgress, match="stays at step 2"):
+        starts.note(run, requeued=True)
+    kept(1, "u_0", "u_1", "u_2")  # of another checkpoint: nobody will use it
+    starts.note(run, requeued=True)
+    assert len(json.loads((run.dir / "starts.json").read_text())) == 2
+
+
+def test_starts_by_hand_are_never_held(run: Run) -> None:
+    for _ in range(5):
+        starts.note(run, requeued=False)
+
+
+def test_whether_a_job_was_requeued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert not slurm.is_requeued()
+    for count, requeued in (("0", False), ("1", True), ("12", True)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        assert slurm.is_requeued() is requeued
+
+
+@pytest.mark.parametrize(
+    ("said", "variable", "expected"),
+    [
+        ("2031-05-06T07:08:09\n", None, "2031-05-06T07:08:09"),
+        ("2031-05-06T07:08:09\n", "1", "2031-05-06T07:08:09"),  # a changed limit counts
+        ("N/A\n", None, None),
+        ("", "1000000000", 1e9),
+        ("exit 1", "1000000000", 1e9),
+        (None, "1000000000", 1e9),  # no squeue here
+        (None, None, None),
+    ],
+)
+def test_the_end_of_the_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str | None,
+    variable: str | None,
+    expected: str | float | None,
+) -> None:
+    """squeue is a script here; the real one is asked in tests/integration/test_slurm.py."""
+    if said is not None:
+        script = said if said.startswith("exit") else f"[ $2 = --jobs=17 ] && printf '{said}'"
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin" if said is not None else str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", variable)
+    end = slurm.job_end()
+    if isinstance(expected, str):
+        assert end is not None and time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end)) == expected
+    else:
+        assert end == expected
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert slurm.job_end() is None

@@ -258,9 +258,9 @@ def main() -> None:
         noted(sockets),
     )
     run.lease.renew(witness.tell)
-    handle_signals(config, screen)
     failure: BaseException | None = None
     try:
+        handle_signals(config, screen)
         stop.release()
         start(config, run, screen, progress, witness)
     except (Exception, KeyboardInterrupt) as error:

@@ -47,6 +47,7 @@ _say: Callable[[str], None] = print
 _job_end: Callable[[], float | None] = float  # 0: not known
 _asked: str | None = None  # the name of the first signal
 _in_steps: bool = False
+_waiting: list[int] = []  # signals that another thread took while they were held
 
 
 def early() -> None:
@@ -78,13 +79,21 @@ def install(grace_s: float, say: Callable[[str], None], job_end: Callable[[], fl
 
 
 def hold() -> None:
-    """Let signals wait until ``release`` is called. Processes that are forked meanwhile never see them."""
+    """Let signals wait until ``release`` is called. Processes that are forked meanwhile never see them.
+
+    The mask is this thread's. Another thread (of numpy, of the lease) takes the signal, and Python calls the handler
+    here all the same: so the handlers only note it, until ``install`` replaces them.
+    """
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: _waiting.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def release() -> None:
     """Let signals through, those that have waited at once."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    while _waiting:
+        signal.raise_signal(_waiting.pop(0))
 
 
 def enter_steps() -> None:

@@ -117,6 +117,28 @@ def test_a_signal_at_any_instant_of_a_start_ends_it_with_75_and_one_line(
     assert "Traceback" not in said and "killed" not in said and process.returncode == 75
 
 
+def test_a_signal_that_another_thread_takes_waits_too():
+    """The mask of hold() is one thread's; a trainer has others when its witness starts."""
+    code = """
+import os, signal, threading, time
+from rl.run import stop
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+stop.early()
+stop.hold()
+os.kill(os.getpid(), signal.SIGTERM)  # the kernel picks the thread that does not block it
+while not stop._waiting:
+    time.sleep(0.01)
+print("held", flush=True)
+try:
+    stop.install(60, print, float)
+    stop.release()
+except KeyboardInterrupt:
+    print("stopped by", stop.reason(), flush=True)
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert process.stdout == "held\nstopped by SIGTERM\n"
+
+
 def test_a_signal_after_the_run_has_ended_orderly_changes_nothing():
     code = """
 import os, signal, sys

@@ -2,98 +2,132 @@
 
     python -m rollout.audit RUN
 
-It checks every record from the stored nodes alone, with code that shares nothing with the session tree:
+It checks every record with code that shares nothing with the session tree:
 
-1. Every sampled token that the agent received is in exactly one training row, once. It is in none if it belongs to a
+1. Each call of the engine is what it was when it crossed the engine's border: prompt ids (the path of its node),
+   sampled ids, log-probabilities and weight versions reproduce the seal that was made there.
+2. Every sampled token that the agent received is in exactly one training row, once. It is in none if it belongs to a
    side call that is served but not trained on, if the infrastructure failed, or if the agent does not report the reply.
-2. Each row is the path of its last node: ids, mask (1 on the tokens that the row trains on, 0 elsewhere) and logprobs
-   (the engine's, one per token) reproduce the digest of what was given to the trainer.
-3. The sampled ids decode to the recorded text, and that text parses to the content blocks that were sent.
-4. What the agent reports to have received (Claude Code's own event stream) is what was sent. What is trained on is
-   reported, comes before a reported reply, or is on the longest path of a conversation that is the first or has one,
-   or follows these and has no calls (a summary).
+3. Each row is the path of its last node: ids, mask (1 on the tokens that the row trains on, 0 elsewhere) and
+   log-probabilities reproduce the digest of what was given to the trainer; its weight versions are its nodes'.
+4. The sampled ids decode to the recorded text, and that text says the content blocks that were sent.
+5. What the agent reports to have received (its own event stream) is what was sent, and all of that is marked as
+   delivered. What is trained on is reported, comes before a reported reply, or is on the longest path of a conversation
+   that is the first or has one, or follows these and has no calls (a summary); and all of that is trained on.
+6. Records are complete: each follows the one before it in its file, no episode is there twice, and every line of
+   episode_metrics has its record and its figures.
 
-The exit status is 0, with one summary line, or 1, with one line per finding. Replies that something else in the box has
-asked for are noted.
+The exit status is 0, with one summary line, or 1, with one line per finding. docs/records.md says what it cannot find.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import functools
+import hashlib
+import json
+import struct
 import sys
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rewards.verdict import Outcome
 from rollout.agent.events import blocks, message_id
-from rollout.proxy.parsers import ReplyParser, make_parser
-from rollout.records import (
-    CorruptRecordError,
-    NodeRecord,
-    Reader,
-    Record,
-    path_of,
-    row_digest,
-    unpack_floats,
-    unpack_ids,
-)
+from rollout.reading import FormatReading, Reading
+from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, path_of
+
+_SEALED = 3  # the first version of records with seals, versions in rows, and counts to compare with
 
 
 def audit_tokens(record: Record) -> Iterator[str]:
-    """Yield the findings of checks 1 and 2; there are none if the record is sound."""
-    ids = [unpack_ids(node.ids) for node in record.nodes]
-    logprobs = [None if node.logprobs is None else unpack_floats(node.logprobs) for node in record.nodes]
-    for i, node in enumerate(record.nodes):
+    """Yield the findings of checks 1 to 3; there are none if the record is sound."""
+    nodes = record.nodes
+    paths: list[Any] = []  # the SHA-256 of the ids on the path to each node, which goes on in its children
+    lengths: list[int] = []
+    for i, node in enumerate(nodes):
         if not -1 <= node.parent < i:
             yield f"node {i}: parent {node.parent} does not come before it"
             return
-        if (logprobs[i] is not None) != (node.parent >= 0 and logprobs[node.parent] is None):
+        sampled = node.logprobs is not None
+        if sampled != (node.parent >= 0 and nodes[node.parent].logprobs is None):
             yield f"node {i}: context and sampled nodes do not alternate"
-        values = logprobs[i]
-        if values is None:
-            continue
-        if len(values) != len(ids[i]):
-            yield f"node {i}: {len(ids[i])} sampled tokens but {len(values)} logprobs"
-        if not all(math.isfinite(value) and value <= 1e-4 for value in values):  # rounding may exceed 0 a little
-            yield f"node {i}: a logprob is positive or not finite"
+        path = paths[node.parent].copy() if node.parent >= 0 else hashlib.sha256()
+        path.update(node.ids)
+        paths.append(path)
+        lengths.append((lengths[node.parent] if node.parent >= 0 else 0) + node.length)
+        if sampled:
+            yield from _call(record, i, path.copy(), lengths[i])
 
     times = Counter(n for row in record.rows for n in row.nodes)
     infra = _infra_failed(record)
-    for i, node in enumerate(record.nodes):
-        wanted = int(node.delivered and node.trained and logprobs[i] is not None and not infra)
+    for i, node in enumerate(nodes):
+        wanted = int(node.delivered and node.trained and node.logprobs is not None and not infra)
         if times[i] != wanted:
             kind = ", the infrastructure failed" if infra else "" if node.trained else ", not to be trained"
             yield f"node {i}: trained in {times[i]} rows, must be {wanted} (delivered: {node.delivered}{kind})"
-
-    for number, row in enumerate(record.rows):
-        if not row.nodes or not all(0 <= n < len(record.nodes) for n in row.nodes):
-            yield f"row {number}: it trains on no node, or on one that does not exist"
-            continue
-        path = path_of(record.nodes, max(row.nodes))
-        if not set(row.nodes) <= set(path):
-            yield f"row {number}: its nodes {row.nodes} are not on one path"
-            continue
-        first = path.index(min(row.nodes))
-        prompt = [token for n in path[:first] for token in ids[n]]
-        response = [token for n in path[first:] for token in ids[n]]
-        mask = [int(n in row.nodes) for n in path[first:] for _ in ids[n]]
-        probs = [p for n in path[first:] for p in ((logprobs[n] or []) if n in row.nodes else [0.0] * len(ids[n]))]
-        if (len(prompt), len(response)) != (row.prompt_tokens, row.response_tokens):
-            recorded = f"{row.prompt_tokens}+{row.response_tokens}"
-            yield f"row {number}: its nodes have {len(prompt)}+{len(response)} tokens, but {recorded} are recorded"
-        elif row_digest(prompt, response, mask, probs) != row.digest:
-            yield f"row {number}: the trainer got other ids, masks or logprobs than those of its nodes"
+    for number in range(len(record.rows)):
+        yield from (f"row {number}: {finding}" for finding in _row(record, number))
 
 
-def audit_text(record: Record, tokenizer: Any, parser: ReplyParser, tools: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the findings of check 3. ``tools`` are the tool definitions (in chat form) that the parser needs."""
+def _call(record: Record, i: int, digest: Any, length: int) -> Iterator[str]:
+    """Yield what is wrong with one sampled node. ``digest``: of the path to it; ``length``: the tokens of that path."""
+    node = record.nodes[i]
+    values = array("f", node.logprobs or b"")
+    if len(values) != node.length:
+        yield f"node {i}: {node.length} sampled tokens but {len(values)} logprobs"
+    if values and not (max(values) <= 1e-4 and min(values) > float("-inf") and sum(values) == sum(values)):
+        yield f"node {i}: a logprob is positive or not finite"  # rounding may exceed 0 a little
+    if record.version < _SEALED:
+        return
+    versions = node.versions if isinstance(node.versions, bytes) else b""
+    digest.update(node.logprobs)
+    digest.update(versions)
+    counts = length - node.length, node.length, len(values), len(versions) // 4
+    digest.update(struct.pack("<QQQQ?", *counts, node.side))
+    if digest.digest() != node.seal:
+        yield f"node {i}: its prompt, ids, logprobs or versions are not those that crossed the engine's border"
+
+
+def _row(record: Record, number: int) -> Iterator[str]:
+    row, nodes = record.rows[number], record.nodes
+    if not row.nodes or not all(0 <= n < len(nodes) for n in row.nodes):
+        yield "it trains on no node, or on one that does not exist"
+        return
+    path = path_of(nodes, max(row.nodes))
+    if not set(row.nodes) <= set(path):
+        yield f"its nodes {row.nodes} are not on one path"
+        return
+    first = path.index(min(row.nodes))
+    prompt = b"".join([nodes[n].ids for n in path[:first]])
+    response = b"".join([nodes[n].ids for n in path[first:]])
+    own = set(row.nodes)
+    mask = b"".join([(b"\1" if n in own else b"\0") * nodes[n].length for n in path[first:]])
+    probs = b"".join([(nodes[n].logprobs or b"") if n in own else bytes(len(nodes[n].ids)) for n in path[first:]])
+    if (len(prompt) // 4, len(response) // 4) != (row.prompt_tokens, row.response_tokens):
+        recorded = f"{row.prompt_tokens}+{row.response_tokens}"
+        yield f"its nodes have {len(prompt) // 4}+{len(response) // 4} tokens, but {recorded} are recorded"
+        return
+    digest = hashlib.sha256()
+    for column in (prompt, response, mask, probs):
+        digest.update(struct.pack("<Q", len(column)))
+        digest.update(column)
+    if digest.hexdigest() != row.digest:
+        yield "the trainer got other ids, masks or logprobs than those of its nodes"
+    known = array("i", b"".join(v for n in row.nodes if isinstance(v := nodes[n].versions, bytes)))
+    if record.version >= _SEALED and row.versions != (min(known, default=0), max(known, default=0)):
+        yield f"the trainer was told versions {row.versions}, which are not those of its nodes"
+
+
+def audit_text(record: Record, tokenizer: Any, reading: Reading) -> Iterator[str]:
+    """Yield the findings of check 4. Version 1 kept other blocks than were sampled; its text alone is checked."""
+    malformed = 0
     for i, node in enumerate(record.nodes):
         if node.logprobs is None:
             continue
-        ids = unpack_ids(node.ids)
+        ids = array("i", node.ids).tolist()
         text = tokenizer.decode(ids[:-1] if node.ended else ids, skip_special_tokens=False)
         if text != node.text:
             yield f"node {i}: the sampled ids decode to {text!r}, but the recorded text is {node.text!r}"
@@ -101,39 +135,88 @@ def audit_text(record: Record, tokenizer: Any, parser: ReplyParser, tools: list[
         if node.stop_sequence is not None:
             text = text[: text.find(node.stop_sequence)]
         sent = [{k: v for k, v in block.items() if k != "id"} for block in node.blocks]
-        read = parser.parse(text, tools if node.tools_allowed else []).blocks
-        if record.version == 1:  # the parser of these records trimmed text and kept empty text blocks
-            sent, read = _trimmed(sent), _trimmed(read)
-        if read != sent:
-            yield f"node {i}: the sampled text does not parse to the blocks that were sent"
+        if record.version > 1 and not reading.agrees(text, sent, node.tools_allowed):
+            yield f"node {i}: the sampled text does not say the blocks that were sent"
+        malformed += reading.malformed(text, sent, node.tools_allowed)
+    counted = record.counters.get("malformed_calls", 0)
+    if record.version >= _SEALED and counted != malformed:
+        yield f"{malformed} replies have parts of calls that were not sent as such, but {counted} were counted"
 
 
 def audit_heard(record: Record) -> Iterator[str]:
-    """Yield the findings of check 4, which reads the assistant events of Claude Code's stream-json output."""
-    heard: dict[str, list[dict[str, Any]]] = {}
+    """Yield the findings of check 5, which reads the assistant events of Claude Code's stream-json output."""
+    nodes = record.nodes
+    counted = record.agent.get("events", len(record.events))
+    if counted != len(record.events):
+        yield f"the agent had {counted} events, but {len(record.events)} are recorded"
+    heard: dict[str, dict[Any, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for event in record.events:
-        heard.setdefault(message_id(event), []).extend(blocks(event, "assistant"))
-    for i, node in enumerate(record.nodes):
-        if not node.delivered or node.message_id not in heard:
-            continue  # a killed agent does not report its last reply, and side calls are never reported
-        if [_essence(b) for b in heard[node.message_id]] != [_essence(b) for b in node.blocks]:
-            yield f"node {i}: the agent reports another reply than the one it was sent ({node.message_id})"
-    if "foreign_calls" not in record.counters or not any(heard):
-        return  # an older record, or an agent that reports no ids
-    if any(node.parent >= i for i, node in enumerate(record.nodes)):
-        return  # a finding of check 1
-    paths = {i: path_of(record.nodes, i) for i, node in enumerate(record.nodes) if node.delivered}
-    named = {i for i in paths if record.nodes[i].message_id in heard}
-    ends = {
-        max((i for i in paths if paths[i][0] == root), key=lambda i: (_tokens(record.nodes, paths[i]), -i))
-        for root in {paths[i][0] for i in paths}
-        if root == 0 or any(paths[i][0] == root for i in named)
-    }
-    known = {before for i in ends | named for before in paths[i]}
-    calls = {i for i in paths if any(block.get("type") == "tool_use" for block in record.nodes[i].blocks)}
-    known |= {i for i in paths.keys() - calls if paths[i][-3:-2] and paths[i][-3] in known}
+        if said := blocks(event, "assistant"):
+            heard[message_id(event)][str(event.get("parent_tool_use_id") or "")] += said
+    sent = {node.message_id: i for i, node in enumerate(nodes) if node.logprobs is not None}
+    last = next(reversed(heard), "") if record.agent.get("status") in ("timeout", "crashed") else ""
+    for name in (name for name in heard if name in sent):
+        node, i = nodes[sent[name]], sent[name]
+        if not node.delivered:
+            yield f"node {i}: the agent reports this reply ({name}), but it is not marked as delivered"
+        for sub_agent, said in heard[name].items():
+            if not _same(said, node.blocks, bool(sub_agent), name == last):
+                yield f"node {i}: the agent reports another reply than the one it was sent ({name})"
+    reports = record.agent.get("reports", "foreign_calls" in record.counters and any(heard))
+    if not reports or any(node.parent >= i for i, node in enumerate(nodes)):
+        return  # an agent that does not tell, an older record, or a finding of check 1
+    known = _known(nodes, {i for name, i in sent.items() if name in heard and nodes[i].delivered})
     for number in sorted({n for row in record.rows for n in row.nodes} - known):
         yield f"node {number}: it is trained on, but the agent does not report it"
+    if record.version < _SEALED:
+        return
+    unknown = sum(name.startswith("msg_") and name not in sent for name in heard)
+    counted = record.counters.get("unknown_reports", 0)
+    if unknown != counted and nodes:
+        yield f"the agent reports {unknown} replies that are not recorded; {counted} were counted"
+    for i in sorted(known):
+        if not nodes[i].trained and nodes[i].delivered and (record.train_side_calls or not nodes[i].side):
+            yield f"node {i}: it is not trained on, though it is a reply of the agent's"
+
+
+def _same(said: list[dict[str, Any]], sent: list[dict[str, Any]], sub_agent: bool, cut: bool) -> bool:
+    """Tell whether reported blocks are those that were sent.
+
+    Of a sub-agent's reply Claude Code may report the calls only; an agent that was killed, only the first blocks.
+    """
+    left, right = [_essence(block) for block in said], [_essence(block) for block in sent]
+    if left == right or (cut and left == right[: len(left)]):
+        return True
+    calls = [block for block in right if block[0] == "tool_use"]
+    rest = iter(right)
+    return sub_agent and all(block in rest for block in left) and [b for b in left if b[0] == "tool_use"] == calls
+
+
+def _known(nodes: list[NodeRecord], named: set[int]) -> set[int]:
+    """Return the delivered replies that are the agent's own. ``named``: those that it reports."""
+    roots: list[int] = []
+    lengths: list[int] = []
+    longest: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        parent = node.parent
+        roots.append(roots[parent] if parent >= 0 else i)
+        lengths.append((lengths[parent] if parent >= 0 else 0) + node.length)
+        best = longest.get(roots[i])
+        if node.delivered and node.logprobs is not None and (best is None or lengths[i] > lengths[best]):
+            longest[roots[i]] = i
+    own = {0, *(roots[i] for i in named)}
+    known: set[int] = set()
+    for i in (*named, *(end for root, end in longest.items() if root in own)):
+        while i >= 0 and i not in known:
+            known.add(i)
+            i = nodes[i].parent
+    sums_up = {
+        i
+        for i, node in enumerate(nodes)
+        if node.logprobs is not None and node.delivered and nodes[node.parent].parent in known
+        if not any(block.get("type") == "tool_use" for block in node.blocks)
+    }
+    return {i for i in known | sums_up if nodes[i].logprobs is not None and nodes[i].delivered}
 
 
 def _essence(block: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -146,17 +229,102 @@ def _essence(block: Mapping[str, Any]) -> tuple[Any, ...]:
     return (block.get("type"), str(block.get("text", "")).strip())
 
 
-def _trimmed(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    trimmed = [block | {"text": block["text"].strip()} if block["type"] == "text" else block for block in blocks]
-    return [block for block in trimmed if block.get("text", True)]
-
-
-def _tokens(nodes: list[NodeRecord], path: list[int]) -> int:
-    return sum(nodes[number].length for number in path)
-
-
 def _infra_failed(record: Record) -> bool:
     return record.verdict.get("outcome") == Outcome.INFRA_FAILURE
+
+
+class Run:
+    """A Run is what has been read of a run's records; ``findings`` has one line each, ``total`` the counts."""
+
+    def __init__(self, source: Path, model: Path | None = None) -> None:
+        self.reader, self.model = Reader(source), model
+        self.findings: list[str] = []
+        self.total: Counter[str] = Counter()
+        self.figures: dict[str, dict[str, Any]] = {}  # by episode
+        self.tokenizer = functools.cache(_tokenizer)
+        self.reading = functools.cache(FormatReading)
+
+    def read(self) -> None:
+        """Audit all records. Raises FileNotFoundError and ValueError for what the user has to give."""
+        for path in self.reader.files():
+            try:
+                for record in self.reader.read(path):
+                    self._audit(record)
+            except CorruptRecordError as error:
+                self.findings.append(str(error))
+        if self.reader.source.is_dir():
+            self._compare(self.reader.source)
+
+    def _audit(self, record: Record) -> None:
+        problems = [*audit_tokens(record), *audit_heard(record)]
+        if record.nodes:  # an evaluation of another endpoint leaves none, and has no tokenizer
+            reading = self.reading(record.parser, record.version < _SEALED)
+            problems += audit_text(record, self.tokenizer(str(self.model or record.model)), reading)
+        if record.episode in self.figures:
+            problems.append("this episode is recorded twice")
+        self.figures[record.episode] = _figures(record)
+        self.findings += [f"{record.episode} ({record.task}): {problem}" for problem in problems]
+        self.total["episodes"] += 1
+        self.total["rows"] += len(record.rows)
+        self.total["foreign"] += int(record.counters.get("foreign_calls", 0))
+        self.total["unknown"] += int(record.counters.get("unknown_reports", 0))
+        for node in record.nodes:
+            kind = "context" if node.logprobs is None else "sampled" if node.delivered else "undelivered"
+            if _infra_failed(record):
+                kind = "left out"
+            self.total[kind] += node.length
+            self.total["replies"] += node.logprobs is not None
+
+    def _compare(self, run: Path) -> None:
+        """Compare what the trainer was told of each episode (episode_metrics/*.jsonl) with its record."""
+        told: set[str] = set()
+        for path in sorted((run / "episode_metrics").glob("*.jsonl")):
+            for number, text in enumerate(path.read_bytes().splitlines(), 1):
+                try:
+                    line = json.loads(text)
+                    episode = line["episode"]
+                except (ValueError, KeyError, TypeError):
+                    continue  # the last line of a process that was killed
+                if episode in told:
+                    self.findings.append(f"{path.name}, line {number}: episode {episode} is there twice")
+                told.add(episode)
+                figures = self.figures.get(episode)
+                if figures is None:
+                    self.findings.append(f"{path.name}, line {number}: episode {episode} has no record")
+                    continue
+                wrong = [name for name, value in figures.items() if name in line and line[name] != value]
+                if wrong:
+                    name = ", ".join(wrong)
+                    self.findings.append(f"{path.name}, line {number}: {name} of {episode} are not its record's")
+
+
+def _figures(record: Record) -> dict[str, Any]:
+    """Return figures of an episode that episode_metrics has too, under the same names."""
+    out = {
+        "task": record.task,
+        "step": record.step,
+        "resolved": record.verdict.get("outcome") == Outcome.RESOLVED,
+        "infra": _infra_failed(record),
+        "reward": record.verdict.get("reward"),
+        "rows": len(record.rows),
+        "turns": record.agent.get("turns", 0),
+        "calls": int(record.counters.get("calls", 0)),
+        "tokens_trained": sum(
+            record.nodes[n].length for row in record.rows for n in row.nodes if 0 <= n < len(record.nodes)
+        ),
+    }
+    if record.nodes:
+        sampled = sum(node.length for node in record.nodes if node.logprobs is not None)
+        out |= {"tokens_sampled": sampled, "tokens_context": sum(n.length for n in record.nodes) - sampled}
+    return out
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not Path(model).is_dir():
+        raise FileNotFoundError(f"the policy's tokenizer is not at {model}; say with --model where it is")
+    return AutoTokenizer.from_pretrained(model)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,56 +333,33 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("run", type=Path, help="a run directory or one record file")
     options.add_argument("--model", type=Path, help="directory of the policy's tokenizer (default: the recorded one)")
     args = options.parse_args(argv)
-    reader = Reader(args.run)
-    findings = 0
-    total: Counter[str] = Counter()
-    text_tools: dict[tuple[str, str], tuple[Any, ReplyParser]] = {}
+    run = Run(args.run, args.model)
     try:
-        for record in reader:
-            problems = [*audit_tokens(record), *audit_heard(record)]
-            if record.nodes:  # an evaluation of another endpoint leaves none, and has no tokenizer
-                model = str(args.model or record.model)
-                if (model, record.parser) not in text_tools:
-                    text_tools[model, record.parser] = _load(model, record.parser)
-                problems += audit_text(record, *text_tools[model, record.parser], record.tools)
-            for problem in problems:
-                print(f"{record.episode} ({record.task}): {problem}", file=sys.stderr)
-            findings += len(problems)
-            total["episodes"] += 1
-            total["rows"] += len(record.rows)
-            total["foreign"] += int(record.counters.get("foreign_calls", 0))
-            for node in record.nodes:
-                kind = "context" if node.logprobs is None else "sampled" if node.delivered else "undelivered"
-                if _infra_failed(record):
-                    kind = "left out"
-                total[kind] += node.length
-                total["replies"] += node.logprobs is not None
-    except (CorruptRecordError, FileNotFoundError) as error:
+        run.read()
+    except (FileNotFoundError, ValueError) as error:
         print(f"audit: {error}", file=sys.stderr)
         return 1
-    for torn in reader.torn:
+    for finding in run.findings:
+        print(finding, file=sys.stderr)
+    for torn in run.reader.torn:
         print(f"note: {torn.path}: its last record is incomplete (the process was killed); {torn.lost} bytes ignored")
+    total = run.total
     if total["foreign"]:
         print(f"note: {total['foreign']} replies were not asked for by the agent itself, and are not trained on")
+    if total["unknown"]:
+        print(
+            f"note: {total['unknown']} replies that agents report were sent by nobody: something else wrote the report"
+        )
     if not total["episodes"]:
         print(f"audit: no episode records under {args.run}", file=sys.stderr)
         return 1
     print(
-        f"{'FAILED' if findings else 'ok'}: {total['episodes']} episodes, {total['replies']} replies, "
+        f"{'FAILED' if run.findings else 'ok'}: {total['episodes']} episodes, {total['replies']} replies, "
         f"{total['rows']} rows, {total['sampled']} sampled tokens, each trained on once, "
         f"{total['undelivered']} undelivered, {total['context']} context tokens, "
-        f"{total['left out']} left out because the infrastructure failed, {findings} findings"
+        f"{total['left out']} left out because the infrastructure failed, {len(run.findings)} findings"
     )
-    return 1 if findings else 0
-
-
-def _load(model: str, parser: str) -> tuple[Any, ReplyParser]:
-    from transformers import AutoTokenizer
-
-    if not Path(model).is_dir():
-        raise FileNotFoundError(f"the policy's tokenizer is not at {model}; say with --model where it is")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return tokenizer, make_parser(parser, tokenizer)
+    return 1 if run.findings else 0
 
 
 if __name__ == "__main__":

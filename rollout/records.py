@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zstandard
@@ -30,10 +30,11 @@ from rollout.agent.events import blocks
 from rollout.proxy.tree import TrainingSequence, Tree
 
 if TYPE_CHECKING:
+    from rollout.agent import AgentRun
     from rollout.episode import Episode
 
-VERSION = 2
-_READABLE = (1, 2)
+VERSION = 3
+_READABLE = (1, 2, 3)
 SUFFIX = ".cep"
 _MAGIC = b"CEP1"
 _HEADER = struct.Struct("<4sII")
@@ -49,7 +50,8 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
 
     ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: index of the node before it, -1 for a root.
     The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
-    version of each id, empty if unknown (in records of version 1 a pair, the first and the last one).
+    version of each id, empty if unknown (in records of version 1 a pair, the first and the last one). ``side``: whether
+    it answers a side call; ``seal``: ``rollout.proxy.engine.seal``, empty in records before version 3.
     """
 
     parent: int
@@ -65,6 +67,8 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     trained: bool = True
     tools_allowed: bool = True
     versions: bytes | tuple[int, int] = b""
+    side: bool = False
+    seal: bytes = b""
 
     @property
     def length(self) -> int:
@@ -75,13 +79,15 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
 class RowRecord(msgspec.Struct):
     """A row record is one training row as it was handed to the trainer.
 
-    ``nodes``: the sampled nodes that it trains; ``digest``: see ``row_digest``.
+    ``nodes``: the sampled nodes that it trains; ``digest``: see ``row_digest``; ``versions``: the lowest and the
+    highest weight version of these nodes, (0, 0) if unknown (and before version 3).
     """
 
     prompt_tokens: int
     response_tokens: int
     nodes: list[int]
     digest: str
+    versions: tuple[int, int] = (0, 0)
 
 
 class Record(msgspec.Struct, omit_defaults=True):
@@ -89,7 +95,9 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     Times are in seconds, ``started`` is Unix time. ``model``: where the policy's tokenizer is; ``tools``: all tool
     definitions that the agent offered, in chat form; ``events``: the agent's own event stream; ``repo`` and
-    ``difficulty``: the task's; ``overlong``: whether a limit ended the episode. Older records lack these three.
+    ``difficulty``: the task's; ``overlong``: whether a limit ended the episode; ``train_side_calls``: whether side
+    calls are trained on. ``number`` and ``previous``, which the writer fills in: the record's place in its file, from
+    0, and the SHA-256 of the payload before it. Older records lack these.
     """
 
     version: int
@@ -114,6 +122,9 @@ class Record(msgspec.Struct, omit_defaults=True):
     repo: str = ""
     difficulty: str | None = None
     overlong: bool = False
+    train_side_calls: bool = True
+    number: int = 0
+    previous: bytes = b""
 
 
 def record_of(episode: Episode, split: str, step: int, model: str, parser: str) -> Record:
@@ -137,7 +148,7 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         nodes=node_records(session.tree) if session else [],
         rows=row_records(episode.rows),
         verdict=episode.verdict.to_dict(),
-        agent={"status": run.status.value, "turns": run.turns, "detail": run.detail} if run else {},
+        agent={"status": run.status.value, "turns": run.turns, "detail": run.detail, **_reported(run)} if run else {},
         patch=episode.patch,
         timing=episode.timing,
         counters=asdict(session.counters) if session else {},
@@ -145,7 +156,13 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         repo=task.repo,
         difficulty=task.difficulty,
         overlong=episode.overlong,
+        train_side_calls=session.policy.train_side_calls if session else True,
     )
+
+
+def _reported(run: AgentRun) -> dict[str, Any]:
+    """Return how many events there are, and whether they tell which replies the agent has received."""
+    return {"events": len(run.events), "reports": run.replies is not None}
 
 
 def node_records(tree: Tree) -> list[NodeRecord]:
@@ -160,6 +177,7 @@ def node_records(tree: Tree) -> list[NodeRecord]:
             record.stop_reason, record.stop_sequence = node.reply.stop_reason, node.reply.stop_sequence
             record.trained, record.tools_allowed = node.trained, node.tools_allowed
             record.versions = pack_ids(list(node.versions))
+            record.side, record.seal = node.side, node.seal
         out.append(record)
     return out
 
@@ -180,6 +198,7 @@ def row_records(rows: Sequence[TrainingSequence]) -> list[RowRecord]:
             response_tokens=len(row.response_ids),
             nodes=list(row.nodes),
             digest=row_digest(row.prompt_ids, row.response_ids, row.mask, row.logprobs),
+            versions=row.versions,
         )
         for row in rows
     ]
@@ -221,15 +240,26 @@ class RecordWriter:
     def __init__(self, directory: Path, name: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{name}{SUFFIX}"
-        self._file: BinaryIO = open(self.path, "xb")  # noqa: SIM115
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._number, self._previous = 0, b""
 
     def append(self, record: Record) -> None:
         """Write one record; it is on the disk when this returns."""
-        payload = self._compressor.compress(msgspec.msgpack.encode(record))
-        self._file.write(_HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        placed = msgspec.structs.replace(record, number=self._number, previous=self._previous)
+        self._write(msgspec.msgpack.encode(placed))
+
+    def _write(self, data: bytes) -> None:
+        payload = self._compressor.compress(data)
+        end, left = self._file.tell(), memoryview(_HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError:  # a full disk: nothing may follow a part of a frame
+            self._file.truncate(self._file.seek(end))
+            raise
+        self._number, self._previous = self._number + 1, hashlib.sha256(payload).digest()
 
     def close(self) -> None:
         """Close the file."""
@@ -250,7 +280,8 @@ class TornTail:
 class Reader:
     """A reader iterates over all records of a run directory or a single file, and fills ``torn`` on the way.
 
-    Raises CorruptRecordError for a complete frame that does not check out, FileNotFoundError for a missing path.
+    Raises CorruptRecordError for a complete frame that does not check out or does not follow the one before it,
+    FileNotFoundError for a missing path.
     """
 
     source: Path
@@ -266,11 +297,12 @@ class Reader:
 
     def __iter__(self) -> Iterator[Record]:
         for path in self.files():
-            yield from self._read(path)
+            yield from self.read(path)
 
-    def _read(self, path: Path) -> Iterator[Record]:
+    def read(self, path: Path) -> Iterator[Record]:
+        """Iterate over the records of one of the files. Raises CorruptRecordError."""
         data = path.read_bytes()
-        offset = 0
+        offset, number, previous = 0, 0, b""
         while offset < len(data):
             frame = data[offset : offset + _HEADER.size]
             if frame[:4] != _MAGIC[: len(frame)]:
@@ -285,8 +317,11 @@ class Reader:
             payload = data[offset + _HEADER.size : end]
             if zlib.crc32(payload) != checksum:
                 raise CorruptRecordError(f"{path}, offset {offset}: the record's checksum is wrong")
-            yield _decode(payload, path, offset)
-            offset = end
+            record = _decode(payload, path, offset)
+            if record.version >= 3 and (record.number, record.previous) != (number, previous):
+                raise CorruptRecordError(f"{path}, offset {offset}: this record does not follow the one before it")
+            yield record
+            offset, number, previous = end, number + 1, hashlib.sha256(payload).digest()
 
 
 def _decode(payload: bytes, path: Path, offset: int) -> Record:

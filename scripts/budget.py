@@ -27,17 +27,17 @@ WINGS = {
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1000,
-    "rollout": 680,
+    "rollout": 970,
     "rollout/agent": 210,
-    "rollout/proxy": 2060,
+    "rollout/proxy": 2080,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
     "rewards": 900,
-    "scripts": 1960,
+    "scripts": 1990,
 }
-EVERYTHING = 18_500
+EVERYTHING = 18_700
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (
@@ -61,7 +61,7 @@ ONE_TASK = (
     "rollout/sandbox/local/*.py",
     "rewards/*.py",
 )
-ONE_TASK_BUDGET = 5_000
+ONE_TASK_BUDGET = 5_050
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.proxy.engine import Completion
+from rollout.proxy.messages import Block
 from rollout.proxy.parsers import Parsed
 from rollout.proxy.session import Policy
 from rollout.records import Record
@@ -73,6 +74,16 @@ class CallParser:
         said = CALL.sub("", text).strip() if calls else text
         blocks = [{"type": "text", "text": said}, *calls] if said or not calls else calls
         return Parsed(blocks, not calls and "[[" in text)
+
+
+class CallReading:
+    """The kit's format, read with its own parser."""
+
+    def agrees(self, text: str, sent: Sequence[Block], calls: bool) -> bool:
+        return CallParser().parse(text, []).blocks == list(sent)
+
+    def malformed(self, text: str, sent: Sequence[Block], calls: bool) -> bool:
+        return CallParser().parse(text, []).malformed
 
 
 class QueueEngine:

@@ -6,6 +6,9 @@ Implementations are ``VllmHttpEngine`` (a vLLM server), ``rollout.replay.ReplayE
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +31,20 @@ class Completion:
     versions: tuple[int, ...] = ()
     cached: int | None = None
     experts: Any = None
+
+
+def seal(prompt_ids: Sequence[int], done: Completion, side: bool) -> bytes:
+    """Return the SHA-256 of a call of the engine: what it was given, what it returned, and for whom (a side call?).
+
+    It is made where both cross the engine's border, before anything else keeps or moves them; docs/records.md defines
+    it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
+    """
+    versions = done.versions
+    digest = hashlib.sha256()
+    for column in (array("i", prompt_ids), array("i", done.ids), array("f", done.logprobs), array("i", versions)):
+        digest.update(column)
+    digest.update(struct.pack("<QQQQ?", len(prompt_ids), len(done.ids), len(done.logprobs), len(versions), side))
+    return digest.digest()
 
 
 class EngineError(Exception):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout import SIDE_MODEL
-from rollout.proxy.engine import Completion, Engine, TextCodec
+from rollout.proxy.engine import Completion, Engine, TextCodec, seal
 from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation, text_key
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
@@ -65,7 +65,8 @@ class Counters:
     waited for them any more. ``overhead_s``: the proxy's own work, without the engine. ``malformed_calls``: replies
     with a tool call that could not be read. ``cut_replies``: replies that reached their token limit. ``context_full``:
     requests refused because the context was full. ``refused_calls``: those refused because the session had made all the
-    calls that it may make. ``foreign_calls``: replies that the agent did not ask for itself (``Session.disown``).
+    calls that it may make. ``foreign_calls``: replies that the agent did not ask for itself (``Session.disown``);
+    ``unknown_reports``: replies that the agent's output names and the session never sent.
     ``cache_queries``: prompt tokens of the calls for which the engine
     reported its prefix cache, and ``cache_hits``: those of them that were in it.
     """
@@ -81,6 +82,7 @@ class Counters:
     context_full: int = 0
     refused_calls: int = 0
     foreign_calls: int = 0
+    unknown_reports: int = 0
     engine_errors: int = 0
     cache_queries: int = 0
     cache_hits: int = 0
@@ -123,7 +125,6 @@ class Session:
         self._generations: dict[int, _Generation] = {}  # those in progress, by the index of their context node
         self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
         self._admitted = 0
-        self._side: set[int] = set()  # context nodes of side calls
 
     def admit(self) -> None:
         """Let one more call in. Raises RequestError if the session has made all the calls that it may make."""
@@ -142,7 +143,9 @@ class Session:
         """
         for node in self.tree.unreported(reported):
             node.trained = False
-            self.counters.foreign_calls += node.parent is not None and node.parent.index not in self._side
+            self.counters.foreign_calls += not node.side
+        sent = {node.reply.id for node in self.tree.nodes if node.reply is not None}
+        self.counters.unknown_reports = sum(name.startswith("msg_") and name not in sent for name in reported)
 
     def prepare(self, request: WireRequest, retry: bool) -> Call:
         """Match a request with the tree and encode what is new in it.
@@ -174,8 +177,6 @@ class Session:
         self.counters.calls += 1
         self.counters.retries += retry
         self.counters.side_calls += side
-        if side:
-            self._side.add(context.index)
         self.tools.update((tool["function"]["name"], tool) for tool in talk.head.tools)
         # A retry, or a request whose reply never reached the client, gets the reply that was sampled for it.
         before = next((child for child in context.children if retry or not child.delivered), None)
@@ -186,6 +187,7 @@ class Session:
             tools=() if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools,
             max_tokens=limit,
             stop=tuple(stop for stop in request.stop_sequences if stop),
+            side=side,
             trained=self.policy.train_side_calls or not side,
             # All clients that wait for the same generation are sent the same id.
             message_id=before.reply.id
@@ -299,11 +301,11 @@ class Session:
         if done.cached is not None:
             self.counters.cache_queries += call.context.length
             self.counters.cache_hits += done.cached
-        node = self._keep(call, done)
+        node = self._keep(call, prompt_ids, done)
         self.counters.overhead_s += time.perf_counter() - sampled
         return node
 
-    def _keep(self, call: Call, done: Completion) -> Node:
+    def _keep(self, call: Call, prompt_ids: list[int], done: Completion) -> Node:
         """Add a completion to the tree, with the reply that it is parsed into."""
         policy = self.policy
         ids, ended = done.ids, bool(done.ids) and done.ids[-1] in policy.end_ids
@@ -314,6 +316,8 @@ class Session:
             keep = bisect.bisect_left(range(len(ids)), True, key=lambda n: stop in self._decode(ids[: n + 1])) + 1
             ids, ended = ids[:keep], False
             text = self._decode(ids)
+        kept = Completion(ids, done.logprobs[: len(ids)], done.versions[: len(ids)])
+        sealed = seal(prompt_ids, kept, call.side)
         parsed = policy.parser.parse(text if stop is None else text[:at], call.tools)
         number = call.message_id.removeprefix("msg_")
         blocks = [
@@ -335,14 +339,16 @@ class Session:
         node = self.tree.add_sampled(
             call.context,
             ids,
-            done.logprobs[: len(ids)],
+            kept.logprobs,
             reply,
             text=text,
             ended=ended,
-            versions=done.versions[: len(ids)],
+            versions=kept.versions,
             experts=done.experts,
             trained=call.trained,
             tools_allowed=bool(call.tools),
+            side=call.side,
+            seal=sealed,
         )
         self._replies[reply.tool_ids or text_key(reply.text)] = node
         return node
@@ -376,6 +382,7 @@ class Call:
     tools: tuple[dict[str, Any], ...]
     max_tokens: int
     stop: tuple[str, ...]
+    side: bool
     trained: bool
     message_id: str
 

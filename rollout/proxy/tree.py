@@ -29,7 +29,8 @@ class Node:
     ids decoded. ``reply``: what the client was sent, and ``delivered``: whether all of it arrived. ``versions``: the
     version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
     trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
-    routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had.
+    routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``side``: whether
+    it answers a side call. ``seal``: see ``engine.seal``.
     """
 
     index: int
@@ -46,6 +47,8 @@ class Node:
     trained: bool = True
     tools_allowed: bool = True  # False: the client forbade or did not offer tools, so no calls were looked for
     experts: Any = None
+    side: bool = False
+    seal: bytes = b""
     children: list[Node] = field(default_factory=list)
 
     @property
@@ -152,6 +155,8 @@ class Tree:
         trained: bool = True,
         tools_allowed: bool = True,
         experts: Any = None,
+        side: bool = False,
+        seal: bytes = b"",
     ) -> Node:
         """Append a sampled reply after ``context``; return the new node, which is not ``delivered`` yet.
 
@@ -164,7 +169,7 @@ class Tree:
             raise ValueError(f"engine returned {len(ids)} tokens but {len(versions)} weight versions")
         node = self._add(context, ids)
         node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
-        node.trained, node.tools_allowed = trained, tools_allowed
+        node.trained, node.tools_allowed, node.side, node.seal = trained, tools_allowed, side, seal
         if experts is not None:
             tokens = node.length - 1 - routed(context)
             if len(experts) < tokens:

@@ -31,7 +31,7 @@ from rollout.proxy.session import Session
 from rollout.proxy.tree import TrainingSequence
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local.box import boot_local
-from tests.kit import END, CallParser, CharTokenizer, char_policy
+from tests.kit import END, CallReading, CharTokenizer, char_policy
 
 Script = Callable[[str], str]
 
@@ -206,6 +206,6 @@ def check_record(episode: Episode, directory: Path) -> records.Record:
     writer.append(records.record_of(episode, "train", 1, "chars", "calls"))
     writer.close()
     record = next(iter(records.Reader(directory)))
-    problems = [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallParser(), record.tools)]
+    problems = [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallReading())]
     assert problems + list(audit_heard(record)) == []
     return record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.proxy.parsers import FORMATS, ReplyParser, make_parser
+from rollout.proxy.parsers import FORMATS, Parsed, ReplyParser, make_parser
+from rollout.reading import FormatReading
 
 TYPES = {"path": "string", "text": "string", "count": "integer", "all": "boolean", "options": "object"}
 TOOLS = [
@@ -128,12 +129,25 @@ def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
 
 
+class Checked:
+    """A parser, each of whose results the audit's own reading must agree with."""
+
+    def __init__(self, spec: str, template: str | None) -> None:
+        self.spec, self.inner, self.reading = spec, make_parser(spec, make_tokenizer(template)), FormatReading(spec)
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+        read = self.inner.parse(text, tools)
+        assert self.reading.agrees(text, read.blocks, bool(tools)), (text, read.blocks)
+        assert self.reading.malformed(text, read.blocks, bool(tools)) == read.malformed, text
+        return read
+
+
 PARSERS: dict[tuple[str, str | None], ReplyParser] = {}
 
 
 def parser(spec: str, template: str | None = None) -> ReplyParser:
     if (spec, template) not in PARSERS:
-        PARSERS[spec, template] = make_parser(spec, make_tokenizer(template))
+        PARSERS[spec, template] = Checked(spec, template)
     return PARSERS[spec, template]
 
 
@@ -181,6 +195,26 @@ def test_strings_are_read_from_the_text(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(read, "_reader", stripping)
     edit: Call = ("Edit", {"path": "a.py", "text": "    x = 1\n\n", "count": 3})
     assert read.parse(WRITERS[name]([edit]), TOOLS).blocks == [use(edit)]
+
+
+@every_format
+def test_the_audits_reading_finds_what_differs(name: str) -> None:
+    reading = FormatReading(name)
+    blocks = parser(name).parse(" one " + WRITERS[name]([EDIT, READ]) + " two", TOOLS).blocks
+    text = " one " + WRITERS[name]([EDIT, READ]) + " two"
+    assert reading.agrees(text, blocks, True) and not reading.agrees(text, blocks, False)
+    first, edit, read, last = blocks
+    arguments = edit["input"]
+    others = [
+        [edit, read, last], [first, edit, read], [first, edit, last], [first, read, edit, last], [*blocks, last],
+        [said("one")[0], edit, read, last], [first, {**edit, "name": "Write"}, read, last],
+        [first, {**edit, "input": {}}, read, last], said(text[:-1]),
+    ]  # fmt: skip
+    changed = {"text": arguments["text"].strip(), "count": 3, "all": False, "path": "b.py", "more": 1}
+    others += [[first, {**edit, "input": {**arguments, key: value}}, read, last] for key, value in changed.items()]
+    options = {**read["input"], "options": {"deep": [2, None]}}
+    for other in [*others, [first, edit, {**read, "input": options}, last]]:
+        assert not reading.agrees(text, other, True), other
 
 
 @every_format

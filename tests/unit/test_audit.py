@@ -1,0 +1,282 @@
+"""The audit finds every kind of damage to a record that can be found.
+
+``UNDETECTABLE`` is what it cannot find, because whoever does it makes all digests anew; there is no key.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.audit import audit_heard, audit_text, audit_tokens
+from rollout.proxy.engine import Completion, seal
+from rollout.records import (
+    Record,
+    pack_floats,
+    pack_ids,
+    unpack_ids,
+)
+from tests.audit_kit import change_ids, change_logprob, played, redo, redo_row, sampled, set_ids
+from tests.kit import CallReading, CharTokenizer
+
+
+def findings(record: Record) -> list[str]:
+    return [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallReading()), *audit_heard(record)]
+
+
+async def test_a_sound_record_has_no_findings() -> None:
+    record = await played()
+    assert [len(row.nodes) for row in record.rows] == [2, 4] and findings(record) == []
+    assert {(row.versions) for row in record.rows} == {(4, 5)}
+
+
+def split_token(record: Record) -> None:
+    """Another encoding of the same text: nobody who reads the text sees it."""
+    node = sampled(record, 0)
+    node.ids, node.logprobs, node.versions = node.ids[:4] * 1 + node.ids, node.logprobs[:4] + node.logprobs, b""
+
+
+def drop_reply(record: Record) -> None:
+    """The conversation's last reply and its context are gone, everywhere but in the events."""
+    at = max(n for row in record.rows for n in row.nodes)
+    del record.nodes[at - 1 : at + 1]
+    for node in record.nodes:
+        node.parent -= 2 * (node.parent >= at - 1)
+    for row in record.rows:
+        row.nodes = [n for n in row.nodes if n < at - 1]
+
+
+def undeliver(record: Record, number: int) -> None:
+    node = sampled(record, number)
+    node.delivered = node.trained = False
+    at = record.nodes.index(node)
+    for row in record.rows:
+        row.nodes = [n for n in row.nodes if n != at]
+        redo_row(record, row)
+
+
+def untrain(record: Record, number: int, side: bool = False) -> None:
+    node = sampled(record, number)
+    node.trained, node.side = False, side
+    at = record.nodes.index(node)
+    for row in record.rows:
+        row.nodes = [n for n in row.nodes if n != at]
+        redo_row(record, row)
+
+
+def event(record: Record, number: int) -> dict[str, Any]:
+    return record.events[number]["message"]
+
+
+def swap_rows(record: Record) -> None:
+    one, two = record.rows
+    one.nodes, two.nodes = two.nodes, one.nodes
+
+
+def other_branch(record: Record) -> None:
+    record.rows[1].nodes = sorted([*record.rows[1].nodes, record.rows[0].nodes[0]])
+    record.rows[0].nodes = record.rows[0].nodes[1:]
+
+
+DAMAGES: dict[str, Callable[[Record], Any]] = {
+    "a sampled id": lambda r: change_ids(sampled(r, 0), 0, ord("x")),
+    "a sampled id and its text": lambda r: (
+        change_ids(sampled(r, 0), 0, ord("x")),
+        setattr(sampled(r, 0), "text", "xello"),
+        setattr(sampled(r, 0), "blocks", [{"type": "text", "text": "xello"}]),
+        redo_row(r, r.rows[1]),
+    ),
+    "another encoding of the same text": split_token,
+    "the end token": lambda r: change_ids(sampled(r, 0), -1, ord("e")),
+    "a context id": lambda r: change_ids(r.nodes[0], 0, 1),
+    "a context id, in the row too": lambda r: (change_ids(r.nodes[0], 0, 1), redo_row(r, r.rows[1])),
+    "a context id of the sub-agent": lambda r: change_ids(r.nodes[4], 2, 1),
+    "a context of other length": lambda r: set_ids(r.nodes[0], unpack_ids(r.nodes[0].ids)[1:]),
+    "a logprob": lambda r: change_logprob(sampled(r, 0), 0, -9.0),
+    "a logprob, in the row too": lambda r: (change_logprob(sampled(r, 0), 0, -9.0), redo_row(r, r.rows[1])),
+    "a logprob of a reply that no row has": lambda r: change_logprob(sampled(r, 5), 0, -9.0),
+    "a logprob too few": lambda r: setattr(sampled(r, 0), "logprobs", sampled(r, 0).logprobs[:-4]),
+    "a positive logprob": lambda r: (change_logprob(sampled(r, 0), 0, 0.5), redo(r)),
+    "a logprob that is no number": lambda r: (change_logprob(sampled(r, 0), 0, float("nan")), redo(r)),
+    "a logprob without end": lambda r: (change_logprob(sampled(r, 0), 0, float("-inf")), redo(r)),
+    "a weight version": lambda r: setattr(sampled(r, 0), "versions", pack_ids([9]) + sampled(r, 0).versions[4:]),
+    "no weight versions": lambda r: setattr(sampled(r, 0), "versions", b""),
+    "a row's versions": lambda r: setattr(r.rows[0], "versions", (5, 5)),
+    "a seal": lambda r: setattr(sampled(r, 0), "seal", bytes(32)),
+    "no seal": lambda r: setattr(sampled(r, 0), "seal", b""),
+    "another reply's seal": lambda r: setattr(sampled(r, 0), "seal", sampled(r, 1).seal),
+    "a reply in another place": lambda r: setattr(sampled(r, 1), "parent", 0),
+    "a parent that comes later": lambda r: setattr(r.nodes[1], "parent", 5),
+    "a root in the middle": lambda r: setattr(r.nodes[2], "parent", -1),
+    "contexts one after the other": lambda r: setattr(r.nodes[4], "parent", 2),
+    "trained twice": lambda r: r.rows.append(copy.deepcopy(r.rows[0])),
+    "a row is missing": lambda r: r.rows.pop(0),
+    "all rows are missing": lambda r: r.rows.clear(),
+    "a mask misses a reply": lambda r: setattr(r.rows[1], "nodes", r.rows[1].nodes[1:]),
+    "a mask misses a reply, digest redone": lambda r: (
+        setattr(r.rows[1], "nodes", r.rows[1].nodes[1:]),
+        redo_row(r, r.rows[1]),
+    ),
+    "a mask on context": lambda r: r.rows[1].nodes.insert(0, 0),
+    "a row trains what was lost": lambda r: r.rows[1].nodes.append(len(r.nodes) - 1),
+    "a row trains on no node": lambda r: setattr(r.rows[0], "nodes", []),
+    "a row of a node that is not there": lambda r: setattr(r.rows[0], "nodes", [99]),
+    "rows of two branches": other_branch,
+    "rows exchanged": swap_rows,
+    "a row's length": lambda r: setattr(r.rows[0], "prompt_tokens", r.rows[0].prompt_tokens + 1),
+    "a row's digest": lambda r: setattr(r.rows[0], "digest", "0" * 64),
+    "other text was sent": lambda r: sampled(r, 0).blocks[0].update(text="hullo"),
+    "another input was sent": lambda r: sampled(r, 1).blocks[0]["input"].update(a="c"),
+    "another tool was sent": lambda r: sampled(r, 1).blocks[0].update(name="Write"),
+    "thinking was not sent": lambda r: sampled(r, 2).blocks.pop(0),
+    "a call was not sent": lambda r: sampled(r, 2).blocks.pop(),
+    "a call that nobody sampled": lambda r: sampled(r, 0).blocks.append(
+        {"type": "tool_use", "id": "x", "name": "Bash", "input": {}}
+    ),
+    "other text is kept": lambda r: setattr(sampled(r, 0), "text", "hullo"),
+    "a stop sequence": lambda r: setattr(sampled(r, 0), "stop_sequence", "ll"),
+    "an end that was none": lambda r: setattr(sampled(r, 0), "ended", False),
+    "a reply marked as lost": lambda r: undeliver(r, 0),
+    "the last reply marked as lost": lambda r: undeliver(r, 6),
+    "a sub-agent's reply marked as lost": lambda r: undeliver(r, 3),
+    "a lost reply marked as delivered": lambda r: setattr(sampled(r, 7), "delivered", True),
+    "a reply that is not trained on": lambda r: untrain(r, 0),
+    "a sub-agent's reply that is not trained on": lambda r: untrain(r, 3),
+    "a reply made a side call": lambda r: untrain(r, 0, side=True),
+    "a side call made a reply": lambda r: setattr(sampled(r, 5), "side", False),
+    "a side call that is trained on": lambda r: setattr(sampled(r, 5), "trained", True),
+    "side calls are said to be trained on": lambda r: (setattr(r, "train_side_calls", True), untrain(r, 0, side=True)),
+    "a reply is gone": drop_reply,
+    "a reply is gone, digests redone": lambda r: (drop_reply(r), redo(r), r.counters.update(malformed_calls=0)),
+    "events are gone": lambda r: r.events.clear(),
+    "events are gone, and their count": lambda r: (r.events.clear(), r.agent.update(events=0)),
+    "an event is gone": lambda r: r.events.pop(1),
+    "an event's words": lambda r: event(r, 0)["content"][0].update(text="hullo"),
+    "an event's call": lambda r: event(r, 1)["content"][0].update(id="toolu_x"),
+    "an event's name": lambda r: event(r, 0).update(id="msg_other"),
+    "an event of nobody's": lambda r: (
+        r.events.append({"type": "assistant", "message": {"id": "msg_x", "content": "hi"}}),
+        r.agent.update(events=len(r.events)),
+    ),
+    "a failed engine's rows": lambda r: r.verdict.update(outcome="infra_failure"),
+    "malformed calls are not counted": lambda r: r.counters.update(malformed_calls=0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_the_audit_finds(damage: str) -> None:
+    record = await played()
+    DAMAGES[damage](record)
+    assert findings(record)
+
+
+def consistent_logprob(record: Record) -> None:
+    change_logprob(sampled(record, 0), 0, -9.0)
+    redo(record)
+
+
+def consistent_context(record: Record) -> None:
+    change_ids(record.nodes[0], 0, ord("x"))
+    redo(record)
+
+
+def consistent_versions(record: Record) -> None:
+    node = sampled(record, 0)
+    node.versions = pack_ids([4] * node.length)
+    redo(record)
+
+
+def results_in_events(record: Record) -> None:
+    record.events.append({"type": "user", "message": {"content": "other words"}})
+    record.agent["events"] += 1
+
+
+def routing_and_patch(record: Record) -> None:
+    record.patch, record.timing, record.sampling = b"other", {"total": 1.0}, {"temperature": 9.0}
+
+
+UNDETECTABLE = consistent_logprob, consistent_context, consistent_versions, results_in_events, routing_and_patch
+
+
+@pytest.mark.parametrize("damage", UNDETECTABLE)
+async def test_what_the_audit_cannot_find(damage: Callable[[Record], None]) -> None:
+    """docs/records.md lists these; a test that fails here means that it should no longer."""
+    record = await played()
+    damage(record)
+    assert findings(record) == []
+
+
+# Honest records that differ from the simple case.
+
+
+async def test_tokens_that_the_infrastructure_failed_are_in_no_row() -> None:
+    record = await played()
+    record.verdict = {**record.verdict, "outcome": "infra_failure"}
+    record.rows = []
+    assert findings(record) == []
+
+
+async def test_a_sub_agents_reply_may_be_reported_by_its_calls_alone() -> None:
+    """Claude Code leaves out words and thinking without --forward-subagent-text."""
+    record = await played()
+    record.events = [e for e in record.events if "thinking" not in e["message"]["content"][0]]
+    record.agent["events"] = len(record.events)
+    assert findings(record) == []
+
+
+async def test_two_equal_sub_agents_share_a_reply_that_is_reported_twice() -> None:
+    record = await played()
+    twins = [copy.deepcopy(e) for e in record.events if e["parent_tool_use_id"]]
+    for twin in twins:
+        twin["parent_tool_use_id"] = "toolu_other"
+    record.events += twins
+    record.agent["events"] = len(record.events)
+    assert findings(record) == []
+
+
+async def test_a_killed_agent_may_have_reported_a_part_of_its_last_reply() -> None:
+    record = await played()
+    last = record.events[-1]["message"]["id"]
+    sampled(record, 6).blocks.append({"type": "text", "text": "more"})
+    assert any(last in finding for finding in audit_heard(record))
+    record.agent["status"] = "timeout"
+    assert list(audit_heard(record)) == []
+
+
+async def test_an_agent_that_reports_nothing_is_believed_nothing() -> None:
+    record = await played()
+    record.agent.update(events=0, reports=False)
+    record.events = []
+    assert findings(record) == []
+
+
+async def test_records_of_version_2_have_no_seals() -> None:
+    record = await played()
+    record.version, record.train_side_calls, record.agent = 2, True, {"status": "finished", "turns": 4, "detail": ""}
+    for node in record.nodes:
+        node.seal, node.side = b"", False
+    for row in record.rows:
+        row.versions = (0, 0)
+    del record.counters["unknown_reports"]
+    assert findings(record) == []
+    change_ids(sampled(record, 0), 0, ord("x"))
+    assert findings(record)
+
+
+def test_no_vllm_is_needed() -> None:
+    code = "import sys; from rollout import audit; assert not {'vllm', 'torch'} & set(sys.modules), sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
+def test_a_seal_is_what_the_documents_say() -> None:
+    made = seal([1, 2], Completion([3], [-0.5], (7,)), side=True)
+    columns = pack_ids([1, 2]) + pack_ids([3]) + pack_floats([-0.5]) + pack_ids([7])
+    counts = b"".join(n.to_bytes(8, "little") for n in (2, 1, 1, 1)) + b"\1"
+    assert made == hashlib.sha256(columns + counts).digest()

@@ -13,7 +13,8 @@ It checks every record with code that shares nothing with the session tree:
 4. The sampled ids decode to the recorded text, and that text says the content blocks that were sent.
 5. What the agent reports to have received (its own event stream) is what was sent, and all of that is marked as
    delivered. What is trained on is reported, comes before a reported reply, or is on the longest path of a conversation
-   that is the first or has one, or follows these and has no calls (a summary); and all of that is trained on.
+   that is the first or has one, or has no calls and follows these or a prompt that begins like them (a summary); and
+   all of that is trained on.
 6. Records are complete: each follows the one before it in its file, no episode is there twice, and every line of
    episode_metrics has its record and its figures.
 
@@ -213,10 +214,15 @@ def _known(nodes: list[NodeRecord], named: set[int]) -> set[int]:
     sums_up = {
         i
         for i, node in enumerate(nodes)
-        if node.logprobs is not None and node.delivered and nodes[node.parent].parent in known
+        if node.logprobs is not None and node.delivered
+        if _follows(nodes, nodes[node.parent], known, {nodes[root].begins for root in own})
         if not any(block.get("type") == "tool_use" for block in node.blocks)
     }
     return {i for i in known | sums_up if nodes[i].logprobs is not None and nodes[i].delivered}
+
+
+def _follows(nodes: list[NodeRecord], context: NodeRecord, known: set[int], starts: set[bytes]) -> bool:
+    return context.begins in starts - {b""} if context.parent < 0 else context.parent in known
 
 
 def _essence(block: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -51,7 +51,8 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: index of the node before it, -1 for a root.
     The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
     version of each id, empty if unknown (in records of version 1 a pair, the first and the last one). ``side``: whether
-    it answers a side call; ``seal``: ``rollout.proxy.engine.seal``, empty in records before version 3.
+    it answers a side call; ``seal``: ``rollout.proxy.engine.seal``; ``begins``, of a root: a hash of system prompt,
+    tools and first message. Records before version 3 lack these.
     """
 
     parent: int
@@ -69,6 +70,7 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     versions: bytes | tuple[int, int] = b""
     side: bool = False
     seal: bytes = b""
+    begins: bytes = b""
 
     @property
     def length(self) -> int:
@@ -170,6 +172,8 @@ def node_records(tree: Tree) -> list[NodeRecord]:
     out = []
     for node in tree.nodes:
         record = NodeRecord(parent=node.parent.index if node.parent else -1, ids=pack_ids(node.ids))
+        if node.parent is None:
+            record.begins = hashlib.sha256(b"".join(node.key[:2])).digest()
         if node.reply is not None and node.logprobs is not None:
             record.logprobs = pack_floats(node.logprobs)
             record.text, record.ended, record.delivered = node.text, node.ended, node.delivered

@@ -241,8 +241,10 @@ class Tree:
 
         A conversation is the agent's if it reports a reply of it, or if it is the first: nothing but the agent runs
         yet. Of these, the reported replies count and the longest path, with all that comes before them, and a reply
-        without calls that follows one of these: the summary that Claude Code asks for when the context is full, which
-        it reports to nobody. A command that spoils the reports takes hardly anything out of training.
+        without calls that follows one of these, or whose prompt begins like an agent's conversation: the summary that
+        Claude Code asks for when the context is full, which it reports to nobody. (The second summary of a conversation
+        comes after a prompt that extends none.) A command that spoils the reports takes hardly anything out of
+        training.
         """
         delivered = [(node.path()[0].index, node) for node in self.nodes if node.sampled and node.delivered]
         named = [(root, node) for root, node in delivered if node.reply is not None and node.reply.id in reported]
@@ -253,10 +255,13 @@ class Tree:
                 longest[root] = node
         ends = [*longest.values(), *(node for _, node in named)]
         known = {before.index for node in ends for before in node.path()}
+        starts = {root.key[:2] for root in self.roots if root.index in own}
 
         def sums_up(node: Node) -> bool:
-            last = node.parent.parent if node.parent else None
-            return last is not None and last.index in known and node.reply is not None and not node.reply.tool_ids
+            if node.parent is None or node.reply is None or node.reply.tool_ids:
+                return False
+            last = node.parent.parent
+            return node.parent.key[:2] in starts if last is None else last.index in known
 
         return [node for _, node in delivered if node.index not in known and not sums_up(node)]
 

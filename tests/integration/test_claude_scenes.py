@@ -86,7 +86,7 @@ class Scene:
     """See the module's docstring. ``plays``: the extra arguments of each start."""
 
     script: Script
-    rows: int
+    rows: int | None
     shows: Sequence[str] = ()
     files: dict[str, bytes] = field(default_factory=dict)
     plays: Sequence[Sequence[str]] = ((),)
@@ -105,7 +105,7 @@ ONE_SUB = in_turn(agent("one", run_in_background=False), "Done.")
 SCENES: dict[str, Scene] = {
     "two equal sub-agents at once": Scene(
         with_subs(in_turn(2 * agent("one", run_in_background=False), "Done."), in_turn(bash("echo 1"), "Same.")),
-        2,
+        None,  # they share replies, or not: one may be told before the other asks
         ["Same."],
     ),
     "a sub-agent that speaks and thinks beside its calls": Scene(
@@ -193,11 +193,11 @@ SCENES: dict[str, Scene] = {
         ["Say hello thrice."],
         {".claude/skills/greet/SKILL.md": b"---\nname: greet\ndescription: Greets.\n---\nSay hello thrice.\n"},
     ),
-    "plan mode": Scene(
-        in_turn(call("EnterPlanMode"), call("ExitPlanMode", plan="Do it."), "Done."),
+    "plan mode, which headless runs lack": Scene(
+        in_turn(call("ExitPlanMode", plan="Do it."), "Done."),
         1,
-        ["lan mode"],
-        plays=[settings(env={"ENABLE_TOOL_SEARCH": "false"})],
+        ["ExitPlanMode is disabled for this session"],
+        plays=[["--permission-mode", "plan"]],
     ),
     "a PDF": Scene(in_turn(call("Read", file_path="a.pdf"), "Done."), 1, ["a.pdf"], {"a.pdf": pdf()}),
     "a notebook": Scene(
@@ -296,12 +296,13 @@ async def test_scene(name: str, task: Task, tmp_path: Path) -> None:
 
 
 async def test_a_conversation_that_is_compacted_twice(task: Task, tmp_path: Path) -> None:
-    """After its first summary the policy reads on until the context is full again."""
+    """After its first summary the policy reads on until the context is full again. The request for the second summary
+    extends no reply: the newest exchanges, which it leaves out, are all that was said since the first."""
     summaries = 0
 
     def script(prompt: str) -> str:
         nonlocal summaries
-        if "CRITICAL: Respond with TEXT ONLY" in prompt[-10_000:]:
+        if "CRITICAL: Respond with TEXT ONLY" in prompt.rsplit("assistant: ", 2)[-2]:
             summaries += 1
             return f"<analysis>Short.</analysis><summary>MAIN: part {summaries}.</summary>"
         if summaries == 2:
@@ -311,5 +312,9 @@ async def test_a_conversation_that_is_compacted_twice(task: Task, tmp_path: Path
     async with stage(scripted(script), task, max_context=45_000, max_turns=60) as played:
         await put_big(played)
         run = await played.play("MAIN read all.")
-        played.check(tmp_path, rows=5)
+        rows = played.check(tmp_path, rows=5)
         assert (run.status, run.detail, summaries) == ("finished", "Finished.", 2)
+        said = [played.session.tree.nodes[row.nodes[-1]].text for row in rows]
+        assert [text for text in said if "<summary>" in text] == [
+            f"<analysis>Short.</analysis><summary>MAIN: part {number}.</summary>" for number in (1, 2)
+        ]

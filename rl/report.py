@@ -96,6 +96,10 @@ def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
     return charts
 
 
+# Of a y axis, as a share of its largest value.
+_LEAST_SPAN = 0.02
+
+
 def _names(records: list[dict]) -> list[str]:
     return sorted({name for record in records for name, value in record.items() if value is not None})
 
@@ -125,6 +129,11 @@ def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None 
         axes.set_ylim(-0.03, 1.03)
     elif low is not None:
         axes.set_ylim(bottom=low)
+    else:  # 0.9999996 beside 1 is no collapse
+        bottom, top = axes.get_ylim()
+        missing = _LEAST_SPAN * max(abs(bottom), abs(top)) - (top - bottom)
+        if missing > 0:
+            axes.set_ylim(bottom - missing / 2, top + missing / 2)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles and (panel.stacked or len(panel.metrics) > 1 or len(handles) > 1):

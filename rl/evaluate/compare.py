@@ -101,11 +101,11 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     a, b = load(args.a), load(args.b)
     found = compare(a, b, args.common)
+    if args.json:  # first: whoever reads the screen may close it
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     with Screen() as screen:
         for name, one in (("A", a), ("B", b)):
             if not one["complete"]:
                 screen.print(f"note: {name} is not complete: {one['infra']['episodes']} episodes have no verdict yet")
         show(found, screen)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -217,9 +217,11 @@ def _screening(graded: Sequence[Line], outer: str) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` per cent of the values do not exceed (nearest rank)."""
+    """Return a percentile, interpolated between neighbours as numpy does by default: the 50th is the median."""
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+    at = percent / 100 * (len(ordered) - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return low + (high - low) * (at - math.floor(at))
 
 
 def metric_name(text: str) -> str:

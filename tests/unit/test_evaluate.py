@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -431,7 +433,15 @@ def test_a_comparison_is_paired(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert found["difference"]["value"] == pytest.approx(7 / 12)
     assert found["p"] == pytest.approx(2 * (1 + 9) / 2**9)
     assert compare.compare(a, a, common=False)["p"] == 1.0
-    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), "--json", str(tmp_path / "c.json")]) == 0
+    command = ["compare", str(tmp_path / "old"), str(tmp_path / "new"), "--json"]
+    closed = subprocess.Popen(
+        [sys.executable, "-m", "rl.evaluate", *command, tmp_path / "closed.json"], stdout=subprocess.PIPE
+    )
+    assert closed.stdout is not None
+    closed.stdout.close()  # as `| head` does
+    closed.wait(timeout=120)
+    assert main([*command, str(tmp_path / "c.json")]) == 0
+    assert (tmp_path / "closed.json").read_text() == (tmp_path / "c.json").read_text()
     out = capfd.readouterr().out
     assert "+0.583" in out and "p = 0.03906" in out and "solved by A only, 1: t0" in out
     assert json.loads((tmp_path / "c.json").read_text()) == found

@@ -18,8 +18,8 @@ from rollout.agent.events import blocks, commands, read
 from rollout.audit import audit_heard
 from rollout.records import Reader, Record, RecordWriter, _show
 from rollout.sandbox import ExecResult
+from tests.audit_kit import played
 from tests.kit import empty_record
-from tests.unit.test_records_audit import played
 
 AGENT = ClaudeCode(binary=Path("/bin/claude"), max_turns=3, timeout_s=9, max_tokens=64)
 NESTED = 200_000

@@ -31,7 +31,8 @@ from rollout.records import Record
 Line = dict[str, Any]
 
 _MEANS = ("rows", "turns", "calls", "malformed_calls", "cut_replies", "wall_s", "boot_s", "agent_s", "grade_s")
-_MEANS += ("refused_calls", "foreign_calls", "tokens_sampled", "tokens_context", "tokens_trained", "overlong")
+_MEANS += ("refused_calls", "foreign_calls", "unread_replies", "overlong")
+_MEANS += ("tokens_sampled", "tokens_context", "tokens_trained")
 _WALL_PERCENTILES = (50, 90, 99)
 
 # A label with more values than this (repositories, ...) is not split by value: nobody reads as many curves.
@@ -63,6 +64,7 @@ def line(record: Record) -> Line:
         "cut_replies": int(counters.get("cut_replies", 0)),  # replies that ended at max_tokens
         "refused_calls": int(counters.get("refused_calls", 0)),  # beyond proxy.max_calls
         "foreign_calls": int(counters.get("foreign_calls", 0)),  # replies that the agent did not ask for itself
+        "unread_replies": int(counters.get("unread_replies", 0)),  # sent, but not proven to have been read
         "overlong": record.overlong,  # a limit ended it: turns, time, context or the tokens of a reply
         "cache_queries": int(counters.get("cache_queries", 0)),  # prompt tokens, where the engine counts cached ones
         "cache_hits": int(counters.get("cache_hits", 0)),  # those of them that were cached

@@ -12,15 +12,39 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from rollout.proxy.parsers import FORMATS
+
+# Control tokens of most families look like this, also those that no chat template writes (<|fim_prefix|>).
+_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+
+
+def control_texts(tokenizer: Any) -> list[str]:
+    """Return the texts of the tokens that a tokenizer finds in text before all others and that control something.
+
+    They are its special tokens, those that the chat template or a format of tool calls writes, and those that look like
+    one. Families such as Gemma also add tokens of plain text (runs of line breaks, HTML tags), which are none.
+    """
+    written = str(getattr(tokenizer, "chat_template", None))
+    patterns = [make().section.pattern for make in FORMATS.values()]
+
+    def controls(text: str, special: bool) -> bool:
+        if special or _CONTROL.fullmatch(text):
+            return True
+        return bool(text.strip()) and (text in written or any(re.escape(text) in pattern for pattern in patterns))
+
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+    added |= dict.fromkeys(tokenizer.all_special_tokens, True)
+    return [text for text, special in added.items() if text and controls(text, special)]
+
 
 class Marks:
-    """Marks are the tokens that a tokenizer finds in text before all others, by their texts.
+    """Marks are the control tokens of a tokenizer, by their texts (``control_texts``).
 
     ``used``: whether a placeholder was ever needed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._texts: list[str] = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self._texts: list[str] = sorted(control_texts(tokenizer), key=len, reverse=True)
         # By their first characters: the search for a text that begins with one is many times as fast.
         firsts: dict[str, list[str]] = {}
         for text in self._texts:  # there may be thousands

@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ import xxhash
 
 ChatMessage = dict[str, Any]
 Block = dict[str, Any]
+Identity = tuple[bytes, bytes, frozenset[str], frozenset[str]]  # what Span.identify sets
 
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 # Claude Code sends "(no content)" in place of a reply that had no content at all; this is that text squeezed.
@@ -60,8 +61,8 @@ class WireTool(msgspec.Struct, omit_defaults=True):
     """A WireTool is the definition of a tool that the client offers."""
 
     name: str
-    input_schema: dict[str, Any] = {}
-    description: str = ""
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
 
 
 class WireToolChoice(msgspec.Struct):
@@ -75,12 +76,12 @@ class WireRequest(msgspec.Struct):
 
     messages: list[msgspec.Raw]
     model: str = ""
-    max_tokens: int = 0
+    max_tokens: int | float | None = None
     system: msgspec.Raw = msgspec.Raw(b'""')
     tools: msgspec.Raw = msgspec.Raw(b"[]")
-    stop_sequences: list[str] = []
+    stop_sequences: list[str] | None = None
     tool_choice: WireToolChoice | None = None
-    stream: bool = False
+    stream: bool | None = None
 
 
 _request_decoder = msgspec.json.Decoder(WireRequest)
@@ -97,6 +98,8 @@ def decode_request(body: bytes) -> WireRequest:
     request = _decoded(_request_decoder, body, "")
     if not request.messages:
         raise RequestError("messages: at least one message is required")
+    if isinstance(request.max_tokens, float) and not request.max_tokens.is_integer():
+        raise RequestError("max_tokens: a whole number is required")
     return request
 
 
@@ -114,25 +117,44 @@ class Span:
     """A Span is a run of consecutive messages of one side, which is either context or the assistant.
 
     ``first`` is the index of its first message in the request. ``key`` identifies its content and is the same for all
-    the ways in which clients are known to rewrite it. ``tool_ids`` are the tool_use ids of an assistant span; clients
-    send the ids that we issued back unchanged, whatever else they rewrite.
+    the ways in which clients are known to rewrite it. An assistant span also has ``tool_ids``, those of its tool_use
+    blocks, ``signatures``, those of its thinking, and ``said``, the key of its text. Clients send the ids that we
+    issued back unchanged, whatever else they rewrite.
     """
 
-    __slots__ = ("_messages", "_raws", "assistant", "first", "key", "tool_ids")
+    __slots__ = ("_exact", "_messages", "_raws", "assistant", "first", "key", "said", "signatures", "tool_ids")
 
     def __init__(self, raws: Sequence[msgspec.Raw], first: int, assistant: bool) -> None:
         self._raws, self.first, self.assistant = raws, first, assistant
         self._messages: list[WireMessage] | None = None
-        self.key = b""
+        self._exact = b""
+        self.key = self.said = b""
         self.tool_ids: frozenset[str] = frozenset()
+        self.signatures: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, messages: list[WireMessage], assistant: bool) -> Span:
         """Make a span of messages that no client sent in this form."""
         span = cls((), 0, assistant)
         span._messages = messages
-        span.key, span.tool_ids = _identity(span)
+        span.identify(_identity(span))
         return span
+
+    def identify(self, identity: Identity) -> None:
+        """Set what identifies the span."""
+        self.key, self.said, self.tool_ids, self.signatures = identity
+
+    @property
+    def exact(self) -> bytes:
+        """Identify all that the policy reads of the span; its key leaves some of that out. Raises RequestError."""
+        if not self._exact:
+            self._exact = _digest([json.dumps(self.chat)])
+        return self._exact
+
+    @property
+    def text(self) -> str:
+        """Return the text of the span, as a reply's. Raises RequestError."""
+        return "".join(_plain(_blocks(message.content)) for message in self.messages())
 
     def messages(self) -> list[WireMessage]:
         """Return the span's messages, which are decoded on the first call. Raises RequestError."""
@@ -156,6 +178,32 @@ class Span:
 _MAX_PARTED = 16
 
 
+def cuts(span: Span) -> Iterator[tuple[Span, Span]]:
+    """Yield every way to cut an assistant span between two blocks, the longest first part first."""
+    blocks = _assistant_blocks(span)
+    for end in range(len(blocks) - 1, 0, -1):
+        yield _from_blocks(blocks[:end], assistant=True), _from_blocks(blocks[end:], assistant=True)
+
+
+def pieces_of(span: Span, find: Callable[[Span], Any]) -> list[tuple[Span, Any]]:
+    """Cut an assistant span where ``find`` knows a part of it; return the parts, each with what ``find`` said."""
+    blocks, parts, start, at = _assistant_blocks(span), list[tuple[Span, Any]](), 0, 0
+    while at < len(blocks):
+        known = ((end, find(_from_blocks(blocks[at:end], assistant=True))) for end in range(len(blocks), at, -1))
+        end, found = next(((end, found) for end, found in known if found is not None), (at, None))
+        if found is not None:
+            parts += [(_from_blocks(blocks[start:at], assistant=True), None)] if start < at else []
+            parts.append((_from_blocks(blocks[at:end], assistant=True), found))
+            start = end
+        at = max(end, at + 1)
+    return parts + ([(_from_blocks(blocks[start:], assistant=True), None)] if start < len(blocks) else [])
+
+
+def _assistant_blocks(span: Span) -> list[tuple[Any, Block]]:
+    blocks = [("assistant", block) for message in span.messages() for block in _blocks(message.content)]
+    return blocks if len(blocks) <= _MAX_PARTED else []
+
+
 def partings(span: Span) -> Iterator[tuple[Span, Span]]:
     """Yield every way to take a run of blocks out of a context span, as (the span without them, the blocks)."""
     blocks = [(message.role, block) for message in span.messages() for block in _blocks(message.content)]
@@ -166,14 +214,14 @@ def partings(span: Span) -> Iterator[tuple[Span, Span]]:
                 yield _from_blocks(blocks[:start] + blocks[end:]), _from_blocks(blocks[start:end])
 
 
-def _from_blocks(blocks: list[tuple[Any, Block]]) -> Span:
+def _from_blocks(blocks: list[tuple[Any, Block]], assistant: bool = False) -> Span:
     messages: list[WireMessage] = []
     for role, block in blocks:
         if messages and messages[-1].role == role and isinstance(messages[-1].content, list):
             messages[-1].content.append(block)
         else:
             messages.append(WireMessage(role, [block]))
-    return Span.of(messages, assistant=False)
+    return Span.of(messages, assistant)
 
 
 @dataclass(frozen=True)
@@ -203,7 +251,7 @@ class Seen:
     def __init__(self, limit: int = 100_000) -> None:
         self.limit = limit
         self.sides: dict[bytes, bool] = {}  # message -> whether it is the assistant's
-        self.spans: dict[bytes, tuple[bytes, frozenset[str]]] = {}  # messages of a span -> its key and tool_use ids
+        self.spans: dict[bytes, Identity] = {}  # messages of a span -> what identifies it
         self.heads: dict[bytes, Head] = {}
 
     def keep(self, kind: dict[bytes, Any], digest: bytes, value: Any, limit: int | None = None) -> None:
@@ -260,7 +308,7 @@ def _head(request: WireRequest, seen: Seen) -> Head:
         system = _text_of(content)
         wire = _decoded(_tools_decoder, request.tools, "tools") or []
         tools = tuple(_chat_tool(tool) for tool in wire)
-        key = _digest(["head", _squeeze(system), json.dumps(tools, sort_keys=True)])
+        key = _digest(["head", system, json.dumps(tools)])
         # A head can be as large as a prompt, and an agent has only a few.
         head = Head(key, system, tools)
         seen.keep(seen.heads, digest, head, limit=32)
@@ -293,8 +341,8 @@ def _check_blocks(content: str | list[Block], field: str) -> None:
 
 def text_key(text: str) -> bytes:
     """Return the key of an assistant span without calls: its text without white space and reminders, hashed."""
-    squeezed = _squeeze(text)
-    return _digest(["assistant", "" if squeezed == _NO_CONTENT else squeezed])
+    said = squeezed(text)
+    return _digest(["assistant", "" if said == _NO_CONTENT else said])
 
 
 def _span(span: Span, digests: Sequence[bytes], seen: Seen) -> Span:
@@ -303,14 +351,14 @@ def _span(span: Span, digests: Sequence[bytes], seen: Seen) -> Span:
     if known is None:
         known = _identity(span)
         seen.keep(seen.spans, digest, known)
-    span.key, span.tool_ids = known
+    span.identify(known)
     return span
 
 
-def _identity(span: Span) -> tuple[bytes, frozenset[str]]:
-    """Compute the key and the tool_use ids of a span."""
+def _identity(span: Span) -> Identity:
     parts: list[str] = ["assistant" if span.assistant else "context"]
     tool_ids: set[str] = set()
+    signatures: set[str] = set()
     for message in span.messages():
         for block in _blocks(message.content):
             kind = block.get("type")
@@ -318,18 +366,22 @@ def _identity(span: Span) -> tuple[bytes, frozenset[str]]:
                 tool_ids.add(str(block.get("id")))
                 parts.append(f"tool_use:{block.get('id')}")
             elif kind == "tool_result":
-                parts.append(f"tool_result:{block.get('tool_use_id')}:{_squeeze(_text_of(block.get('content', '')))}")
+                parts.append(f"tool_result:{block.get('tool_use_id')}:{squeezed(_text_of(block.get('content', '')))}")
             elif kind == "text":
-                parts.append(_squeeze(block.get("text", "")))
-            elif kind not in ("thinking", "redacted_thinking"):  # clients send thinking back, or not, as they like
+                parts.append(squeezed(block.get("text", "")))
+            elif kind == "thinking":  # clients send thinking back, or not, as they like
+                signatures.add(str(block.get("signature")))
+            elif kind != "redacted_thinking":
                 parts.append(f"{kind}:{json.dumps(block.get('source'), sort_keys=True)}")
+    said = text_key(span.text) if span.assistant else b""
     if span.assistant and not tool_ids:
-        return text_key("".join(parts[1:])), frozenset()
+        key = text_key("".join(parts[1:]))
+        return key, said, frozenset(), frozenset(signatures)
     if not any(parts[1:]):  # only reminders, such as the news that a background agent has ended: they are the content
         texts = (_text_of(message.content) for message in span.messages())
         parts.append("".join("".join(texts).split()))
     # Clients merge and split text blocks; only tool results and images keep their borders.
-    return _digest(_merge_text(parts)), frozenset(tool_ids)
+    return _digest(_merge_text(parts)), said, frozenset(tool_ids), frozenset(signatures)
 
 
 def _merge_text(parts: list[str]) -> list[str]:
@@ -341,6 +393,10 @@ def _merge_text(parts: list[str]) -> list[str]:
         elif part:
             merged.append(part if bordered else f"text:{part}")
     return merged
+
+
+def _plain(blocks: list[Block]) -> str:
+    return "".join(block.get("text", "") for block in blocks if block.get("type") == "text")
 
 
 def _blocks(content: str | list[Block]) -> list[Block]:
@@ -387,7 +443,7 @@ def _context_chat(role: str, blocks: list[Block]) -> Iterator[ChatMessage]:
 def _assistant_chat(blocks: list[Block]) -> list[ChatMessage]:
     message: ChatMessage = {
         "role": "assistant",
-        "content": "".join(b.get("text", "") for b in blocks if b.get("type") == "text"),
+        "content": _plain(blocks),
     }
     thinking = "".join(b.get("thinking", "") for b in blocks if b.get("type") == "thinking")
     if thinking:
@@ -405,11 +461,16 @@ def _assistant_chat(blocks: list[Block]) -> list[ChatMessage]:
 def _chat_tool(tool: WireTool) -> dict[str, Any]:
     return {
         "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+        "function": {
+            "name": tool.name,
+            "description": tool.description or "",
+            "parameters": tool.input_schema or {},
+        },
     }
 
 
-def _squeeze(text: str) -> str:
+def squeezed(text: str) -> str:
+    """Return a text without white space and reminders."""
     return "".join(_REMINDER.sub("", text).split())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.proxy.messages import Block
+from rollout.proxy.messages import Block, text_key
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Reply:
     output_tokens: int
     stop_sequence: str | None = None
 
-    # Both properties are cached because every later request of the conversation is compared with them.
+    # These are cached because every later request of the conversation is compared with them.
     @functools.cached_property
     def tool_ids(self) -> frozenset[str]:
         """Return the ids of the reply's tool_use blocks."""
@@ -40,6 +40,11 @@ class Reply:
     def text(self) -> str:
         """Return the reply's text blocks, joined."""
         return "".join(b["text"] for b in self.blocks if b["type"] == "text")
+
+    @functools.cached_property
+    def said(self) -> bytes:
+        """Return the key of the reply's text."""
+        return text_key(self.text)
 
 
 def reply_json(reply: Reply, model: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 
 from rollout import SIDE_MODEL
+from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
 from rollout.proxy.messages import RequestError, WireRequest, decode_request
 from rollout.proxy.metrics import Metrics
@@ -57,6 +58,7 @@ class ProxyServer:
         self._stopping = False
         self._busy: set[asyncio.Transport | None] = set()  # connections with a request in progress
         self._idle = asyncio.Event()
+        self._deliveries = Deliveries()
         self._entrance = asyncio.Lock()
         self.app = web.Application(client_max_size=max_body, middlewares=[self._outermost])
         self.app.router.add_post("/v1/messages", self._messages, expect_handler=self._expect)
@@ -67,6 +69,15 @@ class ProxyServer:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen on a TCP port; 0 chooses a free one. The port is then in ``self.port``. Raises OSError."""
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        forget = server.connection_lost
+
+        def ended(connection: web.RequestHandler, error: BaseException | None = None) -> None:
+            self._deliveries.ended(connection.transport, error)
+            forget(connection, error)
+
+        server.connection_lost = ended  # ty: ignore[invalid-assignment]
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         self.port = self._runner.addresses[-1][1]
@@ -94,6 +105,7 @@ class ProxyServer:
         if self._stopping:
             raise OSError("the proxy is stopped")
         session = Session(episode_id, policy)
+        session.settle = lambda: self._deliveries.look(session)
         if socket is not None:
             path = str(socket)
             if path in self._sockets:  # asyncio would silently take it over
@@ -107,6 +119,8 @@ class ProxyServer:
     async def close_session(self, session: Session) -> None:
         """Close a session: abort its generations, remove its socket and free its memory. Its secret now gets 410."""
         session.close()
+        self._deliveries.forget(session)
+        session.settle = lambda: None
         if self.sessions.pop(session.secret, None) is not None and self.metrics is not None:
             self.metrics.retire(session)
         for path in [path for path, (_, owner) in self._sockets.items() if owner is session]:
@@ -194,7 +208,7 @@ class ProxyServer:
                 await asyncio.sleep(0)  # lets the generation begin
             response, node = await (self._stream if wire.stream else self._whole)(request, wire, call, sampled)
         if node is not None and not transport.is_closing():
-            node.delivered = True
+            self._deliveries.sent(transport, session, node)
         if self.metrics is not None and node is not None and node.reply is not None:
             self.metrics.reply(node.reply, session.counters.overhead_s - before)
         return response

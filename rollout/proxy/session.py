@@ -11,16 +11,16 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout import SIDE_MODEL
-from rollout.proxy.engine import Completion, Engine, TextCodec, seal
-from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation, text_key
+from rollout.proxy.engine import Completion, Engine, EngineError, TextCodec, seal
+from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
-from rollout.proxy.tree import Match, Node, Tree, routed
+from rollout.proxy.tree import Asked, Match, Node, Tree, routed
 
 if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modules import
     from rollout.proxy.forward import SideEndpoint
@@ -66,7 +66,8 @@ class Counters:
     with a tool call that could not be read. ``cut_replies``: replies that reached their token limit. ``context_full``:
     requests refused because the context was full. ``refused_calls``: those refused because the session had made all the
     calls that it may make. ``foreign_calls``: replies that the agent did not ask for itself (``Session.disown``);
-    ``unknown_reports``: replies that the agent's output names and the session never sent.
+    ``unknown_reports``: replies that the agent's output names and the session never sent. ``unread_replies``: replies
+    that were sent, but nothing proves that their client has read them: not trained on.
     ``cache_queries``: prompt tokens of the calls for which the engine
     reported its prefix cache, and ``cache_hits``: those of them that were in it.
     """
@@ -83,6 +84,7 @@ class Counters:
     refused_calls: int = 0
     foreign_calls: int = 0
     unknown_reports: int = 0
+    unread_replies: int = 0
     engine_errors: int = 0
     cache_queries: int = 0
     cache_hits: int = 0
@@ -120,11 +122,14 @@ class Session:
         self.tools: dict[str, dict[str, Any]] = {}  # every tool that the agent offered, by name
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
-        self._replies: dict[frozenset[str] | bytes, Node] = {}  # tool_use ids, or else key of the text -> sampled node
         self._seen = Seen()
-        self._generations: dict[int, _Generation] = {}  # those in progress, by the index of their context node
+        self._asked: dict[int, list[Asked]] = {}  # index of a context node -> all that was asked for there
+        self._failed: set[str] = set()  # message ids of generations that left no reply
+        self._generations: dict[str, _Generation] = {}  # those in progress, by message id
         self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
         self._admitted = 0
+        # A server sets this to what marks as delivered the replies that clients have read by now.
+        self.settle: Callable[[], None] = lambda: None
 
     def admit(self) -> None:
         """Let one more call in. Raises RequestError if the session has made all the calls that it may make."""
@@ -136,16 +141,22 @@ class Session:
         self._admitted += 1
 
     def disown(self, reported: Collection[str]) -> None:
-        """Leave replies out of training that are not the agent's own (``Tree.unreported``), and count them.
+        """Take what the agent says that it got for delivered, if it was sent, and leave replies out of training that
+        are not the agent's own (``Tree.unreported``).
 
         Any program in the agent's box can call: the session's secret is in its environment. Side calls are left out,
         but not counted: Claude Code reports those of sub-agents only.
         """
+        self.settle()
+        for node in self.tree.nodes:
+            if node.sent and node.reply is not None and node.reply.id in reported:
+                node.delivered = True
+        self._count_unread()
         for node in self.tree.unreported(reported):
             node.trained = False
             self.counters.foreign_calls += not node.side
-        sent = {node.reply.id for node in self.tree.nodes if node.reply is not None}
-        self.counters.unknown_reports = sum(name.startswith("msg_") and name not in sent for name in reported)
+        known = {node.reply.id for node in self.tree.nodes if node.reply is not None}
+        self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
     def prepare(self, request: WireRequest, retry: bool) -> Call:
         """Match a request with the tree and encode what is new in it.
@@ -165,8 +176,8 @@ class Session:
                 raise RequestError(f"this session may hold at most {limit} tokens", 413, "request_too_large")
             context = self.tree.add_context(match.base, talk.head.key, match.rest, ids)
         limit = min(self.policy.max_tokens, self.policy.max_context - context.length)
-        if request.max_tokens > 0:
-            limit = min(limit, request.max_tokens)
+        if request.max_tokens and request.max_tokens > 0:
+            limit = min(limit, int(request.max_tokens))
         if limit < 1:
             self.counters.context_full += 1
             # Claude Code recognises this wording and compacts the conversation instead of giving up.
@@ -178,30 +189,40 @@ class Session:
         self.counters.retries += retry
         self.counters.side_calls += side
         self.tools.update((tool["function"]["name"], tool) for tool in talk.head.tools)
-        # A retry, or a request whose reply never reached the client, gets the reply that was sampled for it.
-        before = next((child for child in context.children if retry or not child.delivered), None)
-        call = Call(
-            session=self,
-            context=context,
-            # If the client forbids tools for this reply, what looks like a call stays text.
-            tools=() if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools,
-            max_tokens=limit,
-            stop=tuple(stop for stop in request.stop_sequences if stop),
-            side=side,
-            trained=self.policy.train_side_calls or not side,
-            # All clients that wait for the same generation are sent the same id.
-            message_id=before.reply.id
-            if before and before.reply
-            else f"msg_{self._id}{context.index:04x}{len(context.children):02x}",
-        )
+        stop = tuple(stop for stop in request.stop_sequences or () if stop)
+        # If the client forbids tools for this reply, what looks like a call stays text.
+        tools = () if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools
+        asked = Asked(side, limit, stop, bool(tools))
+        call = Call(self, context, tools, asked, self._message_id(context, asked, retry))
         self.counters.overhead_s += time.perf_counter() - began
         return call
+
+    def _message_id(self, context: Node, asked: Asked, retry: bool) -> str:
+        """Return the id of the reply that a request gets: one that was or is being sampled for it, or else a new one.
+
+        A reply that never reached the client is sent again. A retry gets the reply to the one request like it, unless
+        its own generation failed: then that reply is another client's, as one of several may be.
+        """
+        variants = self._asked.setdefault(context.index, [])
+        if asked not in variants:
+            variants.append(asked)
+        variant = variants.index(asked)
+        alike = [(child, child.reply.id) for child in context.children if child.asked == asked and child.reply]
+        new = f"msg_{self._id}{context.index:04x}{len(alike):02x}" + (f"_{variant:x}" if variant else "")
+        if not all(child.delivered for child, _ in alike):
+            self.settle()
+        if lost := [name for child, name in alike if not child.delivered and not child.pending]:
+            return lost[0]
+        # All clients that wait for the same generation are sent the same id.
+        fresh = not retry or len(alike) != 1 or new in self._generations or new in self._failed
+        return new if fresh else alike[0][1]
 
     def turns(self) -> int:
         """Return the number of calls of the main thread, sub-agents' left out, whose replies reached the agent.
 
         A session whose calls are forwarded has no tree; all calls but retries and side calls count then.
         """
+        self.settle()
         if not self.tree.nodes:
             return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
         return self.tree.replies(self._main)
@@ -219,21 +240,29 @@ class Session:
     def close(self) -> None:
         """Refuse further requests and abort the generations in progress."""
         self.closed = True
+        self.settle()
+        self._count_unread()
         for generation in self._generations.values():
             generation.task.cancel()
+
+    def _count_unread(self) -> None:
+        self.counters.unread_replies = sum(node.sent and not node.delivered for node in self.tree.nodes)
 
     def _encode(self, talk: Conversation, match: Match) -> list[int]:
         if self._counted is not None and self._counted[0] == _place(talk, match):
             return self._counted[1]
-        base, ids, messages = match.base, [], []
+        base, ids, messages, before = match.base, [], [], None
         for span in match.rest:
-            reply = self._replies.get(span.tool_ids or span.key) if span.assistant and messages else None
-            if reply is None:
-                messages += span.chat
-                continue
-            # A reply of ours in a new place (Claude Code keeps the last ones when it compacts) keeps its own tokens.
-            ids += [*self._render(talk, base, messages), *reply.ids]
-            base, messages = reply, []
+            here = span.assistant and before is not None
+            for part, reply in self.tree.recall(span, before) if here else [(span, None)]:
+                # No prompt can end between two messages of the assistant, except at the first prompt's end.
+                if reply is None or not messages or (base and messages[-1]["role"] == "assistant"):
+                    messages += part.chat
+                    continue
+                # A reply in a new place (Claude Code keeps the last ones when it compacts) keeps its own tokens.
+                ids += [*self._render(talk, base, messages), *reply.ids]
+                base, messages = reply, []
+            before = span
         return [*ids, *self._render(talk, base, messages)]
 
     def _render(self, talk: Conversation, base: Node | None, messages: list[dict[str, Any]]) -> list[int]:
@@ -248,7 +277,7 @@ class Session:
 
     @contextlib.contextmanager
     def sampling(self, call: Call) -> Generator[asyncio.Future[Node]]:
-        """Start sampling a call's reply, or join the generation that is already in progress for the same context.
+        """Start sampling a call's reply, or join the generation of its message id that is already in progress.
 
         Yields a future of the sampled node, which the caller must not cancel. It ends with an EngineError if the
         engine fails, and is cancelled when the session is closed. When the last caller leaves the block before the
@@ -260,39 +289,46 @@ class Session:
                 known.set_result(child)
                 yield known
                 return
-        index = call.context.index
-        generation = self._generations.get(index)
+        name = call.message_id
+        generation = self._generations.get(name)
         if generation is None:
-            generation = self._generations[index] = _Generation(asyncio.create_task(self._generate(call)))
-            generation.task.add_done_callback(lambda _: self._forget(index, generation))
+            generation = self._generations[name] = _Generation(asyncio.create_task(self._generate(call)))
+            generation.task.add_done_callback(lambda _: self._forget(name, generation))
         generation.waiting += 1
         try:
             yield generation.task
         finally:
             generation.waiting -= 1
             if not generation.waiting and not generation.task.done():
-                self._forget(index, generation)
+                self._forget(name, generation)
                 self.counters.aborted += 1
                 generation.task.cancel()
 
-    def _forget(self, index: int, generation: _Generation) -> None:
-        if self._generations.get(index) is generation:
-            del self._generations[index]
+    def _forget(self, name: str, generation: _Generation) -> None:
+        if self._generations.get(name) is generation:
+            del self._generations[name]
+            task = generation.task
+            if not task.done() or task.cancelled() or task.exception():
+                self._failed.add(name)
         if generation.task.done() and not generation.task.cancelled():
             generation.task.exception()  # retrieved, so that asyncio does not warn of a failure that nobody awaited
 
     async def _generate(self, call: Call) -> Node:
         policy = self.policy
-        sampling: dict[str, Any] = {**policy.sampling, "max_tokens": call.max_tokens}
+        sampling: dict[str, Any] = {**policy.sampling, "max_tokens": call.asked.max_tokens}
         sampling["routed_experts_prompt_start"] = routed(call.context)  # earlier replies brought what is before it
-        if call.stop:
-            sampling["stop"] = list(call.stop)
+        if call.asked.stop:
+            sampling["stop"] = list(call.asked.stop)
         prompt_ids = call.context.path_ids()
         if "seed" in sampling:
-            sampling["seed"] = call_seed(sampling["seed"], prompt_ids, len(call.context.children))
+            variant = self._asked[call.context.index].index(call.asked)
+            before = sum(child.asked == call.asked for child in call.context.children)
+            sampling["seed"] = call_seed(sampling["seed"], prompt_ids, before + (variant << 32))
         began = time.perf_counter()
         try:
             done = await policy.engine.generate(self.episode_id, prompt_ids, sampling)
+            if not done.ids:
+                raise EngineError("the engine returned a reply of zero tokens, without even one that ends it")
         except Exception:
             self.counters.engine_errors += 1
             raise
@@ -310,14 +346,14 @@ class Session:
         policy = self.policy
         ids, ended = done.ids, bool(done.ids) and done.ids[-1] in policy.end_ids
         text = self._decode(ids[:-1] if ended else ids)
-        at, stop = min(((text.find(stop), stop) for stop in call.stop if stop in text), default=(-1, None))
+        at, stop = min(((text.find(stop), stop) for stop in call.asked.stop if stop in text), default=(-1, None))
         if stop is not None:
             # An engine may go on a little after a stop sequence. The client is not sent that, so it is not kept.
             keep = bisect.bisect_left(range(len(ids)), True, key=lambda n: stop in self._decode(ids[: n + 1])) + 1
             ids, ended = ids[:keep], False
             text = self._decode(ids)
         kept = Completion(ids, done.logprobs[: len(ids)], done.versions[: len(ids)])
-        sealed = seal(prompt_ids, kept, call.side)
+        sealed = seal(prompt_ids, kept, call.asked.side)
         parsed = policy.parser.parse(text if stop is None else text[:at], call.tools)
         number = call.message_id.removeprefix("msg_")
         blocks = [
@@ -325,7 +361,7 @@ class Session:
         ]
         self._names.update((block["id"], block["name"]) for block in blocks if block["type"] == "tool_use")
         self.counters.malformed_calls += parsed.malformed
-        cut = not ended and stop is None and len(ids) >= call.max_tokens
+        cut = not ended and stop is None and len(ids) >= call.asked.max_tokens
         self.counters.cut_replies += cut
         uses = any(block["type"] == "tool_use" for block in blocks)
         reply = Reply(
@@ -345,12 +381,11 @@ class Session:
             ended=ended,
             versions=kept.versions,
             experts=done.experts,
-            trained=call.trained,
-            tools_allowed=bool(call.tools),
-            side=call.side,
+            trained=policy.train_side_calls or not call.asked.side,
+            tools_allowed=call.asked.tools,
             seal=sealed,
         )
-        self._replies[reply.tool_ids or text_key(reply.text)] = node
+        node.asked = call.asked
         return node
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -366,24 +401,21 @@ class _Generation:
 
 
 def _place(talk: Conversation, match: Match) -> tuple[Any, ...]:
-    return (match.base and match.base.index, talk.head.key, *(span.key for span in match.rest))
+    return (match.base and match.base.index, talk.head.key, *(span.exact for span in match.rest))
 
 
 @dataclass(frozen=True)
 class Call:
     """A Call is a request that was matched and encoded and now needs a reply.
 
-    ``max_tokens`` and ``stop`` apply to that reply, and ``tools`` (in chat form) are those it may call.
-    ``message_id`` is the reply's id, which is that of an earlier reply to ``context`` if that one is to be sent again.
+    ``tools`` (in chat form) are those that the reply may call. ``message_id`` is the reply's id, which is that of an
+    earlier reply to ``context`` if that one is to be sent again.
     """
 
     session: Session
     context: Node
     tools: tuple[dict[str, Any], ...]
-    max_tokens: int
-    stop: tuple[str, ...]
-    side: bool
-    trained: bool
+    asked: Asked
     message_id: str
 
     async def reply(self) -> Node:

@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from rollout.proxy.engine import Engine
+from rollout.proxy.engine import Engine, EngineError
 from rollout.proxy.messages import RequestError
 from rollout.proxy.metrics import Metrics
 from rollout.proxy.server import Handler, ProxyServer
@@ -150,7 +150,23 @@ class StandAlone(ProxyServer):
         gc.collect()
         gc.freeze()
         engine = VllmHttpEngine(self.options.engine, self.model.id, self.options.engine_key)
-        self.policy = make(engine, self.model.max_model_len)
+        policy = make(engine, self.model.max_model_len)
+        await self._check_logprobs(engine, policy)
+        self.policy = policy
+
+    async def _check_logprobs(self, engine: VllmHttpEngine, policy: Policy) -> None:
+        """Warn if the recorded logprobs would not be those of the distribution that replies are sampled from."""
+        try:
+            processed = await engine.processed(policy.renderer.start([{"role": "user", "content": "Hello"}], []))
+        except EngineError as error:
+            log.warning("could not find out what the server's logprobs are: %s", error)
+            return
+        if not processed:
+            log.warning(
+                "%s returns the model's own logprobs, not those of the distribution that it samples from; if you use "
+                "recorded logprobs, start it with --logprobs-mode processed_logprobs",
+                self.options.engine,
+            )
 
     async def _ask_engine(self) -> str:
         """Ask for the engine's name of the model and its longest context. Return why it is to be asked again, or "".

@@ -14,10 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollout.proxy.messages import Span, partings, text_key
+from rollout.proxy.messages import Span, cuts, partings, pieces_of, squeezed, text_key
 from rollout.proxy.replies import Reply
+
+
+class Asked(NamedTuple):
+    """An Asked is what a request asks for besides its conversation; only requests that agree in it share a reply.
+
+    ``side``: on the agent's slot for a small model. ``max_tokens`` and ``stop``: as they apply to the reply.
+    ``tools``: whether it may call tools.
+    """
+
+    side: bool
+    max_tokens: int
+    stop: tuple[str, ...]
+    tools: bool
 
 
 @dataclass(eq=False)
@@ -25,12 +38,14 @@ class Node:
     """A Node is a piece of an episode, either context or one sampled reply.
 
     ``ids``: the token ids that it adds to its parent's path. ``key``, of a context node: the head's key and the keys
-    of its spans. The other fields belong to sampled nodes. ``logprobs``: the engine's own, one per id. ``text``: the
-    ids decoded. ``reply``: what the client was sent, and ``delivered``: whether all of it arrived. ``versions``: the
+    of its spans; ``exact``: all that the policy reads of the last span. The other fields belong to sampled nodes.
+    ``asked``: what the request for the reply asked for. ``logprobs``: the engine's own, one per id. ``text``: the
+    ids decoded. ``reply``: what the client was sent. ``sent``: all of it was, once; ``pending``: on how many
+    connections it may still be read; ``delivered``: it is proven that a client has it. ``versions``: the
     version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
     trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
-    routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``side``: whether
-    it answers a side call. ``seal``: see ``engine.seal``.
+    routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``seal``: see
+    ``engine.seal``.
     """
 
     index: int
@@ -38,16 +53,19 @@ class Node:
     ids: list[int]
     length: int  # tokens from the root up to and including this node
     key: tuple[bytes, ...] = ()
+    exact: bytes = b""
+    asked: Asked | None = None
     logprobs: list[float] | None = None
     reply: Reply | None = None
     text: str = ""
+    sent: bool = False
+    pending: int = 0
     delivered: bool = False
     ended: bool = True  # the reply closed its turn itself: its last id is an end token
     versions: tuple[int, ...] = ()
     trained: bool = True
     tools_allowed: bool = True  # False: the client forbade or did not offer tools, so no calls were looked for
     experts: Any = None
-    side: bool = False
     seal: bytes = b""
     children: list[Node] = field(default_factory=list)
 
@@ -55,6 +73,11 @@ class Node:
     def sampled(self) -> bool:
         """Tell whether this is a sampled node."""
         return self.logprobs is not None
+
+    @property
+    def side(self) -> bool:
+        """Tell whether this is the reply to a side call."""
+        return self.asked is not None and self.asked.side
 
     def path(self) -> list[Node]:
         """Return the nodes from the root to this one."""
@@ -113,33 +136,30 @@ class Tree:
         self.nodes: list[Node] = []
         self.roots: list[Node] = []
         self.tokens = 0  # the number of tokens in all nodes
+        self._named: dict[str, Node] = {}  # id of a reply or of a call in it -> sampled node
+        self._said: dict[bytes, list[Node]] = {}  # key of a text -> replies without calls
 
     def match(self, head: bytes, spans: Sequence[Span]) -> Match:
         """Find the deepest place that a request extends, and mark the replies that it repeats as delivered."""
         spans = list(spans)
         base: Node | None = None
-        start, at = 0, 0  # spans before `start` are covered by `base`
+        at = 0  # spans before it are covered by `base`
         while True:
-            context = self._context(base, head, spans, at)
+            context, reply, more = self._next(base, head, spans, at)
             if context is None and (parts := self._parted(base, head, spans[at])):
                 spans[at : at + 1] = parts
-                continue
-            if context is None:
-                return Match(base, None, tuple(spans[start:]))
-            at += len(context.key) - 1  # the first part of a key is the head, see add_context
-            if at == len(spans):
-                return Match(base, context, tuple(spans[start:]))
-            reply = _echoed(context, spans[at])
-            if reply is None:
-                return Match(base, None, tuple(spans[start:]))
-            reply.delivered = True
-            base, at = reply, at + 1
-            start = at
+            elif context is None or reply is None:
+                return Match(base, context, tuple(spans[at:]))
+            else:
+                reply.delivered = True
+                base, at = reply, at + len(context.key)  # the first part of a key is the head, see add_context
+                spans[at:at] = more
 
     def add_context(self, base: Node | None, head: bytes, rest: Sequence[Span], ids: list[int]) -> Node:
         """Append the context ``rest`` of a match, encoded as ``ids``, after ``base``; return the new node."""
         node = self._add(base, ids)
         node.key = (head, *(span.key for span in rest))
+        node.exact = rest[-1].exact
         return node
 
     def add_sampled(
@@ -155,7 +175,6 @@ class Tree:
         trained: bool = True,
         tools_allowed: bool = True,
         experts: Any = None,
-        side: bool = False,
         seal: bytes = b"",
     ) -> Node:
         """Append a sampled reply after ``context``; return the new node, which is not ``delivered`` yet.
@@ -169,12 +188,15 @@ class Tree:
             raise ValueError(f"engine returned {len(ids)} tokens but {len(versions)} weight versions")
         node = self._add(context, ids)
         node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
-        node.trained, node.tools_allowed, node.side, node.seal = trained, tools_allowed, side, seal
+        node.trained, node.tools_allowed, node.seal = trained, tools_allowed, seal
         if experts is not None:
             tokens = node.length - 1 - routed(context)
             if len(experts) < tokens:
                 raise ValueError(f"engine returned the routing of {len(experts)} tokens instead of {tokens}")
             node.experts = experts[:tokens].copy()  # a view would keep what the engine sent, perhaps in shared memory
+        self._named |= dict.fromkeys((reply.id, *reply.tool_ids), node)
+        if not reply.tool_ids:
+            self._said.setdefault(reply.said, []).append(node)
         return node
 
     def _add(self, parent: Node | None, ids: list[int]) -> Node:
@@ -184,17 +206,94 @@ class Tree:
         (parent.children if parent else self.roots).append(node)
         return node
 
-    def _context(self, base: Node | None, head: bytes, spans: Sequence[Span], at: int) -> Node | None:
-        """Return the child context of ``base`` that covers the most of ``spans[at:]``, or None."""
-        best: Node | None = None
-        for node in base.children if base else self.roots:
-            if node.key[0] != head or (best and len(node.key) <= len(best.key)):
+    def _next(
+        self, base: Node | None, head: bytes, spans: Sequence[Span], at: int
+    ) -> tuple[Node | None, Node | None, list[Span]]:
+        """Return the child context of ``base`` that covers the most of ``spans[at:]``, its reply that comes next in
+        them, and what the span of that reply has beside it.
+
+        The reply is None if the context ends where they do; both are None if there is no such context.
+        """
+        found = [
+            node
+            for node in (base.children if base else self.roots)
+            if node.key[0] == head
+            and len(node.key) - 1 <= len(spans) - at
+            and all(key == spans[at + i].key for i, key in enumerate(node.key[1:]))
+        ]
+        if len(found) > 1:  # the same but for what clients are known to rewrite, or one goes on where another one ends
+            found.sort(key=lambda node: (-len(node.key), node.exact != spans[at + len(node.key) - 2].exact))
+        for node in found:
+            end = at + len(node.key) - 1
+            if end < len(spans):
+                reply, more = self._echoed(node, spans[end])
+                if reply is not None:
+                    return node, reply, more
+            elif node.exact == spans[-1].exact:  # nobody has rewritten what is new
+                return node, None, []
+        return None, None, []
+
+    def _echoed(self, context: Node, span: Span) -> tuple[Node | None, list[Span]]:
+        """Return the sampled child that an assistant span repeats, and what else the span has after it."""
+        if (reply := self._echo(context.children, span)) is not None:
+            return reply, []
+        if self._beside(span):
+            for first, more in cuts(span):
+                if (reply := self._echo(context.children, first)) is not None:
+                    return reply, [more]
+        return None, []
+
+    def _echo(self, replies: Sequence[Node], span: Span) -> Node | None:
+        """Return the one of ``replies`` that a span repeats, by our ids or else by its text."""
+        if (named := self._by_id(span)) is not None or any(name in self._named for name in span.signatures):
+            return named if named in replies else None
+        alike = [node for node in replies if not span.tool_ids and _says(node, span.key)]
+        if len(alike) > 1:
+            text, thought = span.text.strip(), bool(span.signatures)
+            alike.sort(key=lambda node: (_text(node).strip() != text, _thinks(node) != thought, not node.delivered))
+        return alike[0] if alike else None
+
+    def _by_id(self, span: Span) -> Node | None:
+        """Return the reply that an assistant span names by our ids, if the span says nothing else."""
+        for name in (*span.tool_ids, *span.signatures):
+            node = self._named.get(name)
+            if node is None or node.reply is None or not span.tool_ids <= node.reply.tool_ids:
                 continue
-            if len(node.key) - 1 <= len(spans) - at and all(
-                key == spans[at + i].key for i, key in enumerate(node.key[1:])
-            ):
-                best = node
-        return best
+            if not span.tool_ids and _says(node, span.key):
+                return node
+            # Beside calls, text may be left out, but not added.
+            left_out = span.said in (node.reply.said, _SILENT) or squeezed(span.text) in squeezed(node.reply.text)
+            if span.tool_ids and left_out:
+                return node
+        return None
+
+    def _beside(self, span: Span) -> bool:
+        """Tell whether an assistant span may have something beside a reply of ours."""
+        return any(name in self._named for name in (*span.tool_ids, *span.signatures)) or len(span.messages()) > 1
+
+    def recall(self, span: Span, before: Span) -> list[tuple[Span, Node | None]]:
+        """Return the parts of an assistant span in a new place, each with the reply that it repeats, and mark these as
+        delivered.
+
+        ``before``: the span before it. Of replies with the same text, the one that followed the same span is taken, or
+        else the latest that may have reached the client.
+        """
+
+        def find(part: Span) -> Node | None:
+            if (node := self._by_id(part)) is not None:
+                return node
+            sent = [] if part.tool_ids else [n for n in self._said.get(part.key, ()) if n.delivered or n.sent]
+            same = [node for node in sent if node.parent is not None and node.parent.key[-1] == before.key]
+            return self._echo(same, part) or (self._echo(sent[::-1], part) if part is span else None)
+
+        node = find(span)
+        parts = (
+            [(span, node)] if node is not None or not self._beside(span) else pieces_of(span, find) or [(span, node)]
+        )
+        for _, node in parts:
+            if node is not None:
+                node.delivered = True
+        return parts
 
     def _parted(self, base: Node | None, head: bytes, span: Span) -> tuple[Span, Span, Span] | None:
         """Undo what Claude Code does to a reply without visible content, if it was done to ``span``.
@@ -202,13 +301,12 @@ class Tree:
         Claude Code drops such a reply and puts what comes next (a reminder to say something, a new prompt) into the
         message before it. Returns that message as it was, the reply, and what was put in; None if nothing was.
         """
-        silent = text_key("")
         answered = {
             node.key[1]
             for node in (base.children if base else self.roots)
             if node.key[0] == head
             and len(node.key) == 2
-            and any(c.delivered and _says(c, silent) for c in node.children)
+            and any((c.delivered or c.pending) and _says(c, _SILENT) for c in node.children)
         }
         if answered:
             for stays, taken in partings(span):
@@ -287,19 +385,20 @@ def routed(context: Node) -> int:
     return context.parent.length - 1 if context.parent else 0
 
 
-def _echoed(context: Node, span: Span) -> Node | None:
-    """Return the sampled child that an assistant span repeats, found by our tool_use ids or else by its text."""
-    for child in sorted(context.children, key=lambda child: not child.delivered):
-        if child.reply is None:
-            continue
-        if child.reply.tool_ids & span.tool_ids or (not span.tool_ids and _says(child, span.key)):
-            return child
-    return None
+_SILENT = text_key("")
 
 
 def _says(sampled: Node, key: bytes) -> bool:
     """Tell whether a reply has no calls and its text has this key."""
-    return sampled.reply is not None and not sampled.reply.tool_ids and text_key(sampled.reply.text) == key
+    return sampled.reply is not None and not sampled.reply.tool_ids and sampled.reply.said == key
+
+
+def _text(sampled: Node) -> str:
+    return sampled.reply.text if sampled.reply else ""
+
+
+def _thinks(sampled: Node) -> bool:
+    return sampled.reply is not None and any(block["type"] == "thinking" for block in sampled.reply.blocks)
 
 
 def _row(path: list[Node], fresh: set[int]) -> TrainingSequence:

@@ -29,8 +29,17 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
 class _Reply(msgspec.Struct):
     choices: list[_Choice]
+    usage: _Usage | None = None
 
 
 class VllmHttpEngine:
@@ -41,9 +50,9 @@ class VllmHttpEngine:
     generation_config.json; the server ignores names that it does not know.
 
     Logprobs are those of the distribution that was sampled from if the server runs with ``--logprobs-mode
-    processed_logprobs``. With vLLM's default, raw_logprobs, they are the model's own, which are the same only at
-    temperature 1 without top_p, top_k or penalties. The server does not say which of the two it returns. The versions
-    of the weights are unknown.
+    processed_logprobs`` (``processed`` asks it). With vLLM's default, raw_logprobs, they are the model's own, which are
+    the same only at temperature 1 without top_p, top_k or penalties. Hits of the prefix cache are known if it runs
+    with ``--enable-prompt-tokens-details``. The versions of the weights are unknown.
     """
 
     def __init__(self, base_url: str, model: str, key: str | None = None) -> None:
@@ -78,7 +87,8 @@ class VllmHttpEngine:
             message = " ".join(raw.decode("utf-8", "replace").split())
             raise EngineError(f"{url}: status {response.status}: {message[:300]}")
         try:
-            choice = self._decoder.decode(raw).choices[0]
+            reply = self._decoder.decode(raw)
+            choice = reply.choices[0]
         except (msgspec.MsgspecError, IndexError) as error:
             raise EngineError(f"{url}: the reply is not one of this endpoint: {error}") from error
         ids = choice.token_ids or []
@@ -87,7 +97,17 @@ class VllmHttpEngine:
             raise EngineError(f"{url}: the server ended the reply after {len(ids)} tokens ({choice.finish_reason})")
         if len(tokens) != len(ids):
             raise EngineError(f"{url}: the reply has {len(ids)} tokens but {len(tokens)} logprobs")
-        return Completion(ids, [token.logprob for token in tokens])
+        details = reply.usage.prompt_tokens_details if reply.usage else None
+        cached = details.cached_tokens if details else None
+        return Completion(ids, [token.logprob for token in tokens], cached=cached)
+
+    async def processed(self, prompt_ids: list[int]) -> bool:
+        """Tell whether the server's logprobs are those of the distribution that is sampled from. Raises EngineError.
+
+        Of one token to choose from, each has the logprob 0 in that distribution, and hardly ever in the model's own.
+        """
+        sampling = {"temperature": 1.0, "top_k": 1, "max_tokens": 8, "ignore_eos": True}
+        return not any((await self.generate("logprobs-mode", prompt_ids, sampling)).logprobs)
 
     async def close(self) -> None:
         """Close the connections to the server."""

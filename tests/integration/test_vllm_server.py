@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
+import secrets
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,10 +16,20 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
+from rewards.task import Task
+from rl.run.vllm_server import vllm_server
 from rl.run.watch import dead_engine
 from rollout.proxy.engine import EngineError
+from rollout.proxy.messages import conversation, decode_request
+from rollout.proxy.parsers import VllmReplyParser
+from rollout.proxy.render import ChatTemplateRenderer, end_ids
+from rollout.proxy.replies import reply_json
+from rollout.proxy.session import Policy, Session
+from rollout.proxy.standalone import Options, StandAlone
 from rollout.proxy.vllm_http import VllmHttpEngine
+from tests.integration.claude_kit import call, in_turn, scripted, stage
 from tests.integration.conftest import Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
@@ -71,8 +83,6 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
 
 
 async def test_a_stop_sequence_ends_the_reply(vllm: Running, engine: VllmHttpEngine) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer: Any = AutoTokenizer.from_pretrained(vllm.model_dir)
     whole = await engine.generate("e", PROMPT, SAMPLING)
     stop = tokenizer.decode(whole.ids[9:11], skip_special_tokens=False)
@@ -83,7 +93,7 @@ async def test_a_stop_sequence_ends_the_reply(vllm: Running, engine: VllmHttpEng
 
 async def test_refusals_are_engine_errors(vllm: Running, engine: VllmHttpEngine) -> None:
     with pytest.raises(EngineError, match="status 400"):
-        await engine.generate("e", PROMPT * 200, SAMPLING)
+        await engine.generate("e", PROMPT * 500, SAMPLING)
     other = VllmHttpEngine(vllm.url, "no-such-model")
     with pytest.raises(EngineError, match=r"status 404: .*no-such-model"):
         await other.generate("e", PROMPT, SAMPLING)
@@ -111,6 +121,84 @@ async def under_way(
     while not asking.done() and (await metrics(http, vllm.url))[0] == 0:
         await asyncio.sleep(0.02)
     return asking, before
+
+
+@pytest.mark.claude
+async def test_a_real_prompt_is_that_of_the_chat_endpoint_and_of_the_template(vllm: Running, task: Task) -> None:
+    """Claude Code's full prompt with its tools and reminders, and the same with calls and results after it."""
+    script = in_turn(
+        "I look. " + call("Bash", command="echo '<b>hi</b>'; ls"), call("Read", file_path="no.py"), "Done."
+    )
+    async with stage(scripted(script), task) as played:
+        await played.play("Look around.")
+    tokenizer: Any = AutoTokenizer.from_pretrained(vllm.model_dir)
+    renderer = ChatTemplateRenderer(tokenizer, "qwen3")
+    lengths = []
+    for sent in (played.calls[0], played.calls[-1]):
+        talk = conversation(decode_request(json.dumps(sent.body).encode()))
+        messages = [{"role": "system", "content": talk.head.system}, *(m for span in talk.spans for m in span.chat)]
+        tools = list(talk.head.tools)
+        ids = renderer.start(messages, tools)
+        lengths.append(len(ids))
+        options = {"add_generation_prompt": True, "return_dict": False}
+        assert ids == tokenizer.apply_chat_template(messages, tools=tools, **options)
+        wire = json.loads(json.dumps(messages))
+        for message in wire:
+            for made in message.get("tool_calls", ()):
+                made["function"]["arguments"] = json.dumps(made["function"]["arguments"])
+        body = {"model": "policy", "messages": wire, "tools": tools, "add_generation_prompt": True}
+        async with aiohttp.ClientSession() as http, http.post(f"{vllm.url}/tokenize", json=body) as response:
+            assert response.status == 200, await response.text()
+            assert (await response.json())["tokens"] == ids
+    assert 10_000 < lengths[0] < lengths[1] and not renderer.marks.used
+
+
+async def test_from_the_second_turn_on_the_prefix_is_in_the_servers_cache(
+    vllm: Running, engine: VllmHttpEngine
+) -> None:
+    """The blocks of vLLM's cache have 128 tokens on a CPU; all that are full are found again."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(vllm.model_dir)
+    policy = Policy(
+        engine=engine,
+        renderer=ChatTemplateRenderer(tokenizer, "qwen3"),
+        parser=VllmReplyParser("qwen3_coder", None, tokenizer),
+        tokenizer=tokenizer,
+        end_ids=end_ids(tokenizer, {}),
+        max_tokens=40,
+        max_context=16384,
+        sampling={"seed": secrets.randbits(40)},
+    )
+    session = Session("e", policy)
+    talk: list[dict[str, Any]] = []
+    before = hits = 0
+    for turn in range(4):
+        talk.append({"role": "user", "content": f"{secrets.token_hex(300)} {turn}"})
+        body = {"model": "policy", "messages": talk, "max_tokens": 40}
+        node = await session.prepare(decode_request(json.dumps(body).encode()), False).reply()
+        found, hits = session.counters.cache_hits - hits, session.counters.cache_hits
+        assert before - 128 <= found <= node.parent.length and found % 128 == 0 and bool(found) == bool(turn)
+        before = node.parent.length
+        talk.append({"role": "assistant", "content": reply_json(node.reply, "policy")["content"]})
+    assert len(session.tree.roots) == 1 and session.counters.cache_queries > 0
+
+
+async def test_a_server_tells_what_its_logprobs_are(vllm: Running, engine: VllmHttpEngine) -> None:
+    assert await engine.processed(PROMPT)
+
+
+@pytest.mark.long
+async def test_a_server_in_vllms_default_mode_is_warned_of(
+    vllm: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+    environment = {"TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    with vllm_server(str(vllm.model_dir), tmp_path / "log", *arguments, environment=environment, timeout_s=600) as raw:
+        for url, warned in ((vllm.url, False), (raw.url, True)):
+            proxy = StandAlone(Options(url, str(vllm.model_dir), "qwen3_coder"))
+            await proxy.start()
+            await proxy.load()
+            await proxy.stop()
+            assert ("--logprobs-mode processed_logprobs" in caplog.text) is warned
 
 
 @pytest.mark.last

@@ -10,6 +10,7 @@ import asyncio
 import gzip
 import json
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ from hypothesis import strategies as st
 
 from rollout.proxy.engine import Completion, EngineError
 from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Session
 from tests.kit import END, CharTokenizer, char_policy
 
 STATUSES = {200, 400, 401, 404, 405, 410, 413, 417, 529}
 ANSWER_S = 5.0  # the longest time that an answer may take, in seconds; most take a millisecond
 BATCH = 25  # requests that are sent at the same time
+GONE = 4  # requests of clients that go without reading, sent after them
 
 TOOL = {"name": "Edit", "description": "d", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "Edit", "input": {"a": "b"}}
@@ -48,6 +51,18 @@ BODIES: list[dict[str, Any]] = [
             {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"}, CALL]},
             {"role": "system", "content": "note"},
             {"role": "user", "content": [RESULT, {"type": "text", "text": "<system-reminder>r</system-reminder>"}]},
+        ],
+    },
+    {
+        "model": "policy-side",
+        "max_tokens": 9.0,
+        "stream": None,
+        "stop_sequences": None,
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "hello"},
+            {"role": "assistant", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "more"}]},
+            {"role": "user", "content": "b"},
         ],
     },
 ]
@@ -191,6 +206,7 @@ class Range:
     loop: asyncio.AbstractEventLoop
     server: ProxyServer
     requests: int = 0
+    unread: int = 0  # replies to clients that had gone
     answers: Counter[int] = field(default_factory=Counter)
 
 
@@ -221,7 +237,8 @@ def test_every_request_is_answered(shooting: Range, volleys: int, caplog: pytest
         shooting.loop.run_until_complete(_volley(shooting, makers))
 
     shoot()
-    assert shooting.requests == volleys * (BATCH + 1)
+    assert shooting.requests == volleys * (BATCH + GONE + 1)
+    assert shooting.unread > volleys  # the kernel had taken their replies
     assert min(shooting.answers[200], shooting.answers[400]) > shooting.requests / 10  # neither too wild nor too tame
     assert {401, 404, 405, 413, 529} <= set(shooting.answers)
     assert shooting.server.sessions == {}
@@ -237,9 +254,10 @@ async def _volley(shooting: Range, makers: list[Any]) -> None:
     async with asyncio.timeout(4 * ANSWER_S):
         answers = await asyncio.gather(*(_fire(server.port, shot) for shot in made))
         # The server is alive: a good request gets a good answer.
-        body = json.dumps({"messages": [{"role": "user", "content": "alive?"}], "max_tokens": 50}).encode()
-        head = b"POST /v1/messages/count_tokens HTTP/1.1\r\nHost: x\r\nx-api-key: %s\r\nContent-Length: %d\r\n\r\n"
-        status, _ = await _fire(server.port, Shot(head % (session.secret.encode(), len(body)) + body, True))
+        status, _ = await _fire(server.port, _good(session, "alive?", "/count_tokens"))
+        await asyncio.gather(*(_leave(server.port, _good(session, f"gone {number}")) for number in range(GONE)))
+        while server._busy:
+            await asyncio.sleep(0.001)
     assert status == 200
     for shot, (status, said) in zip(made, answers, strict=True):
         assert status is not None or not shot.whole, shot.data[:2000]
@@ -247,8 +265,27 @@ async def _volley(shooting: Range, makers: list[Any]) -> None:
             assert status in STATUSES, (status, said, shot.data[:2000])
             assert b"Traceback" not in said
         shooting.answers[status or 0] += 1
-    shooting.requests += len(made) + 1
+    shooting.requests += len(made) + GONE + 1
     await server.close_session(session)
+    replies = [
+        node for node in session.tree.nodes if node.sampled and b"gone" in bytes(i % 256 for i in node.parent.ids)
+    ]
+    assert not any(node.delivered for node in replies)
+    shooting.unread += sum(node.sent for node in replies)
+
+
+def _good(session: Session, text: str, path: str = "") -> Shot:
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 50}).encode()
+    head = f"POST /v1/messages{path} HTTP/1.1\r\nHost: x\r\nx-api-key: {session.secret}\r\nContent-Length: {len(body)}"
+    return Shot(head.encode() + b"\r\n\r\n" + body, True)
+
+
+async def _leave(port: int, shot: Shot) -> None:
+    """Send a request and go, in order, without reading anything."""
+    end = socket.create_connection(("127.0.0.1", port))
+    end.sendall(shot.data)
+    await asyncio.sleep(0.005)
+    end.close()
 
 
 async def _fire(port: int, shot: Shot) -> tuple[int | None, bytes]:

@@ -18,6 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from rollout import SIDE_MODEL
 from rollout.proxy.messages import decode_request
+from rollout.proxy.replies import reply_json
 from rollout.proxy.session import Call, Session
 from rollout.proxy.tree import Node
 from tests.kit import CharRenderer, QueueEngine, char_policy
@@ -41,6 +42,7 @@ class Client(RuleBasedStateMachine):
         self.session = Session("e", replace(policy, train_side_calls=False))
         self.leaves: set[tuple[int, ...]] = set()  # the chains of replies that the client has received
         self.fresh = 0
+        self.twins: set[int] = set()  # replies that only the signature of their thinking tells from another one
 
     def teardown(self) -> None:
         if hasattr(self, "loop"):
@@ -89,13 +91,30 @@ class Client(RuleBasedStateMachine):
         results = [{"type": "tool_result", "tool_use_id": i, "content": text} for i in sorted(answered.tool_ids)]
         self.fresh += 1
         content: Any = [*results, {"type": "text", "text": f"{self.fresh} {text}"}]
-        return [(rewritten(m, data), node) for m, node in thread], {"role": "user", "content": content}
+        history = [(rewritten(m, data, thought=node in self.twins), node) for m, node in thread]
+        return history, {"role": "user", "content": content}
+
+    @rule(target=threads, thread=threads)
+    def twin(self, thread: list[Any]) -> list[Any]:
+        """The last request of a thread comes once more, from somebody else, and the reply has the same words, but comes
+        after a thought."""
+        self.fresh += 1
+        said = self.session.tree.nodes[thread[-1][1]]
+        if any(block["type"] == "thinking" for block in said.reply.blocks):
+            return thread
+        made = self.extend(thread[:-1], f"((t{self.fresh})){said.reply.text or 'x'}")
+        assert made[-1][1] != said.index
+        self.twins.add(made[-1][1])
+        return made
 
     @rule(thread=threads, reply=replies, data=st.data())
     def retry(self, thread: list[Any], reply: str, data: st.DataObject) -> None:
         """A retry of the thread's last request gets the same reply, and nothing is sampled."""
+        if len(self.session.tree.nodes[thread[-1][1]].parent.children) > 1:
+            return  # nothing says of which of several equal requests it is the retry
         drawn = self.engine.drawn
-        messages = [rewritten(message, data) for message, _ in thread[:-1]]
+        history, (last, _) = thread[:-2], thread[-2]  # nobody rewrites what is new, but its form may differ
+        messages = [*(rewritten(message, data) for message, _ in history), reformed(last, data)]
         node = self.ask(messages, reply, deliver=True, retry=True)
         assert node.index == thread[-1][1]
         assert self.engine.drawn == drawn
@@ -145,7 +164,7 @@ class Client(RuleBasedStateMachine):
         assert self.renderer.encoded - encoded == tree.encoded_tokens() - before
         assert self.engine.prompts[-1] + node.ids == node.path_ids()
         self.leaves.add((*held, node.index))
-        blocks = [dict(block) for block in node.reply.blocks]
+        blocks = [dict(block) for block in reply_json(node.reply, "m")["content"]]
         return [*history, ({"role": "assistant", "content": blocks}, node.index)]
 
     @invariant()
@@ -167,11 +186,11 @@ class Client(RuleBasedStateMachine):
         assert len(rows) == len(tops)
 
 
-def rewritten(message: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
-    """Return a message as Claude Code may send it back."""
+def rewritten(message: dict[str, Any], data: st.DataObject, thought: bool = False) -> dict[str, Any]:
+    """Return a message as Claude Code may send it back; ``thought``: with its thinking in any case."""
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(b) for b in content]
-    if data.draw(st.booleans()):
+    if not thought and data.draw(st.booleans()):
         blocks = [block for block in blocks if block["type"] != "thinking"]
     if not blocks:
         return {"role": message["role"], "content": "(no content)"}
@@ -183,10 +202,17 @@ def rewritten(message: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
         if block["type"] == "tool_result" and data.draw(st.booleans()):
             was = block["content"] if isinstance(block["content"], str) else block["content"][0]["text"]
             block["content"] = [{"type": "text", "text": f"{was}\n<system-reminder>x</system-reminder>"}]
-    if data.draw(st.booleans()):
-        blocks[-1]["cache_control"] = {"type": "ephemeral"}
     if message["role"] == "user" and data.draw(st.booleans()):
         blocks.append({"type": "text", "text": "<system-reminder>remember</system-reminder>"})
+    return reformed({"role": message["role"], "content": blocks}, data)
+
+
+def reformed(message: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+    """Return a message in another form with the same content."""
+    content = message["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(b) for b in content]
+    if data.draw(st.booleans()):
+        blocks[-1]["cache_control"] = {"type": "ephemeral"}
     if len(blocks) == 1 and blocks[0]["type"] == "text" and data.draw(st.booleans()):
         return {"role": message["role"], "content": blocks[0]["text"]}
     return {"role": message["role"], "content": blocks}

@@ -89,6 +89,28 @@ async def test_ids_go_in_and_ids_and_logprobs_come_out(server: tuple[Server, Vll
 
 
 @pytest.mark.parametrize(
+    ("usage", "cached"),
+    [({"prompt_tokens_details": {"cached_tokens": 2}}, 2), ({"prompt_tokens_details": None}, None), (None, None)],
+)
+async def test_hits_of_the_servers_cache_are_told(
+    server: tuple[Server, VllmHttpEngine], usage: Any, cached: int | None
+) -> None:
+    vllm, engine = server
+    vllm.answer = says({**reply([5], [-0.25]), "usage": usage})
+    assert (await engine.generate("e", [1, 2, 3], SAMPLING)).cached == cached
+
+
+@pytest.mark.parametrize(("logprobs", "processed"), [([0.0, -0.0], True), ([0.0, -0.5], False)])
+async def test_the_only_choice_has_the_logprob_0_if_it_is_that_of_what_was_sampled_from(
+    server: tuple[Server, VllmHttpEngine], logprobs: list[float], processed: bool
+) -> None:
+    vllm, engine = server
+    vllm.answer = says(reply([5, 6], logprobs, "length"))
+    assert await engine.processed([1, 2]) is processed
+    assert vllm.requests[0]["sampling_params"].items() >= {"top_k": 1, "temperature": 1.0}.items()
+
+
+@pytest.mark.parametrize(
     "body, status, words",
     [
         ({"error": {"message": "engine\nis dead"}}, 500, r"status 500: .*engine"),

@@ -55,7 +55,7 @@ async def test_figures_of_an_episode_come_from_its_record() -> None:
         "step": 7, "resolved": False, "infra": False, "reason": "tests_failed", "reward": 0.0, "dropped": 2,
         "flags": ["exit"], "rows": 1, "tokens_sampled": sampled, "tokens_context": session.tree.encoded_tokens(),
         "tokens_trained": sampled - len("lost "), "tokens_in": prompts, "turns": 2, "calls": 3, "malformed_calls": 0,
-        "refused_calls": 0, "foreign_calls": 0, "cut_replies": 0, "overlong": True,
+        "refused_calls": 0, "foreign_calls": 0, "unread_replies": 0, "cut_replies": 0, "overlong": True,
         "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5,
         "agent_s": 2.0, "grade_s": 1.0, "proxy_overhead_ms": pytest.approx(2.0),
     }  # fmt: skip

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl.quickstart import policy as quickstart
+from rollout.proxy.engine import Completion
+from rollout.proxy.messages import decode_request
 from rollout.proxy.parsers import FORMATS, Parsed, ReplyParser, make_parser
+from rollout.proxy.render import ChatTemplateRenderer
+from rollout.proxy.session import Policy, Session
 from rollout.reading import FormatReading
 
 TYPES = {"path": "string", "text": "string", "count": "integer", "all": "boolean", "options": "object"}
@@ -385,3 +390,41 @@ def test_what_an_import_of_the_proxy_does_not_import(modules: list[str], heavy: 
     code = f"import sys, {', '.join('rollout.proxy.' + module for module in modules)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert heavy.isdisjoint(loaded)
+
+
+async def test_a_call_is_a_call_however_it_is_spelled_and_keeps_its_own_tokens() -> None:
+    """By the control tokens, or by ordinary tokens with the same text, as for vLLM's server. Only a sampled end token
+    ends a reply, and not a text that spells one."""
+    tokenizer = quickstart.make_tokenizer()
+    parser = make_parser("qwen3_coder", tokenizer)
+    renderer = ChatTemplateRenderer(tokenizer, "qwen3")
+    text = "<|im_end|>" + qwen([("Edit", {"path": "a.py"})])
+    as_tokens = tokenizer.encode(text, add_special_tokens=False)
+    as_text = renderer.marks.encode(renderer.marks.hide(text), lambda part: tokenizer.encode(part))
+    control = {*tokenizer.get_added_vocab().values()}
+    assert control & {*as_tokens} and not control & {*as_text}
+    assert tokenizer.decode(as_tokens) == tokenizer.decode(as_text) == text
+    replies = iter([[*as_tokens, tokenizer.eos_token_id], [*as_text, tokenizer.eos_token_id], as_text, as_tokens])
+
+    class Engine:
+        async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+            ids = next(replies)
+            return Completion(ids, [-1.0] * len(ids))
+
+    policy = Policy(Engine(), renderer, parser, tokenizer, frozenset({tokenizer.eos_token_id}), 10_000, 10**6)
+    session = Session("e", policy)
+    nodes = []
+    tools = [{"name": "Edit", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    for number in range(3):
+        asked = [{"role": "user", "content": f"{number}"}]
+        body = {"messages": asked, "tools": tools}
+        nodes.append(await session.prepare(decode_request(json.dumps(body).encode()), False).reply())
+    said = [[{k: v for k, v in block.items() if k != "id"} for block in node.reply.blocks] for node in nodes]
+    assert said[0] == said[1] == said[2] and [block["type"] for block in said[0]] == ["text", "tool_use"]
+    assert [node.ids for node in nodes] == [[*as_tokens, *nodes[0].ids[-1:]], [*as_text, *nodes[0].ids[-1:]], as_text]
+    assert [node.ended for node in nodes] == [True, True, False]
+    result = {"type": "tool_result", "tool_use_id": nodes[1].reply.blocks[1]["id"], "content": "ok"}
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": list(nodes[1].reply.blocks)}]
+    body = {"messages": [*talk, {"role": "user", "content": [result]}], "tools": tools}
+    after = await session.prepare(decode_request(json.dumps(body).encode()), False).reply()
+    assert after.path_ids()[: nodes[1].length] == nodes[1].path_ids()

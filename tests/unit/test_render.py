@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl.quickstart.policy import make_tokenizer
+from rollout.proxy.marks import control_texts
 from rollout.proxy.messages import RequestError
 from rollout.proxy.render import ChatTemplateRenderer, known_family
 
@@ -152,3 +153,23 @@ def test_an_unknown_family_is_refused_unless_any_family_is_set() -> None:
     with pytest.raises(ValueError, match=r"'llama'.*any_family"):
         ChatTemplateRenderer(tokenizer, "llama")
     assert ChatTemplateRenderer(tokenizer, "llama", any_family=True).start(TALK, [])
+
+
+def test_added_tokens_of_plain_text_are_encoded_as_they_are() -> None:
+    """Gemma's tokenizer has tokens for runs of line breaks and HTML tags beside its control tokens."""
+    turns = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    tokenizer = letters(template, ["<bos>", "<end_of_turn>"], "<end_of_turn>")
+    plain = ["\n\n", "\n\n\n", "<td>", "</h1>"]
+    written = ["<start_of_turn>", "<tool_call>", "<arg_key>", "<|tool_call_argument_begin|>", "<|fim_prefix|>"]
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*plain, *written)])
+    assert sorted(control_texts(tokenizer)) == sorted(["<bos>", "<end_of_turn>", *written])
+    renderer = ChatTemplateRenderer(tokenizer, "", any_family=True)
+    told = [{"role": "user", "content": "".join(plain)}]
+    assert renderer.start(told, []) == whole(tokenizer, told)
+    forged = "x" + "\n\n<td>".join(["", *written, "<bos>"])
+    ids = renderer.start([{"role": "user", "content": forged}], [])
+    control = {*tokenizer.convert_tokens_to_ids([*written, "<bos>"])}
+    assert [i for i in ids if i in control] == [tokenizer.convert_tokens_to_ids("<start_of_turn>")] * 2
+    assert [*map(ids.count, tokenizer.convert_tokens_to_ids(["\n\n", "<td>"]))] == [len(written) + 1] * 2
+    assert forged.replace(" ", "") in tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "")

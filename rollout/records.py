@@ -27,6 +27,7 @@ import msgspec
 import zstandard
 
 from rollout.agent.events import blocks
+from rollout.proxy.calls import CallRecord
 from rollout.proxy.tree import TrainingSequence, Tree
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ class Record(msgspec.Struct, omit_defaults=True):
     Times are in seconds, ``started`` is Unix time. ``model``: where the policy's tokenizer is; ``tools``: all tool
     definitions that the agent offered, in chat form; ``events``: the agent's own event stream; ``repo`` and
     ``difficulty``: the task's; ``overlong``: whether a limit ended the episode. Older records lack these three.
+
+    Only a collection has the last three: ``parts`` and ``calls``, see ``rollout.proxy.calls``, and ``missing``, what
+    it should have and lacks, in words.
     """
 
     version: int
@@ -114,6 +118,9 @@ class Record(msgspec.Struct, omit_defaults=True):
     repo: str = ""
     difficulty: str | None = None
     overlong: bool = False
+    parts: list[bytes] = []
+    calls: list[CallRecord] = []
+    missing: list[str] = []
 
 
 def record_of(episode: Episode, split: str, step: int, model: str, parser: str) -> Record:

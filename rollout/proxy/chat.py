@@ -47,6 +47,10 @@ class ChatEndpoint(SideEndpoint):
         key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         return {"Content-Type": "application/json", **key}
 
+    def hello(self) -> dict[str, Any]:
+        """Return the body of a small request, without a limit: its name, and what a reply needs, differ by model."""
+        return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
+
     async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Answer ``request``, as SideEndpoint does. Raises RequestError and ConnectionResetError."""
         if request.path.endswith("/count_tokens"):  # Claude Code then estimates

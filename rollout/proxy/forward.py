@@ -46,6 +46,10 @@ class SideEndpoint:
         key = {"x-api-key": self.key} if self.key else {}
         return {"Content-Type": "application/json", "anthropic-version": "2023-06-01", **key}
 
+    def hello(self) -> dict[str, Any]:
+        """Return the body of a request that costs next to nothing."""
+        return {"model": self.model, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+
     async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Answer ``request`` with the endpoint's reply to ``body``, and return that response.
 

@@ -86,7 +86,7 @@ async def test_hooks_mcp_servers_skills_and_styles_reach_claude_code(
         proxy,
         task,
         script,
-        settings={"env": {"FROM_SETTINGS": "from-settings"}},
+        settings={"env": {"FROM_SETTINGS": "from-settings", "ENABLE_TOOL_SEARCH": "false"}},
         hooks=str(HOOKS),
         mcp_servers={"toy": {"command": "python3", "args": ["-c", MCP]}},
         skills=[str(skill)],
@@ -97,7 +97,7 @@ async def test_hooks_mcp_servers_skills_and_styles_reach_claude_code(
     assert (episode.verdict.reason, episode.verdict.reward) == ("not_graded", None)
     prompt = episode.session.policy.tokenizer.decode(episode.session.tree.nodes[0].ids)
     assert "APPENDED-WORDS." in prompt and "SAY-LITTLE." in prompt and "How to mend code." in prompt
-    assert "mcp__toy__add" in record.tools.__repr__()
+    assert "mcp__toy__add" in json.dumps(record.tools)
     heard = json.dumps(record.events)
     assert "the sum is 42" in heard and "from-settings" in heard
     kept = episode.agent.kept
@@ -135,7 +135,7 @@ async def test_sub_agents_are_kept_whole(proxy: Hearing, task: Task, tmp_path: P
     assert not any(secret.encode() in (place / name).read_bytes() for name in files)
     assert b"[redacted]" in (place / "stream.jsonl").read_bytes()
     made = list(rows(record, 0, CharTokenizer()))
-    assert [row["turn"] for row in made] == [0, 1, 2, 3] and made[2]["messages"][-1]["content"] == "I found  it."
+    assert [row["turn"] for row in made] == [0, 1, 2, 3] and made[2]["messages"][-1]["content"] == "I found  it.\n"
     assert [("MAIN go." in row["prompt"]) for row in made] == [True, False, False, True]
     # Each request is kept as it was sent: what the tree has of it, and what the agent reports, agree with the record.
     assert [*audit_tokens(record), *audit_heard(record)] == []

@@ -270,6 +270,7 @@ async def test_an_endpoint_that_dies_costs_the_episodes_under_way(tasks_file: Pa
         assert process.stdout is not None
         while "2/27 " not in "".join(said):
             said.append(await asyncio.to_thread(process.stdout.readline))
+            assert said[-1], said
         process.kill()
         await asyncio.to_thread(process.communicate)
     status, text = await collected(*what, f"endpoint={url}", **env)

@@ -17,19 +17,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of code per directory. A directory that is not named here counts in the one above it.
 WINGS = {
-    "rl": 2500,
+    "rl": 2610,  # the player of episodes came up from rl/evaluate: collection and warm start use it, too
     "rl/checks": 670,
     "rl/cluster": 1230,
+    "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
     "rl/cpu": 250,
     "rl/data": 1170,
-    "rl/evaluate": 890,
+    "rl/evaluate": 830,
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1000,
-    "rollout": 680,
-    "rollout/agent": 210,
-    "rollout/proxy": 2060,
+    "rollout": 700,
+    "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
+    "rollout/proxy": 2360,  # chat completions, and conversations as they went over the wire
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
@@ -37,7 +38,8 @@ WINGS = {
     "rewards": 900,
     "scripts": 1960,
 }
-EVERYTHING = 18_500
+# 19,300 and not 18,500 with collection: three back ends, what an agent leaves, its settings as config.
+EVERYTHING = 19_300
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (
@@ -61,7 +63,8 @@ ONE_TASK = (
     "rollout/sandbox/local/*.py",
     "rewards/*.py",
 )
-ONE_TASK_BUDGET = 5_000
+# An agent's own settings, and keeping its files, are in the way of every task: 130 lines more.
+ONE_TASK_BUDGET = 5_130
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

@@ -14,6 +14,11 @@ from typing import Any
 from rl.collect.dataset import calls_of, messages_of, reply_of, tokens_of
 from rollout.records import Record
 
+# What all spans have in common.
+_RESOURCE = {"attributes": {"service.name": "claude-code-rl"}, "schema_url": ""}
+_ALIKE: dict[str, Any] = {"status": {"status_code": "OK"}, "events": [], "links": [], "resource": _RESOURCE}
+_ALIKE |= dict.fromkeys(("parent_id", "context", "parent"))
+
 
 def spans_of(record: Record) -> Iterator[dict[str, Any]]:
     """Yield the spans of a record as agentlightning's ``Span`` takes them; an episode is a rollout with one attempt."""
@@ -29,17 +34,11 @@ def spans_of(record: Record) -> Iterator[dict[str, Any]]:
             "sequence_id": number,
             "trace_id": hashlib.sha256(record.episode.encode()).hexdigest()[:32],
             "span_id": f"{number:016x}",
-            "parent_id": None,
             "name": name,
-            "status": {"status_code": "OK"},
             "attributes": attributes,
-            "events": [],
-            "links": [],
             "start_time": began,
             "end_time": until,
-            "context": None,
-            "parent": None,
-            "resource": {"attributes": {"service.name": "claude-code-rl"}, "schema_url": ""},
+            **_ALIKE,
         }
 
     for call in calls_of(record):

@@ -197,11 +197,12 @@ def run(screen: Screen, work: Callable[[], Awaitable[int] | int]) -> int:
     except ConfigError as error:
         error.tell()
         return 2
-    except JournalError as error:
-        print(f"config: {error}", file=sys.stderr)
-        return 2
-    except (ServeError, LostError, SandboxError, OSError) as error:
-        print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
+    except (JournalError, ServeError, LostError, SandboxError, OSError) as error:
+        said = " ".join(str(error).split())
+        if isinstance(error, JournalError) and not error.__cause__:  # in use or damaged; else the disk is full
+            print(f"config: {said}", file=sys.stderr)
+            return 2
+        print(f"stopped: {said}", file=sys.stderr)
         screen.next(("continue", this_command()))
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):

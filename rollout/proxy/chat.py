@@ -126,13 +126,9 @@ def chat_request(asked: Mapping[str, Any], model: str) -> dict[str, Any]:
             told = _said(blocks) if message["role"] == "assistant" else _heard(message["role"], blocks)
             messages += told
         out: dict[str, Any] = {"model": model, "messages": messages}
-        tools = [
-            {"type": "function", "function": {"name": one["name"], "parameters": one["input_schema"]} | _about(one)}
-            for one in asked.get("tools") or ()
-            if "input_schema" in one
-        ]
-        if tools:
-            out["tools"] = tools
+        functions = [_function(tool) for tool in asked.get("tools") or () if "input_schema" in tool]
+        if functions:
+            out["tools"] = [{"type": "function", "function": function} for function in functions]
             if choice := asked.get("tool_choice"):
                 named = {"type": "function", "function": {"name": choice.get("name")}}
                 out["tool_choice"] = _CHOICES.get(choice["type"], named)
@@ -142,8 +138,8 @@ def chat_request(asked: Mapping[str, Any], model: str) -> dict[str, Any]:
     return out | {new: asked[name] for name, new in names.items() if asked.get(name) is not None}
 
 
-def _about(tool: Mapping[str, Any]) -> dict[str, str]:
-    return {"description": tool["description"]} if tool.get("description") else {}
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
 
 
 def _said(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,25 +5,35 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.collect.__main__ import main
+from rl.batch import Journal
+from rl.collect.__main__ import BACKENDS, fill_slots, main
 from rl.collect.dataset import rows
 from rl.collect.spans import spans_of
+from rl.evaluate.config import compose_evaluation
+from rl.evaluate.run import run
 from rl.quickstart.tasks import make_tasks
+from rl.screen import Screen
+from rollout import SIDE_MODEL
 from rollout.agent.claude_code import ClaudeCode
 from rollout.agent.kept import _SCRIPT, unpack
 from rollout.proxy.calls import CallRecord, Conversation, reply_in
 from rollout.proxy.chat import chat_request, reply_of
+from rollout.proxy.forward import SideEndpoint
+from rollout.proxy.heard import Hearing
 from rollout.proxy.messages import RequestError, decode_request
 from rollout.proxy.replies import Reply, reply_events, reply_start_event
+from rollout.proxy.server import ProxyServer
 from rollout.records import NodeRecord, Record, pack_floats, pack_ids
-from tests.kit import CharTokenizer, empty_record
+from tests.kit import CharTokenizer, QueueEngine, char_policy, empty_record
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +88,62 @@ def test_a_dead_endpoint_is_a_line(tasks_file: Path, tmp_path: Path, capfd: pyte
         assert main([backend, DEAD, *SLOTS, f"data={tasks_file}", f"root={tmp_path}/root", "key_env=null"]) == 2
         err = capfd.readouterr().err
         assert "does not answer" in err and len(err.splitlines()) == 1 and not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("backend", "low", "wanted"),
+    [
+        ("vllm", "a", ("train", "messages", None, None)),
+        ("vllm", "b", ("forward", "chat", "http://127.0.0.1:9/v1", "b")),
+        ("anthropic", "b", ("forward", "messages", "http://127.0.0.1:9", "b")),
+        ("openai", "b", ("forward", "chat", "http://127.0.0.1:9", "b")),
+    ],
+)
+def test_the_low_slot_answers_side_calls(backend: str, low: str, wanted: tuple[Any, ...]) -> None:
+    given = [*BACKENDS[backend], DEAD, "data=x", "models.high=a", f"models.low={low}"]
+    config, _ = compose_evaluation(given, "collect")
+    fill_slots(config)
+    side = config.proxy.side_endpoint
+    assert (config.proxy.side_calls, side.protocol, side.url, side.model) == wanted and config.model == "a"
+
+
+async def test_calls_of_both_slots_are_kept_as_they_went_over_the_wire() -> None:
+    """The low slot's are forwarded, streamed and whole; the high slot's are in the tree."""
+    back, front = ProxyServer(), Hearing()
+    await back.start()
+    await front.start()
+    small = await back.open_session("small", char_policy(QueueEngine("said\n by  small", "again")))
+    side = SideEndpoint(f"http://127.0.0.1:{back.port}", "small", small.secret)
+    own = replace(char_policy(QueueEngine("[[Read {}]]")), side_endpoint=side)
+    session = await front.open_session("e", own)
+    asked: dict[str, Any] = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+    async with aiohttp.ClientSession() as http:
+        for model, stream in ((SIDE_MODEL, True), (SIDE_MODEL, False), ("policy", True), ("policy", "no")):
+            url, body = f"http://127.0.0.1:{front.port}/v1/messages", {**asked, "model": model, "stream": stream}
+            async with http.post(url, json=body, headers={"x-api-key": session.secret}) as reply:
+                assert (reply.status == 200) is (stream != "no") and await reply.read()
+    talk = front.conversation(session)
+    assert talk.parts[0] == b'{"role": "user", "content": "hi"}' and len(talk.parts) == 3 and not talk.lost
+    first, second, third = talk.calls
+    assert [call.side for call in talk.calls] == [True, True, False]
+    assert first.reply["content"] == [{"type": "text", "text": "said\n by  small"}]
+    assert second.reply["content"][0]["text"] == "again" and second.reply["model"] == "small"
+    assert session.tree.nodes[third.node].reply.blocks[0]["name"] == "Read"  # type: ignore[union-attr]
+    await front.stop()
+    await side.close()
+    await back.stop()
+
+
+def test_a_journal_that_cannot_be_written_is_no_wrong_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        journal = Journal(tmp_path / "j")
+        journal._file = open("/dev/full", "wb")  # noqa: SIM115
+        journal.append({"infra": None})
+        return 0
+
+    assert run(Screen(), work) == 1
+    said = capfd.readouterr()
+    assert said.err.startswith("stopped: ") and "No space left" in said.err and said.out.startswith("continue  ")
 
 
 # --- to chat completions and back

@@ -28,6 +28,7 @@ class Reason(StrEnum):
     LOG_UNPARSABLE = "log_unparsable"  # no results, or ones that contradict the exit status
     LOG_FORGED = "log_forged"  # it has marker lines that the eval script did not print
     RESULTS_DISAGREE = "results_disagree"  # a test failed and passed, or passes although it was made wrong
+    NOT_GRADED = "not_graded"  # nobody asked: it has no reward
 
     NOT_STARTED = "not_started"
     AGENT_CRASHED = "agent_crashed"
@@ -70,6 +71,7 @@ _POLICY = frozenset(
         Reason.LOG_UNPARSABLE,
         Reason.LOG_FORGED,
         Reason.RESULTS_DISAGREE,
+        Reason.NOT_GRADED,
     }
 )
 
@@ -108,8 +110,8 @@ class Verdict:
 
     @property
     def reward(self) -> float | None:
-        """Return 1.0 or 0.0, or the shaped reward; None for an infrastructure failure."""
-        if self.is_infra:
+        """Return 1.0 or 0.0, or the shaped reward; None for an infrastructure failure, and if nothing was graded."""
+        if self.is_infra or self.reason is Reason.NOT_GRADED:
             return None
         if self.shaped is not None:
             return self.shaped

@@ -27,7 +27,7 @@ class JournalError(ValueError):
     """A journal cannot be used. The message is one line that says where, and what to do."""
 
 
-class LostError(Exception):
+class LostError(RuntimeError):
     """So many attempts in a row were lost to the infrastructure for one cause that the next ones would be lost too."""
 
 

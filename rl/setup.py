@@ -16,6 +16,7 @@ from rl.boxes import kind_of
 from rollout.agent import Agent
 from rollout.agent.claude_code import ClaudeCode
 from rollout.episode import Boot, Setup
+from rollout.proxy.chat import ChatEndpoint
 from rollout.proxy.engine import Engine
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.parsers import VllmReplyParser
@@ -25,6 +26,9 @@ from rollout.proxy.session import Policy
 
 # Makes each kind of agent (``agent.kind``) from the values of its configs/agent/*.yaml, max_tokens and max_context.
 AGENTS: dict[str, Callable[..., Agent]] = {"claude_code": ClaudeCode.of}
+
+# What speaks the protocol of an endpoint that calls are forwarded to.
+ENDPOINTS: dict[str, type[SideEndpoint]] = {"messages": SideEndpoint, "chat": ChatEndpoint}
 
 
 def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
@@ -98,7 +102,8 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
     side_endpoint = None
     if proxy.side_calls == "forward":
         side = proxy.side_endpoint
-        side_endpoint = SideEndpoint(side.url, side.model, os.environ.get(side.key_env) if side.key_env else None)
+        endpoint = ENDPOINTS[side.get("protocol", "messages")]  # configs of earlier runs do not name it
+        side_endpoint = endpoint(side.url, side.model, os.environ.get(side.key_env) if side.key_env else None)
     return Settings(
         agent=agent,
         boot=kind_of(config.sandbox).boot(agent.binary, run),

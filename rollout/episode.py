@@ -50,6 +50,8 @@ class Setup:
     second_opinion: bool = False
     shape: Shape | None = None  # None: the reward is 1 if resolved, else 0
     infra_retries: int = 1
+    keeps: bool = False  # the agent's raw output and own files, in ``AgentRun.kept``
+    grades: bool = True  # False: the verdict is that nothing was graded
     # Directory for the sessions' sockets: a short path (sun_path has 108 bytes) that is removed with the run. None: the
     # system's temporary directory.
     scratch: Path | None = None
@@ -91,23 +93,26 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         with watch("total"):
             with watch("boot"):
                 box = await setup.boot(task, home)
-            grading = _Booting(functools.partial(setup.boot, task, None))  # boots while the agent works
+            if setup.grades:
+                grading = _Booting(functools.partial(setup.boot, task, None))  # boots while the agent works
             try:
                 session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
                 with watch("agent"):
                     prompt, turns = task.problem_statement, session.turns
-                    run = await run_agent(box, setup.agent, prompt, session.secret, home / "s", turns)
+                    run = await run_agent(box, setup.agent, prompt, session.secret, home / "s", turns, setup.keeps)
                 verdict = infra_failure(run, session)
                 if verdict is None:
                     with watch("diff"):
                         patch = await box.diff()
-                        if not patch:  # the agent changed nothing, or the disk is full and it could not
+                        if not patch and grading:  # the agent changed nothing, or the disk is full and it could not
                             await grading.check()
             finally:
                 if session is not None:
                     await setup.proxy.close_session(session)
                 await box.close()
-            if verdict is None:
+            if grading is None:
+                verdict = verdict or Verdict(Reason.NOT_GRADED)
+            elif verdict is None:
                 with watch("grade"):
                     verdict = await grade(
                         task,

@@ -27,6 +27,7 @@ import msgspec
 import zstandard
 
 from rollout.agent.events import blocks
+from rollout.proxy.calls import CallRecord
 from rollout.proxy.tree import TrainingSequence, Tree
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ class Record(msgspec.Struct, omit_defaults=True):
     ``difficulty``: the task's; ``overlong``: whether a limit ended the episode; ``train_side_calls``: whether side
     calls are trained on. ``number`` and ``previous``, which the writer fills in: the record's place in its file, from
     0, and the SHA-256 of the payload before it. Older records lack these.
+
+    Only a collection has the last three: ``parts`` and ``calls``, see ``rollout.proxy.calls``, and ``missing``, what
+    it should have and lacks, in words.
     """
 
     version: int
@@ -127,6 +131,9 @@ class Record(msgspec.Struct, omit_defaults=True):
     train_side_calls: bool = True
     number: int = 0
     previous: bytes = b""
+    parts: list[bytes] = []
+    calls: list[CallRecord] = []
+    missing: list[str] = []
 
 
 def record_of(episode: Episode, split: str, step: int, model: str, parser: str) -> Record:

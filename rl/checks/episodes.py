@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from rl.boxes import kind_of
 from rl.checks.numbers import check_positive
 from rl.config import ConfigError, check_all
-from rl.setup import agent_from, rules_from, shape_from
+from rl.setup import ENDPOINTS, agent_from, rules_from, shape_from
 from rollout.proxy.parsers import FORMATS
 
 
@@ -47,6 +47,8 @@ def _check_proxy(config: DictConfig) -> None:
         for key in ("url", "model"):
             if not side[key]:
                 raise ConfigError(f"proxy.side_calls=forward needs proxy.side_endpoint.{key}")
+        if side.get("protocol", "messages") not in ENDPOINTS:
+            raise ConfigError(f"proxy.side_endpoint.protocol is {side.protocol!r}; it must be messages or chat")
         if side.key_env and not os.environ.get(side.key_env):
             raise ConfigError(f"proxy.side_endpoint.key_env names {side.key_env}, which is not set")
 

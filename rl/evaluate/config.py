@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -17,32 +18,38 @@ from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
 from rl.config import ConfigError, check_all, compose
 from rl.evaluate.weights import Weights, find_weights
-from rl.setup import Settings, read_settings
+from rl.setup import Settings, agent_from, read_settings
 from rl.shard import Shard
 
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config; an evaluation inherits what they set.
 _TRAINING = ("experiment", "scale")
-_POSITIVE = ("samples", "agent.max_turns", "agent.timeout_s", "proxy.max_calls")
+_POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls")
 _POSITIVE += ("grading.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
 # Keys of the groups above that change how fast an evaluation runs, but not how an episode ends.
 _SPEED_ONLY = ("agent.binary", "episode", "sandbox.concurrency", "sandbox.pull_parallel", "sandbox.image_budget_gb")
 _SPEED_ONLY += ("sandbox.cache_dir", "sandbox.registry_mirror", "sandbox.pull_patience_s")
 _SPEED_ONLY += ("proxy.side_endpoint.key_env",)
+# Keys of the agent that may name files.
+_AGENT_FILES = ("settings", "hooks", "mcp_servers", "skills", "output_style")
 # The longest reply if neither the config nor the policy's context sets a lower limit: Claude Code's own limit for
 # models that it knows.
 _REPLY_TOKENS = 32_000
 
 
-def compose_evaluation(overrides: Sequence[str]) -> tuple[DictConfig, Weights | None]:
-    """Return the config of a command line, and the weights that it names, None for an endpoint. Raises ConfigError."""
+def compose_evaluation(overrides: Sequence[str], name: str = "evaluate") -> tuple[DictConfig, Weights | None]:
+    """Return the config of a command line, and the weights that it names, None for an endpoint. Raises ConfigError.
+
+    name: of the primary config; ``collect`` has other names for some keys.
+    """
     keys = {text: text.lstrip("+~").partition("=")[0] for text in overrides}
     training = [text for text in overrides if keys[text] in _TRAINING]
     own, trained = OmegaConf.create(), None
     lines: list[str] = []
     try:
-        own = compose([text for text in overrides if text not in training], "evaluate", _check_values)
+        rest = [text for text in overrides if text not in training]
+        own = compose(rest, name, functools.partial(_check_values, name=name))
     except ConfigError as error:
         lines += error.lines
     try:
@@ -52,7 +59,7 @@ def compose_evaluation(overrides: Sequence[str]) -> tuple[DictConfig, Weights | 
     if lines:
         raise ConfigError(*lines)
     check_interpolations(own)
-    return _with_weights(own, trained, {*keys.values()})
+    return _with_weights(own, trained, {*keys.values(), *(["tasks"] if name == "collect" else [])})
 
 
 def _with_weights(config: DictConfig, trained: DictConfig | None, given: set[str]) -> tuple[DictConfig, Weights | None]:
@@ -99,32 +106,35 @@ def _inherit(config: DictConfig, trained: Any, given: Collection[str]) -> None:
             OmegaConf.update(config, one, own, merge=False)
 
 
-def check_evaluation(config: DictConfig) -> list[Task]:
+def check_evaluation(config: DictConfig, name: str = "evaluate") -> list[Task]:
     """Check everything that can be known before a server is asked, and return all tasks, regardless of ``limit``.
 
     Raises ConfigError with all that is wrong.
     """
     tasks: list[Task] = []
-    _check_values(config)
-    check_all(config, _check_endpoint, check_episodes, lambda config: tasks.extend(check_task_files(config, "tasks")))
+    key = "data" if name == "collect" else "tasks"
+    _check_values(config, name)
+    check_all(config, _check_endpoint, check_episodes, lambda config: tasks.extend(check_task_files(config, key)))
     return tasks
 
 
-def _check_values(config: DictConfig) -> None:
-    def check_own_types(config: DictConfig) -> None:
-        check_types(config, "evaluate", _POSITIVE + _POSITIVE_OR_NULL)
+def _check_values(config: DictConfig, name: str) -> None:
+    positive = (*_POSITIVE, "epochs" if name == "collect" else "samples")
 
-    check_all(config, lambda config: check_numbers(config, _POSITIVE, _POSITIVE_OR_NULL), check_own_types)
+    def check_own_types(config: DictConfig) -> None:
+        check_types(config, name, positive + _POSITIVE_OR_NULL)
+
+    check_all(config, lambda config: check_numbers(config, positive, _POSITIVE_OR_NULL), check_own_types)
 
 
 def _check_endpoint(config: DictConfig) -> None:
     lines = []
-    if config.protocol not in ("tokens", "messages"):
-        lines.append(f"protocol is {config.protocol!r}; it must be tokens or messages")
-    if config.protocol == "messages" and config.policy:
-        lines.append("protocol=messages is for an endpoint; a policy is always served with protocol=tokens")
-    if config.protocol == "messages" and not config.model:
-        lines.append("protocol=messages needs model=NAME, the model's name at the endpoint")
+    if config.protocol not in ("tokens", "messages", "chat"):
+        lines.append(f"protocol is {config.protocol!r}; it must be tokens, messages or chat")
+    elif config.protocol != "tokens" and config.policy:
+        lines.append(f"protocol={config.protocol} is for an endpoint; a policy is always served with protocol=tokens")
+    elif config.protocol != "tokens" and not config.model:
+        lines.append(f"protocol={config.protocol} needs model=NAME, the model's name at the endpoint")
     if config.endpoint and not str(config.endpoint).startswith(("http://", "https://")):
         lines.append(f"endpoint is {config.endpoint!r}; it must be a URL, such as http://127.0.0.1:8000")
     try:
@@ -163,6 +173,12 @@ def identity_of(config: DictConfig, weights: Weights | None, tasks: Sequence[Tas
         identity["serve"].pop("timeout_s")
     else:
         identity |= {"endpoint": plain["endpoint"], "model": plain["model"]}
+    if any(plain["agent"].get(key) for key in _AGENT_FILES):  # what is in them, too
+        agent = agent_from(config, max_tokens=1, max_context=1)
+        hashes = {path: hashlib.sha256(data).hexdigest() for path, data in agent.files().items()}
+        identity["agent_files"] = digest([agent.argv()[1:], hashes])
+    if not plain.get("grade", True):
+        identity["grade"] = False
     for path in _SPEED_ONLY:
         *outer, last = path.split(".")
         inner = identity

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.evaluate.play import Line
 from rl.evaluate.statistics import Estimate, estimate
-from rl.metrics.episodes import percentile
+from rl.metrics.episodes import Line, percentile
 from rollout import files
 
 if TYPE_CHECKING:

@@ -122,14 +122,9 @@ async def ask_server(url: str, model: str | None, key: str | None) -> Served:
 
 
 async def ask_endpoint(endpoint: SideEndpoint) -> None:
-    """Sample one token from an endpoint of Anthropic's Messages API, to check address, key and model.
-
-    Raises ConfigError.
-    """
-    body = {"model": endpoint.model, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
-    headers = {"anthropic-version": "2023-06-01"} | ({"x-api-key": endpoint.key} if endpoint.key else {})
-    url = f"{endpoint.url.rstrip('/')}/v1/messages"
-    status, text = await _ask(url, headers, body)
+    """Ask an endpoint for a short reply, to check address, key and model. Raises ConfigError."""
+    url = endpoint.address("/v1/messages")
+    status, text = await _ask(url, endpoint.headers(), endpoint.hello())
     said = " ".join(text.split())[:300]
     if status in (401, 403):
         where = "it does not accept the key in key_env" if endpoint.key else "it needs a key; set key_env=VARIABLE"

@@ -14,7 +14,7 @@ from rl.evaluate.config import endpoint_key, settings_of
 from rl.evaluate.serve import Served, ask_endpoint, ask_server
 from rl.evaluate.weights import Weights
 from rl.run.vllm_server import SERVED_AS, VllmServer
-from rl.setup import load_policy, make_setup
+from rl.setup import ENDPOINTS, load_policy, make_setup
 from rollout.episode import Setup
 from rollout.proxy.engine import Engine
 from rollout.proxy.forward import SideEndpoint
@@ -35,8 +35,8 @@ async def ask(config: DictConfig) -> Served | None:
     """
     if config.policy:
         return None
-    if config.protocol == "messages":
-        await ask_endpoint(SideEndpoint(config.endpoint, config.model, endpoint_key(config)))
+    if config.protocol in ENDPOINTS:
+        await ask_endpoint(_endpoint(config))
         return Served(config.model, "", _HOSTED_CONTEXT)
     served = await ask_server(config.endpoint, config.model, endpoint_key(config))
     config.model = served.name
@@ -44,19 +44,22 @@ async def ask(config: DictConfig) -> Served | None:
 
 
 def model_of(config: DictConfig, weights: Weights | None, served: Served | None) -> str:
-    """Return the directory or hub name of the policy's tokenizer; with ``protocol=messages``, the model's name."""
-    if config.protocol == "messages":
+    """Return the directory or hub name of the policy's tokenizer; without ``protocol=tokens``, the model's name."""
+    if config.protocol in ENDPOINTS:
         return config.model
     if config.tokenizer or weights is None:
         return str(config.tokenizer or (served.root if served else ""))
     return str(weights.sharded / "huggingface") if weights.sharded else weights.model
 
 
-def forwarding_setup(config: DictConfig, name: str) -> Setup:
-    """Return the set-up in which all calls of the agent go on to the endpoint as they are. name: marks the boxes."""
+def _endpoint(config: DictConfig) -> SideEndpoint:
+    return ENDPOINTS[config.protocol](config.endpoint, config.model, endpoint_key(config))
+
+
+def forwarding_setup(config: DictConfig, name: str, forwarder: type[PassThrough]) -> Setup:
+    """Return the set-up in which all calls of the agent go on to the endpoint. name: marks the boxes."""
     settings = settings_of(config, config.max_context or _HOSTED_CONTEXT, name)
-    endpoint = SideEndpoint(config.endpoint, config.model, endpoint_key(config))
-    proxy = PassThrough(endpoint, settings.side_endpoint, settings.max_calls)
+    proxy = forwarder(_endpoint(config), settings.side_endpoint, settings.max_calls)
     return make_setup(settings, proxy.policy, proxy)
 
 
@@ -67,8 +70,9 @@ async def token_setup(
     server: VllmServer | None,
     name: str,
     stack: contextlib.AsyncExitStack,
+    proxy: ProxyServer,
 ) -> Setup:
-    """Return the set-up in which the proxy asks a vLLM server by token ids.
+    """Return the set-up in which ``proxy`` asks a vLLM server by token ids.
 
     model: where the tokenizer is. served: what the endpoint serves, or None for a ``server`` of our own; while that
     starts, slow imports are done. name: marks the boxes. stack: closes connections. Raises ConfigError and ServeError.
@@ -87,7 +91,7 @@ async def token_setup(
     assert served is not None
     settings = settings_of(config, min(config.max_context or served.max_context, served.max_context), name)
     policy = replace(policy, max_context=settings.max_context, max_tokens=settings.max_tokens)
-    return make_setup(settings, policy, ProxyServer())
+    return make_setup(settings, policy, proxy)
 
 
 def _load(config: DictConfig, model: str, engine: Engine, name: str) -> Policy:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Generator, Iterator
@@ -27,7 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
-from rl.batch import Progress, run_all
+from rl.batch import Progress
+from rl.metrics.episodes import Line
+from rl.player import Player, line_of
 from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript, asked, draw
 from rl.quickstart.tasks import make_tasks
@@ -36,10 +37,10 @@ from rl.screen import Screen
 from rl.setup import load_policy, make_setup, training_settings
 from rl.sft import run_sft
 from rollout import files
-from rollout.episode import Episode, play
+from rollout.episode import Setup
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.server import ProxyServer
-from rollout.records import Reader, Record, RecordWriter, path_of, record_of, unpack_ids
+from rollout.records import Reader, Record, path_of, unpack_ids
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
@@ -81,9 +82,8 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
     else:
         screen.say(f"warm start: {config.quickstart.warm_episodes} scripted episodes in real Claude Code")
         tasks = load_tasks(task_file)
-        wanted = [tasks[i % len(tasks)] for i in range(config.quickstart.warm_episodes)]
-        asyncio.run(_play_missing(config, wanted, policy, out / "episodes", screen))
-        _write_rows(_ended(out / "episodes"), len(wanted), rows, screen)
+        asyncio.run(_play_missing(config, tasks, policy, out, screen))
+        _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)
     if not model.exists():
         screen.show("imitating them")
         sft: Any = OmegaConf.to_container(config.quickstart.sft)
@@ -121,44 +121,44 @@ def _rows(episode: Record) -> Iterator[tuple[list[int], list[int]]]:
         yield [token for ids, _ in pieces for token in ids], [trained for ids, trained in pieces for _ in ids]
 
 
-def _ended(records: Path) -> dict[int, Record]:
+def _ended(out: Path, tasks: list[Task]) -> dict[int, Record]:
     """Return the last attempts of all episodes that have ended, by their numbers."""
-    return {int(record.episode.split("-")[1]): record for record in Reader(records)}
+    places = {task.instance_id: place for place, task in enumerate(tasks)}
+    return {line_of(one)["sample"] * len(tasks) + places[one.task]: one for one in Reader(out / "episodes")}
 
 
-async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, records: Path, screen: Screen) -> None:
+async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, out: Path, screen: Screen) -> None:
     """Play the episodes that have no record yet, and again those that the infrastructure failed."""
     from transformers import AutoTokenizer
 
-    writer = RecordWriter(records, f"{time.time_ns()}-{os.getpid()}")
-    done = {n for n, record in _ended(records).items() if record.verdict["outcome"] != Outcome.INFRA_FAILURE}
-    missing = [(n, task) for n, task in enumerate(tasks) if n not in done]
-    if done:
-        screen.say(f"warm start: {len(done)} episodes are there from an earlier start")
+    count = config.quickstart.warm_episodes
+    numbers = {(tasks[n % len(tasks)].instance_id, n // len(tasks)): n for n in range(count)}
+    player = Player(out, {}, "warm")
+    wanted = [one for one in player.wanted(tasks, -(-count // len(tasks))) if (one[0].instance_id, one[1]) in numbers]
+    if len(wanted) < count:
+        screen.say(f"warm start: {count - len(wanted)} episodes are there from an earlier start")
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
-    edits = draw(config.seed, map(asked, tasks))
+    edits = draw(config.seed, [asked(tasks[n % len(tasks)]) for n in range(count)])
     engines = [ScriptedEngine(tokenizer, tokenizer.eos_token_id, RepairScript(edit)) for edit in edits]
     proxy = ProxyServer()
     settings = training_settings(config)
     setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engines[0]), proxy)
-    progress = Progress(screen, "warm start, episodes", len(missing))
+    progress = Progress(screen, "warm start, episodes", len(wanted))
 
-    def keep(episode: Episode) -> None:
-        writer.append(record_of(episode, "warm", 0, str(policy), config.proxy.tool_parser))
-        progress.count(episode.verdict.outcome, final=not episode.verdict.is_infra)
+    def scripted(task: Task, sample: int) -> Setup:
+        return replace(setup, policy=replace(setup.policy, engine=engines[numbers[task.instance_id, sample]]))
 
-    async def work(piece: tuple[int, Task]) -> None:
-        number, task = piece
-        scripted = replace(setup, policy=replace(setup.policy, engine=engines[number]))
-        await play(scripted, task, f"warm-{number:04d}-{task.instance_id}", keep)
+    def done(line: Line) -> None:
+        progress.count("resolved" if line["resolved"] else line["reason"], final=not line["infra"])
 
+    jobs = config.sandbox.concurrency
     await proxy.start()
     try:
-        await run_all(missing, config.sandbox.concurrency, work)
+        await player.play(setup, wanted, concurrency=jobs, step=0, model=str(policy), done=done, setup_of=scripted)
     finally:
         await proxy.stop()
-        writer.close()
+        player.close()
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ module here, an entry in ``rl.setup.AGENTS`` and a configs/agent/NAME.yaml.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollout.agent.kept import Kept, keep
 from rollout.sandbox import ExecResult, Sandbox
 
 _OUTPUT_CAP = 64 << 20  # bytes: an agent's event stream repeats every tool result
@@ -35,7 +36,7 @@ class AgentRun:
     or what went wrong; ``events``: the agent's event stream, one dict per line (``rollout.agent.events``); ``replies``:
     the ids of the replies that the agent says it got, None if it does not say. The last three are the output of a
     process that the policy's commands can write to: they are shown to people, and all that they decide is which replies
-    are not trained on.
+    are not trained on. ``kept``: the raw output and the agent's own files, if they were to be kept.
     """
 
     status: Status
@@ -43,6 +44,7 @@ class AgentRun:
     detail: str
     events: list[dict[str, Any]]
     replies: frozenset[str] | None = None
+    kept: Kept | None = None
 
 
 class Agent(Protocol):
@@ -56,6 +58,11 @@ class Agent(Protocol):
     @property
     def timeout_s(self) -> float:
         """Return the wall seconds after which a run is ended."""
+        ...
+
+    @property
+    def leaves(self) -> Sequence[str]:
+        """Return the files and folders in HOME in which a run leaves its own account of itself."""
         ...
 
     def argv(self) -> list[str]:
@@ -82,11 +89,18 @@ class Agent(Protocol):
 
 
 async def run_agent(
-    box: Sandbox, agent: Agent, prompt: str, secret: str, socket: Path, turns: Callable[[], int]
+    box: Sandbox,
+    agent: Agent,
+    prompt: str,
+    secret: str,
+    socket: Path,
+    turns: Callable[[], int],
+    keeps: bool = False,
 ) -> AgentRun:
     """Run ``agent`` on ``prompt`` in ``box`` until it ends or its time is up. Raises SandboxError.
 
-    ``secret`` and ``socket``: the proxy session's; ``turns``: tells how many turns the session has seen.
+    ``secret`` and ``socket``: the proxy session's; ``turns``: tells how many turns the session has seen; ``keeps``:
+    whether to keep the raw output and the agent's own files.
     """
     for path, content in agent.files().items():
         await box.put(f"{box.home}/{path}", content)
@@ -97,4 +111,5 @@ async def run_agent(
         stdin=agent.stdin(prompt),
         output_cap=_OUTPUT_CAP,
     )
-    return agent.result(done, turns())
+    run = agent.result(done, turns())
+    return replace(run, kept=await keep(box, done, agent.leaves)) if keeps else run

@@ -7,10 +7,12 @@ process reaches the agent.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from rollout.sandbox import ExecResult
 # leaves next to nothing after that would make it compact all the time; without being told it runs into the proxy's
 # "prompt is too long" and compacts then.
 _LEAST_WINDOW = 45_000
+# The longest JSON text on the command line; Linux takes no argument of more than 128 KiB.
+_ARGUMENT = 100_000
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class ClaudeCode:
 
     ``bare`` asks for the small prompt (no CLAUDE.md, hooks, reminders); ``system_prompt`` replaces its own; ``tools``
     restricts the built-in tools (None: all). ``timeout_s``: wall time of a whole run. ``max_tokens``: of one reply.
-    ``max_context``: the policy's context length in tokens, so that Claude Code compacts in time.
+    ``max_context``: the policy's context length in tokens, so that Claude Code compacts in time. ``settings`` and
+    ``mcp``: JSON texts for --settings and --mcp-config, empty for none. ``brought``: files by their paths in HOME.
     """
 
     binary: Path
@@ -43,14 +48,58 @@ class ClaudeCode:
     bare: bool = False
     max_context: int = 0
     extra_args: tuple[str, ...] = ()
+    append_system_prompt: str | None = None
+    settings: str = ""
+    mcp: str = ""
+    brought: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, *, binary: str | None, tools: Sequence[str] | None, extra_args: Sequence[str], **settings: Any
+        cls,
+        *,
+        binary: str | None,
+        tools: Sequence[str] | None,
+        extra_args: Sequence[str],
+        settings: Any = None,
+        hooks: Any = None,
+        mcp_servers: Any = None,
+        skills: Sequence[str] | None = None,
+        output_style: str | None = None,
+        **more: Any,
     ) -> ClaudeCode:
-        """Return the agent of a config's plain values. Raises FileNotFoundError when there is no Claude Code binary."""
-        tools = None if tools is None else tuple(tools)
-        return cls(binary=find_binary(binary), tools=tools, extra_args=tuple(extra_args), **settings)
+        """Return the agent of a config's plain values.
+
+        Raises FileNotFoundError when there is no Claude Code binary, ValueError for what is wrong with other files.
+        """
+        if more.get("bare") and (hooks or skills or output_style):
+            raise ValueError("agent.bare=true runs without agent.hooks, agent.skills and agent.output_style")
+        brought = {name: data for path in skills or () for name, data in _skill(path).items()}
+        told = _json("agent.settings", settings)
+        if hooks:
+            named = _json("agent.hooks", hooks)
+            told["hooks"] = {**told.get("hooks", {}), **named.get("hooks", named)}
+        if output_style and output_style.endswith(".md"):
+            text, name = _read("agent.output_style", output_style), Path(output_style).stem
+            brought[f".claude/output-styles/{name}.md"] = text
+            front = re.match(rb"---\n.*?^name: *(.+?) *$.*?^---$", text, re.DOTALL | re.MULTILINE)
+            output_style = front[1].decode() if front else name
+        if output_style:
+            told["outputStyle"] = output_style
+        servers = _json("agent.mcp_servers", mcp_servers)
+        return cls(
+            binary=find_binary(binary),
+            tools=None if tools is None else tuple(tools),
+            extra_args=tuple(extra_args),
+            settings=json.dumps(told) if told else "",
+            mcp=json.dumps({"mcpServers": servers.get("mcpServers", servers)}) if servers else "",
+            brought=brought,
+            **more,
+        )
+
+    @property
+    def leaves(self) -> Sequence[str]:
+        """Return where Claude Code writes its sessions, those of sub-agents too, and the shipped hooks their events."""
+        return (".claude/projects", ".claude/hooks.jsonl")
 
     def argv(self) -> list[str]:
         """Return the command line of a run."""
@@ -63,6 +112,12 @@ class ClaudeCode:
             argv += ["--system-prompt", self.system_prompt]
         if self.tools is not None:
             argv += ["--tools", ",".join(self.tools)]
+        if self.append_system_prompt is not None:
+            argv += ["--append-system-prompt", self.append_system_prompt]
+        if self.settings:
+            argv += ["--settings", self.settings]
+        if self.mcp:
+            argv += ["--strict-mcp-config", "--mcp-config", self.mcp]
         return argv + list(self.extra_args)
 
     def stdin(self, prompt: str) -> bytes:
@@ -96,8 +151,8 @@ class ClaudeCode:
         return env
 
     def files(self) -> Mapping[str, bytes]:
-        """Return no files: the command line and the environment say everything."""
-        return {}
+        """Return skills and an output style; the command line and the environment say everything else."""
+        return self.brought
 
     def result(self, done: ExecResult, turns: int) -> AgentRun:
         """Return how the run ended: what the stream-json output says, where it agrees with what the proxy saw."""
@@ -114,6 +169,35 @@ class ClaudeCode:
             return AgentRun(Status.MAX_TURNS, turns, "", events, replies)
         status = Status.ERROR if last.get("is_error") else Status.FINISHED
         return AgentRun(status, turns, str(last.get("result", "")), events, replies)
+
+
+def _read(key: str, path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ValueError(f"{key}: {path} cannot be read: {error.strerror}") from error
+
+
+def _json(key: str, given: Any) -> dict[str, Any]:
+    """Return a mapping, or the one in the JSON file that is named. It becomes one argument of a command line."""
+    try:
+        value = json.loads(_read(key, given)) if isinstance(given, str) else given or {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{key}: {given} is no JSON: {error}" if key not in str(error) else str(error)) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} must be keys with values, or a JSON file of an object")
+    if len(json.dumps(value)) > _ARGUMENT:
+        raise ValueError(f"{key} is larger than {_ARGUMENT} bytes")
+    return value
+
+
+def _skill(directory: str) -> dict[str, bytes]:
+    """Return the files of a skill's directory by their paths in HOME."""
+    place = Path(directory).expanduser().absolute()
+    if not (place / "SKILL.md").is_file():
+        raise ValueError(f"agent.skills: {place} has no SKILL.md")
+    inside = [path for path in sorted(place.rglob("*")) if path.is_file()]
+    return {f".claude/skills/{path.relative_to(place.parent)}": _read("agent.skills", str(path)) for path in inside}
 
 
 def find_binary(path: str | None) -> Path:

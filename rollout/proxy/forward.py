@@ -15,6 +15,9 @@ from aiohttp import web
 
 from rollout.proxy.messages import RequestError
 
+# Where a request has a bytearray under this key, the endpoint's reply is added to it.
+HEARD = web.RequestKey("heard", bytearray)
+
 
 class BrokenOffError(ConnectionResetError):
     """The endpoint broke off in the middle of a reply."""
@@ -34,6 +37,19 @@ class SideEndpoint:
     timeout_s: float = 600.0
     _client: aiohttp.ClientSession | None = field(default=None, repr=False)
 
+    def address(self, path: str) -> str:
+        """Return the URL of one of the Messages API's paths."""
+        return self.url.rstrip("/") + path
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of every request."""
+        key = {"x-api-key": self.key} if self.key else {}
+        return {"Content-Type": "application/json", "anthropic-version": "2023-06-01", **key}
+
+    def hello(self) -> dict[str, Any]:
+        """Return the body of a request that costs next to nothing."""
+        return {"model": self.model, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+
     async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Answer ``request`` with the endpoint's reply to ``body``, and return that response.
 
@@ -45,20 +61,20 @@ class SideEndpoint:
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s), auto_decompress=False
             )
-        headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01", "Accept-Encoding": "identity"}
+        headers = self.headers() | {"Accept-Encoding": "identity"}
         headers |= {name: request.headers[name] for name in ("anthropic-beta",) if name in request.headers}
-        if self.key:
-            headers["x-api-key"] = self.key
         changed = orjson.dumps({**orjson.loads(body), "model": self.model})
         response: web.StreamResponse | None = None
-        url = self.url.rstrip("/") + request.path
+        heard = request.get(HEARD)
         try:
-            async with self._client.post(url, data=changed, headers=headers) as reply:
+            async with self._client.post(self.address(request.path), data=changed, headers=headers) as reply:
                 if reply.status >= 400:
                     return web.Response(status=reply.status, headers=_kept(reply.headers), body=await reply.read())
                 response = web.StreamResponse(status=reply.status, headers=_kept(reply.headers))
                 await response.prepare(request)
                 async for chunk in reply.content.iter_any():
+                    if heard is not None:
+                        heard += chunk
                     await response.write(chunk)
                 await response.write_eof()
                 return response

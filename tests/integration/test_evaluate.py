@@ -5,29 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rl.quickstart.policy import make_policy
-from rl.quickstart.tasks import CANDIDATES, make_tasks
+from rl.quickstart.tasks import make_tasks
 from rollout import audit
 from rollout.proxy.server import ProxyServer
 from rollout.records import Reader
-from tests.integration.claude_kit import answers, call, scripted
+from tests.integration.claude_kit import scripted
+from tests.integration.programs_kit import AGENT, gold, kill_after, start
 from tests.integration.train_kit import read_until
 from tests.kit import char_policy
-
-ROOT = Path(__file__).parents[2]
-AGENT = ["agent.bare=true", "agent.tools=[Edit,Read]", "agent.system_prompt=Repair.", "sandbox.concurrency=2"]
-STATEMENT = re.compile(r"in (\S+\.py) must return the (\w+) of a and b")
 
 
 @pytest.fixture(scope="module")
@@ -35,43 +27,6 @@ def tasks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tasks")
     make_tasks(out, seed=4, n_train=4, n_heldout=1)
     return out / "train.parquet"
-
-
-def gold(prompt: str) -> str:
-    """Return the reply that solves the task in a prompt."""
-    asked = STATEMENT.search(prompt)
-    if asked is None:
-        return "Hello."
-    if answers(prompt) == 0:
-        return call("Read", file_path=asked[1])
-    if answers(prompt) > 1:
-        return "Done."
-    (bug,) = re.findall(r"\d\t    return (.+)", prompt)
-    new = CANDIDATES[asked[2]]
-    return call("Edit", file_path=asked[1], old_string=f"return {bug}", new_string=f"return {new}")
-
-
-def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rl.evaluate", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def kill_after(words: str, *arguments: str, **env: str) -> None:
-    """Start, kill with -9 when ``words`` appear on the screen, and wait until all its processes have ended."""
-    process = start(*arguments, **env)
-    read_until(process, words)
-    started = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(started, 60)
-    assert not alive, [one.cmdline()[:4] for one in alive]
 
 
 def checked(out: Path, text: str, tasks: int, samples: int) -> dict[str, Any]:

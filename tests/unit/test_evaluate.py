@@ -20,12 +20,13 @@ from omegaconf import OmegaConf
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason, Verdict
+from rl import player
 from rl.batch import JournalError
 from rl.config import ConfigError, compose
-from rl.evaluate import compare, config, play, results, serve, setup
+from rl.evaluate import compare, config, results, serve, setup
 from rl.evaluate.__main__ import main
-from rl.evaluate.play import Evaluation, LostError, line_of
 from rl.evaluate.weights import Weights, find_weights
+from rl.player import LostError, Player, line_of
 from rl.quickstart.tasks import make_tasks
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
@@ -246,13 +247,11 @@ class Script:
         return episode
 
 
-async def go(evaluation: Evaluation, tasks: list[Task], samples: int, concurrency: int = 2) -> list[play.Line]:
-    seen: list[play.Line] = []
+async def go(evaluation: Player, tasks: list[Task], samples: int, concurrency: int = 2) -> list[player.Line]:
+    seen: list[player.Line] = []
     setup: Any = SimpleNamespace(policy=SimpleNamespace(parser=SimpleNamespace(spec="kit")))
     wanted = evaluation.wanted(tasks, samples)
-    await evaluation.play(
-        setup, wanted, concurrency=concurrency, step=3, model="m", done=seen.append, check=lambda: None
-    )
+    await evaluation.play(setup, wanted, concurrency=concurrency, step=3, model="m", done=seen.append)
     return seen
 
 
@@ -260,14 +259,14 @@ async def test_only_episodes_without_a_verdict_are_played(
     tmp_path: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = Script(lambda task, sample: LOST if task is tasks[1] else RESOLVED)
-    monkeypatch.setattr(play, "play", script)
-    evaluation = Evaluation(tmp_path, {"a": 1})
+    monkeypatch.setattr(player, "play", script)
+    evaluation = Player(tmp_path, {"a": 1})
     with pytest.raises(JournalError, match="another process"):
-        Evaluation(tmp_path, {"a": 1})
+        Player(tmp_path, {"a": 1})
     await go(evaluation, tasks, 1)
     evaluation.close()
     assert [task for task, _ in script.played] == [task.instance_id for task in tasks]
-    evaluation = Evaluation(tmp_path, {"a": 1})
+    evaluation = Player(tmp_path, {"a": 1})
     assert evaluation.wanted(tasks, 1) == [(tasks[1], 0)]
     assert len(evaluation.wanted(tasks, 2)) == 5 and evaluation.wanted(tasks, 2)[0] == (tasks[1], 0)
     script.verdict = lambda task, sample: FAILED
@@ -285,7 +284,7 @@ def test_shards_play_all_tasks_and_a_merge_sums_them_up(
     async def ask(_: Any) -> serve.Served:
         return serve.Served("m", "", 1000)
 
-    monkeypatch.setattr(play, "play", script)
+    monkeypatch.setattr(player, "play", script)
     monkeypatch.setattr(setup, "ask", ask)
     binary = tmp_path / "claude"
     binary.write_text("#!/bin/sh\n")
@@ -312,7 +311,7 @@ def test_shards_play_all_tasks_and_a_merge_sums_them_up(
 
 
 async def test_a_line_that_was_not_written_is_derived_from_its_record(tmp_path: Path, tasks: list[Task]) -> None:
-    evaluation = Evaluation(tmp_path, {})
+    evaluation = Player(tmp_path, {})
     evaluation.close()
     writer = RecordWriter(tmp_path / "episodes", "w")
     for number, task in enumerate(tasks[:2]):
@@ -324,7 +323,7 @@ async def test_a_line_that_was_not_written_is_derived_from_its_record(tmp_path: 
         line_of(record_of(an_episode(tasks[0], f"eval-0-{tasks[0].instance_id}-0", RESOLVED), "eval", 3, "m", "kit"))
     )
     (tmp_path / "journal.jsonl").write_text(first + "\n" + json.dumps(line_of(record))[:30])
-    evaluation = Evaluation(tmp_path, {})
+    evaluation = Player(tmp_path, {})
     assert evaluation.wanted(tasks, 1) == [(task, 0) for task in tasks[2:]]
     assert evaluation.lines == [json.loads(first), line_of(record)]
     evaluation.close()
@@ -333,21 +332,21 @@ async def test_a_line_that_was_not_written_is_derived_from_its_record(tmp_path: 
 
 def test_another_evaluation_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
     identity = {"sandbox": {"kind": "local", "cpu_s": 10}, "tasks": {"a": "1", "b": "2"}}
-    Evaluation(tmp_path, {**identity, "tasks": {}}).close()
-    Evaluation(tmp_path, identity).close()  # nothing was played: the directory is still free
+    Player(tmp_path, {**identity, "tasks": {}}).close()
+    Player(tmp_path, identity).close()  # nothing was played: the directory is still free
     (tmp_path / "journal.jsonl").write_text(json.dumps(lines_of(a="l")[0]) + "\n")
     with pytest.raises(ConfigError, match=r"belongs to another evaluation \(sandbox.cpu_s is 10 there and 20 here\)"):
-        Evaluation(tmp_path, {**identity, "sandbox": {"kind": "local", "cpu_s": 20}})
+        Player(tmp_path, {**identity, "sandbox": {"kind": "local", "cpu_s": 20}})
     with pytest.raises(ConfigError, match="2 tasks have other rows or are in only one of them"):
-        Evaluation(tmp_path, {**identity, "tasks": {"a": "3", "b": "2", "c": "1"}})
-    Evaluation(tmp_path, identity).close()
+        Player(tmp_path, {**identity, "tasks": {"a": "3", "b": "2", "c": "1"}})
+    Player(tmp_path, identity).close()
 
 
 async def test_an_evaluation_stops_when_no_episode_gets_a_verdict(
     tmp_path: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(play, "play", Script(lambda task, sample: LOST))
-    evaluation = Evaluation(tmp_path, {})
+    monkeypatch.setattr(player, "play", Script(lambda task, sample: LOST))
+    evaluation = Player(tmp_path, {})
     with pytest.raises(LostError, match="the last 9 episodes had no verdict; the last one: no_space: disk full"):
         await go(evaluation, tasks, 10)
     assert 9 <= len(evaluation.lines) < 20
@@ -364,7 +363,7 @@ def test_a_line_has_its_sample_and_its_patch(tasks: list[Task]) -> None:
 # --- results and comparisons
 
 
-def lines_of(**outcomes: str) -> list[play.Line]:
+def lines_of(**outcomes: str) -> list[player.Line]:
     """Return the lines of several tasks; a character per episode tells if it is r(esolved), f(ailed) or l(ost)."""
     verdicts = {"r": RESOLVED, "f": FAILED, "l": LOST}
     rest: dict[str, Any] = {"agent": {"status": "finished", "turns": 2}, "patch": b"a patch"}

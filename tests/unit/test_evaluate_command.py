@@ -28,7 +28,8 @@ def tasks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["endpoint=http://127.0.0.1:9"], "tasks is not set"),
         (["endpoint=http://127.0.0.1:9", "tasks=/no/tasks.parquet"], "tasks: no file /no/tasks.parquet"),
         (["endpoint=http://127.0.0.1:9", "protocol=messages"], "needs model=NAME"),
-        (["endpoint=http://127.0.0.1:9", "protocol=chat"], "tokens or messages"),
+        (["endpoint=http://127.0.0.1:9", "protocol=chat"], "protocol=chat needs model=NAME"),
+        (["endpoint=http://127.0.0.1:9", "protocol=tokn"], "it must be tokens, messages or chat"),
         ([*HOSTED, "key_env=NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),
         ([*HOSTED, "samples=0"], "samples is 0"),
         ([*HOSTED, "grading.timeout_s=-1"], "grading.timeout_s is -1"),
@@ -62,7 +63,7 @@ def test_all_that_is_wrong_with_a_command_is_told_at_once(tmp_path: Path, capfd:
             "config: sandbox=x: there is no sandbox 'x'; there are apptainer, docker, local",
         ]
     )
-    assert main(["endpoint=localhost", f"root={tmp_path}", "protocol=chat", "key_env=NO_SUCH_KEY"]) == 2
+    assert main(["endpoint=localhost", f"root={tmp_path}", "protocol=tokn", "key_env=NO_SUCH_KEY"]) == 2
     assert len(capfd.readouterr().err.splitlines()) == 4  # and no tasks
 
 

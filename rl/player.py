@@ -1,9 +1,11 @@
-"""This module keeps the directory of an evaluation and plays the episodes that it lacks.
+"""This module keeps a directory of episodes, and plays those that it lacks.
 
-    evaluation.json    everything that decides how an episode ends; another evaluation is refused the directory
+An evaluation, a collection and the quickstart's warm start are such directories.
+
+    evaluation.json    everything that decides how an episode ends; others are refused the directory
     journal.jsonl      one line per attempt, derived from its record
     episodes/*.cep     the records (docs/records.md)
-    shards/I-of-N/     the same three for each part of an evaluation that is played in parts
+    shards/I-of-N/     the same three for each part of what is played in parts
 
 A record is on the disk before its line in the journal. If the process is killed between the two, the next start derives
 the line from the record. So an episode that was graded is never played again.
@@ -11,6 +13,7 @@ the line from the record. So an episode that was graded is never played again.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -28,28 +31,28 @@ from rollout import files
 from rollout.episode import Episode, Setup, play
 from rollout.records import SUFFIX, Reader, Record, RecordWriter, record_of
 
-_SAMPLE = re.compile(r"eval-(\d+)-")
+_SAMPLE = re.compile(r"[a-z]+-(\d+)-")
+_NAMES = {"eval": "evaluation", "collect": "collection", "warm": "preparation"}
 
 
-class Evaluation:
-    """An evaluation holds its directory open, locked for other processes until ``close``."""
+class Player:
+    """A player holds a directory of episodes open, locked for other processes until ``close``."""
 
-    def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
-        """Open or create the directory. ``identity``: everything that decides how an episode ends.
+    def __init__(self, directory: Path, identity: Mapping[str, Any], split: str = "eval") -> None:
+        """Open or create the directory. ``identity``: everything that decides how an episode ends. ``split``: of the
+        records: eval, collect or warm.
 
-        Raises ConfigError if the directory belongs to another evaluation, JournalError if it is in use or damaged.
+        Raises ConfigError if the directory belongs to others, JournalError if it is in use or damaged.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self.dir = directory
+        self.dir, self.split, name = directory, split, _NAMES[split]
         self._journal = Journal(directory / "journal.jsonl")
         try:
-            about = directory / "evaluation.json"
+            about = directory / f"{name}.json"
             played = self.lines or any(directory.rglob(f"*{SUFFIX}"))
-            for one in [about, *directory.glob("shards/*/evaluation.json")] if played else ():
+            for one in [about, *directory.glob(f"shards/*/{about.name}")] if played else ():
                 if one.exists() and (changed := _changed(json.loads(one.read_text()), identity)):
-                    raise ConfigError(
-                        f"out: {one.parent} belongs to another evaluation ({changed}); use another directory"
-                    )
+                    raise ConfigError(f"out: {one.parent} belongs to another {name} ({changed}); use another directory")
             if not about.exists() or not played:  # as long as nothing was played, the directory is free
                 files.write(about, json.dumps(identity, indent=1) + "\n", synced=True)
             known = {one["episode"] for one in self.lines}
@@ -68,7 +71,7 @@ class Evaluation:
     def wanted(self, tasks: Sequence[Task], samples: int) -> list[tuple[Task, int]]:
         """Return the (task, number of the sample) of all episodes without a verdict.
 
-        The first samples of all tasks come first, so that an evaluation that was interrupted still covers many tasks.
+        The first samples of all tasks come first, so that what was interrupted still covers many tasks.
         """
         graded = self._journal.finished("task", "sample")
         return [(task, n) for n in range(samples) for task in tasks if (task.instance_id, n) not in graded]
@@ -82,12 +85,17 @@ class Evaluation:
         step: int,
         model: str,
         done: Callable[[Line], None],
-        check: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+        kept: Callable[[Episode, Record], None] = lambda episode, record: None,
+        setup_of: Callable[[Task, int], Setup] | None = None,
+        pause_s: float = 0.0,
     ) -> None:
-        """Play the episodes ``wanted``, ``concurrency`` of them at the same time.
+        """Play the episodes ``wanted``, ``concurrency`` of them at the same time, with ``pause_s`` after each.
 
         ``step`` and ``model`` are written to the records. ``done`` is called with the line of every attempt. ``check``
-        is called after an attempt was lost to the infrastructure, and raises if no other one can succeed.
+        is called after an attempt was lost to the infrastructure, and raises if no other one can succeed. ``kept`` is
+        given each attempt before its record is written: it may add to that, and writes what else is to be there when
+        the record is. ``setup_of``: the set-up of a (task, sample), if they have not all the same.
 
         Raises LostError when all episodes of about three rounds in a row were lost (at least nine), and JournalError or
         OSError when the directory cannot be written.
@@ -97,7 +105,8 @@ class Evaluation:
         lost = 0  # episodes in a row
 
         def keep(episode: Episode) -> None:
-            record = record_of(episode, "eval", step, model, parser)
+            record = record_of(episode, self.split, step, model, parser)
+            kept(episode, record)
             writer.append(record)
             played = line_of(record)
             self._journal.append(played)
@@ -108,12 +117,13 @@ class Evaluation:
         async def work(piece: tuple[Task, int]) -> None:
             nonlocal lost
             task, sample = piece
-            name = f"eval-{sample}-{task.instance_id}-{uuid.uuid4().hex[:8]}"
-            episode = await play(setup, task, name, keep)
+            name = f"{self.split}-{sample}-{task.instance_id}-{uuid.uuid4().hex[:8]}"
+            episode = await play(setup_of(task, sample) if setup_of else setup, task, name, keep)
             lost = lost + 1 if episode.verdict.is_infra else 0
             if lost >= 3 * max(concurrency, 3):
                 reason = f"{episode.verdict.reason}: {' '.join(episode.verdict.detail.split())[:300]}"
                 raise LostError(f"the last {lost} episodes had no verdict; the last one: {reason}")
+            await asyncio.sleep(pause_s)
 
         try:
             await run_all(wanted, concurrency, work)
@@ -136,6 +146,7 @@ def line_of(record: Record) -> Line:
         "detail": record.verdict["detail"],
         "agent": record.agent.get("status"),
         "patch": record.patch.decode("utf-8", "replace"),
+        "missing": record.missing,  # of what a collection keeps
     }
 
 

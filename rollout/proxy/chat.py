@@ -1,0 +1,227 @@
+"""This module forwards calls to an endpoint of OpenAI's chat completions, which it translates to and from Messages.
+
+Nothing that a model said or is told is changed: texts stay as they are, to the last blank; thinking goes both ways
+(``reasoning_content``), and so do images, parallel calls and the ids of calls. Arguments that are not a JSON object are
+text, as in training. What the format has no place for is left out: ``cache_control``, signatures, the mark ``is_error``
+beside an error's text, and tools that Anthropic's own servers run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from rollout.proxy.forward import HEARD, SideEndpoint
+from rollout.proxy.messages import RequestError
+from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
+
+_PING_S = 5.0
+_STOPPED = {"length": "max_tokens", "content_filter": "refusal"}
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# How servers say that a prompt does not fit: OpenAI's code, and the words of vLLM and those that copy it.
+_FULL = ("context_length_exceeded", "maximum context length")
+
+
+class ChatEndpoint(SideEndpoint):
+    """A ChatEndpoint is a server of OpenAI's chat completions at ``url``/chat/completions; see ``SideEndpoint``.
+
+    ``key`` is sent as ``Authorization: Bearer``. Replies are asked for whole; the agent is sent pings meanwhile.
+    """
+
+    _limit = "max_tokens"  # OpenAI's own newer models know another name, which they say when they are asked
+
+    def address(self, path: str) -> str:
+        """Return the URL of chat completions."""
+        return f"{self.url.rstrip('/')}/chat/completions"
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of every request."""
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"Content-Type": "application/json", **key}
+
+    def hello(self) -> dict[str, Any]:
+        """Return the body of a small request, without a limit: its name, and what a reply needs, differ by model."""
+        return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
+
+    async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Answer ``request``, as SideEndpoint does. Raises RequestError and ConnectionResetError."""
+        if request.path.endswith("/count_tokens"):  # Claude Code then estimates
+            raise RequestError("this endpoint does not count tokens", 404, "not_found_error")
+        asked = orjson.loads(body)
+        model = str(asked.get("model", ""))
+        sent = chat_request(asked, self.model)
+        answering = asyncio.ensure_future(self._ask(sent))
+        response: web.StreamResponse | None = None
+        try:
+            while not answering.done():
+                await asyncio.wait([answering], timeout=_PING_S)
+                if asked.get("stream") and not answering.done():
+                    if response is None:
+                        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                        await response.prepare(request)
+                    await response.write(sse("ping", {}))
+            reply = await answering
+        except RequestError as error:
+            if response is None:
+                raise
+            await response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
+            return response
+        finally:
+            answering.cancel()
+        if asked.get("stream"):
+            out = reply_start_event(reply.id, model, reply.input_tokens) + reply_events(reply)
+        else:
+            out = orjson.dumps(reply_json(reply, model))
+        if (heard := request.get(HEARD)) is not None:
+            heard += out
+        if response is None:
+            kind = "text/event-stream" if asked.get("stream") else "application/json"
+            return web.Response(body=out, headers={"Content-Type": kind})
+        await response.write_eof(out)
+        return response
+
+    async def _ask(self, sent: dict[str, Any]) -> Reply:
+        """Return the endpoint's reply. Raises RequestError with the endpoint's own status and words."""
+        if self._client is None:
+            self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+        limit = sent.pop("max_tokens", None)
+        while True:
+            body = sent if limit is None else {**sent, self._limit: limit}
+            try:
+                async with self._client.post(self.address(""), json=body, headers=self.headers()) as answer:
+                    raw = await answer.read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                said = str(error) or type(error).__name__
+                raise RequestError(f"endpoint {self.url}: {said}", 529, "overloaded_error") from error
+            if answer.status != 400 or self._limit != "max_tokens" or b"max_completion_tokens" not in raw:
+                break
+            self._limit = "max_completion_tokens"
+        if answer.status == 200:
+            return reply_of(raw)
+        said = " ".join(raw.decode("utf-8", "replace").split())[:2000]
+        if answer.status in (400, 413) and any(words in said for words in _FULL):
+            raise RequestError(f"prompt is too long: {said}")  # upon which Claude Code compacts
+        raise RequestError(said, answer.status, _KINDS.get(answer.status, "api_error"))
+
+
+def chat_request(asked: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return the body of a chat completion that asks for what the body of a Messages request does.
+
+    Raises RequestError if that is not one.
+    """
+    try:
+        system = _text(asked.get("system") or "")
+        messages = [{"role": "system", "content": system}] if system else []
+        for message in asked["messages"]:
+            content = message["content"]
+            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            told = _said(blocks) if message["role"] == "assistant" else _heard(message["role"], blocks)
+            messages += told
+        out: dict[str, Any] = {"model": model, "messages": messages}
+        functions = [_function(tool) for tool in asked.get("tools") or () if "input_schema" in tool]
+        if functions:
+            out["tools"] = [{"type": "function", "function": function} for function in functions]
+            if choice := asked.get("tool_choice"):
+                named = {"type": "function", "function": {"name": choice.get("name")}}
+                out["tool_choice"] = _CHOICES.get(choice["type"], named)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"this is not a request of the Messages API: {error!r}") from error
+    names = {"max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature", "top_p": "top_p"}
+    return out | {new: asked[name] for name, new in names.items() if asked.get(name) is not None}
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+
+
+def _said(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return an assistant message."""
+    message: dict[str, Any] = {"role": "assistant", "content": _joined(blocks, "text")}
+    if thinking := _joined(blocks, "thinking"):
+        message["reasoning_content"] = thinking
+    calls = [
+        {"id": b["id"], "type": "function", "function": {"name": b["name"], "arguments": json.dumps(b["input"])}}
+        for b in blocks
+        if b["type"] == "tool_use"
+    ]
+    return [message | {"tool_calls": calls} if calls else message]
+
+
+def _joined(blocks: Sequence[Mapping[str, Any]], kind: str) -> str:
+    return "".join(block[kind] for block in blocks if block["type"] == kind)
+
+
+def _heard(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield a tool message per result, and what is between them. A result has texts only: its images come after all."""
+    parts: list[dict[str, Any]] = []
+    for block in sorted(blocks, key=lambda block: block["type"] != "tool_result"):  # they follow the calls at once
+        if block["type"] == "tool_result":
+            content = block.get("content") or ""
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _text(content)}
+            parts += [_part(one) for one in content if not isinstance(content, str) and one["type"] == "image"]
+        else:
+            parts.append(_part(block))
+    if all(part["type"] == "text" for part in parts):
+        if parts:
+            yield {"role": role, "content": "\n".join(part["text"] for part in parts)}
+    else:
+        yield {"role": role, "content": parts}
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    source = block.get("source") or {}
+    if block["type"] == "image" and source.get("type") in ("base64", "url"):
+        url = source["url"] if source["type"] == "url" else f"data:{source['media_type']};base64,{source['data']}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "text", "text": _text([block])}
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a content as text; in place of an image, which follows the result, is its name, other blocks are JSON."""
+    if isinstance(content, str):
+        return content
+    known = {"text": lambda one: one["text"], "image": lambda one: "[image]"}
+    return "\n".join(known.get(one["type"], json.dumps)(one) for one in content)
+
+
+def reply_of(raw: bytes) -> Reply:
+    """Return the reply of a chat completion's body. Raises RequestError if that is not one."""
+    try:
+        body = orjson.loads(raw)
+        choice = body["choices"][0]
+        message, usage = choice["message"], body.get("usage") or {}
+        blocks: list[dict[str, Any]] = []
+        if thinking := message.get("reasoning_content") or message.get("reasoning"):
+            blocks.append({"type": "thinking", "thinking": thinking})
+        if text := message.get("content") or message.get("refusal"):
+            blocks.append({"type": "text", "text": text})
+        blocks += [_call(call["function"], call.get("id")) for call in message.get("tool_calls") or ()]
+        uses = any(block["type"] == "tool_use" for block in blocks)
+        return Reply(
+            id=f"msg_{body.get('id') or uuid.uuid4().hex}",
+            blocks=tuple(blocks),
+            stop_reason=_STOPPED.get(choice.get("finish_reason"), "tool_use" if uses else "end_turn"),
+            input_tokens=int(usage.get("prompt_tokens") or 0),
+            output_tokens=int(usage.get("completion_tokens") or 0),
+        )
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        said = f"the reply is not a chat completion: {error!r}: {raw[:200].decode('utf-8', 'replace')}"
+        raise RequestError(said, 529, "overloaded_error") from error
+
+
+def _call(function: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+    try:
+        given = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        return {"type": "text", "text": f"{function['name']}({function['arguments']})"}
+    return {"type": "tool_use", "id": name or f"toolu_{uuid.uuid4().hex}", "name": function["name"], "input": given}

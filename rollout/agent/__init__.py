@@ -35,7 +35,7 @@ class AgentRun:
     or what went wrong; ``events``: the agent's event stream, one dict per line (``rollout.agent.events``); ``replies``:
     the ids of the replies that the agent says it got, None if it does not say. The last three are the output of a
     process that the policy's commands can write to: they are shown to people, and all that they decide is which replies
-    are not trained on.
+    are not trained on, and that one which was sent has arrived.
     """
 
     status: Status

@@ -36,7 +36,8 @@ class AgentRun:
     or what went wrong; ``events``: the agent's event stream, one dict per line (``rollout.agent.events``); ``replies``:
     the ids of the replies that the agent says it got, None if it does not say. The last three are the output of a
     process that the policy's commands can write to: they are shown to people, and all that they decide is which replies
-    are not trained on. ``kept``: the raw output and the agent's own files, if they were to be kept.
+    are not trained on, and that one which was sent has arrived. ``kept``: the raw output and the agent's own files, if
+    they were to be kept.
     """
 
     status: Status

@@ -214,12 +214,11 @@ class Tree:
 
         The reply is None if the context ends where they do; both are None if there is no such context.
         """
+        start = (head, spans[at].key)
         found = [
             node
             for node in (base.children if base else self.roots)
-            if node.key[0] == head
-            and len(node.key) - 1 <= len(spans) - at
-            and all(key == spans[at + i].key for i, key in enumerate(node.key[1:]))
+            if node.key[:2] == start and (len(node.key) == 2 or node.key[1:] == _keys(spans, at, len(node.key) - 1))
         ]
         if len(found) > 1:  # the same but for what clients are known to rewrite, or one goes on where another one ends
             found.sort(key=lambda node: (-len(node.key), node.exact != spans[at + len(node.key) - 2].exact))
@@ -245,6 +244,9 @@ class Tree:
 
     def _echo(self, replies: Sequence[Node], span: Span) -> Node | None:
         """Return the one of ``replies`` that a span repeats, by our ids or else by its text."""
+        for node in replies:  # most spans are these, as they were sent
+            if node.reply and span.tool_ids and span.tool_ids == node.reply.tool_ids and span.said == node.reply.said:
+                return node
         if (named := self._by_id(span)) is not None or any(name in self._named for name in span.signatures):
             return named if named in replies else None
         alike = [node for node in replies if not span.tool_ids and _says(node, span.key)]
@@ -386,6 +388,10 @@ def routed(context: Node) -> int:
 
 
 _SILENT = text_key("")
+
+
+def _keys(spans: Sequence[Span], at: int, count: int) -> tuple[bytes, ...]:
+    return tuple(span.key for span in spans[at : at + count])
 
 
 def _says(sampled: Node, key: bytes) -> bool:

@@ -230,10 +230,33 @@ async def test_every_prompt_arrives(proxy: ProxyServer, task: Task, prompt: str)
     assert prompt in episode.session.policy.tokenizer.decode(episode.session.tree.nodes[0].ids)
 
 
-async def test_hung_agent_is_stopped_and_graded(proxy: ProxyServer, task: Task) -> None:
+async def test_hung_agent_is_stopped_and_graded(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
+    """What it had read before it was killed is trained on."""
     slow = setup(proxy, scripted(lambda _: call("Bash", command="sleep 100")), timeout_s=10)
     episode = await run_episode(slow, task, "e")
-    assert (episode.agent.status, episode.verdict.reward) == ("timeout", 0.0)
+    assert (episode.agent.status, episode.verdict.reward, len(episode.rows)) == ("timeout", 0.0, 1)
+    assert episode.session.counters.unread_replies == 0
+    check_record(episode, tmp_path)
+
+
+POST_AND_GO = POST.replace("answer = wire.getresponse()", "wire.close()").replace("print(answer", "0 and print(answer")
+
+
+async def test_replies_to_commands_that_have_gone_are_not_delivered(
+    proxy: ProxyServer, task: Task, tmp_path: Path
+) -> None:
+    """The kernel takes some of them; nobody has read any. What the agent itself has read is all there."""
+
+    def script(prompt: str) -> str:
+        if "Repair the code." in prompt and not answers(prompt):
+            return call("Bash", command=f"python3 - <<'END'\n{POST_AND_GO % 20}END")
+        return "Done."
+
+    episode = await run_episode(setup(proxy, scripted(script)), task, "e")
+    record = check_record(episode, tmp_path)
+    delivered = [node for node in record.nodes if node.delivered]
+    assert len(delivered) == episode.agent.turns == 2 and len(episode.rows) == 1
+    assert episode.session.counters.calls > 2
 
 
 async def test_claude_code_retries_a_failed_call(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:

@@ -184,6 +184,8 @@ async def test_claude_code_goes_on_with_a_restarted_proxy(tmp_path: Path) -> Non
         assert agent.returncode == 0 and (tmp_path / "code.py").read_text() == "x = 2\n", (out.decode()[-2500:], err)
         (session,) = second.sessions.values()
         assert session.counters.calls == 2 and first.sessions == {}
+        session.settle()  # over TCP, the ended process has closed its connections in order
+        assert [node.delivered for node in session.tree.nodes if node.sampled] == [True, True]
     finally:
         await second.stop()
 

@@ -94,8 +94,8 @@ class Player:
 
         ``step`` and ``model`` are written to the records. ``done`` is called with the line of every attempt. ``check``
         is called after an attempt was lost to the infrastructure, and raises if no other one can succeed. ``kept`` is
-        given each attempt before its record is written: it may add to that, and writes what else is to be there when
-        the record is. ``setup_of``: the set-up of a (task, sample), if they have not all the same.
+        given each attempt, in a thread, before its record is written: it may add to that, and writes what else is to be
+        there when the record is. ``setup_of``: the set-up of a (task, sample), if they have not all the same.
 
         Raises LostError when all episodes of about three rounds in a row were lost (at least nine), and JournalError or
         OSError when the directory cannot be written.
@@ -104,9 +104,9 @@ class Player:
         writer = RecordWriter(self.dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
         lost = 0  # episodes in a row
 
-        def keep(episode: Episode) -> None:
+        async def keep(episode: Episode) -> None:
             record = record_of(episode, self.split, step, model, parser)
-            kept(episode, record)
+            await asyncio.to_thread(kept, episode, record)
             writer.append(record)
             played = line_of(record)
             self._journal.append(played)

@@ -150,11 +150,15 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
     return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds)
 
 
-async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], None]) -> Episode:
-    """Run the episode, again after an infrastructure failure, and return the last attempt. ``keep`` gets every one."""
+async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], Awaitable[None] | None]) -> Episode:
+    """Run the episode, again after an infrastructure failure, and return the last attempt.
+
+    ``keep`` gets every one, and is waited for if it is asynchronous.
+    """
     for attempt in range(setup.infra_retries + 1):
         episode = await run_episode(setup, task, episode_id if not attempt else f"{episode_id}.{attempt}", attempt)
-        keep(episode)
+        if (keeping := keep(episode)) is not None:
+            await keeping
         if not episode.verdict.is_infra:
             break
         await asyncio.sleep(0.2 * 2**attempt)

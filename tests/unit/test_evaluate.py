@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -238,12 +238,11 @@ class Script:
     def __init__(self, verdict: Callable[[Task, int], Verdict]) -> None:
         self.verdict, self.played = verdict, []
 
-    async def __call__(self, setup: Any, task: Task, name: str, keep: Callable[[Episode], None]) -> Episode:
+    async def __call__(self, setup: Any, task: Task, name: str, keep: Callable[[Episode], Awaitable[None]]) -> Episode:
         sample = int(name.split("-")[1])
         self.played.append((task.instance_id, sample))
         episode = an_episode(task, name, self.verdict(task, sample))
-        keep(episode)
-        await asyncio.sleep(0)
+        await keep(episode)
         return episode
 
 

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_gr
 
 PROMPT = list(range(300, 340))
 SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "seed": 7, "ignore_eos": True, "max_tokens": 24}
-LONG = {**SAMPLING, "max_tokens": 3500}
+LONG = {**SAMPLING, "max_tokens": 16_000}
 
 
 @pytest.fixture

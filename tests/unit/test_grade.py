@@ -289,6 +289,6 @@ async def test_cancellation_closes_the_box() -> None:
 def test_every_reason_is_either_the_policys_or_the_infrastructures() -> None:
     assert Verdict(None).reward == 1.0
     for reason in Reason:
-        assert Verdict(reason).reward == (None if reason.is_infra else 0.0)
+        assert Verdict(reason).reward == (None if reason.is_infra or reason is Reason.NOT_GRADED else 0.0)
         known = Verdict.infra(reason.value, "x")
         assert known == Verdict(reason, "x") if reason.is_infra else known.reason is Reason.SANDBOX_FAILED

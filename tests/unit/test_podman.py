@@ -1,6 +1,10 @@
-"""What podman is told, without podman."""
+"""What podman is told, without podman; what engines' errors mean."""
+
+import pytest
+from docker.errors import NotFound
 
 from rollout.sandbox.docker import podman
+from rollout.sandbox.docker.engine import translated
 
 
 def test_its_filter_loses_namespaces_and_nothing_else() -> None:
@@ -26,3 +30,13 @@ def test_its_filter_loses_namespaces_and_nothing_else() -> None:
     refused = {name: rule["errnoRet"] for rule in rest if rule["action"] == "SCMP_ACT_ERRNO" for name in rule["names"]}
     assert (refused["clone3"], refused["unshare"], refused["mount"]) == (38, 1, 1)  # ENOSYS: then glibc takes clone
     assert "clone" not in refused and len(profile["syscalls"]) == 5
+
+
+@pytest.mark.parametrize(
+    "text", ["No such container: 3f", 'no container with name or ID "3f" found: no such container']
+)
+def test_a_container_that_is_gone_was_removed_from_outside(text: str) -> None:
+    assert translated(NotFound("404", explanation=text), "docker_failed").cause == "box_killed"
+    assert translated(NotFound("404", explanation="No such image: x"), "docker_failed").cause == "missing_image"
+    path = translated(NotFound("404", explanation="Could not find the file /x in container 3f"), "docker_failed")
+    assert path.cause == "docker_failed"

@@ -310,6 +310,8 @@ def translated(error: Exception, cause: str) -> SandboxError:
     text = " ".join(str(error.explanation if isinstance(error, APIError) and error.explanation else error).split())
     if isinstance(error, ImageNotFound) or (isinstance(error, NotFound) and "image" in text.lower()):
         return SandboxError("missing_image", text)
+    if isinstance(error, NotFound) and "no such container" in text.lower():
+        return SandboxError("box_killed", f"the container was removed from outside ({text})")
     if isinstance(error, requests.ConnectionError | requests.Timeout) or "Error while fetching server" in text:
         where = os.environ.get("DOCKER_HOST", "the default socket")
         return SandboxError("no_engine", f"no container engine answers at {where} ({text})")

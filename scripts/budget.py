@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of code per directory. A directory that is not named here counts in the one above it.
 WINGS = {
-    "rl": 2610,  # the player of episodes came up from rl/evaluate: collection and warm start use it, too
-    "rl/checks": 670,
+    "rl": 2640,  # the player of episodes came up from rl/evaluate: collection and warm start use it, too
+    "rl/checks": 690,
     "rl/cluster": 1230,
     "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
     "rl/cpu": 250,

@@ -142,11 +142,7 @@ def _check(args: argparse.Namespace) -> None:
             f"--out {out} is inside of a RUN, which would have its episodes twice then; name another place"
         )
     if out and out.exists() and not (args.overwrite and (out / ABOUT).exists()):
-        how = (
-            "is no selection and is not overwritten; move it away"
-            if args.overwrite
-            else "is there already; add --overwrite"
-        )
+        how = "is no selection, so it stays; move it away" if args.overwrite else "is there already; add --overwrite"
         raise SelectError(f"--out {out} {how}, or name another one")
 
 

@@ -24,6 +24,7 @@ WINGS = {
     "rl/cpu": 250,
     "rl/data": 1170,
     "rl/evaluate": 830,
+    "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,
@@ -40,8 +41,9 @@ WINGS = {
     "rewards": 900,
     "scripts": 1990,
 }
-# 800 of it are collection: three back ends, what an agent leaves, its settings as config.
-EVERYTHING = 19_900
+# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,900 are recorded
+# conversations of other programs as states, and what is made of these.
+EVERYTHING = 21_500
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -24,6 +24,7 @@ WINGS = {
     "rl/cpu": 250,
     "rl/data": 1590,  # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates
     "rl/evaluate": 830,
+    "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,
@@ -40,9 +41,9 @@ WINGS = {
     "rewards": 900,
     "scripts": 1990,
 }
-# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 500 are
-# selections of episodes and tasks.
-EVERYTHING = 20_400
+# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 500 are selections of episodes
+# and tasks; 1,900 are recorded conversations of other programs as states, and what is made of these.
+EVERYTHING = 23_600
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -25,6 +25,7 @@ WINGS = {
     "rl/data": 1590,  # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates
     "rl/evaluate": 830,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
+    "rl/export": 1020,  # new: 15 formats; conversations out of records, proven by rendering them again
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,
@@ -41,9 +42,9 @@ WINGS = {
     "rewards": 900,
     "scripts": 1990,
 }
-# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 500 are selections of episodes
-# and tasks; 1,900 are recorded conversations of other programs as states, and what is made of these.
-EVERYTHING = 23_600
+# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of episodes
+# and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these.
+EVERYTHING = 24_600
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

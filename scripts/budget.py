@@ -29,6 +29,7 @@ WINGS = {
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1000,
+    "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
     "rollout": 990,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
@@ -41,9 +42,9 @@ WINGS = {
     "rewards": 900,
     "scripts": 1990,
 }
-# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,900 are recorded
-# conversations of other programs as states, and what is made of these.
-EVERYTHING = 21_500
+# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 2,100 are recorded
+# conversations of other programs as states, and what is made of these, by teachers, too.
+EVERYTHING = 21_800
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

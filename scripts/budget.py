@@ -30,6 +30,7 @@ WINGS = {
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1000,
+    "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
     "rollout": 990,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
@@ -43,7 +44,8 @@ WINGS = {
     "scripts": 1990,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of episodes
-# and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these.
+# and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
+# by teachers, too.
 EVERYTHING = 24_600
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.

@@ -26,6 +26,7 @@ class StandIn:
         self.keys: set[str | None] = set()
         self.under_way = self.most = 0
         self.url = ""
+        self.over = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -36,12 +37,12 @@ class StandIn:
         self.most = max(self.most, self.under_way)
         try:
             if number in self.hangs:
-                await asyncio.Event().wait()
+                await self.over.wait()
             await asyncio.sleep(0)
             if (instead := self.mood(number)) is not None:
                 status, headers, text = instead
                 return web.Response(status=status, headers=headers, text=text)
-            blocks = self.script(json.dumps(body["messages"]))
+            blocks = self.script(json.dumps([body.get("system"), body["messages"]]))
             if request.path.endswith("/v1/messages"):
                 return web.json_response(messages_reply(number, body, blocks))
             return web.json_response(chat_reply(number, body, blocks))
@@ -82,4 +83,5 @@ async def standing_in(stand_in: StandIn) -> AsyncIterator[StandIn]:
     try:
         yield stand_in
     finally:
+        stand_in.over.set()  # a server does not stop while it answers
         await runner.cleanup()

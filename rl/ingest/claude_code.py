@@ -64,7 +64,7 @@ class _Group:
     def __init__(self, role: str, before: _Group | None) -> None:
         self.role, self.before = role, before
         self.blocks: list[Any] = []
-        self.calls: list[str] = []
+        self.calls: tuple[str, ...] = ()
         self.results: _Group | None = None
         self.digest: str | None = None
         self.written: tuple[int, int] | None = None
@@ -115,8 +115,8 @@ class Thread:
         self._subagents, self._agent, self._spawned_by = subagents, agent, spawned_by
         self._shelf = Shelf()
         self._requests = Requests(self._shelf)
-        self._at = Recent(100_000)  # the group that a line is in, by its uuid; None: it follows nothing
-        self._replies, self._calls = Recent(50_000), Recent(50_000)
+        self._at = Recent(50_000)  # the group that a line is in, by its uuid; None: it follows nothing
+        self._replies, self._calls = Recent(10_000), Recent(10_000)
         self._pending: dict[str | None, _Reply] = {}
         self._head: tuple[Any, Any] = ("", [])
         self._anchor: dict[str, Any] | None = None  # what a compaction has preserved
@@ -237,7 +237,7 @@ class Thread:
         for block in content:
             if isinstance(block, dict) and block.get("type") == "tool_use":
                 called = str(block.get("id"))
-                reply.calls.append(called)
+                reply.calls += (called,)
                 self._calls[called] = reply
                 if called in self.spawns:
                     self.owners.add(called)
@@ -256,17 +256,12 @@ class Thread:
 
     def _preserved(self, summary: _Group, kept: dict[str, Any]) -> _Group:
         """Return what the next message after a compaction follows: the preserved messages, anew, after the summary."""
-        named = kept["uuids"] if isinstance(kept.get("uuids"), list) else [kept.get("headUuid"), kept.get("tailUuid")]
-        groups: list[_Group] = []
-        for group in (self._at.get(uuid) for uuid in named):
-            if group is not None and group not in groups:
-                groups.append(group)
-        if "uuids" not in kept and groups:  # only the two ends are named
-            first, at = groups[0], groups[-1]
-            groups = [at]
-            while at is not first and at.before is not None:
-                at = at.before
-                groups.insert(0, at)
+        if isinstance(kept.get("uuids"), list):
+            named = kept["uuids"]
+        else:  # only the two ends are named
+            known = list(self._at)
+            named = known[known.index(kept["headUuid"]) : known.index(kept["tailUuid"]) + 1]
+        groups = dict.fromkeys(group for group in map(self._at.get, named) if group is not None)
         self._close(summary)
         last = summary
         for group in groups:
@@ -328,6 +323,8 @@ class Thread:
                 raise _LostError
             tip = self._writer.message(tip, msgspec.json.decode(kept.json))
             one.written = self._writer.block, tip
+            if isinstance(one, _Group):
+                one.before = _GONE  # so that a long conversation is not kept; nobody asks for what was before again
         return tip
 
 

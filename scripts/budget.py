@@ -32,16 +32,17 @@ WINGS = {
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
-    "rollout/proxy": 2600,
+    # 240: a request that is large holds nobody up, and a head is encoded once for all sessions.
+    "rollout/proxy": 2840,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
     "rewards": 900,
-    "scripts": 1990,
+    "scripts": 2090,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config.
-EVERYTHING = 19_900
+EVERYTHING = 20_150
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (
@@ -57,6 +58,8 @@ ONE_TASK = (
     "rollout/proxy/session.py",
     "rollout/proxy/render.py",
     "rollout/proxy/marks.py",
+    "rollout/proxy/texts.py",
+    "rollout/proxy/encode.py",
     "rollout/proxy/parsers.py",
     "rollout/proxy/server.py",
     "rollout/proxy/delivery.py",
@@ -66,8 +69,8 @@ ONE_TASK = (
     "rollout/sandbox/local/*.py",
     "rewards/*.py",
 )
-# 210 of it are the proofs of rollout/proxy; 130 an agent's own settings, and keeping its files.
-ONE_TASK_BUDGET = 5_400
+# 210 of it are the proofs of rollout/proxy; 130 an agent's own settings, and keeping its files; 220 speed.
+ONE_TASK_BUDGET = 5_620
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

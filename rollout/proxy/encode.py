@@ -15,6 +15,7 @@ from collections import OrderedDict
 from typing import Any
 
 from rollout.proxy.marks import any_of
+from rollout.proxy.texts import here
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,12 @@ class Encoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+        """Return the ids of a text. Raises NoRoom (``texts.Room``)."""
+        if (room := here()) is not None:
+            room.take_text(text, self._ids)
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
         if self._backend is None:
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         # The same integers for all sessions: a list has 8 bytes for each then, and not 40.
@@ -58,7 +64,7 @@ class Encoder:
         return False
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a first prompt, whose head may be that of another one."""
+        """Return the ids of a first prompt, whose head may be that of another one. Raises NoRoom."""
         end = self._head(text)
         if not end:
             return self.encode(text)
@@ -118,6 +124,6 @@ def _cut(backend: Any) -> re.Pattern[str] | None:
     """Return a pattern of the control tokens before which a text can be cut; None if it can be nowhere."""
     added = backend.get_added_tokens_decoder().values() if backend is not None else ()
     first = [token for token in added if not token.normalized]  # the others are looked for later
-    if not first or any(token.single_word or token.lstrip for token in first):
+    if not first or any(token.single_word or token.lstrip or token.rstrip for token in first):
         return None
     return any_of(token.content for token in first)

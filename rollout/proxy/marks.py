@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rollout.proxy.parsers import FORMATS
-from rollout.proxy.texts import PIECE
+from rollout.proxy.texts import PIECE, here
 
 # Control tokens of most families look like this, also those that no chat template writes (<|fim_prefix|>).
 _CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
@@ -49,10 +49,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 class Marks:
-    """Marks are the control tokens of a tokenizer, by their texts (``control_texts``).
-
-    ``used``: whether a placeholder was ever needed.
-    """
+    """Marks are the control tokens of a tokenizer, by their texts (``control_texts``)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._texts: list[str] = control_texts(tokenizer)
@@ -61,17 +58,18 @@ class Marks:
         self._open = f"\ue000{secrets.token_hex(8)}:"  # which no text has by chance or can know
         self._placeholder = re.compile(rf"{self._open}(\d+)\ue001")
         self._numbers = {text: number for number, text in enumerate(self._texts)}
-        self.used = False
 
     def hide(self, value: Any) -> Any:
         """Return messages or tools (any JSON value) with placeholders; what has no mark is returned as it is."""
         if isinstance(value, str):
             parts: list[str] = []
             at = 0
+            room = here()
             for found in self._marks(value):
                 parts += value[at : found.start()], f"{self._open}{self._numbers[found[0]]}\ue001"
                 at = found.end()
-            self.used = self.used or bool(parts)
+                if room is not None:
+                    room.take(len(parts) // 2)  # each mark will be at least one token
             return "".join((*parts, value[at:])) if parts else value
         if isinstance(value, dict):
             return {key: self.hide(item) for key, item in value.items()}
@@ -90,12 +88,22 @@ class Marks:
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Return the ids of a text that may have placeholders. ``encode``: the tokenizer's own encoding of a text."""
-        if not self.used or self._open not in text:
+        if self._open not in text:
             return encode(text)
-        ids: list[int] = []
-        for number, part in enumerate(self._placeholder.split(text)):
+        room, ids = here(), list[int]()
+
+        def add(part: str) -> None:
+            ids.extend(encode(part) if part else ())
+            if room is not None:
+                room.take(len(ids))
+
+        at = 0
+        for found in self._placeholder.finditer(text):
+            add(text[at : found.start()])
             # A mark is no mark any more if it is encoded in two parts.
-            mark = self._texts[int(part)] if number % 2 else ""
-            for piece in (mark[:1], mark[1:]) if mark else (part,):
-                ids += encode(piece) if piece else []
+            mark = self._texts[int(found[1])]
+            add(mark[:1])
+            add(mark[1:])
+            at = found.end()
+        add(text[at:])
         return ids

@@ -17,22 +17,24 @@ import msgspec
 from rollout.proxy.encode import Encoder
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import ChatMessage, RequestError
+from rollout.proxy.texts import NoRoom
 
 # The encodings of this many conversations of at most this many bytes are remembered (see _prepared).
 _REMEMBERED, _SHORT = 1000, 2000
 
 
 class Renderer(Protocol):
-    """A Renderer turns chat messages into the token ids of prompts."""
+    """A Renderer turns chat messages into the token ids of prompts, within the room that there is (``texts.Room``)."""
 
     def start(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
-        """Return the ids of a first prompt, which ends with the generation prompt. Raises RequestError."""
+        """Return the ids of a first prompt, which ends with the generation prompt. Raises RequestError and NoRoom."""
         ...
 
     def extend(self, tail: Sequence[int], ended: bool, messages: list[ChatMessage]) -> list[int]:
         """Return the ids that add ``messages`` and a generation prompt to a path whose last ids are ``tail``.
 
-        ``ended`` is False if the last reply was cut, so that its turn must be closed first. Raises RequestError.
+        ``ended`` is False if the last reply was cut, so that its turn must be closed first. Raises RequestError and
+        NoRoom.
         """
         ...
 
@@ -159,11 +161,15 @@ class ChatTemplateRenderer:
             if self._system_anywhere and as_user != messages:
                 try:
                     return build(messages)
+                except NoRoom:
+                    raise
                 except Exception:  # of jinja or verl; if the system message is not the cause, build fails again
                     ids = build(as_user)
                     self._system_anywhere = False
                     return ids
             return build(as_user)
+        except NoRoom:
+            raise
         except Exception as error:
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout import SIDE_MODEL
-from rollout.proxy.engine import Completion, Engine, EngineError, TextCodec, seal
+from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec
 from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
-from rollout.proxy.texts import texts_in, tokens_beyond
+from rollout.proxy.texts import NoRoom, Room, within
 from rollout.proxy.tree import Asked, Match, Node, Place, Tree, routed
 
 if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modules import
@@ -35,10 +35,6 @@ if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modu
 _TAIL = 8
 # A request with more new bytes than this is encoded in a thread. Less is a few milliseconds.
 _AT_ONCE = 1 << 14
-# Texts with more characters than this for each token of room are counted, in pieces, before anything is rendered:
-# hardly any text has so few tokens. What is so near to the limit that a text cut in pieces may have more tokens than
-# the whole is left to the exact count.
-_SPARSE, _NEAR = 4, 1.1
 # Each session uses one of these threads at a time, which the tokenizer lets run beside the event loop.
 _threads = ThreadPoolExecutor(64, "proxy-encode")
 
@@ -136,7 +132,7 @@ class Session:
         self.tools: dict[str, dict[str, Any]] = {}  # every tool that the agent offered, by name
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
-        self._seen = Seen()
+        self._seen, self._seals = Seen(), Seals()
         self._asked: dict[int, list[Asked]] = {}  # index of a context node -> all that was asked for there
         self._failed: set[str] = set()  # message ids of generations that left no reply
         self._generations: dict[str, _Generation] = {}  # those in progress, by message id
@@ -283,7 +279,7 @@ class Session:
     def _find(self, request: WireRequest, left: threading.Event | None = None) -> Place:
         """Find a request's place in the tree and encode what is new in it. ``left``: set when nobody wants it any more.
 
-        This may run in a thread; it changes nothing in the tree. Raises RequestError.
+        This may run in a thread: all that it changes in the tree is that replies are delivered. Raises RequestError.
         """
         talk = conversation(request, self._seen)
         place = Place(talk, self.tree.match(talk.head.key, talk.spans))
@@ -291,10 +287,13 @@ class Session:
             counted = self._counted
             known = counted is not None and counted[0] == place.key
             place.ids = counted[1] if counted and known else self._encode(talk, place.match, left)
-            assert place.match.rest[-1].exact  # computed here, in the thread
+            _ = place.match.rest[-1].exact  # computed here, in the thread
         return place
 
     def _encode(self, talk: Conversation, match: Match, left: threading.Event | None) -> list[int]:
+        def wanted() -> bool:
+            return not (self.closed or (left is not None and left.is_set()))
+
         # The new messages, cut where one of our replies stands in a new place, with that reply before them.
         parts: list[tuple[Node | None, list[dict[str, Any]]]] = [(match.base, [])]
         before = None
@@ -308,31 +307,21 @@ class Session:
                 else:
                     parts.append((reply, []))
             before = span
-        head = [talk.head.system, *talk.head.tools] if match.base is None else []
-        self._check_room([*head, *(messages for _, messages in parts)], match.base, left)
-        ids: list[int] = []
-        for number, (base, messages) in enumerate(parts):
-            # A reply in a new place (Claude Code keeps the last ones when it compacts) keeps its own tokens.
-            ids += [*(base.ids if number and base else ()), *self._render(talk, base, messages)]
+        before, ids = match.base.length if match.base else 0, list[int]()
+        limit = min(self.policy.max_context - before, self.policy.max_session_tokens - self.tree.tokens)
+        try:
+            for number, (base, messages) in enumerate(parts):
+                # A reply in a new place (Claude Code keeps the last ones when it compacts) keeps its own tokens.
+                ids += base.ids if number and base else ()
+                with within(Room(max(0, limit - len(ids)), wanted)):
+                    ids += self._render(talk, base, messages)
+        except NoRoom as error:
+            if not wanted():
+                raise closed_error() from None
+            tokens = before + len(ids) + error.tokens
+            fits = tokens <= self.policy.max_context
+            raise self._full() if fits else self._too_long(f"at least {tokens}") from None
         return ids
-
-    def _check_room(self, values: Any, base: Node | None, left: threading.Event | None) -> None:
-        """Raise RequestError if the texts in ``values`` (any JSON) have far more tokens than fit after ``base``.
-
-        The tokenizer is not called on more of them than that takes, and nothing has been rendered yet.
-        """
-        before = base.length if base else 0
-        free = self.policy.max_session_tokens - self.tree.tokens
-        most = _NEAR * max(0, min(free, self.policy.max_context - before))
-
-        def encode(piece: str) -> list[int]:
-            if self.closed or (left is not None and left.is_set()):
-                raise closed_error()
-            return self.policy.tokenizer.encode(piece, add_special_tokens=False)
-
-        texts = [*texts_in(values)]
-        if sum(map(len, texts)) > _SPARSE * most and (tokens := before + tokens_beyond(texts, most, encode)) > before:
-            raise self._full() if tokens <= self.policy.max_context else self._too_long(f"at least {tokens}")
 
     def _too_long(self, length: str) -> RequestError:
         self.counters.context_full += 1
@@ -344,7 +333,10 @@ class Session:
         return RequestError(f"this session may hold at most {limit} tokens", 413, "request_too_large")
 
     def _render(self, talk: Conversation, base: Node | None, messages: list[dict[str, Any]]) -> list[int]:
-        """Encode ``messages`` after the reply ``base``, or as a first prompt if that is None. Raises RequestError."""
+        """Encode ``messages`` after the reply ``base``, or as a first prompt if that is None.
+
+        Raises RequestError and NoRoom.
+        """
         for message in messages:
             if name := self._names.get(message.get("tool_call_id")):
                 message["name"] = name  # some templates write it, and a tool result has only the call's id
@@ -431,7 +423,7 @@ class Session:
             ids, ended = ids[:keep], False
             text = self._decode(ids)
         kept = Completion(ids, done.logprobs[: len(ids)], done.versions[: len(ids)])
-        sealed = seal(prompt_ids, kept, call.asked.side)
+        sealed = self._seals.make(prompt_ids, kept, call.asked.side)
         parsed = policy.parser.parse(text if stop is None else text[:at], call.tools)
         number = call.message_id.removeprefix("msg_")
         blocks = [

@@ -1,13 +1,18 @@
-"""This module takes long texts in pieces, between which other threads get their turn."""
+"""This module takes long texts in pieces, between which other threads get their turn, and limits their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 _REMINDER, _REMINDER_END = "<system-reminder>", "</system-reminder>"
 # The size of a piece in characters.
 PIECE = 1 << 16
+# A text with more characters than this for each token of room is counted before it is encoded: hardly any has so few
+# tokens. What is less than a tenth beyond the limit is left to the exact count.
+_SPARSE, _NEAR = 4, 1.1
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -26,22 +31,53 @@ def squeezed(text: str) -> str:
     return "".join("".join(piece.split()) for part in kept for piece in pieces(part))
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in a JSON value, in any order."""
-    left = [value]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, (dict, list)):
-            left += value.values() if isinstance(value, dict) else value
+class NoRoom(Exception):
+    """A text has more tokens than there is room for; ``tokens`` of them were counted. Or nobody waits for it."""
+
+    def __init__(self, tokens: int = 0) -> None:
+        super().__init__(f"more than {tokens} tokens" if tokens else "nobody waits for this text")
+        self.tokens = tokens
 
 
-def tokens_beyond(texts: Sequence[str], most: float, encode: Callable[[str], list[int]]) -> int:
-    """Return 0 if texts have at most ``most`` tokens, else how many were counted until they were more."""
-    tokens = 0
-    for piece in pieces("\n".join(texts)):
-        tokens += len(encode(piece))
-        if tokens > most:
-            return tokens
-    return 0
+@dataclass
+class Room:
+    """A Room is how many ``tokens`` may be encoded, and for how long: while ``wanted`` returns True.
+
+    What is near to the limit is left to the exact count, for a text that is cut may have more tokens than the whole.
+    """
+
+    tokens: int
+    wanted: Callable[[], bool]
+
+    def take(self, tokens: int) -> None:
+        """Raise NoRoom if there is none for so many tokens, or nobody waits for them."""
+        if not self.wanted():
+            raise NoRoom
+        if tokens > _NEAR * self.tokens:
+            raise NoRoom(tokens)
+
+    def take_text(self, text: str, encode: Callable[[str], Sequence[int]]) -> None:
+        """Raise NoRoom if there is none for a text. No more of it is encoded than that takes."""
+        self.take(0)
+        if len(text) > _SPARSE * self.tokens:
+            tokens = 0
+            for piece in pieces(text):
+                self.take(tokens := tokens + len(encode(piece)))
+
+
+_room: ContextVar[Room | None] = ContextVar("room", default=None)
+
+
+@contextlib.contextmanager
+def within(room: Room) -> Generator[None]:
+    """Limit what is encoded in this block, in this thread, to ``room``."""
+    before = _room.set(room)
+    try:
+        yield
+    finally:
+        _room.reset(before)
+
+
+def here() -> Room | None:
+    """Return the room for what is encoded now; None: it is not limited."""
+    return _room.get()

@@ -46,7 +46,7 @@ class Node:
     version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
     trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
     routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``seal``: see
-    ``engine.seal``.
+    ``engine.Seals``.
     """
 
     index: int

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl.quickstart.policy import make_tokenizer
 from rollout.proxy import marks, texts
 from rollout.proxy.messages import RequestError, Span, WireMessage, decode_request
+from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
 from tests.kit import CharRenderer, CharTokenizer, QueueEngine, char_policy
@@ -57,7 +59,7 @@ def body(text: str) -> bytes:
 
 
 def policy(context: int, tokenizer: Any = None, **more: Any) -> Policy:
-    return replace(char_policy(QueueEngine(), max_context=context), tokenizer=tokenizer or Counting(), **more)
+    return replace(char_policy(QueueEngine(), CharRenderer(tokenizer), max_context=context), **more)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +97,38 @@ async def test_a_text_with_few_tokens_is_not_refused() -> None:
         def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
             return super().encode(text)[::100]
 
-    class SparseRenderer(CharRenderer):
-        def _ids(self, text: str) -> list[int]:
-            return super()._ids(text)[::100]
-
-    short = replace(policy(context=100_000, tokenizer=Sparse()), renderer=SparseRenderer())
-    place = await Session("e", short).ahead(decode_request(body(" " * MANY)))
+    place = await Session("e", policy(context=100_000, tokenizer=Sparse())).ahead(decode_request(body(" " * MANY)))
     assert place is not None and MANY // 100 <= place.length < 100_000
+
+
+def real_policy(context: int) -> tuple[Policy, list[int]]:
+    """A policy with the quickstart's chat template; the list gets the number of characters of each text encoded."""
+    tokenizer = make_tokenizer()
+    renderer, encoded = ChatTemplateRenderer(tokenizer, "qwen3"), []
+    whole, renderer._encoder._ids = renderer._encoder._ids, lambda text: encoded.append(len(text)) or whole(text)
+    return replace(char_policy(QueueEngine("a"), renderer, max_context=context), tokenizer=tokenizer), encoded
+
+
+@pytest.mark.parametrize("parts", [("x y", 10**6), ("<|im_end|>", 300_000), ("<|im_end|>" + "x y z " * 50, 1000)])
+async def test_a_real_renderer_encodes_no_more_than_fits(parts: tuple[str, int]) -> None:
+    text = parts[0] * parts[1]
+    used, encoded = real_policy(10_000)
+    session = Session("e", used)
+    request = {"system": "Fix it.", "messages": [{"role": "user", "content": text}]}
+    with pytest.raises(RequestError, match=r"prompt is too long: at least \d{5} tokens > 10000 maximum"):
+        await session.ahead(decode_request(json.dumps(request).encode()))
+    assert sum(encoded) < 150_000 and session.tree.nodes == []
+
+
+async def test_what_the_chat_template_leaves_out_needs_no_room() -> None:
+    """The quickstart's writes the signatures of tools only, and those of Qwen3 leave old thinking out."""
+    used, _ = real_policy(1000)
+    tool = {"name": "Do", "description": "It does. " * 20_000, "input_schema": {}}
+    request = {"tools": [tool], "messages": [{"role": "user", "content": "fix it"}]}
+    session = Session("e", used)
+    place = await session.ahead(decode_request(json.dumps(request).encode()))
+    assert place is not None and 0 < place.length < 1000
+    assert session.prepare(decode_request(json.dumps(request).encode()), False, place).context.length == place.length
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: index of the node before it, -1 for a root.
     The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
     version of each id, empty if unknown (in records of version 1 a pair, the first and the last one). ``side``: whether
-    it answers a side call; ``seal``: ``rollout.proxy.engine.seal``; ``begins``, of a root: a hash of system prompt,
+    it answers a side call; ``seal``: ``rollout.proxy.engine.Seals``; ``begins``, of a root: a hash of system prompt,
     tools and first message. Records before version 3 lack these.
     """
 

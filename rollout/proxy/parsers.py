@@ -213,6 +213,7 @@ class VllmReplyParser:
         self.spec = f"{tool_parser}+{reasoning_parser}" if reasoning_parser else tool_parser
         self._format = FORMATS[tool_parser]()
         self._make = ToolParserManager.get_tool_parser(tool_parser)
+        self._begins_anew = getattr(self._make, "engine_based_streaming", False)
         self._request, self._tool = ChatCompletionRequest, ChatCompletionToolsParam
         # Every new parser asks for the vocabulary, a dict that a plain tokenizer would build each time.
         self._tokenizer: Any = get_cached_tokenizer(copy.copy(tokenizer))
@@ -290,9 +291,12 @@ class VllmReplyParser:
             params: list[Any] = [self._tool.model_validate(tool) for tool in tools]
             request = self._request(model="", messages=[], tools=params or None)
 
+            # Some parsers keep state, so that every text needs a new one. Those on vLLM's parser engine begin anew with
+            # each text, and making one costs as much as a call.
+            again = self._make(self._tokenizer, params) if self._begins_anew else None
+
             def reader(text: str) -> list[Any]:
-                # A new parser for every text, because some of them keep state.
-                return self._make(self._tokenizer, params).extract_tool_calls(text, request).tool_calls
+                return (again or self._make(self._tokenizer, params)).extract_tool_calls(text, request).tool_calls
 
             kept = tools, reader
         self._readers[id(tools)] = kept

@@ -8,6 +8,7 @@ of its own call), and after a compaction its summary and the messages that it ha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rl.ingest.requests import Asked, Recent, Requests, Sent, Shelf
 from rl.ingest.states import Message, StateWriter
 
 FORMAT = "claude-code"
+_SESSION = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _KNOWN = ("1.", "2.")  # versions of Claude Code
 
 
@@ -297,6 +299,8 @@ class Thread:
             if isinstance(found, str):
                 self._findings.counts[f"states from the transcript ({found})"] += 1
                 head, tip = self._writer.head(*self._head), self._place(reply.before)
+                if tip < 0:  # no model replies to nothing: this is another program's file, or the end of one
+                    raise _LostError
             else:
                 last, shape = found
                 head, tip = self._writer.head(shape.system, shape.tools), self._place(last)
@@ -339,9 +343,9 @@ def _content(line: Line) -> list[Any]:
 
 
 def sessions(path: Path) -> Iterator[Path]:
-    """Yield the session files of a path: itself, or all in the folder except those of sub-agents."""
+    """Yield the session files of a path: itself, or all in the folder, which are named by the session's id."""
     if path.is_dir():
-        yield from (one for one in sorted(path.rglob("*.jsonl")) if "subagents" not in one.parts)
+        yield from (one for one in sorted(path.rglob("*.jsonl")) if _SESSION.fullmatch(one.stem))
     else:
         yield path
 

@@ -288,6 +288,19 @@ def test_replies_are_grouped_and_branches_share_their_history(tmp_path: Path) ->
     assert len(list(read_states(tmp_path / "s.jsonl"))) == 3
 
 
+def test_only_session_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    """A collection's traces have Claude Code's event stream beside them, whose lines look alike."""
+    events = [{**line, "session_id": "s", "parentUuid": None} for line in session(turns=3)[1:]]
+    stream, own = tmp_path / "stream.jsonl", tmp_path / "sessions" / "11111111-2222-4333-8444-555555555555.jsonl"
+    stream.write_text("".join(json.dumps({k: v for k, v in one.items() if k != "parentUuid"}) + "\n" for one in events))
+    own.parent.mkdir()
+    write_session(own, turns=3, text="r")
+    found, findings, _ = made(claude_code, tmp_path, tmp_path / "s.jsonl")
+    assert len(found) == 3 and findings.counts["session files"] == 1
+    found, findings, _ = made(claude_code, stream, tmp_path / "s.jsonl")
+    assert found == [] and findings.counts["replies whose history has a gap, left out"] == 3
+
+
 def test_what_is_no_states_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "s.jsonl"
     for text in ("", "{}", '{"type": "states", "schema_version": 99}\n', "\xff"):

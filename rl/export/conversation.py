@@ -170,8 +170,8 @@ def _heard(record: Record) -> _Talk:
         talk.replies[node.index] = name, said, call.node, call
     if record.agent.get("reports") and not record.nodes:
         session.disown({name for name, _ in _reported(record)})
-        for node in session.tree.nodes:  # Claude Code reports no side calls
-            node.trained = node.trained or bool(node.asked and node.asked.side)
+        for place, (*_, call) in talk.replies.items():  # Claude Code reports no side calls
+            session.tree.nodes[place].trained |= call is not None and call.side
     numbers = list(talk.replies)
     for node in session.tree.nodes:
         talk.parents.append(node.parent.index if node.parent else -1)

@@ -215,7 +215,7 @@ class _Context:
         try:
             return list(self._piece(ids, base))
         except Unreadable:
-            for reply in range(place):
+            for reply in reversed(range(place)):  # of those that say the same, the latest
                 node = self._record.nodes[reply]
                 said = unpack_ids(node.ids) if node.logprobs is not None else []
                 for at in _places(ids, said):

@@ -16,7 +16,7 @@ from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.records import pack_ids, unpack_ids
 from tests.export_kit import SYSTEM, Play, calls_of, crowd, repair, unrenderer, without_words
-from tests.kit import empty_record
+from tests.kit import CharRenderer, CharTokenizer, empty_record
 from tests.unit.test_render import glm
 
 
@@ -134,6 +134,17 @@ async def test_what_cannot_be_told_is_an_error_and_no_guess() -> None:
     malformed.parts[0] = b'{"role": "nobody"}'
     with pytest.raises(Unreadable, match="a request of it cannot be read"):
         conversations(malformed, unrenderer)
+
+
+async def test_a_context_that_the_template_would_write_otherwise_is_not_read() -> None:
+    """The record was made with another chat template, or its texts are not encoded as they were."""
+
+    class Quiet(CharRenderer):
+        def _text(self, messages: list[dict[str, Any]]) -> str:
+            return super()._text(messages).lower()
+
+    with pytest.raises(Unreadable):
+        conversations(await repair("a", prompt="FIX IT"), lambda model: Unrenderer(CharTokenizer(), Quiet()))
 
 
 def test_a_tokenizer_that_is_gone_is_named(tmp_path: Any) -> None:

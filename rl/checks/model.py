@@ -28,7 +28,7 @@ def check_teacher(config: DictConfig) -> None:
 
     Only tokenizer.json is compared, and names of hub models are not looked up.
     """
-    if not config.distillation.enabled:
+    if not OmegaConf.select(config, "distillation.enabled"):
         return
     policy = local_model(config)
     ids = _ids(policy) if policy else None

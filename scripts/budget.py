@@ -25,7 +25,7 @@ WINGS = {
     "rl/data": 1590,  # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates
     "rl/evaluate": 830,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
-    "rl/export": 1020,  # new: 15 formats; conversations out of records, proven by rendering them again
+    "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,

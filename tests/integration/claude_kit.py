@@ -165,7 +165,7 @@ class Stage:
         heard = msgspec.structs.replace(record, parts=self.talk.parts, calls=self.talk.calls)
         unrenderer = Unrenderer(CharTokenizer(), CharRenderer())
         read, sent = (conversations(one, lambda model: unrenderer) for one in (record, heard))
-        for one, other in zip(map(exported, read), map(exported, sent), strict=True):
+        for one, other in zip(sorted(map(exported, read)), sorted(map(exported, sent)), strict=True):
             at = len(os.path.commonprefix([one, other]))  # of characters  # noqa: RUF071
             assert one == other, f"...{one[at - 80 : at + 200]}\n...{other[at - 80 : at + 200]}"
         assert rows in (None, len(found)), [(len(row.prompt_ids), len(row.response_ids), row.nodes) for row in found]

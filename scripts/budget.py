@@ -32,18 +32,18 @@ WINGS = {
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
-    # 280: a request that is large holds nobody up and is refused before it is encoded; a head is encoded, and the beginning
-    # of a prompt hashed, once.
+    # 280: a large request holds nobody up and is refused before it is encoded; a head is encoded, and the beginning of
+    # a prompt hashed, once.
     "rollout/proxy": 2885,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
     "rewards": 900,
-    "scripts": 2090,
+    "scripts": 2270,  # 190: the stress of the proxy
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config.
-EVERYTHING = 20_150
+EVERYTHING = 20_330
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

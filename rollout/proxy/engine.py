@@ -50,13 +50,13 @@ class Seals:
         defines it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
         """
         # What is equal to an earlier prompt and its reply is not hashed again, which would take most of a call's time.
-        length, digest = 0, hashlib.sha256()
+        known, digest = list[int](), hashlib.sha256()
         for number, (ids, begun) in enumerate(self._begun):
             if prompt_ids[: len(ids)] == ids:
-                length, digest = len(ids), begun
+                known, digest = ids, begun
                 del self._begun[number]
                 break
-        digest.update(array("i", prompt_ids[length:]))
+        digest.update(array("i", new := prompt_ids[len(known) :]))
         whole = digest.copy()
         whole.update(returned := array("i", done.ids))
         whole.update(array("f", done.logprobs))
@@ -64,7 +64,9 @@ class Seals:
         sizes = (len(prompt_ids), len(done.ids), len(done.logprobs), len(done.versions))
         whole.update(struct.pack("<QQQQ?", *sizes, side))
         digest.update(returned)
-        self._begun = [*self._begun[1 - _BEGUN :], ([*prompt_ids, *done.ids], digest)]
+        known += new
+        known += done.ids
+        self._begun = [*self._begun[1 - _BEGUN :], (known, digest)]
         return whole.digest()
 
 

@@ -214,6 +214,12 @@ def median(load: Load, cores: set[int], runs: int = 3) -> dict[str, Any]:
     return sorted(found, key=lambda result: result["wall"])[runs // 2]
 
 
+def seconds(process: subprocess.Popen[str]) -> float:
+    """Return the processor time that a process has used."""
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
+
+
 def rate(result: dict[str, Any]) -> tuple[float, float]:
     """Return turns per second and the mean latency in milliseconds."""
     took = [1e3 * t for session in result["later"] for t in session]
@@ -240,9 +246,11 @@ def own(model: str, mine: set[int], others: set[int]) -> None:
         show("  mean latency", mean, "ms")
         p99 = later[int(len(later) * 0.99)]
         show("  p99", p99, "ms", "< 5", p99 < 5)
-        result = median(Load(port, 32, 60, 300, tag="a"), others)
-        turns, _ = rate(result)
+        used, load = seconds(process), Load(port, 32, 60, 300, tag="a")
+        turns, _ = rate(result := median(load, others, runs=3))
+        used = (seconds(process) - used) / (3 * load.sessions * load.turns)
         show("32 sessions, nothing between turns", turns, "turns/s", ">= 1000", turns >= 1000)
+        show("  processor time per turn, the first ones included", 1e3 * used, "ms", "< 1", used < 1e-3)
         show("  the client was busy", 100 * result["client_busy"], "% of a core")
         result = median(Load(port, 1, 100, 60, tag="b"), others)
         took = sorted(1e3 * t for t in result["later"][0])

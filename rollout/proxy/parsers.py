@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -217,6 +218,7 @@ class VllmReplyParser:
         self._request, self._tool = ChatCompletionRequest, ChatCompletionToolsParam
         # Every new parser asks for the vocabulary, a dict that a plain tokenizer would build each time.
         self._tokenizer: Any = get_cached_tokenizer(copy.copy(tokenizer))
+        self._alone = threading.Lock()  # for event loops in other threads
         self._readers: OrderedDict[int, tuple[Sequence[Any], Callable[[str], list[Any]]]] = OrderedDict()
         self._reader([])("")  # so that a tokenizer that does not fit is an error now, not at the first call
         self._thinking = _Thinking(reasoning_parser, self._tokenizer) if reasoning_parser else None
@@ -253,7 +255,8 @@ class VllmReplyParser:
         # If a marker is more than one token, a reply can be cut in the middle of the next call's marker.
         if any(pieces[-1].endswith(start[:n]) for start in self._format.starts for n in range(1, len(start))):
             raise ValueError("it ends with the beginning of a call")
-        found = self._reader(tools)(self._format.shortened(text))
+        with self._alone:
+            found = self._reader(tools)(self._format.shortened(text))
         written = [call for section in calls for call in section]
         if len(found) != len(written):
             raise ValueError(f"it has {len(written)} calls, but vLLM's parser reads {len(found)}")

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl.sft import TokenRows
+from rl.tune.rows import TokenRows
 
 
 def rows(tmp_path, *pairs) -> TokenRows:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from rich.console import RenderableType
 
 from rewards.grade import warm_up
 from rewards.task import Task
@@ -54,6 +55,10 @@ class Purpose:
 
     def kept(self, episode: Episode, record: Record) -> None:
         """Keep what is kept of an attempt besides its record, which is written next and may be added to."""
+
+    def tables(self, found: dict[str, Any]) -> Sequence[RenderableType]:
+        """Return what is shown of the results."""
+        return results.tables(found)
 
     def hints(self, directory: Path) -> list[tuple[str, str]]:
         """Return what can be done with the result, as (label, command or path)."""
@@ -111,7 +116,7 @@ async def play_all(
         found = results.results(name, rows, config.samples, player.lines)
         results.write_all(directory, found, player.lines)
         player.close()
-    for table in results.tables(found):
+    for table in purpose.tables(found):
         screen.print(table)
     more = [] if found["complete"] else [("try the rest", this_command())]
     screen.next(*more, *purpose.hints(directory))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,20 @@ def play_rounds(config: DictConfig, model: str, run: Path, screen: Screen) -> No
                 break
     finally:
         rounds.end_server()
+
+
+class _Quiet(Purpose):
+    """The rounds' table shows the results."""
+
+    def tables(self, found: dict[str, Any]) -> Sequence[Any]:
+        return ()
+
+    def hints(self, directory: Path) -> list[tuple[str, str]]:
+        return []
+
+
+class _QuietCollection(_Quiet, Collection):
+    pass
 
 
 class _Rounds:
@@ -94,7 +108,7 @@ class _Rounds:
         files_ = _listed(self.config.data.val_files)
         tasks = [task for file in files_ for task in load_tasks(Path(file))]
         values = {"samples": self.config.actor_rollout_ref.rollout.val_kwargs.n}
-        return self._play("evaluate", number, number, "evaluation", tasks, values, Purpose())
+        return self._play("evaluate", number, number, "evaluation", tasks, values, lambda _: _Quiet())
 
     def _collect(self, number: int) -> dict[str, Any]:
         count = self.config.sft.tasks or len(self.tasks)
@@ -102,7 +116,7 @@ class _Rounds:
         rollout = self.config.actor_rollout_ref.rollout
         sampling = {f"sampling.{name}": rollout[name] for name in ("temperature", "top_p", "top_k")}
         values = {"epochs": self.config.sft.samples, **sampling}
-        return self._play("collect", number, number - 1, "collection", tasks, values)
+        return self._play("collect", number, number - 1, "collection", tasks, values, _QuietCollection)
 
     def _play(
         self,
@@ -112,7 +126,7 @@ class _Rounds:
         name: str,
         tasks: Sequence[Task],
         values: dict[str, Any],
-        purpose: Purpose | None = None,
+        purpose: Callable[[DictConfig], Purpose],
     ) -> dict[str, Any]:
         """Play what ``iteration_<number>/<name>`` lacks, with the policy of a round; return the results."""
         place = self.place(number) / name
@@ -124,8 +138,7 @@ class _Rounds:
             server = self._serve(model, config, place)
             self.screen.say(f"{program}: policy {policy}, {len(tasks)} tasks")
             weights = Weights(model, step=policy)
-            quiet = purpose or Collection(config)
-            asyncio.run(play_all(config, weights, list(tasks), self.screen, quiet, server))
+            asyncio.run(play_all(config, weights, list(tasks), self.screen, purpose(config), server))
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # asyncio has set the default
             found = _read(place / "results.json")
         keys = ("complete", "tasks", "samples", "episodes", "resolved", "pass_at_1", "verdicts", "infra")
@@ -182,11 +195,12 @@ class _Rounds:
 
 def _show(reports: Sequence[dict[str, Any]], run: Path, screen: Screen) -> None:
     """Print the table of the rounds so far, and write it to rounds.md."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    head = ("round", "played", "resolved", "selected", "rows", "tokens trained", "held-out pass@1", "lost")
+    head = ("round", "resolved", "selected", "rows", "tokens", "held-out", "95 %", "lost")
     rows = [_row(report) for report in reports]
-    table = Table(*head)
+    table = Table(*head, box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(*row)
     screen.print(table)
@@ -195,18 +209,15 @@ def _show(reports: Sequence[dict[str, Any]], run: Path, screen: Screen) -> None:
 
 
 def _row(report: dict[str, Any]) -> list[str]:
+    """Return round, resolved of the training episodes, what was selected and trained on, held-out pass@1 with its
+    interval, and the episodes that were lost to the infrastructure."""
     played, chosen, sft, held_out = (report.get(key, {}) for key in ("collection", "selection", "sft", "evaluation"))
     rate = held_out["pass_at_1"]
-    share = f"{rate['value']:.3f}  [{rate['low']:.3f}, {rate['high']:.3f}]" if rate else "-"
+    share = (f"{rate['value']:.3f}", f"{rate['low']:.3f} to {rate['high']:.3f}") if rate else ("-", "-")
     lost = sum(one["infra"]["episodes"] for one in (played, held_out) if one)
-    figures = (
-        played.get("episodes"),
-        played.get("resolved"),
-        chosen.get("episodes"),
-        sft.get("rows"),
-        sft.get("trained"),
-    )
-    return [str(report["iteration"]), *("-" if one is None else str(one) for one in figures), share, str(lost)]
+    resolved = f"{played['resolved']} of {played['episodes']}" if played else "-"
+    figures = (chosen.get("episodes", "-"), sft.get("rows", "-"), sft.get("trained", "-"))
+    return [str(report["iteration"]), resolved, *map(str, figures), *share, str(lost)]
 
 
 def _listed(value: Any) -> list[str]:

@@ -197,7 +197,7 @@ def test_the_closed_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("iteration_2", "evaluation", "iteration_2", "val0", "val1", "val2", "val3"),
         ("end",),
     ]
-    assert table.splitlines()[-1].startswith("| 2 | 3 | 2 | 2 | 3 | 5 | 0.500  [0.100, 0.900] | 0 |")
+    assert table.splitlines()[-1].startswith("| 2 | 2 of 3 | 2 | 3 | 5 | 0.500 | 0.100 to 0.900 | 0 |")
     assert len(table.splitlines()) == 5
     selected = json.loads((tmp_path / "iteration_2" / "data" / "selection.json").read_text())
     assert (selected["episodes"], selected["resolved"]) == (2, 2)

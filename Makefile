@@ -39,5 +39,5 @@ format: setup
 
 # Outputs of runs are kept: they are yours.
 clean:
-	rm -rf .venv .gpu-pins build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf .venv .gpu-pins .llamafactory build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
 	find rl rollout rewards tests scripts -name __pycache__ -prune -exec rm -rf {} +

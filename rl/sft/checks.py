@@ -18,12 +18,13 @@ from rl.checks.packages import check_packages
 from rl.config import ConfigError, check_all
 from rl.data.choice import Rules
 from rl.overrides import nearest
+from rl.sft.other import check_environment
 from rl.train import adopt
 from rollout.records import Reader
 
-_POSITIVE = ("sft.epochs", "sft.lr", "sft.batch_size", "sft.samples")
+_POSITIVE = ("sft.epochs", "sft.lr", "sft.batch_size", "sft.samples", "sft.beta")
 _POSITIVE_OR_NULL = ("sft.max_length", "sft.rounds", "sft.tasks", "sft.budget")
-TRAINERS = ("verl", "llamafactory")
+TRAINERS = ("verl", "llamafactory", "dpo")
 
 
 def check_values(config: DictConfig) -> None:
@@ -46,7 +47,18 @@ def check_sft(config: DictConfig) -> None:
         check_values(config)  # the others count on them
         plays = [check_episodes] if config.sft.rounds else []
         made = [] if config.prepare else [check_model, *([check_files] if config.sft.rounds else [])]
-        check_all(config, adopt, check_cpu, _check_source, _check_rules, _check_engine, *plays, *made, check_disk)
+        check_all(
+            config,
+            adopt,
+            check_cpu,
+            _check_source,
+            check_environment,
+            _check_rules,
+            _check_engine,
+            *plays,
+            *made,
+            check_disk,
+        )
 
     check_all(config, check_keys, settings, check_packages)
     if not config.prepare:
@@ -56,7 +68,9 @@ def check_sft(config: DictConfig) -> None:
 def _check_source(config: DictConfig) -> None:
     sft = config.sft
     if sft.trainer not in TRAINERS:
-        raise ConfigError(f"sft.trainer is {sft.trainer!r}; it must be {' or '.join(TRAINERS)}")
+        raise ConfigError(f"sft.trainer is {sft.trainer!r}; it must be {', '.join(TRAINERS)}")
+    if sft.trainer == "dpo" and sft.rounds:
+        raise ConfigError("sft.trainer=dpo needs unresolved episodes, too, and rounds select; give data=[DIR,...]")
     if (sft.data is None) == (sft.rounds is None):
         both = "neither is" if sft.data is None else "both are"
         raise ConfigError(f"give data=[DIR,...] to fine-tune once, or rounds=N; {both} set")

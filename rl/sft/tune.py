@@ -23,8 +23,9 @@ from omegaconf import DictConfig
 from rl.metrics.episodes import read_jsonl
 from rl.screen import Screen, to_go
 from rl.sft.checks import max_length
+from rl.sft.other import run_dpo, run_llamafactory
 from rl.tune.rows import Counts, write_rows
-from rl.tune.trainer import Passes, run_sft
+from rl.tune.trainer import Passes, Watch, run_sft
 from rollout import files
 
 
@@ -38,44 +39,43 @@ def tune(
     report = out / "sft.json"
     if report.exists():
         return json.loads(report.read_text())
-    began = time.monotonic()
-    counts = _rows(config, model, sources, out, screen)
-    sft = config.sft
+    sft, began = config.sft, time.monotonic()
     passes = Passes(sft.epochs, sft.lr, sft.batch_size, max_length(config), seed)
-    screen.say(_sentence(counts, passes))
 
     def watch(step: int, steps: int, metrics: Mapping[str, float]) -> None:
         pace = (time.monotonic() - began) / step
         note = f"loss {metrics['train/loss']:.4f}, {to_go((steps - step) * pace)}"
         screen.show("fine-tuning, steps", step, steps, note)
 
-    screen.show("fine-tuning")
-    own = {"WANDB_RUN_ID": f"{os.environ['WANDB_RUN_ID']}-{out.name}"} if "WANDB_RUN_ID" in os.environ else {}
-    run_sft(
-        config,
-        model,
-        out / "rows.parquet",
-        out,
-        passes,
-        out / "sft.log",
-        loggers=tuple(config.trainer.logger),
-        environment=own,
-        watch=watch,
-    )
+    if sft.trainer == "verl":
+        figures = _with_verl(config, model, sources, out, passes, watch, screen)
+    else:
+        run = {"llamafactory": run_llamafactory, "dpo": run_dpo}[sft.trainer]
+        screen.say(f"fine-tuning with {sft.trainer} on {', '.join(map(str, sources))}")
+        screen.show("fine-tuning")
+        figures = run(config, model, sources, out, passes, watch)
     screen.clear()
+    seconds = round(time.monotonic() - began, 1)
+    made = {"trainer": sft.trainer, "model": model, "sources": [*map(str, sources)], **figures, "seconds": seconds}
+    files.write(report, json.dumps(made, indent=1) + "\n", synced=True)
+    loss = figures["loss"]
+    screen.say(f"fine-tuned: {made['steps']} steps, loss {loss['first']:.4f} to {loss['last']:.4f}, {seconds:.0f} s")
+    return made
+
+
+def _with_verl(
+    config: DictConfig, model: str, sources: Sequence[Path], out: Path, passes: Passes, watch: Watch, screen: Screen
+) -> dict[str, Any]:
+    """Fine-tune on token-exact rows; return figures."""
+    counts = _rows(config, model, sources, out, screen)
+    screen.say(_sentence(counts, passes))
+    screen.show("fine-tuning")
+    rows, log = out / "rows.parquet", out / "sft.log"
+    own = {"WANDB_RUN_ID": f"{os.environ['WANDB_RUN_ID']}-{out.name}"} if "WANDB_RUN_ID" in os.environ else {}
+    run_sft(config, model, rows, out, passes, log, tuple(config.trainer.logger), own, watch)
     steps = read_jsonl(out / "sft_metrics.jsonl")
     losses = [line["data"]["train/loss"] for line in steps]
-    made = {
-        "model": model,
-        "sources": [str(one) for one in sources],
-        **asdict(counts),
-        "steps": steps[-1]["step"],
-        "loss": {"first": losses[0], "last": losses[-1]},
-        "seconds": round(time.monotonic() - began, 1),
-    }
-    files.write(report, json.dumps(made, indent=1) + "\n", synced=True)
-    screen.say(f"fine-tuned: {made['steps']} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, {made['seconds']:.0f} s")
-    return made
+    return {**asdict(counts), "steps": steps[-1]["step"], "loss": {"first": losses[0], "last": losses[-1]}}
 
 
 def _rows(config: DictConfig, model: str, sources: Sequence[Path], out: Path, screen: Screen) -> Counts:

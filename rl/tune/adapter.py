@@ -49,10 +49,14 @@ def split_adapter(sharded: Path, base: str, out: Path, log: Path) -> None:
             about = merged / "lora_adapter" / "adapter_config.json"
             files.write(about, json.dumps(json.loads(about.read_text()) | {"base_model_name_or_path": base}, indent=1))
             (merged / "lora_adapter").rename(out / "adapter")
-        # In a process of its own, because the weights of a large model should not stay in memory.
-        _run(["rl.tune.adapter", base, str(out / "adapter"), str(out / "model")], log)
+        merge_apart(base, out / "adapter", out / "model", log)
     finally:
         shutil.rmtree(merged, ignore_errors=True)
+
+
+def merge_apart(base: str, adapter: Path, out: Path, log: Path) -> None:
+    """Do ``merge_adapter`` in a process of its own, whose memory is free afterwards. Raises RuntimeError."""
+    _run(["rl.tune.adapter", base, str(adapter), str(out)], log)
 
 
 def _run(module: Sequence[str], log: Path) -> None:

@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,22 +113,16 @@ def run_sft(
     command = [sys.executable, *launcher, "-m", "verl.trainer.sft_trainer", *_HYDRA]
     command += ["--config-path", str(out_dir), "--config-name", "verl"]
     batches = pyarrow.parquet.read_metadata(rows).num_rows // settings.data.train_batch_size
-    with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch, open(log, "ab") as sink:
-        variables = {**os.environ, **_environment(scratch, out_dir, ranks), **(environment or {})}
-        if config.trainer.device == "cpu":
-            # A GPU that is here must not be seen: verl would pick its branches for GPUs.
-            variables |= {**CPU_TRAINING, "CUDA_VISIBLE_DEVICES": ""}
-        process = subprocess.Popen(tied(*command), env=variables, stdout=sink, stderr=sink)
-        metrics = Tail(out_dir / "sft_metrics.jsonl")
-        try:
-            while not _ended(process):
-                for line in metrics.take():
-                    watch(line["step"], batches * passes.epochs, line["data"])
-        finally:
-            process.terminate()
-            process.wait()
-    if process.returncode != 0:
-        raise RuntimeError(f"fine-tuning failed, see {log}: {end_of_log(log)}")
+    lines = Tail(out_dir / "sft_metrics.jsonl")
+    lines.path.unlink(missing_ok=True)  # verl writes it anew
+
+    def look() -> None:
+        for line in lines.take():
+            watch(line["step"], batches * passes.epochs, line["data"])
+
+    with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch:
+        own = {**_environment(scratch, out_dir, ranks), **(environment or {}), **on_device(config)}
+        run_logged(command, own, log, look)
     saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
     if config.actor_rollout_ref.model.lora_rank:
         split_adapter(saved, model, out_dir, log)
@@ -184,12 +179,28 @@ def _settings(
     return OmegaConf.merge(verls, plain, _SETTINGS, own)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> bool:
+def on_device(config: DictConfig) -> dict[str, str]:
+    """Return the variables of a trainer on the config's device."""
+    # A GPU that is here must not be seen: verl would pick its branches for GPUs.
+    return {**CPU_TRAINING, "CUDA_VISIBLE_DEVICES": ""} if config.trainer.device == "cpu" else {}
+
+
+def run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path, look: Callable[[], object]) -> None:
+    """Run a trainer, which ends together with this process; ``log`` gets what it prints.
+
+    environment: more variables. look: called twice a second, and at the end. Raises RuntimeError if it fails.
+    """
+    with open(log, "ab") as sink:
+        process = subprocess.Popen(tied(*command), env={**os.environ, **environment}, stdout=sink, stderr=sink)
     try:
-        process.wait(_LOOK_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+        while process.poll() is None:
+            time.sleep(_LOOK_S)
+            look()
+    finally:
+        process.terminate()
+        process.wait()
+    if process.returncode != 0:
+        raise RuntimeError(f"fine-tuning failed, see {log}: {end_of_log(log)}")
 
 
 def _config_of(model: str) -> str:

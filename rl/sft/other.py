@@ -13,12 +13,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl import tune
 from rl.config import CONFIGS, NO_REPORTS, ConfigError
 from rl.export.__main__ import main as export
 from rl.metrics.episodes import Tail
+from rl.sft.pairs import write_pairs
 from rl.tune.adapter import merge_apart
-from rl.tune.pairs import write_pairs
 from rl.tune.rows import RowsError
 from rl.tune.trainer import Passes, Watch, on_device, run_logged
 
@@ -86,7 +85,7 @@ def run_dpo(
     if not pairs:
         left = f"{too_long} pairs are longer than {passes.max_length} tokens" if too_long else "there is no pair"
         raise RowsError(
-            f"{left}: DPO needs resolved and unresolved episodes of the same task that part in a reply to the same tokens"
+            f"{left}: DPO needs resolved and unresolved episodes of a task that part in a reply to the same tokens"
         )
     settings = {
         "model": model,
@@ -104,7 +103,7 @@ def run_dpo(
     shutil.rmtree(trained, ignore_errors=True)
     ranks = config.trainer.n_gpus_per_node
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    program = str(Path(tune.__file__).with_name("dpo.py"))
+    program = str(Path(__file__).with_name("dpo.py"))
     command = [str(PROGRAMS / "python"), *launcher, program, str(out / "dpo.json")]
     _train(command, config, model, out, settings["lora"] is not None, watch)
     return {"pairs": pairs, "too_long": too_long, **_losses(out)}

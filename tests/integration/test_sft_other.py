@@ -1,5 +1,4 @@
-"""LLaMA-Factory and TRL's DPO at toy size, in the environment that scripts/llamafactory.sh makes; their policies are loaded
-by vLLM."""
+"""LLaMA-Factory and TRL's DPO at toy size, in the environment that scripts/llamafactory.sh makes."""
 
 from __future__ import annotations
 

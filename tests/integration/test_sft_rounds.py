@@ -1,5 +1,4 @@
-"""``python -m rl.sft rounds=3`` with the real Claude Code, vLLM and verl's trainer, killed in the middle; then a step of
-GRPO from its policy."""
+"""Three rounds with the real Claude Code, vLLM and verl's trainer, killed in the middle; then a step of GRPO."""
 
 from __future__ import annotations
 

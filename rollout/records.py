@@ -246,14 +246,14 @@ def unpack_floats(data: bytes) -> list[float]:
 
 class RecordWriter:
     """A writer appends records to a new file of its own: one per process and start, so that nothing is ever appended
-    behind a torn tail. Raises FileExistsError."""
+    behind a torn tail. Without ``synced``, records have reached the disk when it is closed. Raises FileExistsError."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, synced: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{name}{SUFFIX}"
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
-        self._number, self._previous = 0, b""
+        self._number, self._previous, self._synced = 0, b"", synced
 
     def append(self, record: Record) -> None:
         """Write one record; it is on the disk when this returns."""
@@ -271,7 +271,8 @@ class RecordWriter:
         try:
             while left:
                 left = left[self._file.write(left) :]
-            os.fsync(self._file.fileno())
+            if self._synced:
+                os.fsync(self._file.fileno())
         except OSError:  # a full disk: nothing may follow a part of a frame
             self._file.truncate(self._file.seek(end))
             raise
@@ -279,6 +280,8 @@ class RecordWriter:
 
     def close(self) -> None:
         """Close the file."""
+        if not self._synced:
+            os.fsync(self._file.fileno())
         self._file.close()
 
 

@@ -24,6 +24,7 @@ WINGS = {
     "rl/cpu": 250,
     "rl/data": 1590,  # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates
     "rl/evaluate": 770,
+    "rl/export": 1020,  # new: 15 formats; conversations out of records, proven by rendering them again
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,
@@ -42,9 +43,10 @@ WINGS = {
     "rewards": 900,
     "scripts": 2020,
 }
-# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 500 are
-# selections of episodes and tasks, 950 fine-tuning: the command, rounds, LLaMA-Factory, preferences, seeds.
-EVERYTHING = 21_350
+# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are
+# episodes as data: selections, and exports to LLaMA-Factory, TRL, SWE-smith, ATIF, sb-cli and the hub. 950 are
+# fine-tuning: the command, rounds, LLaMA-Factory, preferences, seeds.
+EVERYTHING = 22_050
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

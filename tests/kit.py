@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import Block
@@ -26,11 +26,16 @@ THOUGHT = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
 
 class CharTokenizer:
     eos_token_id = END
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_tokens = ("<e>",)
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return END if token == "<e>" else ord(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [END if part == "<e>" else ord(c) for part in re.split("(<e>)", text) for c in _units(part)]
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **options: bool) -> str:
         return "".join("<e>" if i == END else chr(i) for i in ids)
 
 

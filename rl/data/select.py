@@ -97,7 +97,7 @@ def write(chosen: Chosen, told: Mapping[str, Any], out: Path) -> None:
     for entry in chosen.entries:
         places[entry.path].append(entry.offset)
     for number, (path, offsets) in enumerate(places.items()):
-        writer = RecordWriter(out / "episodes", f"{number:05d}-{path.stem}")
+        writer = RecordWriter(out / "episodes", f"{number:05d}-{path.stem}", synced=False)
         try:
             for offset in offsets:
                 writer.copy(payload_at(path, offset))

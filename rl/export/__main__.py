@@ -67,7 +67,7 @@ FORMATS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_intermixed_args(arguments)  # key=value may follow options
     try:
         with Screen() as screen:
             return _export(args, screen)

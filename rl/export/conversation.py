@@ -94,14 +94,17 @@ def _conversation(record: Record, talk: _Talk, row: list[int], parents: Mapping[
     path.reverse()
     messages: list[ChatMessage] = []
     replies: dict[int, Said] = {}
+    names: dict[str, str] = {}  # of the tools that calls are for
     for place in path:
         for part in talk.context.get(place, [place]):
             if isinstance(part, int):
                 name, said, node, call = talk.replies[part]
                 replies[len(messages)] = Said(name, node, call, place in row)
                 messages += chat_of(said)
+                names |= {one["id"]: one["function"]["name"] for one in messages[-1].get("tool_calls", ())}
             else:
-                messages.append(part)
+                called = names.get(part.get("tool_call_id", ""))
+                messages.append({**part, "name": called} if called else part)
     made = Conversation(record, messages, talk.tools[path[0]], replies)
     calls = [said.call for said in replies.values() if said.fresh and said.call]
     nodes = [record.nodes[said.node] for said in replies.values() if said.fresh and said.node >= 0]
@@ -221,11 +224,11 @@ class _Context:
                         return [*first, reply, *self.read(ids[at + len(said) :], reply, place)]
                     except Unreadable:
                         continue
-            raise
+            return list(self._piece(ids, base, told=True))
 
-    def _piece(self, ids: list[int], base: int) -> list[ChatMessage]:
+    def _piece(self, ids: list[int], base: int, told: bool = False) -> list[ChatMessage]:
         if base < 0:
-            messages, self.tools = self._unrenderer.start(ids, self._record.tools)
+            messages, self.tools = self._unrenderer.start(ids, self._record.tools, told)
             return messages
         node = self._record.nodes[base]
         calls = [call for message in chat_of(node.blocks) for call in message.get("tool_calls", ())]
@@ -270,5 +273,5 @@ def _assigned(
                 answers[number] = fits[0]
                 left.remove(fits[0])
     for number, message in enumerate(tools):
-        message |= {"tool_call_id": answers[number]["id"], "name": answers[number]["function"]["name"]}
+        message["tool_call_id"] = answers[number]["id"]
     return messages

@@ -127,5 +127,5 @@ def training(overrides: Sequence[str], stage: str, data_set: str, out: Path) -> 
     given = {text.lstrip("+~").partition("=")[0] for text in overrides}
     place = out.absolute()
     ours: dict[str, Any] = {"stage": stage, "dataset": data_set, "dataset_dir": str(place)}
-    ours |= {"output_dir": str(place / "trained")} | ({} if stage == "sft" else {"learning_rate": 5e-6})
+    ours |= {"output_dir": str(place / "trained"), "learning_rate": 1e-4 if stage == "sft" else 5e-6}
     return OmegaConf.to_yaml(OmegaConf.merge(config, {key: ours[key] for key in ours if key not in given}))

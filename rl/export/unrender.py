@@ -22,7 +22,8 @@ from rollout.proxy.render import ChatTemplateRenderer, Renderer
 # Texts to render in place of a content; a tokenizer need not have a token for each letter.
 _HOLES = ("\u2980hole\u2980", "zqxholeqz", "7431957", "qz")
 _FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF  # lone surrogates, which no decoded text has
-_STARTS = ("su", "u", "suu", "uu", "sus", "ss", "suau", "uau", "suaua", "suauau")
+_STARTS = ("su", "u", "suu", "uu", "sus", "ss")
+_TOLD = ("suau", "uau", "suua", "suauau")  # with what the agent says that the assistant said
 _MORE = ("", "u", "s", "uu", "us", "su", "uuu")
 _ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 
@@ -47,11 +48,17 @@ class Unrenderer:
             raise ValueError("this tokenizer encodes none of the texts that contexts are read with")
         self._between: dict[Any, list[str] | None] = {}
 
-    def start(self, ids: list[int], tools: list[dict[str, Any]]) -> tuple[list[ChatMessage], list[dict[str, Any]]]:
-        """Return the messages of a first prompt, and those of ``tools`` that it offers. Raises Unreadable."""
+    def start(
+        self, ids: list[int], tools: list[dict[str, Any]], told: bool = False
+    ) -> tuple[list[ChatMessage], list[dict[str, Any]]]:
+        """Return the messages of a first prompt, and those of ``tools`` that it offers. Raises Unreadable.
+
+        told: there may be messages of the assistant among them.
+        """
         text = self._spelled(ids)
-        named = [tool for tool in tools if self._offered(tool, text)]
-        for offered, shape in itertools.product((tools, named, []), _STARTS):
+        named = [tool for tool in tools if tool["function"]["name"] in text]
+        shown = [tool for tool in named if tool["function"]["description"][:40].split("\n")[0] in text]
+        for offered, shape in itertools.product((tools, shown, named, []), _TOLD if told else _STARTS):
             key = "start", shape, tuple(tool["function"]["name"] for tool in offered)
 
             def render(messages: list[ChatMessage], offered: list[dict[str, Any]] = offered) -> list[int]:
@@ -82,10 +89,6 @@ class Unrenderer:
                 if (found := self._read(key, _messages(shape, calls), text, ids, render)) is not None:
                     return found
         raise Unreadable("the chat template does not write such a context after a reply")
-
-    def _offered(self, tool: dict[str, Any], text: str) -> bool:
-        function = tool["function"]
-        return function["name"] in text and function["description"][:40].split("\n")[0] in text
 
     def _spelled(self, ids: Sequence[int]) -> str:
         """Decode ids, with a character of its own for each control token."""

@@ -19,6 +19,7 @@ test: setup
 
 test-long: setup
 	@scripts/trainers.sh
+	@scripts/llamafactory.sh
 	@$(PYTEST) -m long $(ARGS)
 
 # Whole folders: a list of files could lose some.

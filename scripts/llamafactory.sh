@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes .llamafactory, an environment with LLaMA-Factory and TRL in the versions that they want (constraints/llamafactory.txt,
+# Makes .llamafactory, an environment with LLaMA-Factory and what it wants in other versions (constraints/llamafactory.txt,
 # 60 MB). What is not there it takes from .venv: torch, and all that both agree on.
 #
 #   scripts/llamafactory.sh
 #   .llamafactory/bin/llamafactory-cli train DIR/train.yaml      # of `python -m rl.export llamafactory RUN --out DIR`
 #
-# rl.sft trainer=llamafactory and trainer=dpo use it. Does nothing when nothing changed: .llamafactory/.setup holds a hash of
+# rl.sft trainer=llamafactory uses it. Does nothing when nothing changed: .llamafactory/.setup holds a hash of
 # all that the result depends on, and is written last.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,6 +31,6 @@ own=$($made/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib")
 echo "$packages" >"$own/zz-project.pth" # behind its own
 # LLaMA-Factory imports torchaudio at its start, and uses it for audio only. PyPI's build needs CUDA's torch.
 $made/bin/python -c 'import torchaudio' 2>/dev/null || : >"$own/torchaudio.py"
-$made/bin/python -c 'import llamafactory.train.tuner, trl' 2>$made/import.log || fail "cannot be imported: $(tail -n 1 $made/import.log)"
+$made/bin/python -c 'import llamafactory.train.tuner' 2>$made/import.log || fail "cannot be imported: $(tail -n 1 $made/import.log)"
 echo "$key" >$made/.setup
 say done

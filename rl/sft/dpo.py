@@ -1,10 +1,9 @@
-"""Preference training (DPO) with TRL, on pairs of exact token ids, in the environment of scripts/llamafactory.sh.
+"""Train on preference pairs of exact token ids (DPO), with TRL.
 
-    .llamafactory/bin/python rl/sft/dpo.py SETTINGS.json
+    python -m rl.sft.dpo SETTINGS.json
 
 ``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.pairs``), out, epochs, lr, batch_size,
-beta, seed, cpu, and lora, the fields of PEFT's LoraConfig, or null for all weights. Nothing of this project is
-imported, because it is not there.
+beta, seed, cpu, and lora, the fields of PEFT's LoraConfig, or null for all weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def main(path: str) -> None:
     from datasets import load_dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer  # ty: ignore
+    from trl import DPOConfig, DPOTrainer
 
     class ExactDPOTrainer(DPOTrainer):
         """TRL's trainer, for pairs that are token ids already."""

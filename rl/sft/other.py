@@ -1,12 +1,13 @@
-"""This module fine-tunes with programs that want other packages than ours: LLaMA-Factory, and TRL for preferences.
+"""This module fine-tunes with other programs than verl: LLaMA-Factory, and TRL for preferences.
 
-They run in the environment that scripts/llamafactory.sh makes. An interrupted training of theirs begins anew.
+LLaMA-Factory runs in the environment that scripts/llamafactory.sh makes. An interrupted training of theirs begins anew.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl.config import CONFIGS, NO_REPORTS, ConfigError
-from rl.export.__main__ import main as export
 from rl.metrics.episodes import Tail
 from rl.sft.pairs import write_pairs
 from rl.tune.adapter import merge_apart
@@ -25,10 +25,10 @@ PROGRAMS = CONFIGS.parent / ".llamafactory" / "bin"
 
 
 def check_environment(config: DictConfig) -> None:
-    """Raise ConfigError if ``sft.trainer`` needs the environment and it is not there."""
-    if config.sft.trainer != "verl" and not (PROGRAMS.parent / ".setup").exists():
+    """Raise ConfigError if LLaMA-Factory is to train and its environment is not there."""
+    if config.sft.trainer == "llamafactory" and not (PROGRAMS.parent / ".setup").exists():
         raise ConfigError(
-            f"sft.trainer={config.sft.trainer} needs an environment of its own; make it with scripts/llamafactory.sh"
+            "sft.trainer=llamafactory needs an environment of its own; make it with scripts/llamafactory.sh"
         )
 
 
@@ -37,7 +37,7 @@ def run_llamafactory(
 ) -> dict[str, Any]:
     """Export the episodes and train with ``llamafactory-cli``; ``out/model`` is the result. Return figures.
 
-    Raises RowsError if nothing can be exported, RuntimeError if the training fails.
+    Raises RuntimeError if nothing can be exported or the training fails.
     """
     data, trained = out / "export", out / "trained"
     cpu, devices = config.trainer.device == "cpu", config.trainer.n_gpus_per_node
@@ -62,9 +62,9 @@ def run_llamafactory(
         **_plain(config.sft.llamafactory),
     }
     overrides = [f"++{key}={json.dumps(value)}" for key, value in given.items()]
-    runs = [str(one) for one in sources]
-    if export(["llamafactory", *runs, "--out", str(data), *(["--overwrite"] if data.exists() else []), *overrides]):
-        raise RowsError("the episodes cannot be exported; the line above says why")
+    runs, again = [str(one) for one in sources], ["--overwrite"] if data.exists() else []
+    export = [sys.executable, "-m", "rl.export", "llamafactory", *runs, "--out", str(data), *again, *overrides]
+    run_logged(export, {}, out / "sft.log", lambda: None)
     shutil.rmtree(trained, ignore_errors=True)
     rows = sum(json.loads((data / "export.json").read_text())["rows"].values())
     _train(
@@ -103,8 +103,7 @@ def run_dpo(
     shutil.rmtree(trained, ignore_errors=True)
     ranks = config.trainer.n_gpus_per_node
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    program = str(Path(__file__).with_name("dpo.py"))
-    command = [str(PROGRAMS / "python"), *launcher, program, str(out / "dpo.json")]
+    command = [sys.executable, *launcher, "-m", "rl.sft.dpo", str(out / "dpo.json")]
     _train(command, config, model, out, settings["lora"] is not None, watch)
     return {"pairs": pairs, "too_long": too_long, **_losses(out)}
 

@@ -18,7 +18,7 @@ from rollout import files
 from rollout.records import Record, path_of, unpack_ids
 
 _IDS = pyarrow.list_(pyarrow.int32())
-_SCHEMA = pyarrow.schema([(f"{name}_input_ids", _IDS) for name in ("prompt", "chosen", "rejected")])
+_SCHEMA = pyarrow.schema([(f"{name}_ids", _IDS) for name in ("prompt", "chosen", "rejected")])
 
 Pair = tuple[list[int], list[int], list[int]]
 

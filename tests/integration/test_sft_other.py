@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from rl.sft.other import run_dpo, run_llamafactory
+from rl.sft.other import PROGRAMS, run_dpo, run_llamafactory
 from rl.tune.trainer import Passes
 from tests.check_kit import composed
-from tests.integration.programs_kit import ROOT
 from tests.integration.train_kit import WarmStart
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.claude,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not PROGRAMS.exists(), reason="scripts/llamafactory.sh has not been run"),
+]
 
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scripted episodes of the quickstart, a quarter of them resolved, and a policy that imitates them a little."""
-    subprocess.run([ROOT / "scripts" / "llamafactory.sh"], check=True)
     return WarmStart.make(tmp_path_factory.mktemp("warm")).directory / "warm"
 
 
@@ -30,9 +34,6 @@ def differ(base: Path, model: Path) -> int:
     return sum(not before[name].equal(after[name]) for name in before)
 
 
-@pytest.mark.long
-@pytest.mark.claude
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("lora", [0, 4])
 def test_llamafactory_trains_on_the_exported_messages(warm: Path, tmp_path: Path, lora: int) -> None:
     config = composed("+experiment=quickstart", f"actor_rollout_ref.model.lora_rank={lora}")
@@ -49,9 +50,6 @@ def test_llamafactory_trains_on_the_exported_messages(warm: Path, tmp_path: Path
         assert (tmp_path / "model" / name).read_text() == (base / name).read_text()
 
 
-@pytest.mark.long
-@pytest.mark.claude
-@pytest.mark.timeout(1800)
 def test_dpo_prefers_what_resolved(warm: Path, tmp_path: Path) -> None:
     config = composed("+experiment=quickstart")
     made = run_dpo(config, str(warm / "model"), [warm], tmp_path, Passes(4, 1e-4, 2, 2048, 1), lambda *_: None)

@@ -75,7 +75,7 @@ async def test_each_episode_is_in_one_pair_and_pairs_are_of_a_task(tmp_path: Pat
     assert second[0].startswith("right") and second[1].startswith("bad")
     assert write_pairs([run], tmp_path / "pairs.parquet", max_length=10**6) == (2, 0)
     table = pyarrow.parquet.read_table(tmp_path / "pairs.parquet")
-    assert table.column_names == ["prompt_input_ids", "chosen_input_ids", "rejected_input_ids"] and len(table) == 2
+    assert table.column_names == ["prompt_ids", "chosen_ids", "rejected_ids"] and len(table) == 2
     assert write_pairs([run], tmp_path / "pairs.parquet", max_length=3) == (0, 2)
 
 

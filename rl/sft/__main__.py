@@ -51,10 +51,14 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 def work(config: DictConfig, run: Run, screen: Screen) -> None:
     """Make what the experiment prepares, and fine-tune. Raises ConfigError and what ``_FAILURES`` has."""
     weights = adopt(config)
-    screen.show("preparing")
-    prepare(config, screen)
-    merge_policy(config, weights, run, screen)
-    check_all(config, check_model, *([check_tasks, check_family] if config.sft.rounds else []))
+    screen.redirect(run.dir / "run.log")
+    try:
+        screen.show("preparing")
+        prepare(config, screen)
+        merge_policy(config, weights, run, screen)
+        check_all(config, check_model, *([check_tasks, check_family] if config.sft.rounds else []))
+    finally:
+        screen.restore()
     (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     model = config.actor_rollout_ref.model.path
     if config.sft.rounds:

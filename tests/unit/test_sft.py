@@ -16,6 +16,7 @@ from rl.screen import Screen
 from rl.sft import rounds
 from rl.sft.__main__ import main, spelled_out
 from rl.sft.checks import check_sft
+from rl.train import adopt
 from rl.tune import trainer
 from rl.tune.rows import RowsError
 from tests.check_kit import composed
@@ -246,3 +247,23 @@ def test_a_killed_run_does_only_what_it_lacks(tmp_path: Path, monkeypatch: pytes
 def test_the_group_has_the_rules_defaults() -> None:
     """A rule that the config names is one of rl.data.select's."""
     assert set(compose(["+experiment=quickstart"]).sft.select) == {"resolved", "unflagged", "same"}
+
+
+def test_a_policy_takes_the_place_of_the_experiments_model(tmp_path: Path) -> None:
+    """Shards are merged later; until then their directory with config and tokenizer stands for the model."""
+    config = composed("+experiment=qwen3_4b")
+    assert adopt(config) is None and config.actor_rollout_ref.model.path == "Qwen/Qwen3-4B-Instruct-2507"
+    config.policy = "some/hub-name"
+    assert adopt(config) == Weights("some/hub-name") and config.actor_rollout_ref.model.path == "some/hub-name"
+    actor = tmp_path / "checkpoints" / "global_step_3" / "actor"
+    (actor / "huggingface").mkdir(parents=True)
+    (actor / "huggingface" / "config.json").write_text("{}")
+    (actor / "fsdp_config.json").write_text("{}")
+    config.policy = str(actor.parent)
+    found = adopt(config)
+    assert found is not None and found.sharded == actor
+    assert config.actor_rollout_ref.model.path == str(actor / "huggingface")
+    (actor / "merged").mkdir()
+    (actor / "merged" / "config.json").write_text("{}")
+    adopt(config)
+    assert config.actor_rollout_ref.model.path == str(actor / "merged")

@@ -10,6 +10,7 @@ given without `sft.`; all others are those of rl.train. The same command continu
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import sys
@@ -33,6 +34,7 @@ from rl.sft.rounds import play_rounds
 from rl.sft.tune import tune
 from rl.train import adopt, merge_policy, prepare, set_environment
 from rl.tune.rows import RowsError
+from rollout import files
 from rollout.sandbox import SandboxError
 
 _FAILURES = (RowsError, RuntimeError, JournalError, LostError, ServeError, SandboxError, OSError)
@@ -59,7 +61,7 @@ def work(config: DictConfig, run: Run, screen: Screen) -> None:
         check_all(config, check_model, *([check_tasks, check_family] if config.sft.rounds else []))
     finally:
         screen.restore()
-    (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    files.write(run.dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True), synced=True)
     model = config.actor_rollout_ref.model.path
     if config.sft.rounds:
         play_rounds(config, model, run.dir, screen)
@@ -70,7 +72,7 @@ def work(config: DictConfig, run: Run, screen: Screen) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = read_command("rl.sft", (__doc__ or "").partition("\n")[0], spelled_out(arguments), check_values)
+    config = read_command("rl.sft", (__doc__ or "").strip(), spelled_out(arguments), check_values)
     screen = Screen()
     try:
         check_sft(config)
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
         screen.next(("continue", this_command()))
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         screen.clear()
         print("interrupted", file=sys.stderr)
         screen.next(("continue", this_command()))

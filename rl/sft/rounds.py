@@ -105,13 +105,12 @@ class _Rounds:
         return made
 
     def _evaluate(self, number: int) -> dict[str, Any]:
-        files_ = _listed(self.config.data.val_files)
-        tasks = [task for file in files_ for task in load_tasks(Path(file))]
+        tasks = [task for file in _listed(self.config.data.val_files) for task in load_tasks(Path(file))]
         values = {"samples": self.config.actor_rollout_ref.rollout.val_kwargs.n}
         return self._play("evaluate", number, number, "evaluation", tasks, values, lambda _: _Quiet())
 
     def _collect(self, number: int) -> dict[str, Any]:
-        count = self.config.sft.tasks or len(self.tasks)
+        count = min(self.config.sft.tasks or len(self.tasks), len(self.tasks))
         tasks = [self.tasks[n % len(self.tasks)] for n in range((number - 1) * count, number * count)]
         rollout = self.config.actor_rollout_ref.rollout
         sampling = {f"sampling.{name}": rollout[name] for name in ("temperature", "top_p", "top_k")}

@@ -207,11 +207,11 @@ def test_the_closed_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_accumulating_starts_anew_with_all_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(monkeypatch)
-    play(tmp_path, accumulate=True)
+    play(tmp_path, accumulate=True, tasks=9)  # there are four
     tuned = [what for what in played.log if what[0] == "tune"]
     assert tuned[1] == ("tune", "iteration_2", "warm", "iteration_1", "iteration_2")
     # What a round's policy plays next is its own.
-    assert ("iteration_2", "collection", "iteration_1", "train3", "train0", "train1") in played.log
+    assert ("iteration_2", "collection", "iteration_1", "train0", "train1", "train2", "train3") in played.log
 
 
 def test_a_budget_ends_the_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,22 @@ async def crowd(name: str, **how: Any) -> Record:
     return play.record(name)
 
 
+async def nested(name: str, reward: float = 1.0, last: str = "Done.") -> Record:
+    """An episode with a sub-agent that starts another one, a side call behind them, and nothing that is graded."""
+    agent = '[[Agent {"n": 1}]]'
+    play = Play(agent, agent, "Inner.", "Outer.", last, "A title", hosted=True)
+    main, outer, inner = ([{"role": "user", "content": text}] for text in ("fix it", "look", "look closer"))
+    (first,) = calls_of(await play.ask(main))
+    (second,) = calls_of(await play.ask(outer, caller=first))
+    await play.ask(inner, caller=second)
+    play.answer(outer, (second, "Inner."))
+    await play.ask(outer, caller=first)
+    play.answer(main, (first, "Outer."))
+    await play.ask(main)
+    await play.ask([{"role": "user", "content": "make a title"}], side=True, tools=[])
+    return play.record(name, reward)
+
+
 def write(run: Path, *records: Record, name: str = "w") -> Path:
     writer = RecordWriter(run / "episodes", name)
     for record in records:

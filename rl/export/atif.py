@@ -24,20 +24,22 @@ VERSION = "ATIF-v1.8"
 def write(source: Source, out: Sink) -> None:
     """Write a file per main conversation, and an index of them, trajectories.jsonl."""
     for entry, talks in source.talks():
-        mains = [talk for talk in talks if talk.kind == "main"] or talks[:1]
-        inner = [talk for talk in talks if talk not in mains]
+        made = [trajectory(entry, talk, f"{number}") for number, talk in enumerate(talks)]
+        mains = [one for one, talk in zip(made, talks, strict=True) if talk.kind == "main"] or made[:1]
+        for one, talk in zip(made, talks, strict=True):
+            if not any(one is main for main in mains):
+                _embed(next((other for other in made if talk.caller in _calls(other)), mains[0]), one, talk.caller)
         names = [_file(entry, number) for number in range(len(mains))]
-        for number, talk in enumerate(mains):
-            made = trajectory(entry, talk, f"{number}")
-            started = {call["tool_call_id"] for step in made["steps"] for call in step.get("tool_calls", ())}
-            subs = [one for one in inner if one.caller in started or (not one.caller and not number)]
-            for place, sub in enumerate(subs):
-                _embed(made, trajectory(entry, sub, f"{number}.{place}"), sub)
-            if number + 1 < len(mains):
-                made["continued_trajectory_ref"] = names[number + 1]
-            out.text(f"trajectories/{names[number]}", json.dumps(made, ensure_ascii=False) + "\n")
-            about = {"file": f"trajectories/{names[number]}", "episode": entry.facts["episode"]}
+        for one, name, following in zip(mains, names, [*names[1:], None], strict=True):
+            if following:
+                one["continued_trajectory_ref"] = following
+            out.text(f"trajectories/{name}", json.dumps(one, ensure_ascii=False) + "\n")
+            about = {"file": f"trajectories/{name}", "episode": entry.facts["episode"]}
             out.row("trajectories.jsonl", about | {"instance_id": entry.task, "resolved": entry.facts["resolved"]})
+
+
+def _calls(made: dict[str, Any]) -> set[str]:
+    return {call["tool_call_id"] for step in made["steps"] for call in step.get("tool_calls", ())}
 
 
 def _file(entry: Entry, number: int) -> str:
@@ -118,12 +120,12 @@ def _metrics(record: Record, said: Said) -> dict[str, Any]:
     return {"prompt_tokens": sum(read), "completion_tokens": used.get("output_tokens") or 0, "cached_tokens": read[1]}
 
 
-def _embed(made: dict[str, Any], inner: dict[str, Any], sub: Conversation) -> None:
+def _embed(made: dict[str, Any], inner: dict[str, Any], caller: str) -> None:
     """Embed a sub-agent's trajectory, and refer to it in the result of the call that started it."""
     made.setdefault("subagent_trajectories", []).append(inner)
     for step in made["steps"]:
         for result in step.get("observation", {}).get("results", ()):
-            if sub.caller and result["source_call_id"] == sub.caller:
+            if caller and result["source_call_id"] == caller:
                 result.setdefault("subagent_trajectory_ref", []).append({"trajectory_id": inner["trajectory_id"]})
 
 

@@ -170,8 +170,8 @@ def _heard(record: Record) -> _Talk:
         talk.replies[node.index] = name, said, call.node, call
     if record.agent.get("reports") and not record.nodes:
         session.disown({name for name, _ in _reported(record)})
-        for node in session.tree.nodes:  # Claude Code reports no side calls
-            node.trained = node.trained or bool(node.asked and node.asked.side)
+        for place, (*_, call) in talk.replies.items():  # Claude Code reports no side calls
+            session.tree.nodes[place].trained |= call is not None and call.side
     numbers = list(talk.replies)
     for node in session.tree.nodes:
         talk.parents.append(node.parent.index if node.parent else -1)
@@ -215,7 +215,7 @@ class _Context:
         try:
             return list(self._piece(ids, base))
         except Unreadable:
-            for reply in range(place):
+            for reply in reversed(range(place)):  # of those that say the same, the latest
                 node = self._record.nodes[reply]
                 said = unpack_ids(node.ids) if node.logprobs is not None else []
                 for at in _places(ids, said):

@@ -19,7 +19,7 @@ from rl.data.choice import Entry
 from rl.export.conversation import Conversation
 from rl.export.sink import Sink
 from rl.export.source import Source
-from rl.export.trl import alike, graded, parting
+from rl.export.trl import alike, parting
 from rollout.proxy.messages import ChatMessage
 
 _COLUMNS = {"messages": "conversations", "system": "system", "tools": "tools"}
@@ -66,9 +66,10 @@ def write_ranking(source: Source, out: Sink) -> None:
 
 def write_kto(source: Source, out: Sink) -> None:
     """Write a row per graded conversation, with whether its episode was resolved. Its last reply is trained on."""
-    for entry, talk in graded(source):
-        row = {"conversations": turns(talk.messages), "kto_tag": entry.facts["resolved"]}
-        out.row(_file(source), row | _rest(entry, talk))
+    for entry, talks in source.talks(graded=True):
+        for talk in talks:
+            row = {"conversations": turns(talk.messages), "kto_tag": entry.facts["resolved"]}
+            out.row(_file(source), row | _rest(entry, talk))
     _finish(source, out, {"formatting": "sharegpt", "columns": _COLUMNS | {"kto_tag": "kto_tag"}})
 
 
@@ -117,7 +118,10 @@ def _file(source: Source) -> str:
 
 
 def _finish(source: Source, out: Sink, info: dict[str, Any]) -> None:
-    out.text("dataset_info.json", json.dumps({source.data_set: {"file_name": _file(source), **info}}, indent=2) + "\n")
+    place = out.directory / "dataset_info.json"
+    known = json.loads(place.read_text()) if place.exists() else {}  # of an export that is appended to
+    known[source.data_set] = {"file_name": _file(source), **info}
+    out.text(place.name, json.dumps(known, indent=2) + "\n")
 
 
 def training(overrides: Sequence[str], stage: str, data_set: str, out: Path) -> str:

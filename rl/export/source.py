@@ -46,9 +46,12 @@ class Source:
         """Return the episodes that were not exported before."""
         return [one for one in self.chosen.entries if one.facts["episode"] not in self.skip]
 
-    def talks(self) -> Iterator[tuple[Entry, list[Conversation]]]:
-        """Iterate over episodes with their conversations of the kinds that are wanted; one without any is left out."""
-        entries = self.entries()
+    def talks(self, graded: bool = False) -> Iterator[tuple[Entry, list[Conversation]]]:
+        """Iterate over episodes with their conversations of the kinds that are wanted; one without any is left out.
+
+        graded: only those with a verdict.
+        """
+        entries = [one for one in self.entries() if one.graded or not graded]
         for number, entry in enumerate(entries):
             self.progress(number, len(entries))
             if found := self.of(entry):
@@ -74,7 +77,7 @@ class Source:
         self, same: Callable[[list[ChatMessage], list[ChatMessage]], bool]
     ) -> Iterator[tuple[Entry, Conversation, Conversation]]:
         """Iterate over pairs of a resolved and an unresolved episode of a task: the entry of the first, and the first
-        conversations of both. Each episode is in one pair at most.
+        main conversations of both. Each episode is in one pair at most.
 
         Both must have begun with the same prompt and tools, and must not be the same: ``same`` compares their messages.
         Else the pair is left out, with a line.
@@ -86,7 +89,7 @@ class Source:
         for number, (good, bad) in enumerate(tasks.values()):
             self.progress(number, len(tasks))
             for better, worse in zip(good, bad, strict=False):
-                found = self.of(better), self.of(worse)
+                found = [[talk for talk in self.of(one) if talk.kind == "main"] for one in (better, worse)]
                 if not all(found):
                     continue
                 (chosen, *_), (rejected, *_) = found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from rl.data.choice import Entry
@@ -62,17 +61,12 @@ def write_preference(source: Source, out: Sink) -> None:
 
 def write_unpaired(source: Source, out: Sink) -> None:
     """Write a row per graded conversation: the first prompt, how it goes on, and whether the episode was resolved."""
-    for entry, talk in graded(source):
-        first = min(talk.replies)
-        row = {"prompt": talk.messages[:first], "completion": talk.messages[first:], "label": entry.facts["resolved"]}
-        out.table_row(FILE, row | _columns(entry, talk), ("prompt", "completion"))
-
-
-def graded(source: Source) -> Iterator[tuple[Entry, Conversation]]:
-    """Iterate over the conversations of episodes that have a verdict."""
-    for entry, talks in source.talks():
-        if entry.graded:
-            yield from ((entry, talk) for talk in talks)
+    for entry, talks in source.talks(graded=True):
+        for talk in talks:
+            first = min(talk.replies)
+            row = {"prompt": talk.messages[:first], "completion": talk.messages[first:]}
+            row |= {"label": entry.facts["resolved"], **_columns(entry, talk)}
+            out.table_row(FILE, row, ("prompt", "completion"))
 
 
 def parting(one: list[ChatMessage], other: list[ChatMessage]) -> int:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollout.proxy.marks import control_texts
 from rollout.proxy.messages import ChatMessage, RequestError
 from rollout.proxy.render import ChatTemplateRenderer, Renderer
@@ -25,6 +27,7 @@ _FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF  # lone surrogates, which no decoded te
 _STARTS = ("su", "u", "suu", "uu", "sus", "ss")
 _TOLD = ("suau", "uau", "suua", "suauau")  # with what the agent says that the assistant said
 _MORE = ("", "u", "s", "uu", "us", "su", "uuu")
+_OTHER = {"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}
 _ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 
 
@@ -47,6 +50,7 @@ class Unrenderer:
         if not self._hole:
             raise ValueError("this tokenizer encodes none of the texts that contexts are read with")
         self._between: dict[Any, list[str] | None] = {}
+        self._tools: dict[bytes, str] = {}
 
     def start(
         self, ids: list[int], tools: list[dict[str, Any]], told: bool = False
@@ -56,9 +60,9 @@ class Unrenderer:
         told: there may be messages of the assistant among them.
         """
         text = self._spelled(ids)
-        named = [tool for tool in tools if tool["function"]["name"] in text]
-        shown = [tool for tool in named if tool["function"]["description"][:40].split("\n")[0] in text]
-        for offered, shape in itertools.product((tools, shown, named, []), _TOLD if told else _STARTS):
+        places = [(text.find(self._written(tool)), tool) for tool in tools]
+        shown = [tool for _, tool in sorted(((at, tool) for at, tool in places if at >= 0), key=lambda one: one[0])]
+        for offered, shape in itertools.product((shown, []), _TOLD if told else _STARTS):
             key = "start", shape, tuple(tool["function"]["name"] for tool in offered)
 
             def render(messages: list[ChatMessage], offered: list[dict[str, Any]] = offered) -> list[int]:
@@ -89,6 +93,17 @@ class Unrenderer:
                 if (found := self._read(key, _messages(shape, calls), text, ids, render)) is not None:
                     return found
         raise Unreadable("the chat template does not write such a context after a reply")
+
+    def _written(self, tool: dict[str, Any]) -> str:
+        """Return what the template writes for a tool: what a prompt has more if the tool is offered beside another."""
+        key = msgspec.json.encode(tool)
+        if key not in self._tools:
+            asked = [{"role": "user", "content": self._hole}]
+            one, both = (self._spelled(self._renderer.start(asked, tools)) for tools in ([_OTHER], [_OTHER, tool]))
+            before = _common(one, both)
+            after = min(_common(one[::-1], both[::-1]), len(one) - before)
+            self._tools[key] = both[before : len(both) - after].strip(" ,\n")
+        return self._tools[key]
 
     def _spelled(self, ids: Sequence[int]) -> str:
         """Decode ids, with a character of its own for each control token."""
@@ -141,6 +156,11 @@ def _messages(shape: str, calls: Sequence[ChatMessage]) -> list[ChatMessage]:
             yield message
 
     return list(made())
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 @functools.lru_cache(4)

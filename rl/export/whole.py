@@ -72,12 +72,11 @@ def _runs(run: Path) -> Iterator[Path]:
 def write_predictions(source: Source, out: Sink) -> None:
     """Write preds.json with the first episode of each task, as sb-cli and swebench take it, preds.1.json with the
     second, and so on. Raises ExportError if there are several models and no name for them."""
-    models = {entry.facts["model"] for entry in source.entries()}
-    if len(models) > 1 and not source.name:
-        raise ExportError(
-            f"predictions are of one model, here are {len(models)}; choose with rl.data.select, or --name"
-        )
-    samples: list[dict[str, dict[str, str]]] = []
+    samples = [
+        {one["instance_id"]: one for one in json.loads(path.read_text())}
+        for path in map(out.directory.joinpath, map(_predictions, range(len(out.known))))
+        if path.exists()  # of an export that is appended to
+    ]
     for entry in source.entries():
         number = next((n for n, sample in enumerate(samples) if entry.task not in sample), len(samples))
         if number == len(samples):
@@ -86,7 +85,15 @@ def write_predictions(source: Source, out: Sink) -> None:
         name = source.name or entry.facts["model"]
         samples[number][entry.task] = {"instance_id": entry.task, "model_name_or_path": name, "model_patch": patch}
         source.exported.append(entry.facts["episode"])
+    models = {one["model_name_or_path"] for sample in samples for one in sample.values()}
+    if len(models) > 1:
+        raise ExportError(
+            f"predictions are of one model, here are {len(models)}; choose with rl.data.select, or --name"
+        )
     for number, sample in enumerate(samples):
-        name = f"preds.{number}.json" if number else "preds.json"
-        out.text(name, json.dumps([sample[task] for task in sorted(sample)], indent=1) + "\n")
-        out.rows[name] = len(sample)
+        out.text(_predictions(number), json.dumps([sample[task] for task in sorted(sample)], indent=1) + "\n")
+        out.rows[_predictions(number)] = len(sample)
+
+
+def _predictions(number: int) -> str:
+    return f"preds.{number}.json" if number else "preds.json"

@@ -64,6 +64,12 @@ SOME = [
 ]
 
 
+def test_what_was_not_graded_is_neither_resolved_nor_unresolved(tmp_path: Path) -> None:
+    verdict = {"outcome": "unresolved", "reason": "not_graded", "reward": None, "detail": ""}
+    write(tmp_path, empty_record(episode="a", verdict=verdict))
+    assert chosen(tmp_path) == ["a"] and not chosen(tmp_path, resolved=True) and not chosen(tmp_path, resolved=False)
+
+
 @pytest.mark.parametrize(
     ("rules", "left"),
     [

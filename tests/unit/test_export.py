@@ -19,7 +19,7 @@ import yaml
 from rl.export import unrender
 from rl.export.__main__ import FORMATS, main
 from rollout.records import Record, unpack_floats, unpack_ids
-from tests.export_kit import CALLS, SYSTEM, crowd, lines, repair, unrenderer, without_words, write
+from tests.export_kit import CALLS, SYSTEM, crowd, lines, nested, repair, unrenderer, without_words, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,6 +212,33 @@ async def test_atif(run: Path) -> None:
     assert [step.is_copied_context for step in after.steps if step.source == "agent"] == [True, None, None]
 
 
+async def test_sub_agents_of_sub_agents_are_embedded_in_these(tmp_path: Path) -> None:
+    import atif
+
+    out = export(write(tmp_path / "run", await nested("a")), "atif", "--threads", "all")
+    (path,) = (out / "trajectories").iterdir()
+    main = atif.Trajectory.model_validate_json(path.read_text())
+    outer, side = main.subagent_trajectories
+    (inner,) = outer.subagent_trajectories
+    assert [one.steps[-1].message for one in (main, outer, inner, side)] == ["Done.", "Outer.", "Inner.", "A title"]
+    for one, sub in ((main, outer), (outer, inner)):
+        (result,) = one.steps[2].observation.results
+        assert [ref.trajectory_id for ref in result.subagent_trajectory_ref] == [sub.trajectory_id]
+
+
+async def test_pairs_are_of_main_conversations_and_tags_of_graded_episodes(tmp_path: Path) -> None:
+    dry = {"outcome": "unresolved", "reason": "not_graded", "reward": None, "detail": ""}
+    run = write(
+        tmp_path / "run",
+        await nested("a"),
+        await nested("b", 0.0, "Gave up."),
+        msgspec.structs.replace(await nested("c"), verdict=dry),
+    )
+    (row,) = table(export(run, "trl-preference"))
+    assert [row[name][-1]["content"] for name in ("chosen", "rejected")] == ["Done.", "Gave up."]
+    assert len(table(export(run, "trl-kto", "--threads", "main"))) == 2
+
+
 async def test_a_hosted_models_episode_has_what_it_was_told(tmp_path: Path) -> None:
     run = write(tmp_path / "run", await repair("a", hosted=True))
     out = export(run, "atif")
@@ -260,6 +287,10 @@ def test_predictions_are_one_per_task_and_of_one_model(run: Path, capfd: pytest.
     assert main(["predictions", str(run), "--out", str(run.parent / "no")]) == 2
     assert "predictions are of one model, here are 2" in capfd.readouterr().err and not (run.parent / "no").exists()
     assert main(["predictions", str(run), "--out", str(run.parent / "yes"), "--name", "both"]) == 0
+    (run / "episodes" / "more.cep").unlink()
+    write(run, msgspec.structs.replace(first_of(run), episode="y", task="t3"), name="more")
+    assert main(["predictions", str(run), "--out", str(out), "--append"]) == 0
+    assert [one["instance_id"] for one in json.loads((out / "preds.json").read_text())] == ["t1", "t2", "t3"]
 
 
 def first_of(run: Path) -> Record:
@@ -293,6 +324,14 @@ async def test_append_adds_the_episodes_that_are_new(kind: str, run: Path, capfd
     assert f"{other} cannot be appended to it" in capfd.readouterr().err
     assert {path: path.read_bytes() for path in out.rglob("*.json*")} == before
     assert main([other, str(run), "--out", str(out), "--overwrite"]) == 0 and not (out / "train.parquet").exists()
+
+
+async def test_a_second_data_set_is_added_beside_the_first(run: Path) -> None:
+    out = export(run, "llamafactory")
+    write(run, msgspec.structs.replace(await repair("d"), task="t3"), name="more")
+    assert main(["llamafactory", str(run), "--out", str(out), "--append", "--name", "more"]) == 0
+    assert sorted(json.loads((out / "dataset_info.json").read_text())) == ["episodes", "more"]
+    assert [len(lines(out / f"{name}.jsonl")) for name in ("episodes", "more")] == [5, 1]
 
 
 def test_what_is_no_export_is_not_touched(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

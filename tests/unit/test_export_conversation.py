@@ -136,6 +136,17 @@ async def test_what_cannot_be_told_is_an_error_and_no_guess() -> None:
         conversations(malformed, unrenderer)
 
 
+async def test_a_context_that_the_template_would_write_otherwise_is_not_read() -> None:
+    """The record was made with another chat template, or its texts are not encoded as they were."""
+
+    class Quiet(CharRenderer):
+        def _text(self, messages: list[dict[str, Any]]) -> str:
+            return super()._text(messages).lower()
+
+    with pytest.raises(Unreadable):
+        conversations(await repair("a", prompt="FIX IT"), lambda model: Unrenderer(CharTokenizer(), Quiet()))
+
+
 def test_a_tokenizer_that_is_gone_is_named(tmp_path: Any) -> None:
     from rl.export.unrender import load
 

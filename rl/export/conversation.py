@@ -232,7 +232,7 @@ class _Context:
             return messages
         node = self._record.nodes[base]
         calls = [call for message in chat_of(node.blocks) for call in message.get("tool_calls", ())]
-        messages = self._unrenderer.extend(unpack_ids(node.ids)[-_TAIL:], node.ended, ids, calls)
+        messages = self._unrenderer.extend(unpack_ids(node.ids)[-_TAIL:], node.ended, ids, calls, told)
         return _assigned(messages, calls, self._results)
 
 

@@ -25,7 +25,9 @@ from rollout.proxy.render import ChatTemplateRenderer, Renderer
 _HOLES = ("\u2980hole\u2980", "zqxholeqz", "7431957", "qz")
 _FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF  # lone surrogates, which no decoded text has
 _STARTS = ("su", "u", "suu", "uu", "sus", "ss")
-_TOLD = ("suau", "uau", "suua", "suauau")  # with what the agent says that the assistant said
+# With what the agent says that the assistant said.
+_TOLD = ("suau", "uau", "suua", "suauau")
+_MORE_TOLD = ("au", "uau", "sau", "aus", "suau", "usau", "uaus", "auau")
 _MORE = ("", "u", "s", "uu", "us", "su", "uuu")
 _OTHER = {"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}
 _ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
@@ -73,15 +75,20 @@ class Unrenderer:
         raise Unreadable("the chat template does not write such a first prompt")
 
     def extend(
-        self, tail: Sequence[int], ended: bool, ids: list[int], calls: Sequence[ChatMessage]
+        self,
+        tail: Sequence[int],
+        ended: bool,
+        ids: list[int],
+        calls: Sequence[ChatMessage],
+        told: bool = False,
     ) -> list[ChatMessage]:
         """Return the messages that come after a reply with the last ids ``tail``; ``calls``: its calls, in chat form.
 
-        Raises Unreadable.
+        told: as for ``start``. Raises Unreadable.
         """
         text = self._spelled(ids)
         for count in (*range(len(calls), 0, -1), 0):
-            for more in _MORE:
+            for more in _MORE_TOLD if told else _MORE:
                 shape = "t" * count + more
                 key = "extend", shape, tuple(tail[-2:]), ended, tuple(call["id"] for call in calls[:count])
                 if not shape:

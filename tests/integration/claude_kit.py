@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import tempfile
 import time
@@ -165,8 +166,9 @@ class Stage:
         heard = msgspec.structs.replace(record, parts=self.talk.parts, calls=self.talk.calls)
         unrenderer = Unrenderer(CharTokenizer(), CharRenderer())
         read, sent = (conversations(one, lambda model: unrenderer) for one in (record, heard))
-        for one, other in zip(map(exported, read), map(exported, sent), strict=True):
-            assert one == other, f"{one}\n{other}"
+        for one, other in zip(sorted(map(exported, read)), sorted(map(exported, sent)), strict=True):
+            at = len(os.path.commonprefix([one, other]))  # of characters  # noqa: RUF071
+            assert one == other, f"...{one[at - 80 : at + 200]}\n...{other[at - 80 : at + 200]}"
         assert rows in (None, len(found)), [(len(row.prompt_ids), len(row.response_ids), row.nodes) for row in found]
         # Every other delivered reply is trained on in exactly one row.
         trained = [n for row in found for n in row.nodes]
@@ -177,7 +179,9 @@ class Stage:
 def exported(talk: Any) -> str:
     """Return all of a conversation, its calls numbered: tokens cannot tell which of two equal replies is kept."""
     numbers: dict[str, int] = {}
-    text = json.dumps([talk.messages, talk.tools, talk.kind, [one.fresh for one in talk.replies.values()]])
+    text = json.dumps(
+        [talk.messages, talk.tools, talk.kind, [one.fresh for one in talk.replies.values()]], sort_keys=True
+    )
     return re.sub(r"toolu_\w+", lambda found: str(numbers.setdefault(found[0], len(numbers))), text) + talk.caller
 
 

@@ -16,7 +16,7 @@ from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.records import pack_ids, unpack_ids
 from tests.export_kit import SYSTEM, Play, calls_of, crowd, repair, unrenderer, without_words
-from tests.kit import empty_record
+from tests.kit import CharRenderer, CharTokenizer, empty_record
 from tests.unit.test_render import glm
 
 

@@ -67,9 +67,9 @@ def run_llamafactory(
     run_logged(export, {}, out / "sft.log", lambda: None)
     shutil.rmtree(trained, ignore_errors=True)
     rows = sum(json.loads((data / "export.json").read_text())["rows"].values())
-    _train(
-        [str(PROGRAMS / "llamafactory-cli"), "train", str(data / "train.yaml")], config, model, out, bool(lora), watch
-    )
+    command = [str(PROGRAMS / "llamafactory-cli"), "train", str(data / "train.yaml")]
+    # Packages that are in front of .venv's here must not be in front of its own.
+    _train(command, {"PYTHONPATH": ""}, config, model, out, bool(lora), watch)
     return {"rows": rows, **_losses(out)}
 
 
@@ -104,11 +104,19 @@ def run_dpo(
     ranks = config.trainer.n_gpus_per_node
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "rl.sft.dpo", str(out / "dpo.json")]
-    _train(command, config, model, out, settings["lora"] is not None, watch)
+    _train(command, {}, config, model, out, settings["lora"] is not None, watch)
     return {"pairs": pairs, "too_long": too_long, **_losses(out)}
 
 
-def _train(command: Sequence[str], config: DictConfig, model: str, out: Path, adapts: bool, watch: Watch) -> None:
+def _train(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    config: DictConfig,
+    model: str,
+    out: Path,
+    adapts: bool,
+    watch: Watch,
+) -> None:
     lines = Tail(out / "trained" / "trainer_log.jsonl")  # LLaMA-Factory's
 
     def look() -> None:
@@ -117,7 +125,7 @@ def _train(command: Sequence[str], config: DictConfig, model: str, out: Path, ad
                 watch(line["current_steps"], line["total_steps"], {"train/loss": line["loss"]})
 
     log, trained = out / "sft.log", out / "trained"
-    run_logged(command, {**NO_REPORTS, **on_device(config)}, log, look)
+    run_logged(command, {**NO_REPORTS, **on_device(config), **environment}, log, look)
     if adapts:
         merge_apart(model, trained, out / "model", log)
         shutil.rmtree(out / "adapter", ignore_errors=True)

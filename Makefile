@@ -19,6 +19,7 @@ test: setup
 
 test-long: setup
 	@scripts/trainers.sh
+	@scripts/llamafactory.sh
 	@$(PYTEST) -m long $(ARGS)
 
 # Whole folders: a list of files could lose some.
@@ -40,5 +41,5 @@ format: setup
 
 # Outputs of runs are kept: they are yours.
 clean:
-	rm -rf .venv .gpu-pins .trainers build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf .venv .gpu-pins .trainers .llamafactory build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
 	find rl rollout rewards tests scripts -name __pycache__ -prune -exec rm -rf {} +

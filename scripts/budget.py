@@ -23,14 +23,16 @@ WINGS = {
     "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
     "rl/cpu": 250,
     "rl/data": 1590,  # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates
-    "rl/evaluate": 830,
+    "rl/evaluate": 780,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,
-    "rl/run": 1000,
+    "rl/run": 1100,  # with the weights that policy= names, which rl.train takes, too
+    "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
+    "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
     "rollout": 990,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
@@ -43,12 +45,13 @@ WINGS = {
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
     "rewards": 900,
-    "scripts": 2270,  # 190: the stress of the proxy
+    "scripts": 2310,  # 190: the stress of the proxy
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
-# by teachers, too; 350 the proxy's speed and how it is measured.
-EVERYTHING = 24_100
+# by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
+# command, rounds, LLaMA-Factory, preferences, seeds.
+EVERYTHING = 25_100
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,7 +17,7 @@ from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
 from rl.config import ConfigError, check_all, compose
-from rl.evaluate.weights import Weights, find_weights
+from rl.run.weights import Weights, find_weights
 from rl.setup import Settings, agent_from, read_settings
 from rl.shard import Shard
 
@@ -79,6 +79,18 @@ def _with_weights(config: DictConfig, trained: DictConfig | None, given: set[str
             )
         _inherit(config, OmegaConf.load(weights.run / "config.yaml"), given | {"policy"})
     return config, weights
+
+
+def evaluation_of(trained: DictConfig, values: Mapping[str, Any], name: str = "evaluate") -> DictConfig:
+    """Return the config of an evaluation that has the settings of a training config, and these ``values`` of keys.
+
+    name: see ``compose_evaluation``.
+    """
+    config = compose((), name)
+    _inherit(config, trained, {*values, *(["tasks"] if name == "collect" else [])})
+    for key, value in values.items():
+        OmegaConf.update(config, key, value)
+    return config
 
 
 def _inherit(config: DictConfig, trained: Any, given: Collection[str]) -> None:

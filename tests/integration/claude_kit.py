@@ -25,6 +25,7 @@ from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rl.export.conversation import conversations
 from rl.export.unrender import Unrenderer
+from rl.tune.rows import rows_of
 from rollout import records
 from rollout.agent import AgentRun, run_agent
 from rollout.agent.claude_code import ClaudeCode, find_binary
@@ -237,4 +238,7 @@ def check_record(episode: Episode, directory: Path) -> records.Record:
     record = next(iter(records.Reader(directory)))
     problems = [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallReading())]
     assert problems + list(audit_heard(record)) == []
+    # What rl.sft trains on are the tokens and masks that the trainer of GRPO would get.
+    rows = [(row.prompt_ids + row.response_ids, [0] * len(row.prompt_ids) + row.mask) for row in episode.rows]
+    assert list(rows_of(record)) == rows
     return record

@@ -25,8 +25,8 @@ from rollout.proxy.render import ChatTemplateRenderer, Renderer
 _HOLES = ("\u2980hole\u2980", "zqxholeqz", "7431957", "qz")
 _FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF  # lone surrogates, which no decoded text has
 _STARTS = ("su", "u", "suu", "uu", "sus", "ss")
-# With what the agent says that the assistant said.
-_TOLD = ("suau", "uau", "suua", "suauau")
+# With what the agent says that the assistant said ("No response requested.").
+_TOLD = tuple(start + more for more in ("au", "a", "auau", "auu", "aus") for start in _STARTS)
 _MORE_TOLD = ("au", "uau", "sau", "aus", "suau", "usau", "uaus", "auau")
 _MORE = ("", "u", "s", "uu", "us", "su", "uuu")
 _OTHER = {"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}

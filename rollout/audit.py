@@ -247,7 +247,7 @@ class Run:
         self.findings: list[str] = []
         self.total: Counter[str] = Counter()
         self.figures: dict[str, dict[str, Any]] = {}  # by episode
-        self.tokenizer = functools.cache(_tokenizer)
+        self.tokenizer = functools.cache(tokenizer_of)
         self.reading = functools.cache(FormatReading)
 
     def read(self) -> None:
@@ -325,7 +325,7 @@ def _figures(record: Record) -> dict[str, Any]:
     return out
 
 
-def _tokenizer(model: str) -> Any:
+def tokenizer_of(model: str) -> Any:
     """Return what decodes a model's ids, from its directory. Raises FileNotFoundError.
 
     Where tokenizer.json has all tokens, the library that reads it is enough. transformers would do no more with it, and

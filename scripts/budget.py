@@ -30,6 +30,7 @@ WINGS = {
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1000,
+    "rl/terminal": 380,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
     "rollout": 1030,  # 40: the --help and the quiet end of all programs; the audit decodes without transformers
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
@@ -47,8 +48,9 @@ WINGS = {
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
-# by teachers, too; 350 the proxy's speed and how it is measured.
-EVERYTHING = 24_100
+# by teachers, too; 350 the proxy's speed and how it is measured; 460: what was recorded,
+# in the terminal, and the help of all programs.
+EVERYTHING = 24_560
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -158,7 +158,7 @@ def test_the_audit_decodes_as_transformers_does(run: Path) -> None:
     from transformers import AutoTokenizer
 
     model = run / "model"
-    short, long = audit._tokenizer(str(model)), AutoTokenizer.from_pretrained(model)
+    short, long = audit.tokenizer_of(str(model)), AutoTokenizer.from_pretrained(model)
     assert isinstance(short, Tokenizer)
     every = list(range(len(long)))
     for ids in (every, every[::-1], [*long.encode("\u00e9\u20ac"), 200, 130, 250]):
@@ -167,4 +167,4 @@ def test_the_audit_decodes_as_transformers_does(run: Path) -> None:
     told = json.loads(file.read_text())
     told["added_tokens_decoder"] = {str(len(long)): {"content": "<more>", "special": False}}
     file.write_text(json.dumps(told))
-    assert not isinstance(audit._tokenizer(str(model)), Tokenizer), "transformers adds the tokens that are missing"
+    assert not isinstance(audit.tokenizer_of(str(model)), Tokenizer), "transformers adds the tokens that are missing"

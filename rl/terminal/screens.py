@@ -47,7 +47,7 @@ class Listing(Screen[None]):
         filters: bool = True,
     ) -> None:
         super().__init__()
-        self._heading, self._columns, self._make, self._opens, self._filters = heading, columns, make, opens, filters
+        self._heading, self._columns, self._make, self._opens, self._narrows = heading, columns, make, opens, filters
         self._words: list[str] = []
         self.rows: list[Row] = []
         self.made = False
@@ -56,7 +56,7 @@ class Listing(Screen[None]):
         """Make the widgets."""
         yield Static(id="heading")
         yield DataTable(cursor_type="row", show_header=len(self._columns) > 1)
-        yield Input(placeholder="words, turns>20, step=3" if self._filters else "words")
+        yield Input(placeholder="words, turns>20, step=3" if self._narrows else "words")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -72,13 +72,13 @@ class Listing(Screen[None]):
         """Make the rows again; the cursor stays where it is."""
         table = self.query_one(DataTable)
         cursor, every = table.cursor_row, self._make()
-        self.rows = [row for row in every if row.fits(self._words)] if self._filters else every
+        self.rows = [row for row in every if row.fits(self._words)] if self._narrows else every
         table.clear()
         table.add_rows([Text(shown(cell), style=row.style, no_wrap=True) for cell in row.cells] for row in self.rows)
         if 0 < cursor < len(self.rows):
             table.move_cursor(row=cursor)
-        words = f" with {' '.join(self._words)}" if self._words and self._filters else ""
-        told = f"{self._heading}: {len(self.rows)}{words}" if self._filters else self._heading
+        words = f" with {' '.join(self._words)}" if self._words and self._narrows else ""
+        told = f"{self._heading}: {len(self.rows)}{words}" if self._narrows else self._heading
         self.query_one("#heading", Static).update(Text(shown(told), no_wrap=True))
 
     def action_find(self) -> None:
@@ -91,7 +91,7 @@ class Listing(Screen[None]):
         """Filter by the words, or go to the first row that has them."""
         self._words = event.value.split()
         self._answered()
-        if self._filters:
+        if self._narrows:
             self.fill()
         else:
             self.action_step(1)
@@ -159,15 +159,15 @@ class Browser(App[None]):
 
     def on_mount(self) -> None:
         """Show the first list and read the records beside it."""
-        self.push_screen(self._first() if len(self._runs) > 1 else self._tasks(None))
+        self.push_screen(self._choice_of_runs() if len(self._runs) > 1 else self._tasks_of(None))
         self.action_again()
 
     def action_again(self) -> None:
         """Read all records again."""
         self.entries, self.damage = [], []
-        self.run_worker(self._read, thread=True, exclusive=True, group="read")
+        self.run_worker(self._read_all, thread=True, exclusive=True, group="read")
 
-    def _read(self) -> None:
+    def _read_all(self) -> None:
         found, damage = self.entries, self.damage
         for run in self._runs:
             try:
@@ -176,43 +176,43 @@ class Browser(App[None]):
                     if found is not self.entries:
                         return  # it is being read again
                     if len(found) % _EACH == 0:
-                        self.call_from_thread(self._show)
+                        self.call_from_thread(self._fill_lists)
             except OSError as error:
                 damage.append(str(error))
-        self.call_from_thread(self._show)
+        self.call_from_thread(self._fill_lists)
 
-    def _show(self) -> None:
+    def _fill_lists(self) -> None:
         for screen in self.screen_stack:
             if isinstance(screen, Live) and screen.made:
                 screen.fill()
 
-    def _first(self) -> Screen[None]:
+    def _choice_of_runs(self) -> Screen[None]:
         def make() -> list[Row]:
             names: list[Path | None] = [None, *self._runs]
-            return [self._run(run, [one for one in self.entries if run in (None, one.run)]) for run in names]
+            return [self._row_of(run, [one for one in self.entries if run in (None, one.run)]) for run in names]
 
-        return Live("runs", ("run", "tasks", "episodes", "resolved"), make, self._tasks)
+        return Live("runs", ("run", "tasks", "episodes", "resolved"), make, self._tasks_of)
 
-    def _run(self, run: Path | None, found: list[Entry]) -> Row:
+    def _row_of(self, run: Path | None, found: list[Entry]) -> Row:
         resolved = sum(one.figures["resolved"] for one in found)
         counts = (len({one.figures["task"] for one in found}), len(found), resolved)
         return Row((str(run or "all of them"), *map(str, counts)), {"episodes": len(found), "resolved": resolved}, run)
 
-    def _tasks(self, run: Path | None) -> Screen[None]:
+    def _tasks_of(self, run: Path | None) -> Screen[None]:
         def make() -> list[Row]:
             found = [one for one in self.entries if run in (None, one.run)]
             return [*lines.tasks(found), *(Row((text,), style="red") for text in self.damage)]
 
         heading = f"tasks of {run or ', '.join(map(str, self._runs))}"
-        return Live(heading, lines.TASKS, make, self._episodes)
+        return Live(heading, lines.TASKS, make, self._episodes_of)
 
-    def _episodes(self, group: list[Entry] | None) -> Screen[None] | None:
+    def _episodes_of(self, group: list[Entry] | None) -> Screen[None] | None:
         if not group:
             return None
         make = functools.partial(lines.episodes, group)
-        return Listing(f"episodes of {group[0].figures['task']}", lines.EPISODES, make, self._episode)
+        return Listing(f"episodes of {group[0].figures['task']}", lines.EPISODES, make, self._reading)
 
-    def _episode(self, entry: Entry) -> Screen[None]:
+    def _reading(self, entry: Entry) -> Screen[None]:
         try:
             record = record_at(entry.path, entry.offset)
         except (CorruptRecordError, OSError) as error:
@@ -221,10 +221,10 @@ class Browser(App[None]):
         decode = decoder(record)
         width = max(20, self.size.width - 6)
         make = functools.partial(lines.conversation, record, decode, width)
-        opens = functools.partial(self._tokens, record, decode)
+        opens = functools.partial(self._tokens_of, record, decode)
         return Listing(f"{record.episode}, enter: tokens", ("",), make, opens, filters=False)
 
-    def _tokens(self, record: Record, decode: Decode | None, number: int | None) -> Screen[None] | None:
+    def _tokens_of(self, record: Record, decode: Decode | None, number: int | None) -> Screen[None] | None:
         if number is None:
             return None
         node = record.nodes[number]

@@ -32,7 +32,7 @@ WINGS = {
     "rl/run": 1000,
     "rl/terminal": 380,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
-    "rollout": 1030,  # 40: the --help and the quiet end of all programs; the audit decodes without transformers
+    "rollout": 1040,  # 50: the --help and the quiet end of all programs; the audit decodes without transformers
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.

@@ -1,6 +1,8 @@
 """Compare two evaluations over the same tasks, task by task.
 
     python -m rl.evaluate compare A B [--common]
+
+A and B are directories of evaluations. The difference of their resolve rates comes with an interval and an exact test.
 """
 
 from __future__ import annotations

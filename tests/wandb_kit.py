@@ -143,6 +143,9 @@ class Wandb:
     def on_OrganizationCoreWeaveOrganizationID(self, _: Any) -> dict[str, Any]:
         return {"entity": {"organization": {"coreWeaveOrganizationId": None}}}
 
+    def on_ArtifactType(self, _: Any) -> dict[str, Any]:
+        return {"project": {"artifact": None}}
+
     def on_FetchArtifactDigestAlgorithm(self, _: Any) -> dict[str, Any]:
         return {"project": {"artifactType": None}}
 

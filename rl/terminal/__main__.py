@@ -12,7 +12,7 @@ be going on: r reads again what there is.
     l            of tokens: goes to the least probable one, then to the next
     q            ends
 
-Exit status: 0 done, 2 a RUN does not exist.
+Exit status: 0 done, 2 a RUN does not exist, or this is no terminal.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not run.exists():
             print(f"terminal: {run}: no such run directory or record file", file=sys.stderr)
             return 2
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        print("terminal: this is no terminal; python -m rollout.records prints what is in a RUN", file=sys.stderr)
+        return 2
     from rl.terminal.screens import Browser
 
     Browser(list(dict.fromkeys(args.runs))).run()

@@ -108,7 +108,7 @@ TASKS = ("task", "resolved", "episodes", "reward", "turns", "not resolved becaus
 
 
 def tasks(found: Iterable[Entry]) -> list[Row]:
-    """Return a row for each task, which is about its entries."""
+    """Return a row for each task, which is about its name."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in found:
         groups[entry.figures["task"]].append(entry)
@@ -135,10 +135,10 @@ def _task(name: str, group: list[Entry]) -> Row:
         f"{figures['turns']:.1f}",
         ", ".join(f"{cause} {count}" for cause, count in causes.most_common()),
     )
-    return Row(cells, figures, group)
+    return Row(cells, figures, name)
 
 
-EPISODES = ("episode", "split", "step", "verdict", "reward", "turns", "rows", "sampled", "seconds", "flags")
+EPISODES = ("split", "step", "verdict", "reward", "turns", "rows", "sampled", "seconds", "episode", "flags")
 
 
 def episodes(group: Iterable[Entry]) -> list[Row]:
@@ -146,10 +146,11 @@ def episodes(group: Iterable[Entry]) -> list[Row]:
     rows = []
     for entry in group:
         one = entry.figures
-        texts = (one["episode"], one["split"], str(one["step"]), verdict(one), _number(one["reward"]))
+        texts = (one["split"], str(one["step"]), verdict(one), _number(one["reward"]))
         counts = (str(one["turns"]), str(one["rows"]), str(one["tokens_sampled"]), f"{one['wall_s']:.0f}")
+        names = (one["episode"], " ".join(map(str, one["flags"])))
         more = {"verdict": verdict(one), "sampled": one["tokens_sampled"], "seconds": one["wall_s"]}
-        rows.append(Row((*texts, *counts, " ".join(map(str, one["flags"]))), {**one, **more}, entry))
+        rows.append(Row((*texts, *counts, *names), {**one, **more}, entry, "green" if one["resolved"] else ""))
     return rows
 
 
@@ -163,7 +164,7 @@ def conversation(record: Record, decode: Decode | None, width: int) -> list[Row]
     ``decode``: of the policy's tokenizer; None if it cannot be had. Then of what the policy has read only the number of
     tokens and, from the agent's own events, the rest of the conversation is shown.
     """
-    rows = [Row((text,), style="bold") for text in _about(record)]
+    rows = [Row((part,), style="bold") for text in _about(record) for part in folded(text, width)]
     trains = {number: at for at, row in enumerate(record.rows) for number in row.nodes}
     for number, node in enumerate(record.nodes):
         rows.append(Row((_heading(record.nodes, number, trains),), about=number, style="bold reverse"))
@@ -179,14 +180,15 @@ def conversation(record: Record, decode: Decode | None, width: int) -> list[Row]
         ("end of the log of the tests", str(record.verdict.get("log_tail") or "")),
     ):
         rows.append(Row((title,), style="bold reverse"))
-        rows += [Row((part,)) for part in folded(text, width)]
+        rows += [Row((part,)) for part in folded(text or "(empty)", width)]
     return rows
 
 
 def _about(record: Record) -> Iterator[str]:
     one = record.verdict
     yield f"task {record.task}, {record.split} step {record.step}, attempt {record.attempt}"
-    yield f"{one.get('outcome')} {one.get('reason') or ''}, reward {one.get('reward')}: {one.get('detail')}"
+    told = (one.get("outcome"), one.get("reason"), f"reward {one.get('reward')}", one.get("detail"))
+    yield ", ".join(str(part) for part in told if part)
     if one.get("flags") or one.get("dropped"):
         yield f"flags {one.get('flags')}, not graded: {one.get('dropped')}"
     yield f"agent {json.dumps(record.agent)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -21,11 +21,17 @@ from rollout.records import CorruptRecordError, Record, record_at
 _EACH = 500  # entries read between two looks at the screen
 
 
+class Table(DataTable[Text]):
+    """A table whose footer says what enter does."""
+
+    BINDINGS: ClassVar = [Binding("enter", "select_cursor", "Open")]
+
+
 class Listing(Screen[None]):
     """A listing is a table of rows with a heading.
 
     ``make`` returns its rows, ``opens`` the screen that a row is about, or None. With ``filters``, words leave the rows
-    that have them; else they are looked for.
+    that have them, and the rows are made again while records are being read; else words are looked for.
     """
 
     CSS = "DataTable { height: 1fr; } #heading { text-style: bold; }"
@@ -47,7 +53,7 @@ class Listing(Screen[None]):
         filters: bool = True,
     ) -> None:
         super().__init__()
-        self._heading, self._columns, self._make, self._opens, self._narrows = heading, columns, make, opens, filters
+        self._heading, self._columns, self._make, self._opens, self.narrows = heading, columns, make, opens, filters
         self._words: list[str] = []
         self.rows: list[Row] = []
         self.made = False
@@ -55,13 +61,13 @@ class Listing(Screen[None]):
     def compose(self) -> ComposeResult:
         """Make the widgets."""
         yield Static(id="heading")
-        yield DataTable(cursor_type="row", show_header=len(self._columns) > 1)
-        yield Input(placeholder="words, turns>20, step=3" if self._narrows else "words")
+        yield Table(cursor_type="row", show_header=len(self._columns) > 1)
+        yield Input(placeholder="words, turns>20, step=3" if self.narrows else "words")
         yield Footer()
 
     def on_mount(self) -> None:
         """Fill the table."""
-        table = self.query_one(DataTable)
+        table = self.query_one(Table)
         table.add_columns(*self._columns)
         self.query_one(Input).display = False
         self.made = True
@@ -70,15 +76,17 @@ class Listing(Screen[None]):
 
     def fill(self) -> None:
         """Make the rows again; the cursor stays where it is."""
-        table = self.query_one(DataTable)
+        table = self.query_one(Table)
         cursor, every = table.cursor_row, self._make()
-        self.rows = [row for row in every if row.fits(self._words)] if self._narrows else every
+        self.rows = [row for row in every if row.fits(self._words)] if self.narrows else every
         table.clear()
         table.add_rows([Text(shown(cell), style=row.style, no_wrap=True) for cell in row.cells] for row in self.rows)
         if 0 < cursor < len(self.rows):
             table.move_cursor(row=cursor)
-        words = f" with {' '.join(self._words)}" if self._words and self._narrows else ""
-        told = f"{self._heading}: {len(self.rows)}{words}" if self._narrows else self._heading
+        words = f" with {' '.join(self._words)}" if self._words and self.narrows else ""
+        app = cast(Browser, self.app)
+        state = ", reading" if app.reading else "" if app.entries else ", nothing is recorded here yet"
+        told = f"{self._heading}: {len(self.rows)}{words}{state}" if self.narrows else self._heading
         self.query_one("#heading", Static).update(Text(shown(told), no_wrap=True))
 
     def action_find(self) -> None:
@@ -91,23 +99,24 @@ class Listing(Screen[None]):
         """Filter by the words, or go to the first row that has them."""
         self._words = event.value.split()
         self._answered()
-        if self._narrows:
+        if self.narrows:
             self.fill()
         else:
             self.action_step(1)
 
     def _answered(self) -> None:
         self.query_one(Input).display = False
-        self.query_one(DataTable).focus()
+        self.query_one(Table).focus()
 
     def action_step(self, direction: int) -> None:
         """Go to the next row (1), or the previous one (-1), that has the words; after the last comes the first."""
-        table, count = self.query_one(DataTable), len(self.rows)
+        table, count = self.query_one(Table), len(self.rows)
         for far in range(1, count + 1):
             at = (table.cursor_row + direction * far) % count
             if self._words and self.rows[at].fits(self._words):
                 table.move_cursor(row=at)
                 return
+        self.app.bell()
 
     def action_back(self) -> None:
         """Leave the question, or this screen if it is not the first."""
@@ -124,10 +133,6 @@ class Listing(Screen[None]):
                 self.app.push_screen(opened)
 
 
-class Live(Listing):
-    """A live listing is filled again while records are being read."""
-
-
 class Tokens(Listing):
     """Tokens are those of one reply, or of what was read before one."""
 
@@ -142,7 +147,7 @@ class Tokens(Listing):
         known = [at for at, row in enumerate(self.rows) if row.figures["logprob"] is not None]
         known.sort(key=lambda at: self.rows[at].figures["logprob"])
         if known:
-            self.query_one(DataTable).move_cursor(row=known[self._seen % len(known)])
+            self.query_one(Table).move_cursor(row=known[self._seen % len(known)])
             self._seen += 1
 
 
@@ -156,6 +161,7 @@ class Browser(App[None]):
         self._runs = runs
         self.entries: list[Entry] = []
         self.damage: list[str] = []
+        self.reading = False
 
     def on_mount(self) -> None:
         """Show the first list and read the records beside it."""
@@ -163,27 +169,30 @@ class Browser(App[None]):
         self.action_again()
 
     def action_again(self) -> None:
-        """Read all records again."""
-        self.entries, self.damage = [], []
-        self.run_worker(self._read_all, thread=True, exclusive=True, group="read")
+        """Read all records again, unless they are being read."""
+        if not self.reading:
+            self.reading = True
+            self.run_worker(self._read_all, thread=True)
 
     def _read_all(self) -> None:
-        found, damage = self.entries, self.damage
+        found: list[Entry] = []
+        damage: list[str] = []
         for run in self._runs:
             try:
                 for entry in lines.entries(run, damage):
                     found.append(entry)
-                    if found is not self.entries:
-                        return  # it is being read again
-                    if len(found) % _EACH == 0:
-                        self.call_from_thread(self._fill_lists)
+                    # While records are read again, what was there stays.
+                    if len(found) % _EACH == 0 and len(found) > len(self.entries):
+                        self.call_from_thread(self._show, found[:], [])
             except OSError as error:
                 damage.append(str(error))
-        self.call_from_thread(self._fill_lists)
+        self.reading = False
+        self.call_from_thread(self._show, found, damage)
 
-    def _fill_lists(self) -> None:
+    def _show(self, found: list[Entry], damage: list[str]) -> None:
+        self.entries, self.damage = found, damage
         for screen in self.screen_stack:
-            if isinstance(screen, Live) and screen.made:
+            if isinstance(screen, Listing) and screen.narrows and screen.made:
                 screen.fill()
 
     def _choice_of_runs(self) -> Screen[None]:
@@ -191,7 +200,7 @@ class Browser(App[None]):
             names: list[Path | None] = [None, *self._runs]
             return [self._row_of(run, [one for one in self.entries if run in (None, one.run)]) for run in names]
 
-        return Live("runs", ("run", "tasks", "episodes", "resolved"), make, self._tasks_of)
+        return Listing("runs", ("run", "tasks", "episodes", "resolved"), make, self._tasks_of)
 
     def _row_of(self, run: Path | None, found: list[Entry]) -> Row:
         resolved = sum(one.figures["resolved"] for one in found)
@@ -204,15 +213,15 @@ class Browser(App[None]):
             return [*lines.tasks(found), *(Row((text,), style="red") for text in self.damage)]
 
         heading = f"tasks of {run or ', '.join(map(str, self._runs))}"
-        return Live(heading, lines.TASKS, make, self._episodes_of)
+        return Listing(heading, lines.TASKS, make, functools.partial(self._episodes_of, run))
 
-    def _episodes_of(self, group: list[Entry] | None) -> Screen[None] | None:
-        if not group:
-            return None
-        make = functools.partial(lines.episodes, group)
-        return Listing(f"episodes of {group[0].figures['task']}", lines.EPISODES, make, self._reading)
+    def _episodes_of(self, run: Path | None, task: str | None) -> Screen[None] | None:
+        def make() -> list[Row]:
+            return lines.episodes(one for one in self.entries if run in (None, one.run) and one.figures["task"] == task)
 
-    def _reading(self, entry: Entry) -> Screen[None]:
+        return None if task is None else Listing(f"episodes of {task}", lines.EPISODES, make, self._episode)
+
+    def _episode(self, entry: Entry) -> Screen[None]:
         try:
             record = record_at(entry.path, entry.offset)
         except (CorruptRecordError, OSError) as error:

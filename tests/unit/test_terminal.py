@@ -99,7 +99,8 @@ async def test_lists_say_what_was_recorded(run: Path) -> None:
     found = list(lines.entries(run, damage))
     first, second = lines.tasks(found)
     assert first.cells[:3] == ("task-first", "1", "2") and first.cells[-1] == "tests_failed 1" and not damage
-    assert [row.cells[0] for row in lines.episodes(first.about)] == ["episode-a", "episode-b"]
+    assert first.about == "task-first"
+    assert [row.cells[8] for row in lines.episodes(found)] == ["episode-a", "episode-b", "episode-c"]
     assert [row.fits(["verdict=tests_failed", "turns>10"]) for row in lines.episodes(found)] == [False, True, True]
     assert second.figures["turns"] == 30
 
@@ -121,6 +122,7 @@ async def test_a_torn_tail_and_a_broken_record_are_told(run: Path) -> None:
 async def test_an_episode_is_read_as_the_policy_had_it(run: Path) -> None:
     record = last(run)
     rows = lines.conversation(record, decode, 80)
+    assert all(cell_len(row.cells[0]) <= 80 for row in rows), "no row is wider than the terminal"
     about = {row.about for row in rows if row.about is not None}
     assert about == set(range(len(record.nodes)))
     text = "\n".join(row.cells[0] for row in rows)
@@ -174,7 +176,7 @@ async def test_from_runs_to_a_token(run: Path, screens: Any) -> None:
         assert len(await press("down", "enter")) == 2
         assert len(await press("slash", *"second", "enter")) == 1
         assert len(await press("slash", *["backspace"] * 6, "enter")) == 2, "no words: all rows"
-        assert [line.split()[0] for line in await press("enter")] == ["episode-a", "episode-b"]
+        assert [line.split()[8] for line in await press("enter")] == ["episode-a", "episode-b"]
         assert len(await press("slash", *"turns", "greater_than_sign", *"10", "enter")) == 1
         shown = await press("enter")
         assert any("tokens sampled" in line for line in shown) and all(line.isprintable() for line in shown)
@@ -187,6 +189,32 @@ async def test_from_runs_to_a_token(run: Path, screens: Any) -> None:
         assert row.figures["logprob"] == min(one.figures["logprob"] for one in app.screen.rows)
         await press("escape", "escape")
         assert len(cells(app)) == 1, "the filter has stayed"
+
+
+async def test_an_empty_run_says_so(tmp_path: Path, screens: Any) -> None:
+    app = screens.Browser([tmp_path])
+    async with app.run_test(size=(200, 10)) as pilot:
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "nothing is recorded here yet" in str(app.screen.query_one("#heading").renderable)
+
+
+async def test_what_a_run_writes_meanwhile_is_read_again(run: Path, screens: Any) -> None:
+    app = screens.Browser([run])
+    async with app.run_test(size=(100, 30)) as pilot:
+        await app.workers.wait_for_complete()
+        await pilot.press("enter")
+        await pilot.pause()
+        assert len(cells(app)) == 2
+        more = last(run)
+        more.episode, more.task = "episode-d", "task-first"
+        writer = RecordWriter(run / "episodes", "two", synced=False)
+        writer.append(more)
+        writer.close()
+        await pilot.press("down", "r")
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert len(cells(app)) == 3 and app.screen.query_one(screens.Table).cursor_row == 1
 
 
 async def test_hostile_text_is_text(run: Path, screens: Any) -> None:
@@ -236,7 +264,10 @@ async def test_no_escape_code_of_an_episode_reaches_the_terminal(run: Path) -> N
     assert b"\x1b]0;owned" not in written and b"\x07 [bold]" not in written and "\u202e".encode() not in written
 
 
-def test_a_run_that_is_missing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "nowhere")]) == 2
+@pytest.mark.parametrize(("place", "cause"), [("nowhere", "no such run"), ("", "no terminal")])
+def test_what_cannot_be_shown_is_one_line(
+    place: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / place)]) == 2
     said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and not said.out
+    assert cause in said.err and said.err.count("\n") == 1 and not said.out

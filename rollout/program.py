@@ -17,7 +17,7 @@ UNREAD = 128 + signal.SIGPIPE
 
 def plain(docstring: str | None, paragraphs: int | None = None) -> str:
     """Return a docstring without the marks around names. ``paragraphs``: only the first ones."""
-    text = "\n\n".join((docstring or "").strip().split("\n\n")[:paragraphs])
+    text = "\n\n".join((docstring or "").strip("\n").rstrip().split("\n\n")[:paragraphs])
     return re.sub(r"(`{1,2})(.+?)\1", r"\2", text, flags=re.DOTALL)
 
 

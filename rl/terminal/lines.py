@@ -167,7 +167,8 @@ def conversation(record: Record, decode: Decode | None, width: int) -> list[Row]
     rows = [Row((part,), style="bold") for text in _about(record) for part in folded(text, width)]
     trains = {number: at for at, row in enumerate(record.rows) for number in row.nodes}
     for number, node in enumerate(record.nodes):
-        rows.append(Row((_heading(record.nodes, number, trains),), about=number, style="bold reverse"))
+        heading = _heading(record.nodes, number, trains)
+        rows += [Row((part,), about=number, style="bold reverse") for part in folded(heading, width)]
         text = node.text if node.logprobs is not None else decode(unpack_ids(node.ids)) if decode else None
         style = "green" if node.logprobs is not None and number in trains else ""
         if text is not None:

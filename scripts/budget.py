@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of code per directory. A directory that is not named here counts in the one above it.
 WINGS = {
-    "rl": 2655,  # the player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far that is
+    "rl": 2655,  # the player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far it is
     "rl/checks": 690,
     "rl/cluster": 1230,
     "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)

@@ -30,7 +30,7 @@ WINGS = {
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1000,
-    "rl/terminal": 385,  # new: runs, tasks, episodes and tokens in the terminal of a login node
+    "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
     "rollout": 1040,  # 50: the --help and the quiet end of all programs; the audit decodes without transformers
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes

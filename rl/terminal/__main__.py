@@ -7,8 +7,9 @@ be going on: r reads again what there is.
 
     enter        opens what the line is about: run, task, episode, a reply's tokens
     escape       goes back
+    home, end    go to the first and the last line
     /            of a list: shows the lines with these words, and with such figures: turns>20 step=3 resolved
-                 of an episode or of tokens: finds the words; n and N go to the next and the previous line
+                 of an episode or of tokens: finds the words in a line; n and N go to the next and the previous one
     l            of tokens: goes to the least probable one, then to the next
     q            ends
 

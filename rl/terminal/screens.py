@@ -22,9 +22,13 @@ _EACH = 500  # entries read between two looks at the screen
 
 
 class Table(DataTable[Text]):
-    """A table whose footer says what enter does."""
+    """A table whose footer says what enter does. Home and end go to the first and the last row, not column."""
 
-    BINDINGS: ClassVar = [Binding("enter", "select_cursor", "Open")]
+    BINDINGS: ClassVar = [
+        Binding("enter", "select_cursor", "Open"),
+        Binding("home", "scroll_top", show=False),
+        Binding("end", "scroll_bottom", show=False),
+    ]
 
 
 class Listing(Screen[None]):

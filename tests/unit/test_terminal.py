@@ -180,6 +180,8 @@ async def test_from_runs_to_a_token(run: Path, screens: Any) -> None:
         assert len(await press("slash", *"turns", "greater_than_sign", *"10", "enter")) == 1
         shown = await press("enter")
         assert any("tokens sampled" in line for line in shown) and all(line.isprintable() for line in shown)
+        await press("end")
+        assert app.screen.query_one(screens.Table).cursor_row == len(shown) - 1
         await press("slash", *"sampled", "enter")
         assert "sampled" in shown[app.screen.query_one(DataTable).cursor_row]
         tokens = await press("enter")

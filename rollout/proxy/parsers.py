@@ -296,11 +296,7 @@ class VllmReplyParser:
 
             # Some parsers keep state, so that every text needs a new one. Those on vLLM's parser engine begin anew with
             # each text, and making one costs as much as a call.
-            again: Any = self._make(self._tokenizer, params) if self._begins_anew else None
-            if again is not None:
-                # They would also make what a streaming client is sent, converting all arguments with each chunk of them
-                # once more. Nobody reads that here; the calls are made from the whole text.
-                again._parser_engine._stream_arg_deltas = False
+            again = self._make(self._tokenizer, params) if self._begins_anew else None
 
             def reader(text: str) -> list[Any]:
                 return (again or self._make(self._tokenizer, params)).extract_tool_calls(text, request).tool_calls

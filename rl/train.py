@@ -36,6 +36,7 @@ from rl.run.progress import RunProgress, failed, finished
 from rl.run.scratch import ray_directory
 from rl.run.weights import Weights, find_weights, merge
 from rl.screen import Screen, this_command
+from rollout import program
 from rollout.sandbox import directory
 
 
@@ -313,4 +314,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.end(main)

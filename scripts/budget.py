@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of code per directory. A directory that is not named here counts in the one above it.
 WINGS = {
-    "rl": 2640,  # the player of episodes came up from rl/evaluate: collection and warm start use it, too
+    "rl": 2655,  # the player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far it is
     "rl/checks": 690,
     "rl/cluster": 1230,
     "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
@@ -32,8 +32,9 @@ WINGS = {
     "rl/run": 1100,  # with the weights that policy= names, which rl.train takes, too
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
+    "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
-    "rollout": 990,
+    "rollout": 1040,  # 50: the --help and the quiet end of all programs; the audit decodes without transformers
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
@@ -50,8 +51,9 @@ WINGS = {
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
 # by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
-# command, rounds, LLaMA-Factory, preferences, seeds.
-EVERYTHING = 25_100
+# command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
+# and the help of all programs.
+EVERYTHING = 25_560
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

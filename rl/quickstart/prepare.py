@@ -86,10 +86,18 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
         asyncio.run(_play_missing(config, tasks, policy, out, screen))
         _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)
     if not model.exists():
-        screen.show("imitating them")
+        screen.show("warm start, updates")
         passes = Passes(seed=config.seed, **config.quickstart.sft)
-        # On the CPU, whatever the experiment is for.
-        made = run_sft(compose(["+experiment=quickstart"]), str(policy), rows, out / "sft", passes, out / "sft.log")
+        cpu = compose(["+experiment=quickstart"])  # whatever the experiment is for
+        made = run_sft(
+            cpu,
+            str(policy),
+            rows,
+            out / "sft",
+            passes,
+            out / "sft.log",
+            watch=lambda step, steps, metrics: screen.show("warm start, updates", step, steps),
+        )
         for file in made.iterdir():
             files.sync(file)
         made.rename(model)

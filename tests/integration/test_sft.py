@@ -26,7 +26,11 @@ def test_fewer_rows_than_a_batch_are_one_batch(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     config, passes = compose(["+experiment=quickstart"]), Passes(1, 1e-2, 8, 16, 1)
     rows, out = tmp_path / "rows.parquet", tmp_path / "out"
-    model = run_sft(config, str(tmp_path / "policy"), rows, out, passes, tmp_path / "log")
+    seen: list[tuple[int, int]] = []
+    model = run_sft(
+        config, str(tmp_path / "policy"), rows, out, passes, tmp_path / "log", watch=lambda *far: seen.append(far[:2])
+    )
+    assert seen == [(1, 1)], "the user sees how far it is"
     before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "policy", model))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not before[name].equal(after[name])

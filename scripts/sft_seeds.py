@@ -2,13 +2,12 @@
 
     .venv/bin/python scripts/sft_seeds.py --seeds 1 2 3 --out docs/sft-seeds [key=value ...]
 
-Runs `python -m rl.sft +experiment=quickstart rounds=3 tasks=16 seed=S` for each seed (a run that is finished already is
-not run again), audits what was selected, and writes OUT.png (the curves) and OUT.md (the table).
+Runs ``python -m rl.sft +experiment=quickstart rounds=3 tasks=16 seed=S`` for each seed (a run that is finished already
+is not run again), audits what was selected, and writes OUT.png (the curves) and OUT.md (the table).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from rollout import program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +69,7 @@ def draw(runs: dict[int, Path], out: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("python scripts/sft_seeds.py", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, required=True, help="prefix of OUT.png and OUT.md")
     parser.add_argument("--root", type=Path, default=Path("outputs/sft-seeds"), help="where the runs are")

@@ -34,7 +34,7 @@ from rl.sft.rounds import play_rounds
 from rl.sft.tune import tune
 from rl.train import adopt, merge_policy, prepare, set_environment
 from rl.tune.rows import RowsError
-from rollout import files
+from rollout import files, program
 from rollout.sandbox import SandboxError
 
 _FAILURES = (RowsError, RuntimeError, JournalError, LostError, ServeError, SandboxError, OSError)
@@ -118,4 +118,4 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+    program.end(lambda: main(sys.argv[1:]))

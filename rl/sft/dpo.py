@@ -25,7 +25,7 @@ def main(path: str) -> None:
     class ExactDPOTrainer(DPOTrainer):
         """TRL's trainer, for pairs that are token ids already."""
 
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset
 
     given = json.loads(Path(path).read_text())

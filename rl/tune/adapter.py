@@ -19,7 +19,7 @@ from typing import Any
 
 from rl.config import CPU_ENVIRONMENT
 from rl.run.programs import end_of_log
-from rollout import files
+from rollout import files, program
 
 
 def merge_adapter(base: str, adapter: Path, out: Path) -> None:
@@ -71,8 +71,8 @@ def _run(module: Sequence[str], log: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     if len(arguments) != 3:
-        print((__doc__ or "").strip())
-        return 2
+        print(program.plain(__doc__))
+        return 0 if "--help" in arguments or "-h" in arguments else 2
     base, adapter, out = arguments
     try:
         merge_adapter(base, Path(adapter), Path(out))
@@ -86,4 +86,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.end(lambda: main(sys.argv[1:]))

@@ -29,7 +29,7 @@ SMALL = ["quickstart.train_tasks=3", "quickstart.heldout_tasks=2", "quickstart.w
 def no_sft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitation is another test's (test_sft.py)."""
 
-    def copied(config: Any, policy: str, rows: Path, out: Path, *_: Any) -> Path:
+    def copied(config: Any, policy: str, rows: Path, out: Path, *_: Any, **__: Any) -> Path:
         return Path(shutil.copytree(policy, out / "model"))
 
     monkeypatch.setattr(module, "run_sft", copied)

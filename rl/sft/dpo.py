@@ -2,8 +2,9 @@
 
     python -m rl.sft.dpo SETTINGS.json
 
-``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.pairs``), out, epochs, lr, batch_size,
-beta, seed, cpu, and lora, the fields of PEFT's LoraConfig, or null for all weights.
+TRL comes from where scripts/llamafactory.sh puts it. (In an environment that has TRL, verl needs a part of it that TRL
+1.16 no longer has.) ``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.pairs``), out,
+epochs, lr, batch_size, beta, seed, cpu, and lora, the fields of PEFT's LoraConfig, or null for all weights.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Any
 
 def main(path: str) -> None:
     """Train as the settings say."""
+    import importlib
+
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
 
-    class ExactDPOTrainer(DPOTrainer):
+    trl: Any = importlib.import_module("trl")  # not in the environment that is type-checked
+
+    class ExactDPOTrainer(trl.DPOTrainer):
         """TRL's trainer, for pairs that are token ids already."""
 
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
@@ -30,7 +34,7 @@ def main(path: str) -> None:
 
     given = json.loads(Path(path).read_text())
     tokenizer: Any = AutoTokenizer.from_pretrained(given["model"])
-    settings = DPOConfig(
+    settings = trl.DPOConfig(
         output_dir=given["out"],
         num_train_epochs=given["epochs"],
         learning_rate=given["lr"],

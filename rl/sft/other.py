@@ -1,6 +1,6 @@
 """This module fine-tunes with other programs than verl: LLaMA-Factory, and TRL for preferences.
 
-LLaMA-Factory runs in the environment that scripts/llamafactory.sh makes. An interrupted training of theirs begins anew.
+Both come from the environment that scripts/llamafactory.sh makes. An interrupted training of theirs begins anew.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from rl.tune.rows import RowsError
 from rl.tune.trainer import Passes, Watch, on_device, run_logged
 
 PROGRAMS = CONFIGS.parent / ".llamafactory" / "bin"
+_TRL = PROGRAMS.parent / "trl"  # in front of .venv's packages
 
 
 def check_environment(config: DictConfig) -> None:
-    """Raise ConfigError if LLaMA-Factory is to train and its environment is not there."""
-    if config.sft.trainer == "llamafactory" and not (PROGRAMS.parent / ".setup").exists():
+    """Raise ConfigError if the trainer needs the environment of LLaMA-Factory and TRL, and it is not there."""
+    if config.sft.trainer != "verl" and not (PROGRAMS.parent / ".setup").exists():
         raise ConfigError(
-            "sft.trainer=llamafactory needs an environment of its own; make it with scripts/llamafactory.sh"
+            f"sft.trainer={config.sft.trainer} needs an environment of its own; make it with scripts/llamafactory.sh"
         )
 
 
@@ -69,7 +70,7 @@ def run_llamafactory(
     rows = sum(json.loads((data / "export.json").read_text())["rows"].values())
     command = [str(PROGRAMS / "llamafactory-cli"), "train", str(data / "train.yaml")]
     # Packages that are in front of .venv's here must not be in front of its own.
-    _train(command, {"PYTHONPATH": ""}, config, model, out, bool(lora), watch)
+    _train(command, "", config, model, out, bool(lora), watch)
     return {"rows": rows, **_losses(out)}
 
 
@@ -103,14 +104,14 @@ def run_dpo(
     shutil.rmtree(trained, ignore_errors=True)
     ranks = config.trainer.n_gpus_per_node
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "rl.sft.dpo", str(out / "dpo.json")]
-    _train(command, {}, config, model, out, settings["lora"] is not None, watch)
+    command = [sys.executable, *launcher, str(Path(__file__).with_name("dpo.py")), str(out / "dpo.json")]
+    _train(command, str(_TRL), config, model, out, settings["lora"] is not None, watch)
     return {"pairs": pairs, "too_long": too_long, **_losses(out)}
 
 
 def _train(
     command: Sequence[str],
-    environment: Mapping[str, str],
+    packages: str,
     config: DictConfig,
     model: str,
     out: Path,
@@ -125,7 +126,7 @@ def _train(
                 watch(line["current_steps"], line["total_steps"], {"train/loss": line["loss"]})
 
     log, trained = out / "sft.log", out / "trained"
-    run_logged(command, {**NO_REPORTS, **on_device(config), **environment}, log, look)
+    run_logged(command, {**NO_REPORTS, **on_device(config), "PYTHONPATH": packages}, log, look)
     if adapts:
         merge_apart(model, trained, out / "model", log)
         shutil.rmtree(out / "adapter", ignore_errors=True)

@@ -146,7 +146,8 @@ class Tab:
 
     async def click(self, selector: str) -> None:
         self._loaded.clear()
-        await self.js(f"document.querySelector({json.dumps(selector)}).click()")
+        event = "new MouseEvent('click', {bubbles: true, cancelable: true})"
+        await self.js(f"document.querySelector({json.dumps(selector)}).dispatchEvent({event})")
 
     async def key(self, key: str) -> None:
         self._loaded.clear()

@@ -87,8 +87,9 @@ async def hostile(directory: Path, size: int = 10 << 20) -> Path:
     play = Play(f'{HOSTILE} [[Bash {{"command": {json.dumps(HOSTILE)}}}]]', f"(({HOSTILE})){HOSTILE}", heard=True)
     main: list[Any] = [{"role": "user", "content": HOSTILE}]
     (call,) = calls_of(await play.ask(main))
-    play.answer(main, (call, HOSTILE + "x" * size), text=HOSTILE)
+    play.answer(main, (call, HOSTILE), text=HOSTILE)
     await play.ask(main)
+    play.events[1]["message"]["content"][0]["content"] += "x" * size  # reported, and cut by the agent before it was sent
     verdict = {
         "outcome": "unresolved", "reason": "tests_failed", "reward": 0.0, "detail": HOSTILE, "flags": [HOSTILE],
         "dropped": [HOSTILE], "log_tail": HOSTILE, "tests": {HOSTILE: {"success": [HOSTILE], "failure": []}},

@@ -95,8 +95,8 @@ def floats(values: Sequence[float]) -> bytes:
 
 def read(run_dir: Path, record: Record) -> Trained | None:
     """Return what the trainer made of an episode; None if nothing was kept of it, or it does not fit the record."""
-    session = _session(run_dir, record.episode)
-    if not session or not (run_dir / "trained").is_dir():
+    session = _session(run_dir, record.episode) if (run_dir / "trained").is_dir() else ""
+    if not session:
         return None
     paths = [path for path in sorted((run_dir / "trained").glob("*.zst")) if path.name[:6].isdigit()]
     for path in (one for one in paths if 0 <= int(one.name[:6]) - record.step <= _LATER):
@@ -130,12 +130,12 @@ def _session(run_dir: Path, episode: str) -> str:
     """Return the key of an episode in TransferQueue, as its line in ``episode_metrics`` tells; empty if none does."""
     wanted = json.dumps(episode).encode()
     for path in sorted((run_dir / "episode_metrics").glob("*.jsonl")):
-        for text in path.read_bytes().splitlines():
-            if wanted in text:
-                try:
-                    told = json.loads(text)
-                except ValueError:
-                    continue
-                if told.get("episode") == episode:
-                    return str(told.get("session", ""))
+        data, at = path.read_bytes(), -1
+        while (at := data.find(wanted, at + 1)) >= 0:
+            try:
+                told = json.loads(data[data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0])
+            except ValueError:
+                continue
+            if told.get("episode") == episode:
+                return str(told.get("session", ""))
     return ""

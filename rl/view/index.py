@@ -89,6 +89,7 @@ class Index:
         self.torn: list[str] = []
         self.damage: list[str] = []
         self.state = State()
+        self.stopped = False  # ends an extension that is under way
         self._read: dict[str, _Read] = {}
         self._places: dict[str, int] = {}
         self._saved = 0
@@ -123,9 +124,12 @@ class Index:
             try:
                 self._add(Entry(name, offset, facts(decode(payload, f"{path}, offset {offset}"))))
             except (CorruptRecordError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                self.damage.append(str(error) if payload is None else f"{path}, offset {offset}: {error!r}")
+                told = isinstance(error, CorruptRecordError)
+                self.damage.append(str(error) if told else f"{path}, offset {offset}: no episode ({error!r})")
             self.state.done += end - read.end
             read.end, read.last = end, offset
+            if self.stopped:
+                break
         read.header = _header(path, read.last)
 
     def _add(self, entry: Entry) -> None:

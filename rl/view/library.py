@@ -80,6 +80,11 @@ class Library:
         """Take in what the runs have written since the last call; return the number of new episodes."""
         return sum(run.index.extend() for run in self.runs)
 
+    def stop(self) -> None:
+        """End a refresh that is under way, soon."""
+        for run in self.runs:
+            run.index.stopped = True
+
     def close(self) -> None:
         """Write what was indexed into the cache."""
         for run in self.runs:
@@ -87,10 +92,10 @@ class Library:
 
     def run(self, number: str | None) -> Run:
         """Return a run by its place on the command line. Raises NotFound."""
-        try:
-            return self.runs[int(number or 0)] if int(number or 0) >= 0 else self.runs[len(self.runs)]
-        except (ValueError, IndexError):
-            raise NotFound(f"there is no run {number}") from None
+        for run in self.runs:
+            if str(run.number) == (number or "0"):
+                return run
+        raise NotFound(f"there is no run {number}")
 
     def episode(self, number: str | None, name: str | None) -> Episode:
         """Return an episode by its run and name. Raises NotFound."""

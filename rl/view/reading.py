@@ -156,7 +156,7 @@ def _of_tree(record: Record) -> list[Turn]:
         while 0 <= at < place and nodes[at].logprobs is None:
             turn.context.insert(0, at)
             turn.context_tokens += nodes[at].length
-            at = nodes[at].parent
+            at = nodes[at].parent if nodes[at].parent < at else -1
         turn.after = by_node[at].number if at in by_node else 0
         turn.kind = "side" if node.side else "agent" if callers.get(node.message_id) else "main"
         turn.caller = callers.get(node.message_id, "")

@@ -57,6 +57,7 @@ def application(library: Library, token: str = "") -> web.Application:
     async def reading(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(_follow(library))
         yield
+        library.stop()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -69,7 +70,8 @@ def application(library: Library, token: str = "") -> web.Application:
 async def _follow(library: Library) -> None:
     """Take in what the runs write, for ever."""
     while True:
-        await asyncio.to_thread(library.refresh)
+        with contextlib.suppress(OSError):  # of a network disk: the next look may succeed
+            await asyncio.to_thread(library.refresh)
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -98,7 +100,8 @@ def _guard(token: str) -> Callable[[web.Request, _Handler], Awaitable[web.Stream
         if token:
             given = request.query.get("token", "")
             if given and hmac.compare_digest(given.encode(), token.encode()):
-                response: web.StreamResponse = web.HTTPFound(str(request.rel_url.without_query_params("token")))
+                place = str(request.rel_url.without_query_params("token"))
+                response = web.Response(status=302, headers={"Location": place})
                 response.set_cookie(_COOKIE, token, httponly=True, samesite="Strict", path="/")
                 return _with_headers(response)
             if not hmac.compare_digest(request.cookies.get(_COOKIE, "").encode(), token.encode()):
@@ -108,7 +111,8 @@ def _guard(token: str) -> Callable[[web.Request, _Handler], Awaitable[web.Stream
         try:
             return _with_headers(await handler(request))
         except web.HTTPException as error:
-            return _with_headers(error)
+            _with_headers(error)
+            raise
 
     return guard
 

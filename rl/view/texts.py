@@ -103,5 +103,6 @@ def _compared(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str
 
 def excerpt(text: str, at: int, length: int, around: int = 60) -> tuple[str, str, str]:
     """Return what stands before a hit, the hit, and what stands after it, in one line."""
-    before, hit, after = text[max(0, at - around) : at], text[at : at + length], text[at + length : at + length + around]
-    return tuple(" ".join(clean(one).split(" ")).replace("\n", "\u21b5") for one in (before, hit, after))  # ty: ignore
+    parts = text[max(0, at - around) : at], text[at : at + length], text[at + length : at + length + around]
+    before, hit, after = (clean(one).replace("\n", "\u21b5") for one in parts)
+    return before, hit, after

@@ -39,7 +39,7 @@ class Vocabulary:
     def text(self, ids: Sequence[int]) -> str:
         """Return what ids say; their numbers if there is no tokenizer."""
         if self._codec is None:
-            return " ".join(map(str, ids))
+            return "".join(f"{one} " for one in ids)
         return self._codec.decode(list(ids), skip_special_tokens=False)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -105,15 +105,17 @@ def tree(record: Record, width: float = 1000.0) -> Tree:
     nodes = record.nodes
     places: list[Place] = []
     for number, node in enumerate(nodes):
-        start = places[node.parent].end if 0 <= node.parent < number else 0
-        one = Place(number, node.parent, start, start + node.length, node.logprobs is not None)
+        parent = node.parent if node.parent < number else -1
+        start = places[parent].end if parent >= 0 else 0
+        one = Place(number, parent, start, start + node.length, node.logprobs is not None)
         one.delivered, one.side = node.delivered, node.side
         places.append(one)
     for number, row in enumerate(record.rows):
-        for node in row.nodes:
+        known = [node for node in row.nodes if 0 <= node < len(places)]  # the audit says what is wrong with others
+        for node in known:
             places[node].rows.append(number)
-        if row.nodes:
-            places[max(row.nodes)].ends.append(number)
+        if known:
+            places[max(known)].ends.append(number)
     longest = max((one.end for one in places), default=0)
     lanes = _lanes(places)
     scale = (width - _GAP) / max(1, longest)
@@ -264,10 +266,21 @@ class Texts:
 
     def token(self, node: int, character: int) -> int:
         """Return the token of a node in which a character of its text is."""
-        return bisect_right(self._made(node)[1], character)
+        ends = self._made(node)[1]
+        chunk = bisect_right(ends, character)
+        ids, before = self._chunk(node, chunk), ends[chunk - 1] if chunk else 0
+        return MOST * chunk + bisect_right(range(len(ids)), character - before, key=lambda n: self._length(ids[: n + 1]))
+
+    def _length(self, ids: list[int]) -> int:
+        return len(self._words.text(ids))
+
+    def _chunk(self, node: int, number: int) -> list[int]:
+        return unpack_ids(self._record.nodes[node].ids[4 * MOST * number : 4 * MOST * (number + 1)])
 
     def _made(self, node: int) -> tuple[str, list[int]]:
+        """Return the text of a node, and where each chunk of ``MOST`` tokens ends in it: a list of all would be large."""
         if node not in self._known:
-            pieces = self._words.pieces(unpack_ids(self._record.nodes[node].ids))
-            self._known[node] = "".join(pieces), list(accumulate(map(len, pieces)))
+            chunks = range(-(-self._record.nodes[node].length // MOST))
+            texts = [self._words.text(self._chunk(node, number)) for number in chunks]
+            self._known[node] = "".join(texts), list(accumulate(map(len, texts)))
         return self._known[node]

@@ -36,7 +36,7 @@ from tests.view_kit import tokenizer  # noqa: E402
 
 def words(lot: random.Random, characters: int) -> str:
     """Return text of about so many characters."""
-    known = ("def", "return", "value", "if", "for", "the", "a", "test", "self", "error", "import", "path", "0", "1", "(x)")
+    known = "def return value if for the a test self error import path 0 1 (x)".split()
     out, size = [], 0
     while size < characters:
         out.append(lot.choice(known))
@@ -54,7 +54,8 @@ def episode(lot: random.Random, number: int, turns: int, read: int, said: int, m
             result = {"type": "tool_result", "tool_use_id": f"call_{number}_{turn - 1}", "content": asked}
             events.append({"type": "user", "message": {"content": [result]}})
         text = words(lot, said)
-        call = {"type": "tool_use", "id": f"call_{number}_{turn}", "name": "Bash", "input": {"command": text[: said // 2]}}
+        call = {"type": "tool_use", "id": f"call_{number}_{turn}", "name": "Bash"}
+        call |= {"input": {"command": text[: said // 2]}}
         blocks: list[dict[str, Any]] = [{"type": "text", "text": text}, call]
         logprobs = [-lot.expovariate(3) for _ in text]
         node = NodeRecord(parent=2 * turn, ids=pack_ids(list(map(ord, text))), logprobs=pack_floats(logprobs))
@@ -66,9 +67,11 @@ def episode(lot: random.Random, number: int, turns: int, read: int, said: int, m
     outcome = {"outcome": "resolved" if reward else "unresolved", "reason": None if reward else "tests_failed"}
     return empty_record(
         version=2, episode=f"train-{number // 128}-task-{number % 400}-{number}", task=f"task-{number % 400}",
-        step=number // 128, nodes=nodes, rows=[row(nodes)], events=events, model=str(model), patch=words(lot, 800).encode(),
+        step=number // 128, nodes=nodes, rows=[row(nodes)], events=events, model=str(model),
+        patch=words(lot, 800).encode(),
         verdict={**outcome, "reward": reward, "detail": "", "flags": []}, agent={"status": "finished", "turns": turns},
-        repo=f"repo/{number % 9}", timing={"total": 60.0, "agent": 50.0, "boot": 2.0, "grade": 8.0},
+        repo=f"repo/{number % 9}",
+        timing={"total": 60.0, "agent": 50.0, "boot": 2.0, "grade": 8.0},
     )  # fmt: skip
 
 
@@ -124,9 +127,9 @@ async def browser(address: str, paths: dict[str, tuple[str, str]]) -> None:
                 await page.until(ready)
                 print(f"{name:<46} {time.perf_counter() - began:7.3f} s  in Chromium")
             began = time.perf_counter()
-            await page.js("const f = document.querySelector('#find'); f.value = 'error import'; f.dispatchEvent(new Event('input')), 1")
+            await page.find("error import")
             await page.until("document.querySelectorAll('.hits button').length > 0")
-            print(f"{'find in its page, with 0.15 s of patience':<46} {time.perf_counter() - began:7.3f} s  in Chromium")
+            print(f"{'find in its page':<46} {time.perf_counter() - began:7.3f} s  in Chromium")
 
 
 def main() -> int:
@@ -148,7 +151,7 @@ def main() -> int:
         one.close()
         size = sum(path.stat().st_size for path in (run / "episodes").iterdir())
         tokens = sum(node.length for node in large.nodes)
-        print(f"{args.episodes:,} episodes of 5,000 tokens and 10 turns; one of {tokens:,} tokens and 300 turns; {size / 1e6:,.0f} MB")
+        print(f"{args.episodes:,} episodes of 5,000 tokens, one of {tokens:,} and 300 turns; {size / 1e6:,.0f} MB")
         context = multiprocessing.get_context("spawn")
         for attempt in ("built", "from its cache"):
             here, there = context.Pipe()
@@ -164,17 +167,19 @@ def main() -> int:
                     "task": "/task?run=0&id=task-7", "episode, conversation, first": f"/episode?{of}",
                     "episode, conversation, again": f"/episode?{of}", "episode, tokens": f"/tokens?{of}",
                     "2,000 tokens of a node": f"/strip?{of}&node=0", "find in it: rare": f"/find.json?{of}&q=nowhere",
-                    "find in it: frequent": f"/find.json?{of}&q=error", "search all for what is nowhere": "/search?q=nowhere",
+                    "find in it: frequent": f"/find.json?{of}&q=error",
+                    "search all for what is nowhere": "/search?q=nowhere",
                     "export": f"/export?{of}",
                 }  # fmt: skip
                 asyncio.run(pages(address, paths))
                 if why := browser_kit.problem():
                     print(f"no Chromium: {why}")
                 else:
+                    turns = "document.querySelectorAll('.turn').length === 300"
                     seen = {
                         "episodes": ("/episodes?run=0", "document.querySelectorAll('tbody tr').length === 200"),
                         "tokens of 100,000": (f"/tokens?{of}", "document.querySelectorAll('.t').length > 300"),
-                        "conversation of 300 turns": (f"/episode?{of}", "document.querySelectorAll('.turn').length === 300"),
+                        "conversation of 300 turns": (f"/episode?{of}", turns),
                     }
                     asyncio.run(browser(address, seen))
             here.send("end")

@@ -106,7 +106,8 @@ class Tab:
 
     async def open(self) -> None:
         target = await self.call("Target.createTarget", url="about:blank")
-        self._session = (await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True))["sessionId"]
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
         await self.size(1400, 900)
@@ -143,6 +144,11 @@ class Tab:
           if (found) done(true); else if (performance.now() > end) no(new Error({json.dumps(condition)}));
           else setTimeout(look, 20); }}; look(); }})"""
         await self.js(code)
+
+    async def find(self, text: str) -> None:
+        """Write into the field of an episode's page that finds."""
+        field = "document.querySelector('#find')"
+        await self.js(f"{field}.value = {json.dumps(text)}, {field}.dispatchEvent(new Event('input')), 1")
 
     async def click(self, selector: str) -> None:
         self._loaded.clear()

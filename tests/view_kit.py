@@ -47,9 +47,11 @@ async def run(directory: Path) -> Path:
     model = tokenizer(directory / "policy")
     good = await repair("train-1-fix-0", reward=1.0)
     bad = await repair("train-1-fix-1", reward=0.0, last="I give up.")
-    tests = {"FAIL_TO_PASS": {"success": ["test_a"], "failure": []}, "PASS_TO_PASS": {"success": ["test_b"], "failure": []}}
+    kept = {"success": ["test_b"], "failure": []}
+    tests = {"FAIL_TO_PASS": {"success": ["test_a"], "failure": []}, "PASS_TO_PASS": kept}
     failed = {**tests, "FAIL_TO_PASS": {"success": [], "failure": ["test_a"]}}
-    flagged = {**bad.verdict, "tests": failed, "flags": ["touches_tests"], "dropped": ["tests/x.py"], "log_tail": "boom"}
+    found = {"flags": ["touches_tests"], "dropped": ["tests/x.py"], "log_tail": "boom"}
+    flagged = {**bad.verdict, "tests": failed, **found}
     lost = {"outcome": "infra_failure", "reason": "boot_failed", "reward": None, "detail": "no box", "flags": []}
     records = [
         named(good, "train-1-fix-0", model, task="fix", verdict={**good.verdict, "tests": tests}, patch=PATCH),
@@ -65,8 +67,9 @@ async def run(directory: Path) -> Path:
     for number, record in enumerate(records):
         log.append({**line(record), "session": f"group_{number}", "engine": None})
     for step in (1, 2):
-        told = {"episode/resolve_rate": 0.5 * step, "episode/reward_mean": 0.4, "episode/turns": 2.0, "timing_s/gen": 3.0}
-        append_step(directory, step, 0.0, {**told, "timing_s/update_actor": 1.0, "failure/tests_failed": 1})
+        told = {"episode/resolve_rate": 0.5 * step, "episode/reward_mean": 0.4, "episode/turns": 2.0}
+        told |= {"timing_s/gen": 3.0, "timing_s/update_actor": 1.0, "failure/tests_failed": 1.0}
+        append_step(directory, step, 0.0, told)
     keep_trainer(directory, records[0], "group_0", 0.5)
     (directory / "config.yaml").write_text("algorithm: {norm_adv_by_std_in_grpo: false}\n")
     return directory
@@ -89,7 +92,7 @@ async def hostile(directory: Path, size: int = 10 << 20) -> Path:
     (call,) = calls_of(await play.ask(main))
     play.answer(main, (call, HOSTILE), text=HOSTILE)
     await play.ask(main)
-    play.events[1]["message"]["content"][0]["content"] += "x" * size  # reported, and cut by the agent before it was sent
+    play.events[1]["message"]["content"][0]["content"] += "x" * size  # what the agent has cut before it sent it
     verdict = {
         "outcome": "unresolved", "reason": "tests_failed", "reward": 0.0, "detail": HOSTILE, "flags": [HOSTILE],
         "dropped": [HOSTILE], "log_tail": HOSTILE, "tests": {HOSTILE: {"success": [HOSTILE], "failure": []}},
@@ -99,7 +102,14 @@ async def hostile(directory: Path, size: int = 10 << 20) -> Path:
     return write(directory, named(record, record.episode, tokenizer(directory / "policy")))
 
 
-PATCH = b"diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
+PATCH = b"""diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
 
 
 @contextlib.asynccontextmanager

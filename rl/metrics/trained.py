@@ -56,12 +56,13 @@ class Trained:
 def rows(batch: Any, known: Any, advantages: Any) -> list[Row]:
     """Return the rows of a batch, without padding.
 
-    batch: verl's KVBatchMeta. known: its columns response_mask, old_log_probs and entropy (which need not be there), and
-    advantages: nested tensors, one row per key.
+    batch: verl's KVBatchMeta. known: its columns response_mask, old_log_probs and entropy (which need not be there).
+    All columns are nested tensors, one row per key.
     """
     count = len(batch.keys)
     masks = [mask.bool() for mask in known["response_mask"].unbind(0)]
-    columns = [known[name].unbind(0) if name in known.keys() else [None] * count for name in ("old_log_probs", "entropy")]
+    names, none = ("old_log_probs", "entropy"), [None] * count
+    columns = [known[name].unbind(0) if name in known.keys() else none for name in names]
     out = []
     for key, tag, mask, logprobs, entropies, values in zip(
         batch.keys, batch.tags, masks, *columns, advantages.unbind(0), strict=True

@@ -112,7 +112,7 @@ class Index:
             for path in paths:
                 if sizes[path] > self._of(path).end:
                     self._extend(reader, path)
-            self.torn = [f"{t.path.name}, offset {t.offset}: {t.lost} bytes of an incomplete record" for t in reader.torn]
+            self.torn = [f"{t.path.name}, offset {t.offset}: incomplete record, {t.lost} bytes" for t in reader.torn]
             self.damage += [text for text in reader.damage or () if text not in self.damage]
             if len(self.entries) - self._saved >= _EACH:
                 self.save()

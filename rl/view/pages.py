@@ -1,5 +1,5 @@
-"""This module makes the pages. A handler takes the library and a request's query, and returns a ``Page``; it does no I/O
-of its own beyond what the library reads."""
+"""This module makes the pages. A handler takes the library and a request's query, and returns a ``Page``; it reads no
+file by itself."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def _figures(run: Run, entries: Sequence[Entry]) -> dict[str, Any]:
         values = [float(one[key]) for one in lines if one[key] is not None]
         return statistics.fmean(values) if values else None
 
-    return {"last": last, "count": len(lines)} | {key: mean(key) for key in ("resolved", "reward", "turns", "tokens_sampled")}
+    means = {key: mean(key) for key in ("resolved", "reward", "turns", "tokens_sampled")}
+    return {"last": last, "count": len(lines), **means}
 
 
 def _causes(entries: Sequence[Entry]) -> list[tuple[str, int, bool]]:
@@ -122,10 +123,9 @@ def _tasks(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     rows = []
     for task, members in found.items():
         resolved = sum(one.facts["resolved"] for one in members)
-        rows.append({
-            "task": task, "repo": members[0].facts["repo"], "episodes": len(members), "resolved": resolved / len(members),
-            "last": members[-1].facts["step"], "flagged": sum(bool(one.facts["flags"]) for one in members),
-        })  # fmt: skip
+        row = {"task": task, "repo": members[0].facts["repo"], "episodes": len(members)}
+        row |= {"resolved": resolved / len(members), "last": members[-1].facts["step"]}
+        rows.append(row | {"flagged": sum(bool(one.facts["flags"]) for one in members)})
     return sorted(rows, key=lambda one: (-one["episodes"], abs(one["resolved"] - 0.5), one["task"]))[:_TASKS]
 
 
@@ -294,11 +294,16 @@ def episode_json(library: Library, query: Query) -> Page:
     one = _episode(library, query)
     if "turn" in query:
         return Page(render.plain(asdict(_turn(one, query))), "application/json")
+    record = one.record
     told = {
-        "figures": one.entry.facts, "verdict": one.record.verdict, "agent": one.record.agent, "timing": one.record.timing,
-        "patch": one.record.patch.decode("utf-8", "replace"), "findings": one.reading.findings,
+        "figures": one.entry.facts,
+        "verdict": record.verdict,
+        "agent": record.agent,
+        "timing": record.timing,
+        "patch": record.patch.decode("utf-8", "replace"),
+        "findings": one.reading.findings,
         "turns": [asdict(turn) for turn in one.reading.main],
-    }  # fmt: skip
+    }
     return Page(render.plain(told), "application/json")
 
 

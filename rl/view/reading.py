@@ -134,7 +134,7 @@ def read(record: Record, mask_overlong: bool = False) -> Reading:
     for turn in turns:
         turn.untrained = "" if turn.rows else _why(record, turn)
         if turn.rows and mask_overlong and record.overlong:
-            turn.untrained = "a limit ended the episode, and this run does not train on such ones (episode.mask_overlong)"
+            turn.untrained = "a limit ended the episode, and this run leaves such ones out (episode.mask_overlong)"
     _answer(record, turns)
     return Reading(record, turns, _nested(turns), findings, _ending(record))
 
@@ -189,9 +189,9 @@ def _sort_out(nodes: list[NodeRecord], turns: list[Turn], by_node: dict[int, Tur
             turn.kind, turn.caller = before.kind, before.caller
         if turn.kind == "main":
             if last and not turn.after:
-                turn.notice = "The conversation begins anew here, as after a compaction: what came before is not read any more."
+                turn.notice = "The conversation begins anew here, as after a compaction: what came before is not read."
             elif last and turn.after != last.number:
-                turn.notice = f"This is a branch: it goes on from turn {turn.after} and does not know what came after that."
+                turn.notice = f"This is a branch: it goes on from turn {turn.after}, and knows nothing that came later."
             last = turn
 
 

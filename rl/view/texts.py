@@ -1,4 +1,4 @@
-"""This module makes hostile text readable: what terminals act on, invisible marks, great lengths; and it shows diffs."""
+"""This module makes hostile text readable: terminal sequences, invisible marks, great lengths; and it shows diffs."""
 
 from __future__ import annotations
 

@@ -268,8 +268,8 @@ class Texts:
         """Return the token of a node in which a character of its text is."""
         ends = self._made(node)[1]
         chunk = bisect_right(ends, character)
-        ids, before = self._chunk(node, chunk), ends[chunk - 1] if chunk else 0
-        return MOST * chunk + bisect_right(range(len(ids)), character - before, key=lambda n: self._length(ids[: n + 1]))
+        ids, at = self._chunk(node, chunk), character - (ends[chunk - 1] if chunk else 0)
+        return MOST * chunk + bisect_right(range(len(ids)), at, key=lambda n: self._length(ids[: n + 1]))
 
     def _length(self, ids: list[int]) -> int:
         return len(self._words.text(ids))
@@ -278,7 +278,7 @@ class Texts:
         return unpack_ids(self._record.nodes[node].ids[4 * MOST * number : 4 * MOST * (number + 1)])
 
     def _made(self, node: int) -> tuple[str, list[int]]:
-        """Return the text of a node, and where each chunk of ``MOST`` tokens ends in it: a list of all would be large."""
+        """Return the text of a node, and where each ``MOST`` tokens end in it: a list of all ends would be large."""
         if node not in self._known:
             chunks = range(-(-self._record.nodes[node].length // MOST))
             texts = [self._words.text(self._chunk(node, number)) for number in chunks]

@@ -1,4 +1,4 @@
-"""The viewer in headless Chromium: what a person does with it, what hostile text does to it, and what axe says of it."""
+"""The viewer in headless Chromium: what people do with it, what hostile text does to it, and what axe says of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import pytest
 
 from tests.browser_kit import Tab, browser, problem, tab
 from tests.view_kit import hostile, run, served
+
+PAGES = (
+    "/run?run=0",
+    "/episodes?run=0",
+    "/task?run=0&id=fix&step=1&split=train",
+    "/episode?run=0&id=train-1-crowd-1",
+    "/tokens?run=0&id=train-1-fix-0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +80,12 @@ async def test_finding_goes_to_what_is_found(view: tuple[Tab, str]) -> None:
     page, address = view
     await page.goto(f"{address}/episode?run=0&id=train-1-fix-0")
     await page.key("/")
-    await page.js("document.querySelector('#find').value = 'content of a', document.querySelector('#find').dispatchEvent(new Event('input')), 1")
+    await page.find("content of a")
     await page.until("document.querySelectorAll('.hits button').length === 1")
     await page.key("Enter")
     await page.until("CSS.highlights.get('found')?.size === 1")
     assert await page.js("document.querySelector('#t1').classList.contains('here')")
-    await page.js("document.querySelector('#find').value = 'fix it', document.querySelector('#find').dispatchEvent(new Event('input')), 1")
+    await page.find("fix it")
     await page.until("document.querySelector('.hits .what')?.textContent.includes('read')")
     await page.click(".hits button")
     await page.until("CSS.highlights.get('found')?.size === 1")  # what was read is loaded for it
@@ -117,15 +125,15 @@ async def test_a_hostile_episode_does_no_harm(view: tuple[Tab, str]) -> None:
     assert "<script>window.harmed" in await page.js("document.querySelector('h1').textContent")
     assert await page.js("document.documentElement.outerHTML.length") < 400_000  # of 10 MB
     assert not await page.js("/[\\u202a-\\u202e\\x1b\\x00]/.test(document.body.textContent)")
-    await page.js("document.querySelector('#find').value = '<script>', document.querySelector('#find').dispatchEvent(new Event('input')), 1")
+    await page.find("<script>")
     await page.until("document.querySelectorAll('.hits button').length > 3")
     await page.click("a[href^='/tokens']")
     await page.loaded()
     await page.until("document.querySelectorAll('.node.trained .t').length > 10")
     await page.js("document.querySelector('.strip').scrollIntoView(), 1")
     assert await page.js("window.harmed") is None
-    name = await page.js("new URLSearchParams(location.search).get('id')")
-    await page.goto(f"{address}/compare?a=train-1-fix-0&arun=0&brun=1&b=" + await page.js(f"encodeURIComponent({name!r})"))
+    other = await page.js("encodeURIComponent(new URLSearchParams(location.search).get('id'))")
+    await page.goto(f"{address}/compare?a=train-1-fix-0&arun=0&brun=1&b={other}")
     assert await page.js("window.harmed") is None
 
 
@@ -133,11 +141,8 @@ async def test_a_hostile_episode_does_no_harm(view: tuple[Tab, str]) -> None:
 async def test_axe_finds_no_serious_fault(view: tuple[Tab, str], dark: bool) -> None:
     page, address = view
     await page.dark(dark)
-    for path in (
-        "/", "/run?run=0", "/episodes?run=0", "/task?run=0&id=fix&step=1&split=train", "/episode?run=0&id=train-1-crowd-1",
-        "/tokens?run=0&id=train-1-fix-0", "/compare?a=train-1-fix-0&arun=0&b=train-1-fix-1&brun=0",
-        "/compare_runs?a=0&b=1", "/search?q=fix",
-    ):  # fmt: skip
+    others = ("/", "/compare?a=train-1-fix-0&arun=0&b=train-1-fix-1&brun=0", "/compare_runs?a=0&b=1", "/search?q=fix")
+    for path in (*PAGES, *others):
         await page.goto(address + path)
         if path.startswith("/tokens"):
             await page.until("document.querySelectorAll('.node.trained .t').length > 10")
@@ -149,6 +154,6 @@ async def test_axe_finds_no_serious_fault(view: tuple[Tab, str], dark: bool) -> 
 async def test_a_narrow_screen_does_not_scroll_sideways(view: tuple[Tab, str]) -> None:
     page, address = view
     await page.size(390, 800)
-    for path in ("/run?run=0", "/episodes?run=0", "/task?run=0&id=fix", "/episode?run=0&id=train-1-crowd-1", "/tokens?run=0&id=train-1-fix-0"):
+    for path in PAGES:
         await page.goto(address + path)
         assert await page.js("document.documentElement.scrollWidth") <= 390, path

@@ -54,12 +54,14 @@ def test_an_index_that_grew_is_the_one_that_was_built_at_once(cuts: list[int]) -
         assert [entry.offset for entry in index.entries] == [entry.offset for entry in whole.entries]
         assert not index.torn and not index.damage
 
+BIDIRECTIONAL = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+
 
 @given(TEXTS)
 def test_a_clean_text_has_nothing_that_acts(text: str) -> None:
     for character in clean(text):
         assert character in "\n\t" or unicodedata.category(character) != "Cc"
-        assert unicodedata.bidirectional(character) not in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+        assert unicodedata.bidirectional(character) not in BIDIRECTIONAL
 
 
 @given(TEXTS, TEXTS)

@@ -80,7 +80,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     assert index.find("e2") is None
 
 
-def test_the_cache_is_believed_only_while_the_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_believed_only_while_the_files_are_the_same(tmp_path: Path) -> None:
     run, cache = tmp_path / "run", tmp_path / "cache"
     writer = RecordWriter(run / "episodes", "w")
     writer.append(record(0))

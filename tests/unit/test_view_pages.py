@@ -21,6 +21,15 @@ from rl.view.runs import FilterError, Run, chosen
 from tests.export_kit import lines
 from tests.view_kit import HOSTILE, hostile, run, served
 
+WRONG = {
+    "/run?run=7": 404,
+    "/episode?run=0&id=no": 404,
+    "/episodes?run=0&turns=x": 400,
+    "/nothing": 404,
+    "/static/../pages.py": 404,
+    "/strip?run=0&id=train-1-fix-0&node=99": 404,
+}
+
 
 @pytest.fixture
 async def library(tmp_path: Path) -> Library:
@@ -41,7 +50,8 @@ def text(page: pages.Page) -> str:
 
 def queries(library: Library) -> list[tuple[str, dict[str, str]]]:
     """Every page that there is for a run."""
-    out: list[tuple[str, dict[str, str]]] = [("/", {}), ("/search", {"q": "script"}), ("/compare_runs", {"a": "0", "b": "1"})]
+    out: list[tuple[str, dict[str, str]]] = [("/", {}), ("/search", {"q": "script"})]
+    out.append(("/compare_runs", {"a": "0", "b": "1"}))
     for made in library.runs:
         number = {"run": str(made.number)}
         out += [("/run", number), ("/episodes", number), ("/curves.json", number), ("/state.json", number)]
@@ -85,8 +95,7 @@ async def test_answers_forbid_everything_but_our_own_files(tmp_path: Path, sessi
             policy = answer.headers["Content-Security-Policy"]
             assert answer.status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
             assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        for path, status in (("/run?run=7", 404), ("/episode?run=0&id=no", 404), ("/episodes?run=0&turns=x", 400),
-                             ("/nothing", 404), ("/static/../pages.py", 404), ("/strip?run=0&id=train-1-fix-0&node=99", 404)):  # fmt: skip
+        for path, status in WRONG.items():
             async with session.get(address + path) as answer:
                 assert answer.status == status, path
                 assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
@@ -185,7 +194,8 @@ def test_what_is_copied_is_what_was_recorded(library: Library) -> None:
     assert turn["parts"][2]["result"]["text"] == "total 0"
     raw = pages.PAGES["/raw"](library, {"run": "0", "id": "train-1-fix-1", "turn": "1", "part": "2", "what": "result"})
     assert raw.type == "text/plain" and text(raw) == "total 0"
-    whole = pages.PAGES["/raw"](library, {"run": "1", "id": library.runs[1].index.entries[0].name, "turn": "1", "part": "1", "what": "result"})
+    harmful = {"run": "1", "id": library.runs[1].index.entries[0].name, "turn": "1", "part": "1", "what": "result"}
+    whole = pages.PAGES["/raw"](library, harmful)
     assert text(whole).startswith(HOSTILE[:20]) and len(text(whole)) > 1000
     with pytest.raises(NotFound):
         pages.PAGES["/raw"](library, {"run": "0", "id": "train-1-fix-1", "turn": "99", "what": "text"})
@@ -209,7 +219,8 @@ def test_a_run_without_metrics_has_curves_of_its_episodes(tmp_path: Path, librar
 
 
 def test_numbers_are_written_as_people_read_them() -> None:
-    assert [render.number(value) for value in (None, 12345, 0.5, 1234.5, 3.0)] == ["\u2013", "12,345", "0.50", "1,234", "3"]
+    values = [render.number(value) for value in (None, 12345, 0.5, 1234.5, 3.0)]
+    assert values == ["\u2013", "12,345", "0.50", "1,234", "3"]
     assert render.signed(-0.5) == "\u22120.500" and render.signed(0.0) == "0" and render.percent(0.256) == "26 %"
 
 

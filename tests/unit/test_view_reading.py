@@ -1,4 +1,4 @@
-"""Episodes as a person reads them: nested sub-agents, compaction, branches, what was lost, and why nothing is hidden."""
+"""Episodes as people read them: nested sub-agents, compaction, branches, what was lost, and why it is not trained."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_what_a_record_may_have_does_no_harm() -> None:
     record = await repair("e")
     odd: list[dict[str, Any]] = [
         {}, {"type": "user"}, {"type": "user", "message": {"content": [{"type": "tool_result"}, 3, None]}},
-        {"type": "user", "message": {"content": [{"type": "tool_result", "tool_use_id": 3, "content": [{"type": "image"}]}]}},
+        {"type": "user", "message": {"content": [{"type": "tool_result", "tool_use_id": 3, "content": [{"type": 1}]}]}},
         {"type": "assistant", "message": {"id": 3, "content": [{"type": "tool_use", "id": [], "input": []}]}},
         {"type": "result", "result": {}}, {"type": "system", "subtype": "compact_boundary"},
     ]  # fmt: skip
@@ -159,7 +159,8 @@ def test_texts_are_shown_and_do_nothing() -> None:
 
 
 def test_patches_are_cut_into_files_and_texts_compared() -> None:
-    (one, two) = patch("diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1 @@\n-x\n+y\n z\ndiff --git a/b b/b\nBinary files differ\n")
+    first = "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1 @@\n-x\n+y\n z\n"
+    (one, two) = patch(first + "diff --git a/b b/b\nBinary files differ\n")
     assert (one.name, one.added, one.removed) == ("a", 1, 1) and two.name == "b"
     assert [kind for kind, _ in one.lines] == ["meta", "meta", "meta", "hunk", "del", "add", "same"]
     assert compared("a\nb", "a\nc") == [("same", " a"), ("del", "-b"), ("add", "+c")]

@@ -21,6 +21,7 @@ import zstandard
 
 from rl.metrics.episodes import line
 from rollout import files
+from rollout.audit import audit_heard, audit_tokens
 from rollout.records import CorruptRecordError, Reader, Record, decode, payload_at, record_at
 
 _FORM = 1  # of the cache file; another one is built anew
@@ -207,6 +208,7 @@ def facts(record: Record) -> dict[str, Any]:
         "agent": str(record.agent.get("status", "")),
         "verdict": figures["reason"] or record.verdict["outcome"],
         "patch": hashlib.sha256(record.patch).hexdigest()[:12] if record.patch else "",
+        "findings": sum(1 for check in (audit_tokens, audit_heard) for _ in check(record)),
     }
 
 

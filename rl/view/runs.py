@@ -223,8 +223,8 @@ class FilterError(ValueError):
 def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
     """Return the entries that a query asks for, in its order.
 
-    Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``flag`` (a
-    name, or "any"), ``q`` (part of the episode's name), ``sort`` (a key of SORTS, with "-" the greatest first). Raises
+    Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
+    ("sound" or "findings"), ``flag`` (a name, or "any"), ``q`` (part of the episode's name), ``sort`` (a key of SORTS, with "-" the greatest first). Raises
     FilterError.
     """
     tests: list[Callable[[Line], bool]] = []
@@ -236,6 +236,8 @@ def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
         elif key in _RANGE:
             low, high = _bounds(key, value)
             tests.append(lambda one, k=_RANGE[key], a=low, b=high: one[k] is not None and a <= one[k] <= b)
+        elif key == "audit":
+            tests.append(lambda one, v=value: (one["findings"] > 0) == (v == "findings"))
         elif key == "flag":
             tests.append(lambda one, v=value: bool(one["flags"]) if v == "any" else v in one["flags"])
         elif key == "q":
@@ -264,12 +266,13 @@ def _bounds(key: str, text: str) -> tuple[float, float]:
 
 
 def values_of(entries: Iterable[Entry]) -> dict[str, list[str]]:
-    """Return what there is to choose from: splits, verdicts, repositories, flags."""
+    """Return what there is to choose from: splits, verdicts, repositories, flags and so on."""
     facts = [one.facts for one in entries]
     return {
         "split": sorted({one["split"] for one in facts}),
         "verdict": sorted({one["verdict"] for one in facts}),
         "repo": sorted({one["repo"] for one in facts if one["repo"]}),
+        "audit": ["sound", "findings"],
         "flag": sorted({flag for one in facts for flag in one["flags"]}),
     }
 

@@ -155,6 +155,7 @@ def test_filters_and_orders(library: Library) -> None:
     assert names(reward="0.9:", sort="task", task="crowd") == ["train-1-crowd-0"]
     rewards = [entry.facts["reward"] for entry in chosen(entries, {"sort": "-reward"})]
     assert rewards == [1.0] * 4 + [0.0] * 2 + [None]
+    assert names(audit="findings") == [] and len(names(audit="sound")) == 7
     assert names(q="CROWD-1") == ["train-1-crowd-1"]
     with pytest.raises(FilterError, match="turns=many"):
         names(turns="many")

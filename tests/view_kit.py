@@ -58,7 +58,7 @@ async def run(directory: Path) -> Path:
         named(bad, "train-1-fix-1", model, task="fix", verdict=flagged),
         named(await crowd("train-1-crowd-0"), "train-1-crowd-0", model, task="crowd"),
         named(await played(), "train-1-crowd-1", model, task="crowd"),
-        named(bad, "train-1-lost-0", model, task="fix", verdict=lost, rows=[], nodes=[], events=[], patch=b""),
+        named(bad, "train-1-lost-0", model, task="fix", verdict=lost, rows=[], nodes=[], events=[], agent={}),
         named(await repair("train-2-fix-0", heard=True), "train-2-fix-0", model, task="fix", step=2),
         named(await nested("eval-1-hosted-0"), "eval-1-hosted-0", split="eval", task="hosted"),
     ]

@@ -36,7 +36,7 @@ from tests.view_kit import tokenizer  # noqa: E402
 
 def words(lot: random.Random, characters: int) -> str:
     """Return text of about so many characters."""
-    known = "def return value if for the a test self error import path 0 1 (x)".split()
+    known = ["def", "return", "value", "if", "for", "the", "a", "test", "self", "error", "import", "path", "(x)"]
     out, size = [], 0
     while size < characters:
         out.append(lot.choice(known))

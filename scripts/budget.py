@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of code per directory. A directory that is not named here counts in the one above it.
 WINGS = {
-    "rl": 2640,  # the player of episodes came up from rl/evaluate: collection and warm start use it, too
+    "rl": 2655,  # the player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far it is
     "rl/checks": 690,
     "rl/cluster": 1230,
     "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
@@ -26,13 +26,14 @@ WINGS = {
     "rl/evaluate": 830,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
-    "rl/metrics": 470,
+    "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1000,
-    "rl/view": 1700,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
+    "rl/view": 1570,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
+    "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
-    "rollout": 990,
+    "rollout": 1040,  # 50: the --help and the quiet end of all programs; the audit decodes without transformers
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
@@ -44,12 +45,13 @@ WINGS = {
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
     "rewards": 900,
-    "scripts": 2270,  # 190: the stress of the proxy
+    "scripts": 2430,  # 190: the stress of the proxy; 150: the viewer's benchmark
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
-# by teachers, too; 350 the proxy's speed and how it is measured.
-EVERYTHING = 24_100
+# by teachers, too; 350 the proxy's speed and how it is measured; 460: what was recorded,
+# in the terminal, and the help of all programs; 1,650: the same in the browser.
+EVERYTHING = 26_200
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -62,7 +62,7 @@ def rows(batch: Any, known: Any, advantages: Any) -> list[Row]:
     count = len(batch.keys)
     masks = [mask.bool() for mask in known["response_mask"].unbind(0)]
     names, none = ("old_log_probs", "entropy"), [None] * count
-    columns = [known[name].unbind(0) if name in known.keys() else none for name in names]
+    columns = [known[name].unbind(0) if name in known else none for name in names]
     out = []
     for key, tag, mask, logprobs, entropies, values in zip(
         batch.keys, batch.tags, masks, *columns, advantages.unbind(0), strict=True

@@ -45,9 +45,7 @@ def find(reading: Reading, texts: Texts, wanted: str) -> tuple[list[Hit], int]:
     return found, count
 
 
-def _everything(
-    reading: Reading, texts: Texts, pattern: re.Pattern[str]
-) -> Iterator[tuple[str, int, int, int, str]]:
+def _everything(reading: Reading, texts: Texts, pattern: re.Pattern[str]) -> Iterator[tuple[str, int, int, int, str]]:
     """Yield (what, turn, place, node, text); the node is -1 where the text is not in the tree."""
     said: dict[int, list[tuple[str, int, str]]] = {}
     for turn, what, place, text in reading.texts():

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rl.metrics import trained
+from rl.metrics.trained import Trained
+from rl.metrics.trained import read as read_trained
 from rl.view.index import Entry, Index
 from rl.view.reading import Reading, read
 from rl.view.runs import Run, advantages, by_deviation, group
@@ -48,9 +49,9 @@ class Episode:
         return tree(self.record)
 
     @cached_property
-    def trained(self) -> trained.Trained | None:
+    def trained(self) -> Trained | None:
         """Return what the trainer made of it, None if that was not kept."""
-        return trained.read(self.run.dir, self.record)
+        return read_trained(self.run.dir, self.record)
 
     @property
     def group(self) -> list[Entry]:

@@ -18,7 +18,17 @@ from rl.view.library import Episode, Library, NotFound
 from rl.view.reading import Part, Turn
 from rl.view.render import url
 from rl.view.runs import (
-    HiddenTest, Run, advantages, by_deviation, chosen, curves, group, hidden_tests, histogram, steps, values_of,
+    HiddenTest,
+    Run,
+    advantages,
+    by_deviation,
+    chosen,
+    curves,
+    group,
+    hidden_tests,
+    histogram,
+    steps,
+    values_of,
 )  # fmt: skip
 from rl.view.tokens import MOST, improbable, tilted, tokens
 
@@ -120,10 +130,10 @@ def _tasks(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     for one in entries:
         if not one.facts["infra"]:
             found[one.facts["task"]].append(one)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for task, members in found.items():
         resolved = sum(one.facts["resolved"] for one in members)
-        row = {"task": task, "repo": members[0].facts["repo"], "episodes": len(members)}
+        row: dict[str, Any] = {"task": task, "repo": members[0].facts["repo"], "episodes": len(members)}
         row |= {"resolved": resolved / len(members), "last": members[-1].facts["step"]}
         rows.append(row | {"flagged": sum(bool(one.facts["flags"]) for one in members)})
     return sorted(rows, key=lambda one: (-one["episodes"], abs(one["resolved"] - 0.5), one["task"]))[:_TASKS]
@@ -194,9 +204,7 @@ def episode(library: Library, query: Query) -> Page:
     """Show an episode as a person reads it."""
     one = _episode(library, query)
     before, after = _beside(one)
-    return _html(
-        "episode.html", library, run=one.run, one=one, before=before, after=after, tests=_tests(one)
-    )
+    return _html("episode.html", library, run=one.run, one=one, before=before, after=after, tests=_tests(one))
 
 
 def _tests(one: Episode) -> list[HiddenTest]:

@@ -111,14 +111,15 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    made.filters |= {
+    made.filters.update({
         "clean": texts.clean, "number": number, "signed": signed, "percent": percent, "when": when, "cut": texts.cut,
         "visible": texts.visible, "plain": plain,
-    }  # fmt: skip
-    made.globals |= {
+    })  # fmt: skip
+    shared: dict[str, Any] = {
         "url": url, "tone": tone, "gist": gist, "arguments": arguments, "patch_files": _patch, "style": style,
         "compared": texts.compared,
     }  # fmt: skip
+    made.globals.update(shared)
     return made
 
 

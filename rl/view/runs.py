@@ -37,7 +37,7 @@ class Run:
 
             loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
             try:
-                read = yaml.load((self.dir / "config.yaml").read_bytes(), loader)  # noqa: S506  a safe loader
+                read = yaml.load((self.dir / "config.yaml").read_bytes(), loader)
             except (OSError, yaml.YAMLError):
                 read = None
             self._config = read if isinstance(read, dict) else {}
@@ -224,8 +224,8 @@ def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
     """Return the entries that a query asks for, in its order.
 
     Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
-    ("sound" or "findings"), ``flag`` (a name, or "any"), ``q`` (part of the episode's name), ``sort`` (a key of SORTS, with "-" the greatest first). Raises
-    FilterError.
+    ("sound" or "findings"), ``flag`` (a name, or "any"), ``q`` (part of the episode's name), ``sort`` (a key of SORTS,
+    with "-" the greatest first). Raises FilterError.
     """
     tests: list[Callable[[Line], bool]] = []
     for key, value in query.items():
@@ -241,7 +241,7 @@ def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
         elif key == "flag":
             tests.append(lambda one, v=value: bool(one["flags"]) if v == "any" else v in one["flags"])
         elif key == "q":
-            tests.append(lambda one, v=value.lower(): v in one["episode"].lower())
+            tests.append(lambda one, v=value: v.lower() in one["episode"].lower())
     found = [one for one in entries if all(test(one.facts) for test in tests)]
     sort = query.get("sort", "")
     if figure := SORTS.get(sort.removeprefix("-")):

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from rl.view import pages
 from rl.view.library import Library, NotFound
@@ -94,7 +95,7 @@ async def _answer(library: Library, page: pages.Handler, request: web.Request) -
     return response
 
 
-def _guard(token: str) -> Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]:
+def _guard(token: str) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if token:

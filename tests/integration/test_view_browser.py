@@ -146,7 +146,7 @@ async def test_axe_finds_no_serious_fault(view: tuple[Tab, str], dark: bool) -> 
         await page.goto(address + path)
         if path.startswith("/tokens"):
             await page.until("document.querySelectorAll('.node.trained .t').length > 10")
-        if "run=0" == path[-5:] and path.startswith("/run"):
+        if path[-5:] == "run=0" and path.startswith("/run"):
             await page.until("document.querySelectorAll('.chart canvas').length >= 4")
         assert await page.axe() == [], path
 

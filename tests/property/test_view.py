@@ -54,6 +54,7 @@ def test_an_index_that_grew_is_the_one_that_was_built_at_once(cuts: list[int]) -
         assert [entry.offset for entry in index.entries] == [entry.offset for entry in whole.entries]
         assert not index.torn and not index.damage
 
+
 BIDIRECTIONAL = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ async def test_the_tree_draws_what_is_shared_once(tmp_path: Path) -> None:
         assert place.start == before and place.end - before == record.nodes[place.node].length
     for lane in {place.lane for place in made.places}:
         spans = sorted((place.start, place.end) for place in made.places if place.lane == lane)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert {place.kind for place in made.places} == {"context", "trained", "lost", "served"}
     assert sorted(row for place in made.places for row in place.ends) == list(range(len(record.rows)))
 

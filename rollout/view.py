@@ -3,9 +3,8 @@
 The program itself is ``rl.view``, because it shows figures and panels of runs; nothing else here imports ``rl``.
 """
 
-import sys
-
 from rl.view.__main__ import main
+from rollout import program
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.end(main)

@@ -9,7 +9,6 @@ what the pages show.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import secrets
@@ -22,15 +21,14 @@ from aiohttp import web
 
 from rl.view.library import Library
 from rl.view.server import application, is_loopback
+from rollout import program
 
 _PORT = 8300
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the pages until a signal comes; return the exit status, 2 if a run does not exist or the port is taken."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rollout.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rollout.view", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or record files")
     parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}; 0 for any that is free")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -70,4 +68,4 @@ async def _serve(app: web.Application, host: str, port: int, token: str) -> None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

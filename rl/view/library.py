@@ -21,7 +21,7 @@ _KEPT = 4  # episodes in memory; one of 100,000 tokens takes some tens of MB
 
 
 class NotFound(LookupError):
-    """What a link names is not there. The message is one line."""
+    """This is raised when what a link names is not there; the message is one line."""
 
 
 @dataclass

@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Read(msgspec.Struct):
-    """A read is what was taken of a file: up to ``end``. ``last``: where its last frame begins, which has ``header``."""
+    """A read is what was taken of a file: up to ``end``. ``last``: where its last frame begins, with ``header``."""
 
     end: int = 0
     last: int = 0

@@ -36,6 +36,7 @@ from omegaconf import DictConfig
 
 from rl.groups import GroupBuffer, Interrupted, alone, group_of, manager_class, session_of
 from rl.metrics import episodes as run_metrics
+from rl.metrics import trained
 from rl.metrics.gpus import Gpus
 from rl.metrics.loggers import Tables, take_over
 from rl.metrics.samples import SampleReader, log_samples
@@ -399,8 +400,10 @@ class EpisodeTrainer(PPOTrainer):
         import transfer_queue as tq
         from tensordict import TensorDict
 
+        known = _columns(batch, "response_mask", "old_log_probs", "entropy")  # before rejection changes the mask
         batch = super()._compute_advantage(batch, metrics)
         data = _columns(batch, "advantages", "response_mask")
+        trained.write(self.run_dir, self.global_steps, trained.rows(batch, known, data["advantages"]))
         sessions = [session_of(key) for key in batch.keys]
         real = {s for s, tag in zip(sessions, batch.tags, strict=True) if not tag.get("is_padding")}
         tokens = [int(mask.sum()) for mask in data["response_mask"].unbind(0)]  # rejected ones not counted

@@ -327,11 +327,11 @@ class Reader:
     def placed(self, path: Path) -> Iterator[tuple[int, Record]]:
         """Iterate over (offset, record) of one of the files. Raises CorruptRecordError."""
         number, previous = 0, b""
-        for offset, payload in self._payloads(path):
+        for offset, _, payload in self.payloads(path):
             place, known = f"{path}, offset {offset}", previous
             previous = hashlib.sha256(payload).digest() if payload else None
             try:
-                record = _decode(payload, place)
+                record = decode(payload, place)
             except CorruptRecordError as error:
                 self._damaged(str(error))
             else:
@@ -342,10 +342,10 @@ class Reader:
                 yield offset, record
             number += 1
 
-    def _payloads(self, path: Path) -> Iterator[tuple[int, bytes | None]]:
-        """Yield offset and payload of each whole frame, None if its checksum is wrong."""
+    def payloads(self, path: Path, start: int = 0) -> Iterator[tuple[int, int, bytes | None]]:
+        """Iterate over (offset, end, payload) of the whole frames from ``start`` on; None if its checksum is wrong."""
         with open(path, "rb") as file:
-            offset, size = 0, os.fstat(file.fileno()).st_size
+            offset, size = start, os.fstat(file.fileno()).st_size
             while offset < size:
                 file.seek(offset)
                 frame = file.read(_HEADER.size)
@@ -360,7 +360,7 @@ class Reader:
                     self.torn.append(TornTail(path, offset, size - offset))
                     return
                 payload = file.read(length)
-                yield offset, payload if zlib.crc32(payload) == checksum else None
+                yield offset, end, payload if zlib.crc32(payload) == checksum else None
                 offset = end
 
     def _damaged(self, finding: str, lost: int = 0) -> None:
@@ -382,10 +382,12 @@ def payload_at(path: Path, offset: int) -> bytes:
 
 def record_at(path: Path, offset: int) -> Record:
     """Return the record that a reader has found there. Raises CorruptRecordError if it has changed."""
-    return _decode(payload_at(path, offset), f"{path}, offset {offset}")
+    return decode(payload_at(path, offset), f"{path}, offset {offset}")
 
 
-def _decode(payload: bytes | None, place: str) -> Record:
+def decode(payload: bytes | None, place: str) -> Record:
+    """Return the record of a frame; None stands for a wrong checksum. ``place``: for messages. Raises
+    CorruptRecordError."""
     if payload is None:
         raise CorruptRecordError(f"{place}: the record's checksum is wrong")
     try:

@@ -26,11 +26,12 @@ WINGS = {
     "rl/evaluate": 780,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
-    "rl/metrics": 470,
+    "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1100,  # with the weights that policy= names, which rl.train takes, too
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
+    "rl/view": 1570,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
@@ -46,14 +47,14 @@ WINGS = {
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
     "rewards": 900,
-    "scripts": 2340,  # 190: the stress of the proxy; 70: seeds of fine-tuning
+    "scripts": 2500,  # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
 # by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
-# and the help of all programs.
-EVERYTHING = 25_560
+# and the help of all programs; 1,650: the same in the browser.
+EVERYTHING = 27_210
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

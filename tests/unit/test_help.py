@@ -38,8 +38,8 @@ HANDLERS = {
 
 def command(path: str) -> str:
     """How a user starts a program."""
-    if path == "rl/collect/__main__.py":
-        return "python -m rollout.collect"
+    if path in ("rl/collect/__main__.py", "rl/view/__main__.py"):
+        return f"python -m rollout.{path.split('/')[1]}"
     if path.startswith("examples/"):
         return Path(path).name
     if path.startswith("scripts/"):

@@ -1,0 +1,221 @@
+"""This module keeps an index over the record files of a run: of each episode its figures, and where its record is.
+
+A file of records is only ever appended to, so the index is built once and then extended by what is new. It is kept in a
+cache file outside of the run, and checked against the files before it is believed. A torn tail (or a frame that is just
+being written) is looked at again with the next extension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zstandard
+
+from rl.metrics.episodes import line
+from rollout import files
+from rollout.audit import audit_heard, audit_tokens
+from rollout.records import CorruptRecordError, Reader, Record, decode, payload_at, record_at
+
+_FORM = 1  # of the cache file; another one is built anew
+_EACH = 500  # new episodes after which the cache file is written again
+_HEADER = 12  # bytes of a frame before its payload: magic, length, checksum
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """An entry is one attempt: the record's ``file`` (below the run) and ``offset``, and its figures.
+
+    ``facts`` are those of ``rl.metrics.episodes.line``, and ``model``, ``attempt``, ``started`` (Unix seconds),
+    ``agent`` (how it ended), ``verdict`` (the reason, or resolved) and ``patch`` (a digest, empty for no patch).
+    """
+
+    file: str
+    offset: int
+    facts: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the episode's name."""
+        return self.facts["episode"]
+
+
+class _Read(msgspec.Struct):
+    """A read is what was taken of a file: up to ``end``. ``last``: where its last frame begins, with ``header``."""
+
+    end: int = 0
+    last: int = 0
+    header: bytes = b""
+
+
+class _Cache(msgspec.Struct):
+    form: int
+    read: dict[str, _Read]
+    entries: list[Entry]
+
+
+@dataclass
+class State:
+    """A state says how far an index is: bytes of records that were read, and those of all files."""
+
+    done: int = 0
+    total: int = 0
+
+    @property
+    def share(self) -> float:
+        """Return which part of all bytes was read."""
+        return self.done / self.total if self.total else 1.0
+
+
+class Index:
+    """An index is over one run directory or record file.
+
+    ``entries`` only grows, unless a file was replaced by another one; ``torn`` and ``damage`` are lines about what
+    cannot be read. One thread extends it; others may read it meanwhile.
+    """
+
+    def __init__(self, source: Path, cache: Path | None = None) -> None:
+        """Make an empty index. cache: the directory of cache files; None keeps it in memory. Raises
+        FileNotFoundError."""
+        self.source = source.resolve()
+        self.base = self.source.parent if self.source.is_file() else self.source
+        Reader(self.source).files()
+        self.entries: list[Entry] = []
+        self.torn: list[str] = []
+        self.damage: list[str] = []
+        self.state = State()
+        self.stopped = False  # ends an extension that is under way
+        self._read: dict[str, _Read] = {}
+        self._places: dict[str, int] = {}
+        self._saved = 0
+        self._lock = threading.Lock()
+        name = hashlib.sha256(os.fsencode(self.source)).hexdigest()[:24]
+        self._cache = cache / f"{name}.msgpack" if cache else None
+        self._load()
+
+    def extend(self) -> int:
+        """Take in what was appended since the last call; return the number of new episodes."""
+        with self._lock:
+            before = len(self.entries)
+            reader = Reader(self.source, damage=[])
+            paths = reader.files() if self.source.exists() else []
+            sizes = {path: path.stat().st_size for path in paths}
+            for path, size in sizes.items():
+                if size < self._of(path).end:
+                    self._forget({self._name(path)})
+            self.state = State(sum(self._of(path).end for path in paths), sum(sizes.values()))
+            for path in paths:
+                if sizes[path] > self._of(path).end:
+                    self._extend(reader, path)
+            self.torn = [f"{t.path.name}, offset {t.offset}: incomplete record, {t.lost} bytes" for t in reader.torn]
+            self.damage += [text for text in reader.damage or () if text not in self.damage]
+            if len(self.entries) - self._saved >= _EACH:
+                self.save()
+            return len(self.entries) - before
+
+    def _extend(self, reader: Reader, path: Path) -> None:
+        read, name = self._of(path), self._name(path)
+        for offset, end, payload in reader.payloads(path, read.end):
+            try:
+                self._add(Entry(name, offset, facts(decode(payload, f"{path}, offset {offset}"))))
+            except (CorruptRecordError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                told = isinstance(error, CorruptRecordError)
+                self.damage.append(str(error) if told else f"{path}, offset {offset}: no episode ({error!r})")
+            self.state.done += end - read.end
+            read.end, read.last = end, offset
+            if self.stopped:
+                break
+        read.header = _header(path, read.last)
+
+    def _add(self, entry: Entry) -> None:
+        self._places[entry.name] = len(self.entries)
+        self.entries.append(entry)
+
+    def find(self, episode: str) -> Entry | None:
+        """Return the entry of an episode; of several with this name, the last one."""
+        place = self._places.get(episode)
+        return None if place is None else self.entries[place]
+
+    def record(self, entry: Entry) -> Record:
+        """Read the record of an entry. Raises CorruptRecordError and OSError."""
+        return record_at(self.base / entry.file, entry.offset)
+
+    def having(self, entries: list[Entry], text: str) -> Iterator[Entry | None]:
+        """Iterate over the entries in whose record ``text`` occurs, no matter in which case; None for each other one.
+
+        The bytes of the record are searched, and not decoded: texts are in them as they are.
+        """
+        wanted = text.lower().encode("utf-8", "replace")
+        for entry in entries:
+            with contextlib.suppress(CorruptRecordError, OSError, zstandard.ZstdError):
+                data = zstandard.ZstdDecompressor().decompress(payload_at(self.base / entry.file, entry.offset))
+                yield entry if wanted in data.lower() else None
+
+    def save(self) -> None:
+        """Write the cache file, if there is one; a disk that cannot be written costs a new start its time only."""
+        self._saved = len(self.entries)
+        if self._cache is None:
+            return
+        with contextlib.suppress(OSError):
+            self._cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with files.replacing(self._cache) as new:
+                new.write_bytes(msgspec.msgpack.encode(_Cache(_FORM, self._read, self.entries)))
+
+    def _load(self) -> None:
+        if self._cache is None:
+            return
+        try:
+            kept = msgspec.msgpack.decode(self._cache.read_bytes(), type=_Cache)
+        except (OSError, msgspec.MsgspecError):
+            return
+        if kept.form != _FORM:
+            return
+        self._read = kept.read
+        for entry in kept.entries:
+            self._add(entry)
+        self._forget({name for name, read in kept.read.items() if _header(self.base / name, read.last) != read.header})
+        self._saved = len(self.entries)
+
+    def _forget(self, names: set[str]) -> None:
+        """Drop what was read of files that have become others."""
+        if names:
+            kept = [entry for entry in self.entries if entry.file not in names]
+            self._read = {name: read for name, read in self._read.items() if name not in names}
+            self.entries, self._places = [], {}
+            for entry in kept:
+                self._add(entry)
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.base))
+
+    def _of(self, path: Path) -> _Read:
+        return self._read.setdefault(self._name(path), _Read())
+
+
+def facts(record: Record) -> dict[str, Any]:
+    """Return the figures of an attempt, see ``Entry``."""
+    figures = line(record)
+    return figures | {
+        "model": record.model,
+        "attempt": record.attempt,
+        "started": record.started,
+        "agent": str(record.agent.get("status", "")),
+        "verdict": figures["reason"] or record.verdict["outcome"],
+        "patch": hashlib.sha256(record.patch).hexdigest()[:12] if record.patch else "",
+        "findings": sum(1 for check in (audit_tokens, audit_heard) for _ in check(record)),
+    }
+
+
+def _header(path: Path, offset: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(_HEADER)
+    except OSError:
+        return b""

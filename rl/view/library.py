@@ -1,0 +1,121 @@
+"""This module holds what the pages show: the runs with their indices, and the episodes that were looked at last."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rl.metrics.trained import Trained
+from rl.metrics.trained import read as read_trained
+from rl.view.index import Entry, Index
+from rl.view.reading import Reading, read
+from rl.view.runs import Run, advantages, by_deviation, group
+from rl.view.tokens import Texts, Tree, Vocabulary, tree, vocabulary
+from rollout.records import CorruptRecordError, Record
+
+_KEPT = 4  # episodes in memory; one of 100,000 tokens takes some tens of MB
+
+
+class NotFound(LookupError):
+    """This is raised when what a link names is not there; the message is one line."""
+
+
+@dataclass
+class Episode:
+    """An episode is one record with all that is made of it when it is shown."""
+
+    run: Run
+    entry: Entry
+    record: Record
+    words: Vocabulary
+
+    @cached_property
+    def reading(self) -> Reading:
+        """Return what a person reads of it."""
+        return read(self.record, bool(self.run.setting("episode.mask_overlong", False)))
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Return what its nodes say."""
+        return Texts(self.record, self.words)
+
+    @cached_property
+    def tree(self) -> Tree:
+        """Return the map of its tree."""
+        return tree(self.record)
+
+    @cached_property
+    def trained(self) -> Trained | None:
+        """Return what the trainer made of it, None if that was not kept."""
+        return read_trained(self.run.dir, self.record)
+
+    @property
+    def group(self) -> list[Entry]:
+        """Return the attempts on its task at its step, itself included."""
+        facts = self.entry.facts
+        return group(self.run.index.entries, facts["task"], facts["split"], facts["step"])
+
+    @property
+    def advantage(self) -> float | None:
+        """Return GRPO's advantage in its group: the trainer's where it was kept, else computed from the rewards."""
+        if self.trained and self.trained.advantages:
+            return next(iter(self.trained.advantages.values()))
+        return advantages(self.group, by_deviation(self.run)).get(self.entry.name)
+
+
+class Library:
+    """A library reads the records of runs. model: where the tokenizer is; None for where the records say."""
+
+    def __init__(self, sources: Sequence[Path], cache: Path | None, model: Path | None = None) -> None:
+        """Open the runs; nothing is read before ``refresh``. Raises FileNotFoundError."""
+        self.runs = [Run(number, Index(source, cache)) for number, source in enumerate(sources)]
+        self.model = model
+        self._episodes: OrderedDict[tuple[int, str, int], Episode] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def refresh(self) -> int:
+        """Take in what the runs have written since the last call; return the number of new episodes."""
+        return sum(run.index.extend() for run in self.runs)
+
+    def stop(self) -> None:
+        """End a refresh that is under way, soon."""
+        for run in self.runs:
+            run.index.stopped = True
+
+    def close(self) -> None:
+        """Write what was indexed into the cache."""
+        for run in self.runs:
+            run.index.save()
+
+    def run(self, number: str | None) -> Run:
+        """Return a run by its place on the command line. Raises NotFound."""
+        for run in self.runs:
+            if str(run.number) == (number or "0"):
+                return run
+        raise NotFound(f"there is no run {number}")
+
+    def episode(self, number: str | None, name: str | None) -> Episode:
+        """Return an episode by its run and name. Raises NotFound."""
+        run = self.run(number)
+        entry = run.index.find(name or "")
+        if entry is None:
+            raise NotFound(f"{run.name} has no episode {name}")
+        key = (run.number, entry.file, entry.offset)
+        with self._lock:
+            if found := self._episodes.get(key):
+                self._episodes.move_to_end(key)
+                return found
+        try:
+            record = run.index.record(entry)
+        except (CorruptRecordError, OSError) as error:
+            raise NotFound(f"the record of {name} cannot be read: {error}") from error
+        made = Episode(run, entry, record, vocabulary(self.model or Path(record.model)))
+        with self._lock:
+            self._episodes[key] = made
+            while len(self._episodes) > _KEPT:
+                self._episodes.popitem(last=False)
+        return made

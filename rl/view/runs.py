@@ -1,0 +1,313 @@
+"""This module reads what a run has besides its records: config, metrics, task files; and makes tables of all of it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl.metrics.episodes import Line, fold, read_jsonl
+from rl.metrics.panels import SECTIONS
+from rl.run import phases
+from rl.view.index import Entry, Index
+
+BINS = 10  # of the histogram of rewards
+_EPSILON = 1e-6  # verl's, added to the standard deviation of a group
+
+
+class Run:
+    """A run is what the pages show of one directory; ``number`` is its place on the command line."""
+
+    def __init__(self, number: int, index: Index) -> None:
+        self.number, self.index, self.dir = number, index, index.base
+        parent, name = self.dir.parent.name, self.dir.name
+        self.name = index.source.name if index.source.is_file() else f"{parent}/{name}"
+        self._config: dict[str, Any] | None = None
+        self._tasks: dict[str, dict[str, Any]] = {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the composed config; empty if there is none."""
+        if self._config is None:
+            import yaml
+
+            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            try:
+                read = yaml.load((self.dir / "config.yaml").read_bytes(), loader)
+            except (OSError, yaml.YAMLError):
+                read = None
+            self._config = read if isinstance(read, dict) else {}
+        return self._config
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """Return a value of the config by its dotted key."""
+        value: Any = self.config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return default if value is None else value
+
+    @property
+    def phase(self) -> str:
+        """Return what the run is doing, in words."""
+        if (self.dir / "done").exists():
+            return "finished"
+        try:
+            phase = phases.read(self.dir)
+        except (OSError, ValueError, TypeError):
+            phase = None
+        return f"step {phase.step}: {phase.name}" if phase else ""
+
+    def metrics(self) -> list[Line]:
+        """Return the lines of metrics.jsonl, or, where there is none, what the episodes of each step tell."""
+        found = [one for one in read_jsonl(self.dir / "metrics.jsonl") if isinstance(one.get("step"), int)]
+        if found:
+            return found
+        told: dict[int, Line] = defaultdict(dict)
+        for (split, step), lines in sorted(by_step(self.index.entries).items()):
+            told[step] |= fold(lines, "val" if split == "val" else "episode")
+        return [{"step": step, **values} for step, values in sorted(told.items())]
+
+    def task(self, name: str) -> dict[str, Any]:
+        """Return the row of a task: statement, gold patch and names of hidden tests; empty if it cannot be found."""
+        if name not in self._tasks:
+            self._tasks[name] = next(filter(None, (_row(path, name) for path in self._task_files())), {})
+        return self._tasks[name]
+
+    def _task_files(self) -> Iterable[Path]:
+        for key in ("data.train_files", "data.val_files", "tasks", "val_tasks"):
+            given = self.setting(key, [])
+            for one in [given] if isinstance(given, str) else given if isinstance(given, list) else []:
+                if isinstance(one, str) and one.endswith(".parquet"):
+                    yield Path(one)
+        yield self.dir / "tasks.parquet"
+
+
+def _row(path: Path, name: str) -> dict[str, Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = ["instance_id", "problem_statement", "patch", "FAIL_TO_PASS", "PASS_TO_PASS", "difficulty", "image"]
+    try:
+        known = pyarrow.parquet.read_schema(path).names
+        table = pyarrow.parquet.read_table(
+            path, columns=[one for one in columns if one in known], filters=[("instance_id", "=", name)]
+        )
+    except (OSError, ValueError, pyarrow.ArrowException):
+        return {}
+    return next(iter(table.to_pylist()), {})
+
+
+# --- tables of episodes
+
+
+def by_step(entries: Iterable[Entry]) -> dict[tuple[str, int], list[Line]]:
+    """Return the figures of episodes by (split, step)."""
+    found: dict[tuple[str, int], list[Line]] = defaultdict(list)
+    for entry in entries:
+        found[entry.facts["split"], entry.facts["step"]].append(entry.facts)
+    return found
+
+
+def steps(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """Return a row per step and split, the newest first: counts and means of graded episodes."""
+    rows = []
+    for (split, step), lines in sorted(by_step(entries).items(), key=lambda one: (-one[0][1], one[0][0])):
+        graded = [one for one in lines if not one["infra"]]
+        row: dict[str, Any] = {"split": split, "step": step, "episodes": len(lines), "infra": len(lines) - len(graded)}
+        for key, figure in (
+            ("resolved", "resolved"), ("reward", "reward"), ("turns", "turns"), ("sampled", "tokens_sampled"),
+            ("context", "tokens_context"), ("wall", "wall_s"),
+        ):  # fmt: skip
+            values = [float(one[figure]) for one in graded if one[figure] is not None]
+            row[key] = statistics.fmean(values) if values else None
+        row["flagged"] = sum(bool(one["flags"]) for one in lines)
+        row["causes"] = Counter(one["reason"] for one in lines if one["reason"]).most_common(3)
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class Bin:
+    """A bin of the histogram: episodes with a reward in [low, high), the last one's end included."""
+
+    low: float
+    high: float
+    count: int
+    height: float  # share of the largest bin
+
+
+def histogram(entries: Iterable[Entry]) -> list[Bin]:
+    """Return the rewards of graded episodes in ``BINS`` bins; fewer if there are fewer different rewards."""
+    values = sorted(float(one.facts["reward"]) for one in entries if one.facts["reward"] is not None)
+    if not values:
+        return []
+    low, high = min(0.0, values[0]), max(1.0, values[-1])
+    width = (high - low) / BINS
+    counts = Counter(min(BINS - 1, int((value - low) / width + 1e-9)) for value in values)
+    most = max(counts.values())
+    return [Bin(low + n * width, low + (n + 1) * width, counts[n], counts[n] / most) for n in range(BINS)]
+
+
+def group(entries: Iterable[Entry], task: str, split: str, step: int) -> list[Entry]:
+    """Return the attempts of a task at a step."""
+    key = (task, split, step)
+    return [one for one in entries if (one.facts["task"], one.facts["split"], one.facts["step"]) == key]
+
+
+def advantages(members: Sequence[Entry], by_deviation: bool) -> dict[str, float]:
+    """Return GRPO's advantage of each graded episode of a group, by name: the reward less the group's mean.
+
+    by_deviation: divided by the standard deviation. A group with fewer than two episodes has none.
+    """
+    rewards = {one.name: float(one.facts["reward"]) for one in members if one.facts["reward"] is not None}
+    if len(rewards) < 2:
+        return {}
+    mean = statistics.fmean(rewards.values())
+    scale = statistics.stdev(rewards.values()) + _EPSILON if by_deviation else 1.0
+    return {name: (reward - mean) / scale for name, reward in rewards.items()}
+
+
+def by_deviation(run: Run) -> bool:
+    """Tell whether the run divides advantages by the group's deviation."""
+    return bool(run.setting("algorithm.norm_adv_by_std_in_grpo", True))
+
+
+@dataclass
+class HiddenTest:
+    """A hidden test of a task: its kind, and by episode whether it passed; None for no result."""
+
+    name: str
+    kind: str
+    passed: dict[str, bool | None] = field(default_factory=dict)
+
+    @property
+    def differs(self) -> bool:
+        """Tell whether the episodes do not all have the same result."""
+        return len(set(self.passed.values())) > 1
+
+
+def hidden_tests(verdicts: dict[str, dict[str, Any]]) -> list[HiddenTest]:
+    """Return the results of hidden tests, those in which episodes differ first, then those that failed."""
+    found: dict[tuple[str, str], HiddenTest] = {}
+    for episode, verdict in verdicts.items():
+        for kind, results in (verdict.get("tests") or {}).items():
+            for result, names in results.items():
+                for name in names:
+                    one = found.setdefault((kind, name), HiddenTest(str(name), kind, dict.fromkeys(verdicts)))
+                    one.passed[episode] = result == "success"
+    order = {True: 0, False: 1}
+    return sorted(found.values(), key=lambda one: (order[one.differs], all(one.passed.values()), one.kind, one.name))
+
+
+# --- choosing episodes
+
+_TEXT = {"split": "split", "verdict": "verdict", "repo": "repo", "task": "task", "agent": "agent"}
+_RANGE = {
+    "step": "step", "turns": "turns", "tokens": "tokens_sampled", "reward": "reward", "seconds": "wall_s",
+    "malformed": "malformed_calls", "unread": "unread_replies",
+}  # fmt: skip
+SORTS = {
+    "step": "step", "turns": "turns", "tokens": "tokens_sampled", "reward": "reward", "seconds": "wall_s",
+    "task": "task", "verdict": "verdict", "rows": "rows",
+}  # fmt: skip
+
+
+class FilterError(ValueError):
+    """A filter cannot be read. The message is one line."""
+
+
+def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
+    """Return the entries that a query asks for, in its order.
+
+    Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
+    ("sound" or "findings"), ``flag`` (a name, or "any"), ``q`` (part of the episode's name), ``sort`` (a key of SORTS,
+    with "-" the greatest first). Raises FilterError.
+    """
+    tests: list[Callable[[Line], bool]] = []
+    for key, value in query.items():
+        if not value:
+            continue
+        if key in _TEXT:
+            tests.append(lambda one, k=_TEXT[key], v=value: _is(one, k, v))
+        elif key in _RANGE:
+            low, high = _bounds(key, value)
+            tests.append(lambda one, k=_RANGE[key], a=low, b=high: one[k] is not None and a <= one[k] <= b)
+        elif key == "audit":
+            tests.append(lambda one, v=value: (one["findings"] > 0) == (v == "findings"))
+        elif key == "flag":
+            tests.append(lambda one, v=value: bool(one["flags"]) if v == "any" else v in one["flags"])
+        elif key == "q":
+            tests.append(lambda one, v=value: v.lower() in one["episode"].lower())
+    found = [one for one in entries if all(test(one.facts) for test in tests)]
+    sort = query.get("sort", "")
+    if figure := SORTS.get(sort.removeprefix("-")):
+        missing = [one for one in found if one.facts[figure] is None]
+        known = [one for one in found if one.facts[figure] is not None]
+        return sorted(known, key=lambda one: one.facts[figure], reverse=sort.startswith("-")) + missing
+    return found[::-1]
+
+
+def _is(line: Line, key: str, value: str) -> bool:
+    if key == "verdict" and value in ("unresolved", "infra"):
+        return bool(line["infra"]) if value == "infra" else not line["infra"] and not line["resolved"]
+    return line[key] == value
+
+
+def _bounds(key: str, text: str) -> tuple[float, float]:
+    low, colon, high = text.partition(":")
+    try:
+        return float(low or "-inf"), float(high or "inf") if colon else float(low)
+    except ValueError:
+        raise FilterError(f"{key}={text}: not a number or a range such as 3, 3:, :8 or 3:8") from None
+
+
+def values_of(entries: Iterable[Entry]) -> dict[str, list[str]]:
+    """Return what there is to choose from: splits, verdicts, repositories, flags and so on."""
+    facts = [one.facts for one in entries]
+    return {
+        "split": sorted({one["split"] for one in facts}),
+        "verdict": sorted({one["verdict"] for one in facts}),
+        "repo": sorted({one["repo"] for one in facts if one["repo"]}),
+        "audit": ["sound", "findings"],
+        "flag": sorted({flag for one in facts for flag in one["flags"]}),
+    }
+
+
+# --- curves
+
+
+def curves(runs: dict[str, list[Line]]) -> list[dict[str, Any]]:
+    """Return the panels that have data, as plain values: title, section, unit, bounds, stacked, steps, series.
+
+    runs: lines of metrics by the run's name; with several, each series has the run's name in front.
+    """
+    out = []
+    for section, panels in SECTIONS.items():
+        for panel in panels:
+            shown = []
+            for name, lines in runs.items():
+                names = sorted({key for one in lines for key, value in one.items() if value is not None})
+                for metric, label in panel.curves(names).items():
+                    shown.append((name, metric, f"{name}: {label}" if len(runs) > 1 else label))
+            at = sorted({one["step"] for name, metric, _ in shown for one in runs[name] if one.get(metric) is not None})
+            if not at:
+                continue
+            series = []
+            for name, metric, label in shown:
+                known = {one["step"]: one[metric] for one in runs[name] if one.get(metric) is not None}
+                series.append({"label": label, "values": [known.get(step) for step in at]})
+            stacked = panel.stacked and len(runs) == 1
+            out.append(
+                {"section": section, "title": panel.title, "unit": panel.unit, "bounds": list(panel.bounds),
+                 "stacked": stacked, "steps": at, "series": series}
+            )  # fmt: skip
+    return out
+
+
+def plain(value: Any) -> str:
+    """Return a value as JSON text that people read."""
+    return json.dumps(value, indent=1, ensure_ascii=False, default=repr)

@@ -1,0 +1,108 @@
+"""This module makes hostile text readable: terminal sequences, invisible marks, great lengths; and it shows diffs."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HEAD, TAIL = 12_000, 4_000  # characters of a long text that a page shows
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+# Bidirectional and invisible marks: they can make a line read as what it is not.
+_MARKS = re.compile("[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]")
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+_CONTROLS |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_LINES = 2000  # of texts that are compared line by line; longer ones are compared as they are
+
+
+def clean(text: Any) -> str:
+    """Return a text that does nothing but stand there: without terminal sequences, with visible control characters."""
+    text = str(text).replace("\r\n", "\n")
+    text = _SURROGATES.sub("\ufffd", _ESCAPES.sub("", text)).translate(_CONTROLS)
+    return _MARKS.sub(lambda mark: f"\u27e8U+{ord(mark[0]):04X}\u27e9", text)
+
+
+def visible(piece: str) -> str:
+    """Return the text of one token; its line ends are visible, too."""
+    return clean(piece.replace("\r", "\u240d")).replace("\n", "\u21b5\n") or "\u2205"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut is a text as a page shows it: ``head``, how many characters are left out, ``tail``."""
+
+    head: str
+    left_out: int = 0
+    tail: str = ""
+
+
+def cut(text: Any, head: int = HEAD, tail: int = TAIL) -> Cut:
+    """Return the two ends of a text, cleaned."""
+    text = str(text)
+    if len(text) <= head + tail:
+        return Cut(clean(text))
+    return Cut(clean(text[:head]), len(text) - head - tail, clean(text[-tail:]))
+
+
+@dataclass
+class FileDiff:
+    """A file's part of a patch: (kind, text) of its lines, kind being add, del, hunk, meta or same."""
+
+    name: str
+    lines: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def added(self) -> int:
+        """Count the added lines."""
+        return sum(kind == "add" for kind, _ in self.lines)
+
+    @property
+    def removed(self) -> int:
+        """Count the removed lines."""
+        return sum(kind == "del" for kind, _ in self.lines)
+
+
+def patch(text: str) -> list[FileDiff]:
+    """Return the files of a git patch, whatever is in it."""
+    found: list[FileDiff] = []
+    body = False
+    for line in text.splitlines():
+        if line.startswith("diff --git ") or not found:
+            name = re.sub(r"^diff --git (?:a/)?(.*?) (?:b/)?\S*$", r"\1", line)
+            found.append(FileDiff(clean(name)))
+            body = False
+        kind = "meta"
+        if line.startswith("@@"):
+            kind, body = "hunk", True
+        elif body:
+            kind = {"+": "add", "-": "del", "\\": "meta"}.get(line[:1], "same")
+        found[-1].lines.append((kind, clean(line)))
+    return found
+
+
+def compared(old: str, new: str) -> list[tuple[str, str]]:
+    """Return (kind, text) of the lines of two texts, as in a patch with all context."""
+    before, after = old.splitlines(), new.splitlines()
+    if len(before) + len(after) > _LINES:
+        return [("del", clean(one)) for one in before] + [("add", clean(one)) for one in after]
+    return list(_compared(before, after))
+
+
+def _compared(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str, str]]:
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for what, a, b, c, d in matcher.get_opcodes():
+        if what == "equal":
+            yield from (("same", f" {clean(one)}") for one in before[a:b])
+        else:
+            yield from (("del", f"-{clean(one)}") for one in before[a:b])
+            yield from (("add", f"+{clean(one)}") for one in after[c:d])
+
+
+def excerpt(text: str, at: int, length: int, around: int = 60) -> tuple[str, str, str]:
+    """Return what stands before a hit, the hit, and what stands after it, in one line."""
+    parts = text[max(0, at - around) : at], text[at : at + length], text[at + length : at + length + around]
+    before, hit, after = (clean(one).replace("\n", "\u21b5") for one in parts)
+    return before, hit, after

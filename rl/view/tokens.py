@@ -1,0 +1,286 @@
+"""This module shows tokens inside of the session tree: which were shared, which branched, and which were trained on."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rl.metrics.trained import Trained
+from rollout.records import NodeRecord, Record, unpack_floats, unpack_ids
+
+MOST = 2000  # tokens of a node that are sent at once
+_JUMPS = 24
+_SHADES = 8  # colours of a scale
+_GAP, _LANE = 6, 22  # of the map, in its units
+
+
+class Vocabulary:
+    """A vocabulary writes token ids as text. ``problem`` says why it cannot, and is empty if it can."""
+
+    def __init__(self, model: Path) -> None:
+        self.problem = ""
+        self._codec: Any = None
+        self.special: frozenset[int] = frozenset()
+        try:
+            from tokenizers import Tokenizer
+
+            self._codec = Tokenizer.from_file(str(model / "tokenizer.json"))
+            self.special = frozenset(self._codec.get_added_tokens_decoder())
+        except Exception as error:  # the package raises bare Exceptions
+            self.problem = f"the policy's tokenizer is not at {model} ({error}); say with --model where it is"
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what ids say; their numbers if there is no tokenizer."""
+        if self._codec is None:
+            return "".join(f"{one} " for one in ids)
+        return self._codec.decode(list(ids), skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return what each id says by itself."""
+        return [self._piece(one) for one in ids]
+
+    @functools.lru_cache(maxsize=1 << 17)  # noqa: B019  there is one per model
+    def _piece(self, one: int) -> str:
+        if self._codec is None:
+            return f"{one} "
+        text = self._codec.decode([one], skip_special_tokens=False)
+        return text or self._codec.id_to_token(one) or f"<{one}>"
+
+
+@functools.lru_cache(maxsize=4)
+def vocabulary(model: Path) -> Vocabulary:
+    """Return the vocabulary of a model's directory."""
+    return Vocabulary(model)
+
+
+@dataclass
+class Place:
+    """A place is a node in the map. ``start`` and ``end``: its tokens in its path; ``lane``: its line in the map.
+
+    ``rows``: training rows that train it; ``ends``: rows that end with it. ``x``, ``y``, ``width``: in the map's units.
+    """
+
+    node: int
+    parent: int
+    start: int
+    end: int
+    sampled: bool
+    lane: int = 0
+    rows: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    delivered: bool = True
+    side: bool = False
+    x: float = 0.0
+    y: float = 0.0
+    width: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """Return how it is drawn: context, trained, or the reason why not."""
+        if not self.sampled:
+            return "context"
+        return "trained" if self.rows else "lost" if not self.delivered else "served"
+
+
+@dataclass
+class Tree:
+    """A tree is the map of an episode. ``edges``: (x, y of the parent's end, y of the branch); ``longest``: tokens."""
+
+    places: list[Place]
+    edges: list[tuple[float, float, float]]
+    longest: int
+    width: float
+    height: float
+
+
+def tree(record: Record, width: float = 1000.0) -> Tree:
+    """Lay out the session tree: one line per branch, tokens from left to right, what is shared drawn once."""
+    nodes = record.nodes
+    places: list[Place] = []
+    for number, node in enumerate(nodes):
+        parent = node.parent if node.parent < number else -1
+        start = places[parent].end if parent >= 0 else 0
+        one = Place(number, parent, start, start + node.length, node.logprobs is not None)
+        one.delivered, one.side = node.delivered, node.side
+        places.append(one)
+    for number, row in enumerate(record.rows):
+        known = [node for node in row.nodes if 0 <= node < len(places)]  # the audit says what is wrong with others
+        for node in known:
+            places[node].rows.append(number)
+        if known:
+            places[max(known)].ends.append(number)
+    longest = max((one.end for one in places), default=0)
+    lanes = _lanes(places)
+    scale = (width - _GAP) / max(1, longest)
+    for one in places:
+        one.x, one.width = round(one.start * scale, 2), round(max(1.0, (one.end - one.start) * scale - 0.6), 2)
+        one.y = one.lane * _LANE + 2
+    edges = [
+        (one.x, places[one.parent].y + _LANE / 2 - 3, one.y + _LANE / 2 - 3)
+        for one in places
+        if one.parent >= 0 and places[one.parent].lane != one.lane
+    ]
+    return Tree(places, edges, longest, width, lanes * _LANE)
+
+
+def _lanes(places: list[Place]) -> int:
+    """Give each node a line: the child on the longest path stays on its parent's. Return how many lines there are."""
+    depth = [one.end for one in places]
+    children: dict[int, list[int]] = {}
+    for one in reversed(places):
+        if one.parent >= 0:
+            depth[one.parent] = max(depth[one.parent], depth[one.node])
+    for one in places:
+        children.setdefault(one.parent, []).append(one.node)
+    used = 0
+    waiting = [(node, -1) for node in reversed(children.get(-1, []))]
+    while waiting:
+        node, lane = waiting.pop()
+        if lane < 0:
+            lane, used = used, used + 1
+        places[node].lane = lane
+        found = sorted(children.get(node, []), key=lambda one: -depth[one])
+        waiting += [(one, -1) for one in reversed(found[1:])] + [(one, lane) for one in found[:1]]
+    return used
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token as it is shown. ``shade``, ``tilt`` and ``haze``: 0 to 7, how improbable it was, how far trainer and
+    rollout are apart, and how uncertain the policy was; None where that is not known."""
+
+    at: int
+    id: int
+    text: str
+    special: bool
+    logprob: float | None = None
+    version: int | None = None
+    trainer: float | None = None
+    ratio: float | None = None
+    entropy: float | None = None
+
+    @property
+    def shade(self) -> int | None:
+        """Return the class of its log-probability."""
+        return None if self.logprob is None else min(_SHADES - 1, int(-self.logprob / 0.75))
+
+    @property
+    def tilt(self) -> int | None:
+        """Return the class of the ratio's distance from 1."""
+        return None if self.ratio is None else min(_SHADES - 1, int(abs(math.log(self.ratio)) / 0.03))
+
+    @property
+    def haze(self) -> int | None:
+        """Return the class of its entropy."""
+        return None if self.entropy is None else min(_SHADES - 1, int(self.entropy / 0.4))
+
+
+def tokens(record: Record, node: int, words: Vocabulary, trained: Trained | None, start: int = 0) -> list[Token]:
+    """Return at most ``MOST`` tokens of a node from ``start`` on."""
+    one = record.nodes[node]
+    ids = unpack_ids(one.ids[4 * start : 4 * (start + MOST)])
+    logprobs = unpack_floats(one.logprobs) if one.logprobs is not None else []
+    versions = _versions(one)
+    told = trained.of(node) if trained else None
+    out = []
+    for at, (value, text) in enumerate(zip(ids, words.pieces(ids), strict=True), start):
+        logprob = logprobs[at] if at < len(logprobs) else None
+        trainer = told.logprobs[at] if told and at < len(told.logprobs) else None
+        ratio = _ratio(trainer, logprob)
+        entropy = told.entropies[at] if told and at < len(told.entropies) else None
+        version = versions[at] if at < len(versions) else None
+        out.append(Token(at, value, text, value in words.special, logprob, version, trainer, ratio, entropy))
+    return out
+
+
+def _versions(node: NodeRecord) -> list[int]:
+    return unpack_ids(node.versions) if isinstance(node.versions, bytes) else []
+
+
+def _ratio(trainer: float | None, rollout: float | None) -> float | None:
+    if trainer is None or rollout is None:
+        return None
+    return math.exp(max(-50.0, min(50.0, trainer - rollout)))
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A jump is a token worth a look: ``value`` is its log-probability, or the ratio of trainer to rollout."""
+
+    node: int
+    at: int
+    text: str
+    value: float
+
+
+def improbable(record: Record, words: Vocabulary) -> list[Jump]:
+    """Return the sampled tokens with the lowest log-probabilities, the lowest first."""
+    return _jumps(record, words, ((value, node, at, value) for node, at, value in _sampled(record)))
+
+
+def tilted(record: Record, words: Vocabulary, trained: Trained | None) -> list[Jump]:
+    """Return the sampled tokens whose probabilities in trainer and rollout differ most; empty where that is unknown."""
+    if trained is None:
+        return []
+    found = []
+    for node, one in enumerate(record.nodes):
+        told = trained.of(node)
+        if told is None or one.logprobs is None:
+            continue
+        for at, (mine, theirs) in enumerate(zip(unpack_floats(one.logprobs), told.logprobs, strict=False)):
+            found.append((-abs(theirs - mine), node, at, _ratio(theirs, mine) or 0.0))
+    return _jumps(record, words, found)
+
+
+def _sampled(record: Record) -> Iterator[tuple[int, int, float]]:
+    for node, one in enumerate(record.nodes):
+        for at, value in enumerate(unpack_floats(one.logprobs) if one.logprobs is not None else ()):
+            yield node, at, value
+
+
+def _jumps(record: Record, words: Vocabulary, found: Any) -> list[Jump]:
+    least = heapq.nsmallest(_JUMPS, found)
+    return [
+        Jump(node, at, words.pieces(unpack_ids(record.nodes[node].ids[4 * at : 4 * at + 4]))[0], value)
+        for _, node, at, value in least
+    ]
+
+
+class Texts:
+    """Texts are what the nodes of an episode say, with the place of each token in them."""
+
+    def __init__(self, record: Record, words: Vocabulary) -> None:
+        self._record, self._words = record, words
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def of(self, node: int) -> str:
+        """Return the text of a node."""
+        return self._made(node)[0]
+
+    def token(self, node: int, character: int) -> int:
+        """Return the token of a node in which a character of its text is."""
+        ends = self._made(node)[1]
+        chunk = bisect_right(ends, character)
+        ids, at = self._chunk(node, chunk), character - (ends[chunk - 1] if chunk else 0)
+        return MOST * chunk + bisect_right(range(len(ids)), at, key=lambda n: self._length(ids[: n + 1]))
+
+    def _length(self, ids: list[int]) -> int:
+        return len(self._words.text(ids))
+
+    def _chunk(self, node: int, number: int) -> list[int]:
+        return unpack_ids(self._record.nodes[node].ids[4 * MOST * number : 4 * MOST * (number + 1)])
+
+    def _made(self, node: int) -> tuple[str, list[int]]:
+        """Return the text of a node, and where each ``MOST`` tokens end in it: a list of all ends would be large."""
+        if node not in self._known:
+            chunks = range(-(-self._record.nodes[node].length // MOST))
+            texts = [self._words.text(self._chunk(node, number)) for number in chunks]
+            self._known[node] = "".join(texts), list(accumulate(map(len, texts)))
+        return self._known[node]

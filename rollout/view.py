@@ -1,0 +1,10 @@
+"""This module is the command ``python -m rollout.view``: a local web page over runs' records (docs/view.md).
+
+The program itself is ``rl.view``, because it shows figures and panels of runs; nothing else here imports ``rl``.
+"""
+
+from rl.view.__main__ import main
+from rollout import program
+
+if __name__ == "__main__":
+    program.end(main)

@@ -1,0 +1,159 @@
+"""The viewer in headless Chromium: what people do with it, what hostile text does to it, and what axe says of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.browser_kit import Tab, browser, problem, tab
+from tests.view_kit import hostile, run, served
+
+PAGES = (
+    "/run?run=0",
+    "/episodes?run=0",
+    "/task?run=0&id=fix&step=1&split=train",
+    "/episode?run=0&id=train-1-crowd-1",
+    "/tokens?run=0&id=train-1-fix-0",
+)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[str]:
+    if why := problem():
+        pytest.skip(f"no headless Chromium: {why}")
+    with browser() as address:
+        yield address
+
+
+@pytest.fixture
+async def view(chromium: str, tmp_path: Path) -> AsyncIterator[tuple[Tab, str]]:
+    """A tab, and the address of a server over an ordinary run and a hostile one."""
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(served(await run(tmp_path / "one"), await hostile(tmp_path / "two")))
+        page = await stack.enter_async_context(tab(chromium))
+        yield page, address
+        assert page.problems == []
+        assert all(url.startswith((address, "about:", "data:")) for url in page.asked), page.asked
+
+
+async def test_from_the_run_to_a_turn(view: tuple[Tab, str]) -> None:
+    page, address = view
+    await page.goto(f"{address}/run?run=0")
+    await page.until("document.querySelectorAll('.chart canvas').length >= 4")
+    await page.click(".histogram a:last-of-type")
+    await page.loaded()
+    assert "reward=0.9" in await page.js("location.search")
+    assert await page.js("document.querySelectorAll('tbody tr').length") == 3
+    await page.key("j")
+    await page.key("Enter")
+    await page.loaded()
+    assert await page.js("document.title") == "fix"
+    await page.key("j")
+    await page.key("j")
+    assert await page.js("location.hash") == "#t2"
+    await page.key("u")
+    await page.loaded()
+    assert await page.js("location.pathname") == "/task"
+    await page.goto(f"{address}/episodes?run=0")
+    await page.js("document.querySelector('select[name=verdict]').value = 'infra', 1")
+    await page.click(".filters button")
+    await page.loaded()
+    assert await page.js("document.querySelectorAll('tbody tr').length") == 1
+
+
+async def test_nested_folded_and_loaded(view: tuple[Tab, str]) -> None:
+    page, address = view
+    await page.goto(f"{address}/episode?run=0&id=train-1-crowd-0#t3")
+    assert await page.js("document.querySelector('.inner .turn').id") == "t3"
+    assert "begins anew" in await page.js("document.querySelector('.break').textContent")
+    await page.js("document.querySelector('#t3 details.context').open = true, 1")
+    await page.until("document.querySelector('#t3 details.context pre').textContent.includes('find it')")
+    await page.key("t")
+    await page.loaded()
+    assert await page.js("location.pathname") == "/tokens"
+
+
+async def test_finding_goes_to_what_is_found(view: tuple[Tab, str]) -> None:
+    page, address = view
+    await page.goto(f"{address}/episode?run=0&id=train-1-fix-0")
+    await page.key("/")
+    await page.find("content of a")
+    await page.until("document.querySelectorAll('.hits button').length === 1")
+    await page.key("Enter")
+    await page.until("CSS.highlights.get('found')?.size === 1")
+    assert await page.js("document.querySelector('#t1').classList.contains('here')")
+    await page.find("fix it")
+    await page.until("document.querySelector('.hits .what')?.textContent.includes('read')")
+    await page.click(".hits button")
+    await page.until("CSS.highlights.get('found')?.size === 1")  # what was read is loaded for it
+
+
+async def test_tokens_jumps_links_and_colours(view: tuple[Tab, str]) -> None:
+    page, address = view
+    await page.goto(f"{address}/tokens?run=0&id=train-1-fix-0")
+    await page.until("document.querySelectorAll('.node.trained .t').length > 10")
+    await page.click(".jumps a")
+    await page.until("document.querySelector('.t.here')")
+    chosen = await page.js("document.querySelector('.t.here').id")
+    assert await page.js("location.hash") == f"#{chosen}"
+    told = await page.js("document.querySelector('[data-token]').textContent")
+    assert "Log-probability, trainer" in told and "Ratio" in told and "Mask1" in told
+    least = await page.js("Math.min(...[...document.querySelectorAll('.t[data-p]')].map((one) => +one.dataset.p))")
+    assert await page.js("+document.querySelector('.t.here').dataset.p") == least
+    plain = await page.js("getComputedStyle(document.querySelector('.t.here')).backgroundColor")
+    await page.click("input[value=by-version]")
+    await page.click("input[value=by-entropy]")
+    assert await page.js("document.body.className") == "by-entropy"
+    assert plain != await page.js("getComputedStyle(document.querySelector('.t.here')).backgroundColor")
+    await page.goto("about:blank")
+    await page.goto(f"{address}/tokens?run=0&id=train-1-fix-0#{chosen}")  # as somebody who was sent the link
+    await page.until(f"document.querySelector('.t.here')?.id === '{chosen}'")
+    assert await page.js("document.querySelectorAll('.map rect').length") >= 4
+
+
+async def test_a_hostile_episode_does_no_harm(view: tuple[Tab, str]) -> None:
+    page, address = view
+    await page.goto(f"{address}/run?run=1")
+    await page.until("document.querySelectorAll('.charts canvas, .charts .note').length")
+    for place in ("#tasks + div a", ".card h3 a"):
+        await page.click(place)
+        await page.loaded()
+        assert await page.js("window.harmed === undefined && getComputedStyle(document.body).display") == "block"
+    assert "<script>window.harmed" in await page.js("document.querySelector('h1').textContent")
+    assert await page.js("document.documentElement.outerHTML.length") < 400_000  # of 10 MB
+    assert not await page.js("/[\\u202a-\\u202e\\x1b\\x00]/.test(document.body.textContent)")
+    await page.find("<script>")
+    await page.until("document.querySelectorAll('.hits button').length > 3")
+    await page.click("a[href^='/tokens']")
+    await page.loaded()
+    await page.until("document.querySelectorAll('.node.trained .t').length > 10")
+    await page.js("document.querySelector('.strip').scrollIntoView(), 1")
+    assert await page.js("window.harmed") is None
+    other = await page.js("encodeURIComponent(new URLSearchParams(location.search).get('id'))")
+    await page.goto(f"{address}/compare?a=train-1-fix-0&arun=0&brun=1&b={other}")
+    assert await page.js("window.harmed") is None
+
+
+@pytest.mark.parametrize("dark", [False, True])
+async def test_axe_finds_no_serious_fault(view: tuple[Tab, str], dark: bool) -> None:
+    page, address = view
+    await page.dark(dark)
+    others = ("/", "/compare?a=train-1-fix-0&arun=0&b=train-1-fix-1&brun=0", "/compare_runs?a=0&b=1", "/search?q=fix")
+    for path in (*PAGES, *others):
+        await page.goto(address + path)
+        if path.startswith("/tokens"):
+            await page.until("document.querySelectorAll('.node.trained .t').length > 10")
+        if path[-5:] == "run=0" and path.startswith("/run"):
+            await page.until("document.querySelectorAll('.chart canvas').length >= 4")
+        assert await page.axe() == [], path
+
+
+async def test_a_narrow_screen_does_not_scroll_sideways(view: tuple[Tab, str]) -> None:
+    page, address = view
+    await page.size(390, 800)
+    for path in PAGES:
+        await page.goto(address + path)
+        assert await page.js("document.documentElement.scrollWidth") <= 390, path

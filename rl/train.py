@@ -33,6 +33,7 @@ from rl.run.fork_server import ForkServer
 from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.run.scratch import ray_directory
+from rl.run.store import storing
 from rl.screen import Screen, this_command
 from rollout.sandbox import directory
 
@@ -185,7 +186,8 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
     screen.say("starting trainer and engine (their output: run.log)")
     progress.start()
     try:
-        train(config, screen, witness.tell, forks)
+        with storing(run.dir, config.store, screen.say):
+            train(config, screen, witness.tell, forks)
     finally:
         if forks is not None:
             forks.close()

@@ -312,27 +312,50 @@ class Reader:
 
     def read(self, path: Path) -> Iterator[Record]:
         """Iterate over the records of one of the files. Raises CorruptRecordError."""
-        data = path.read_bytes()
-        offset, number, previous = 0, 0, b""
-        while offset < len(data):
-            frame = data[offset : offset + _HEADER.size]
-            if frame[:4] != _MAGIC[: len(frame)]:
-                raise CorruptRecordError(f"{path}, offset {offset}: no record starts here")
-            end = len(data) + 1
-            if len(frame) == _HEADER.size:
-                _, length, checksum = _HEADER.unpack(frame)
-                end = offset + _HEADER.size + length
-            if end > len(data):
-                self.torn.append(TornTail(path, offset, len(data) - offset))
-                return
-            payload = data[offset + _HEADER.size : end]
-            if zlib.crc32(payload) != checksum:
-                raise CorruptRecordError(f"{path}, offset {offset}: the record's checksum is wrong")
-            record = _decode(payload, path, offset)
-            if record.version >= 3 and (record.number, record.previous) != (number, previous):
-                raise CorruptRecordError(f"{path}, offset {offset}: this record does not follow the one before it")
-            yield record
-            offset, number, previous = end, number + 1, hashlib.sha256(payload).digest()
+        tail = RecordTail(path)
+        yield from tail.take()
+        if lost := tail.size - tail.offset:
+            self.torn.append(TornTail(path, tail.offset, lost))
+
+
+class RecordTail:
+    """A tail reads the records of one file in turn, also while the file grows.
+
+    ``offset``: the end of the last one; ``size``: of the file, when it was last looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset, self.size = path, 0, 0
+        self._number, self._previous = 0, b""
+
+    def take(self) -> Iterator[Record]:
+        """Yield the whole records behind ``offset``. One counts as read when the next is asked for.
+
+        Raises CorruptRecordError.
+        """
+        with open(self.path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            while self.offset < self.size:
+                where = f"{self.path}, offset {self.offset}"
+                file.seek(self.offset)
+                header = file.read(_HEADER.size)
+                if header[:4] != _MAGIC[: len(header)]:
+                    raise CorruptRecordError(f"{where}: no record starts here")
+                if len(header) < _HEADER.size:
+                    return
+                _, length, checksum = _HEADER.unpack(header)
+                end = self.offset + _HEADER.size + length
+                if end > self.size:
+                    return
+                payload = file.read(length)
+                if zlib.crc32(payload) != checksum:
+                    raise CorruptRecordError(f"{where}: the record's checksum is wrong")
+                record = _decode(payload, self.path, self.offset)
+                if record.version >= 3 and (record.number, record.previous) != (self._number, self._previous):
+                    raise CorruptRecordError(f"{where}: this record does not follow the one before it")
+                yield record
+                self.offset, self._number = end, self._number + 1
+                self._previous = hashlib.sha256(payload).digest()
 
 
 def _decode(payload: bytes, path: Path, offset: int) -> Record:

@@ -20,14 +20,15 @@ WINGS = {
     "rl": 2610,  # the player of episodes came up from rl/evaluate: collection and warm start use it, too
     "rl/checks": 670,
     "rl/cluster": 1230,
-    "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
+    "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
     "rl/cpu": 250,
     "rl/data": 1170,
     "rl/evaluate": 830,
     "rl/metrics": 470,
     "rl/plan": 970,
     "rl/quickstart": 620,
-    "rl/run": 1000,
+    "rl/run": 1030,  # 30: the program beside a run that sends its episodes to a store
+    "rl/store": 450,  # new: episodes in a LightningStore, live and later
     "rollout": 990,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
@@ -40,8 +41,8 @@ WINGS = {
     "rewards": 900,
     "scripts": 1990,
 }
-# 800 of it are collection: three back ends, what an agent leaves, its settings as config.
-EVERYTHING = 19_900
+# 800 of it are collection: three back ends, what an agent leaves, its settings as config. 500 are episodes in a store.
+EVERYTHING = 20_400
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

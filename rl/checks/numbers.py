@@ -13,6 +13,7 @@ POSITIVE = (
     "agent.timeout_s",
     "proxy.max_calls",
     "grading.timeout_s",
+    "store.timeout_s",
     "data.train_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",

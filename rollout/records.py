@@ -102,8 +102,8 @@ class Record(msgspec.Struct, omit_defaults=True):
     calls are trained on. ``number`` and ``previous``, which the writer fills in: the record's place in its file, from
     0, and the SHA-256 of the payload before it. Older records lack these.
 
-    Only a collection has the last three: ``parts`` and ``calls``, see ``rollout.proxy.calls``, and ``missing``, what
-    it should have and lacks, in words.
+    Only a collection has the last three: ``parts`` and ``calls`` (a run with a store has them, too), see
+    ``rollout.proxy.calls``, and ``missing``, what it should have and lacks, in words.
     """
 
     version: int

@@ -19,7 +19,7 @@ from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, Reco
 
 _MODES = {"train": "train", "val": "val", "eval": "test"}
 _SICK = 3  # refusals in a row, after which it is the store's fault and no episode's
-_LOOK_S, _LONGEST_S = 2.0, 60.0  # between two looks at the records; at most, while the store does not answer
+_LOOK_S, _LONGEST_S = 2.0, 15.0  # between two looks at the records; at most, while the store does not answer
 
 
 async def send(record: Record, run: str, store: Store, known: dict[str, Place]) -> bool:
@@ -67,46 +67,56 @@ class Sender:
         self._sources, self._store = sources, store
         self._tails: dict[Path, RecordTail] = {}
         self._known: dict[str, Place] = {}
-        self._last: Place | None = None
-        self._in_a_row = 0
+        self._witness: Place | None = None  # an early one: if it is gone, the store has lost its memory
+        self._waiting: set[str] = set()  # episodes with a refused attempt
         self.sent = self.there = 0
         self.refused: dict[str, str] = {}
         self.problems: dict[Path, str] = {}
 
     async def connect(self) -> None:
         """Ask the store what it has, and begin with the first record again. Raises StoreError."""
-        self._known, self._last = await self._store.known(), None
-        self._tails, self.there = {}, 0
+        self._known = await self._store.known()
+        self._witness = next(iter(self._known.values()), None)
+        self._tails, self._waiting, self.there = {}, set(), 0
         self.refused, self.problems = {}, {}
 
     async def round(self, looked: Callable[[Sender], None] = lambda _: None) -> None:
         """Send what is there and was not sent. ``looked`` is called after each record. Raises StoreError."""
-        if self._last is not None and not await self._store.has(self._last.rollout):
-            await self.connect()  # the store has lost its memory
+        await self._send_new(looked)
+        if self._witness is not None and not await self._store.has(self._witness.rollout):
+            await self.connect()
+            await self._send_new(looked)
+
+    async def _send_new(self, looked: Callable[[Sender], None]) -> None:
+        in_a_row = 0
         for source in self._sources:
+            run = source.resolve() if source.is_dir() else source.resolve().parent
             for path in Reader(source).files():
                 tail = self._tails.setdefault(path, RecordTail(path))
-                run = source.resolve() if source.is_dir() else source.resolve().parent
                 try:
                     for record in tail.take():
-                        await self._send(record, f"{run.parent.name}/{run.name}")
+                        try:
+                            await self._send(record, f"{run.parent.name}/{run.name}")
+                            in_a_row = 0
+                        except Refused as error:
+                            in_a_row += 1
+                            if in_a_row >= _SICK:
+                                raise StoreError(str(error)) from error
+                            self._waiting.add(_name(record))
+                            self.refused[record.episode] = str(error)
                         looked(self)
                 except CorruptRecordError as error:
                     self.problems[path] = str(error)
 
     async def _send(self, record: Record, run: str) -> None:
-        try:
-            if await send(record, run, self._store, self._known):
-                self.sent += 1
-                self._last = self._known[_name(record)]
-            else:
-                self.there += 1
-            self._in_a_row = 0
-        except Refused as error:
-            self._in_a_row += 1
-            if self._in_a_row >= _SICK:
-                raise StoreError(str(error)) from error
-            self.refused[record.episode] = str(error)
+        name = _name(record)
+        if name in self._waiting:
+            self.refused[record.episode] = "the attempt before it was refused"
+        elif await send(record, run, self._store, self._known):
+            self.sent += 1
+            self._witness = self._witness or self._known[name]
+        else:
+            self.there += 1
 
     @property
     def files(self) -> list[Path]:

@@ -137,7 +137,7 @@ class Sender:
         while True:
             last = ended.is_set()
             try:
-                if not connected:
+                if not connected or (last and self.refused):
                     await self.connect()
                     connected = True
                 await self.round()

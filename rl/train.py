@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -34,6 +35,7 @@ from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.run.scratch import ray_directory
 from rl.run.store import storing
+from rl.run.weights import Weights, find_weights, merge
 from rl.screen import Screen, this_command
 from rollout.sandbox import directory
 
@@ -45,6 +47,28 @@ def prepare(config: DictConfig, screen: Screen) -> None:
     module, _, function = config.prepare.partition(":")
     for key, value in getattr(importlib.import_module(module), function)(config, screen).items():
         OmegaConf.update(config, key, value, force_add=True)
+
+
+def adopt(config: DictConfig) -> Weights | None:
+    """Let ``policy`` take the place of the experiment's model, and return its weights; None: there is none.
+
+    Until they are merged, the model is the directory that has the config and the tokenizer of shards. Raises
+    ConfigError.
+    """
+    if not config.policy:
+        return None
+    weights = find_weights(str(config.policy))
+    sharded = weights.sharded if not (Path(weights.model) / "config.json").is_file() else None
+    config.actor_rollout_ref.model.path = str(sharded / "huggingface") if sharded else weights.model
+    return weights
+
+
+def merge_policy(config: DictConfig, weights: Weights | None, run: Run, screen: Screen) -> None:
+    """Merge the weights of ``policy`` if they are shards. Raises ServeError."""
+    if weights is not None and weights.sharded is not None:
+        screen.show("merging the policy's shards")
+        merge(weights.sharded, Path(weights.model), run.dir / "merge.log")
+        config.actor_rollout_ref.model.path = weights.model
 
 
 def set_environment(config: DictConfig, run: Run) -> None:
@@ -155,7 +179,14 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
     return options
 
 
-def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, witness: watch.Witness) -> None:
+def start(
+    config: DictConfig,
+    run: Run,
+    screen: Screen,
+    progress: RunProgress,
+    witness: watch.Witness,
+    weights: Weights | None,
+) -> None:
     """Prepare data, images and model, check what was made, and train. Raises what ends the run early."""
     from rl.boxes import prepare_images
     from rl.checks.data import check_files, check_tasks
@@ -165,6 +196,7 @@ def start(config: DictConfig, run: Run, screen: Screen, progress: RunProgress, w
     screen.redirect(run.dir / "run.log")
     screen.show("preparing")
     prepare(config, screen)
+    merge_policy(config, weights, run, screen)
     if config.data.custom_cls.path == "pkg://rl.dataset":  # else the files are another dataset's
         if config.cluster.episode_resource is None:
             tasks = check_tasks(config)
@@ -232,6 +264,7 @@ def main() -> None:
     config = read_command("rl.train", "Train a policy.", sys.argv[1:], check_values)
     screen = Screen()
     try:
+        weights = adopt(config)
         check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
         starts.note(run, slurm.is_requeued())
@@ -264,7 +297,7 @@ def main() -> None:
     try:
         handle_signals(config, screen)
         stop.release()
-        start(config, run, screen, progress, witness)
+        start(config, run, screen, progress, witness, weights)
     except (Exception, KeyboardInterrupt) as error:
         failure = stop.reason() or error
         if not isinstance(failure, stop.Stopped):

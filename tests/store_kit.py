@@ -22,6 +22,8 @@ from rollout.proxy.heard import Hearing
 from rollout.records import Record, RecordWriter, node_records
 from tests.kit import END, CharTokenizer, char_policy, empty_record
 
+ROOT = Path(__file__).parents[1]
+
 # What a hostile program may print. Lone surrogates arrive as JSON escapes, which the proxy refuses.
 HOSTILE = ("\0", "\u202e\ufffe", "<e>", "'\"\\\n", "__import__('os')", "}{", "nan", "\x1b[2J", "é😀")
 
@@ -182,3 +184,63 @@ def write(records: list[Record], run: Path, name: str = "1") -> Path:
 def without_conversation(record: Record) -> Record:
     """What a run without a store keeps."""
     return msgspec.structs.replace(record, parts=[], calls=[])
+
+
+def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m rl.store`."""
+    what = [sys.executable, "-m", "rl.store", *map(str, arguments)]
+    return subprocess.run(what, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def _flat(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
+
+
+async def compare(store: Any, run: str, expected: list[Told]) -> None:
+    """Compare what a LightningStore has of a run with what client and engine know of its episodes, one by one."""
+    from agentlightning.adapter.triplet import LlmProxyTraceToTriplet, TracerTraceToTriplet
+
+    found = {
+        rollout.metadata["episode"]: rollout
+        for rollout in await store.query_rollouts()
+        if rollout.metadata["run"].endswith(run)
+    }
+    assert len(found) == len({one.record.task for one in expected})
+    attempts = {
+        name: [attempt for attempt in await store.query_attempts(rollout.rollout_id)] for name, rollout in found.items()
+    }
+    assert sum(map(len, attempts.values())) == len(expected)
+    for one in expected:
+        record = one.record
+        name = record.episode.removesuffix(".1") if record.attempt else record.episode
+        rollout, attempt = found[name], attempts[name][record.attempt]
+        lost = record.verdict["outcome"] == "infra_failure"
+        assert (rollout.status, attempt.status) == ("succeeded", "failed" if lost else "succeeded")
+        assert rollout.mode == {"train": "train", "val": "val", "eval": "test"}.get(record.split)
+        assert rollout.input["instance_id"] == rollout.metadata["task"] == record.task
+        assert attempt.metadata["episode"] == record.episode and attempt.metadata["flags"] == record.verdict["flags"]
+        assert attempt.metadata["reward"] == record.verdict["reward"] and attempt.sequence_id == record.attempt + 1
+        spans = list(await store.query_spans(rollout.rollout_id, attempt.attempt_id))
+        assert [span.sequence_id for span in spans] == list(range(1, 2 * len(one.calls) + 2))
+        assert {span.status.status_code for span in spans[:-1]} <= {"OK"}
+        assert spans[-1].status.status_code == ("ERROR" if lost else "OK")
+        tracer, proxy = TracerTraceToTriplet().adapt(spans), LlmProxyTraceToTriplet().adapt(spans)
+        assert len(tracer) == len(proxy) == len(one.calls)
+        for by_tracer, by_proxy, (reply, said) in zip(tracer, proxy, one.calls.items(), strict=True):
+            assert by_tracer.metadata["response_id"] == by_proxy.metadata["response_id"] == reply
+            assert by_tracer.prompt["token_ids"] == by_proxy.prompt["token_ids"] == said.prompt_ids
+            assert by_tracer.response["token_ids"] == by_proxy.response["token_ids"] == said.ids
+            assert [entry["logprob"] for entry in by_tracer.response["logprobs"]] == said.logprobs
+            conversation = [{"role": "system", "content": said.system}, *said.messages]
+            assert by_tracer.prompt["raw_content"] == [
+                {"role": message["role"], "content": _flat(message["content"])} for message in conversation
+            ]
+            (completion,) = by_tracer.response["raw_content"]
+            assert (completion["role"], completion["content"]) == ("assistant", said.reply)
+        rewards = [None] * (len(one.calls) - 1) + [record.verdict["reward"]]
+        assert [triplet.reward for triplet in tracer] == [triplet.reward for triplet in proxy] == rewards
+        sides = [span.attributes["claude_code_rl.side_call"] for span in spans[:-1:2]]
+        assert sides == [said.side for said in one.calls.values()]
+        heads = list(dict.fromkeys(said.system for said in one.calls.values()))
+        threads = [span.attributes["claude_code_rl.thread"] for span in spans[:-1:2]]
+        assert threads == [heads.index(said.system) for said in one.calls.values()]

@@ -16,8 +16,13 @@ from rl.config import package_dir
 
 # Where verl's dataclasses of a config are, in its package.
 _CLASSES = ("workers/config", "trainer/config", "utils/profiler", "utils/skip")
-# Keys whose default is a number and which may be null all the same.
-NULL_TOO = ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "sandbox.image_budget_gb")
+# Keys that may be null although their default has a type.
+NULL_TOO = (
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.max_critic_ckpt_to_keep",
+    "sandbox.image_budget_gb",
+    "sft.select.resolved",
+)
 _WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",

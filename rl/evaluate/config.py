@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,15 +17,16 @@ from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
 from rl.config import ConfigError, check_all, compose
-from rl.evaluate.weights import Weights, find_weights
+from rl.run.weights import Weights, find_weights
 from rl.setup import Settings, agent_from, read_settings
 from rl.shard import Shard
 
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config; an evaluation inherits what they set.
 _TRAINING = ("experiment", "scale")
-_POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls")
-_POSITIVE += ("grading.timeout_s", "store.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
+_POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls", "proxy.max_body_mb")
+_POSITIVE += ("proxy.max_session_tokens", "grading.timeout_s", "store.timeout_s", "serve.tensor_parallel_size")
+_POSITIVE += ("serve.timeout_s",)
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
 # Keys of the groups above that change how fast an evaluation runs, but not how an episode ends.
 _SPEED_ONLY = ("agent.binary", "episode", "sandbox.concurrency", "sandbox.pull_parallel", "sandbox.image_budget_gb")
@@ -79,6 +80,18 @@ def _with_weights(config: DictConfig, trained: DictConfig | None, given: set[str
             )
         _inherit(config, OmegaConf.load(weights.run / "config.yaml"), given | {"policy"})
     return config, weights
+
+
+def evaluation_of(trained: DictConfig, values: Mapping[str, Any], name: str = "evaluate") -> DictConfig:
+    """Return the config of an evaluation that has the settings of a training config, and these ``values`` of keys.
+
+    name: see ``compose_evaluation``.
+    """
+    config = compose((), name)
+    _inherit(config, trained, {*values, *(["tasks"] if name == "collect" else [])})
+    for key, value in values.items():
+        OmegaConf.update(config, key, value)
+    return config
 
 
 def _inherit(config: DictConfig, trained: Any, given: Collection[str]) -> None:

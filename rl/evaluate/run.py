@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from rich.console import RenderableType
 
 from rewards.grade import warm_up
 from rewards.task import Task
@@ -25,12 +26,12 @@ from rl.boxes import prepare_images
 from rl.config import ConfigError
 from rl.evaluate import results, serve, setup
 from rl.evaluate.config import digest, identity_of, name_of, shard_of
-from rl.evaluate.weights import Weights
 from rl.metrics.episodes import Line
 from rl.player import Player
 from rl.run.scratch import remove_socket_directory, socket_directory
 from rl.run.store import storing
-from rl.run.vllm_server import ServeError
+from rl.run.vllm_server import ServeError, VllmServer
+from rl.run.weights import Weights, merge
 from rl.screen import Screen, this_command
 from rollout import files
 from rollout.episode import Episode, Setup
@@ -64,6 +65,10 @@ class Purpose:
         if isinstance(self._setup.proxy, Hearing):
             self._setup.proxy.tell(record, episode.session)
 
+    def tables(self, found: dict[str, Any]) -> Sequence[RenderableType]:
+        """Return what is shown of the results."""
+        return results.tables(found)
+
     def hints(self, directory: Path) -> list[tuple[str, str]]:
         """Return what can be done with the result, as (label, command or path)."""
         python = sys.orig_argv[0]
@@ -77,12 +82,18 @@ class Purpose:
 
 
 async def play_all(
-    config: DictConfig, weights: Weights | None, tasks: list[Task], screen: Screen, purpose: Purpose
+    config: DictConfig,
+    weights: Weights | None,
+    tasks: list[Task],
+    screen: Screen,
+    purpose: Purpose,
+    server: VllmServer | None = None,
 ) -> int:
     """Play the episodes that the directory lacks, write its results, and return the exit status.
 
-    weights: those of the policy, None for an endpoint. tasks: all of them, regardless of ``limit``. Raises ConfigError,
-    JournalError, ServeError, LostError, SandboxError and OSError.
+    weights: those of the policy, None for an endpoint. tasks: all of them, regardless of ``limit``. server: one that
+    serves the weights; None: one is started and ended. Raises ConfigError, JournalError, ServeError, LostError,
+    SandboxError and OSError.
     """
     this_task = asyncio.current_task()
     assert this_task is not None
@@ -108,14 +119,14 @@ async def play_all(
             try:
                 screen.redirect(directory / purpose.log)
                 with storing(directory, config.store, screen.say):
-                    await _play(config, weights, served, player, wanted, screen, purpose)
+                    await _play(config, weights, served, player, wanted, screen, purpose, server)
             finally:
                 screen.restore()
     finally:
         found = results.results(name, rows, config.samples, player.lines)
         results.write_all(directory, found, player.lines)
         player.close()
-    for table in results.tables(found):
+    for table in purpose.tables(found):
         screen.print(table)
     more = [] if found["complete"] else [("try the rest", this_command())]
     screen.next(*more, *purpose.hints(directory))
@@ -130,6 +141,7 @@ async def _play(
     wanted: Sequence[tuple[Task, int]],
     screen: Screen,
     purpose: Purpose,
+    server: VllmServer | None,
 ) -> None:
     out = player.dir
     count = functools.partial(screen.show, "images")
@@ -138,11 +150,10 @@ async def _play(
         sockets = out / "socket_dir"
         socket_directory(sockets)
         stack.callback(remove_socket_directory, sockets)
-        server = None
-        if weights is not None:
+        if weights is not None and server is None:
             if weights.sharded is not None:
                 screen.show("merging the checkpoint's shards")
-                await asyncio.to_thread(serve.merge, weights.sharded, Path(weights.model), out / "merge.log")
+                await asyncio.to_thread(merge, weights.sharded, Path(weights.model), out / "merge.log")
             screen.say("starting the vLLM server (its output: vllm.log)")
             server = serve.start_server(weights.model, config.max_context, config.serve, out / "vllm.log")
             stack.callback(server.close)

@@ -1,24 +1,18 @@
-"""This module prepares the policy to be evaluated: it merges a checkpoint's shards, starts a vLLM server, or asks an
-endpoint whether it is what the config says."""
+"""This module prepares the policy to be evaluated: it starts a vLLM server, or asks an endpoint whether it is what the
+config says."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from rl.config import CPU_ENVIRONMENT, ConfigError
-from rl.run.programs import end_of_log
-from rl.run.vllm_server import ServeError, VllmServer
+from rl.config import ConfigError
+from rl.run.vllm_server import VllmServer
 from rollout.proxy.engine import EngineError
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.vllm_http import VllmHttpEngine
@@ -34,46 +28,6 @@ class Served:
     name: str
     root: str
     max_context: int
-
-
-def merge(sharded: Path, target: Path, log: Path) -> None:
-    """Merge an FSDP checkpoint's shards into a Hugging Face model in ``target``, with verl's merger.
-
-    Does nothing if the model is already there. The weights become bfloat16; an adapter (LoRA) is added to the weights
-    that it adapts. ``log`` gets the merger's output. Raises ServeError.
-    """
-    with open(target.with_name(".merge.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (target / "config.json").is_file():
-            return
-        making = target.with_name(f".{target.name}")
-        shutil.rmtree(making, ignore_errors=True)
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        command += ["--local_dir", str(sharded), "--target_dir", str(making)]
-        try:
-            with open(log, "ab") as out:
-                done = subprocess.run(command, env={**os.environ, **CPU_ENVIRONMENT}, stdout=out, stderr=out)
-            if done.returncode:
-                raise ServeError(f"{sharded} cannot be merged: {end_of_log(log)}; the whole log: {log}")
-            _add_adapter(making)
-            making.rename(target)
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-
-
-def _add_adapter(model: Path) -> None:
-    """Add an adapter to the weights that it adapts. verl's merger leaves it beside them, where a server ignores it."""
-    adapter = model / "lora_adapter"
-    if not adapter.is_dir():
-        return
-    if not json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"]:
-        raise ServeError(f"{model.parent} has no lora_train_meta.json, so the scale of its adapter is unknown")
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype="auto"), adapter)
-    adapted.merge_and_unload().save_pretrained(model)
-    shutil.rmtree(adapter)
 
 
 def start_server(model: str, max_context: int | None, serve: Any, log: Path) -> VllmServer:

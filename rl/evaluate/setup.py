@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from rl.config import ConfigError
 from rl.evaluate.config import endpoint_key, settings_of
 from rl.evaluate.serve import Served, ask_endpoint, ask_server
-from rl.evaluate.weights import Weights
 from rl.run.vllm_server import SERVED_AS, VllmServer
+from rl.run.weights import Weights
 from rl.setup import ENDPOINTS, load_policy, make_setup
 from rollout.episode import Setup
 from rollout.proxy.engine import Engine

@@ -17,7 +17,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
 from rl.batch import Progress
+from rl.config import compose
 from rl.metrics.episodes import Line
 from rl.player import Player, line_of
 from rl.quickstart.policy import make_policy
@@ -35,12 +36,13 @@ from rl.quickstart.tasks import make_tasks
 from rl.run.lease import POLL_S, InUse, RunLease
 from rl.screen import Screen
 from rl.setup import load_policy, make_setup, training_settings
-from rl.sft import run_sft
+from rl.tune.rows import rows_of
+from rl.tune.trainer import Passes, run_sft
 from rollout import files
 from rollout.episode import Setup
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.server import ProxyServer
-from rollout.records import Reader, Record, path_of, unpack_ids
+from rollout.records import Reader, Record
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
@@ -48,30 +50,29 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
 
     The directory is named after everything that the result depends on, so a second run with the same seed starts at
     once, and a changed task generator is never combined with an old policy. Each part is made under another name and
-    renamed. Raises RuntimeError if the warm start makes too few rows.
+    renamed. If the config names a policy, only the tasks are made. Raises RuntimeError if the warm start makes too few
+    rows.
     """
     where = Path(config.run.root).resolve() / "prepared" / f"quickstart-{config.seed}-{_fingerprint(config)}"
     where.mkdir(parents=True, exist_ok=True)
     quick = config.quickstart
     tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
-    with contextlib.nullcontext() if warm.exists() else _alone(where, screen):
+    needs = tasks if config.policy else warm
+    with contextlib.nullcontext() if needs.exists() else _alone(where, screen):
         if not tasks.exists():
             screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
             with _making(tasks) as out:
                 make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks)
-        if not policy.exists():
+        if not (policy.exists() or config.policy):
             screen.say("making tokenizer and policy")
             sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
             with _making(policy) as out:
                 make_policy(out, config.seed, **sizes)
-        if not warm.exists():
+        if not (warm.exists() or config.policy):
             with _making(warm, goes_on=True) as out:
                 _warm_start(config, tasks / "train.parquet", policy, out, screen)
-    return {
-        "data.train_files": [str(tasks / "train.parquet")],
-        "data.val_files": [str(tasks / "heldout.parquet")],
-        "actor_rollout_ref.model.path": str(warm / "model"),
-    }
+    made = {"data.train_files": [str(tasks / "train.parquet")], "data.val_files": [str(tasks / "heldout.parquet")]}
+    return made if config.policy else {**made, "actor_rollout_ref.model.path": str(warm / "model")}
 
 
 def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
@@ -86,8 +87,9 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
         _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)
     if not model.exists():
         screen.show("imitating them")
-        sft: Any = OmegaConf.to_container(config.quickstart.sft)
-        made = run_sft(policy, rows, out / "sft", seed=config.seed, log=out / "sft.log", **sft)
+        passes = Passes(seed=config.seed, **config.quickstart.sft)
+        # On the CPU, whatever the experiment is for.
+        made = run_sft(compose(["+experiment=quickstart"]), str(policy), rows, out / "sft", passes, out / "sft.log")
         for file in made.iterdir():
             files.sync(file)
         made.rename(model)
@@ -100,7 +102,7 @@ def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Sc
     import pyarrow.parquet
 
     played = [episodes[number] for number in sorted(episodes)]
-    rows = [row for episode in played for row in _rows(episode)]
+    rows = [row for episode in played for row in rows_of(episode)]
     if len(rows) < wanted // 2:
         failed = (e.verdict["detail"] for e in played if e.verdict["outcome"] == Outcome.INFRA_FAILURE)
         raise RuntimeError(
@@ -111,14 +113,6 @@ def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Sc
         pyarrow.parquet.write_table(table, new)
     resolved = sum(episode.verdict["outcome"] == Outcome.RESOLVED for episode in played)
     screen.say(f"warm start: {len(rows)} rows, {resolved / wanted:.2f} resolved by chance; imitating them")
-
-
-def _rows(episode: Record) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the ids and the mask of each training row of an episode."""
-    for row in episode.rows:
-        path = path_of(episode.nodes, max(row.nodes))
-        pieces = [(unpack_ids(episode.nodes[number].ids), int(number in row.nodes)) for number in path]
-        yield [token for ids, _ in pieces for token in ids], [trained for ids, trained in pieces for _ in ids]
 
 
 def _ended(out: Path, tasks: list[Task]) -> dict[int, Record]:

@@ -71,10 +71,13 @@ def ray_directory(sockets: str) -> str:
 
 
 def remove_socket_directory(note: Path) -> None:
-    """Remove the two directories that ``socket_directory`` noted, and restore this process's TMPDIR."""
+    """Remove the two directories that ``socket_directory`` noted, and restore this process's environment."""
     for directory in noted(note):
         if tempfile.tempdir == str(directory):  # this process lives on
             os.environ["TMPDIR"] = tempfile.tempdir = os.environ.pop("RL_BOX_DIR")
+        for name in ("RL_SOCKET_DIR", "VLLM_RPC_BASE_PATH"):
+            if os.environ.get(name) == str(directory):
+                del os.environ[name]
         shutil.rmtree(directory, ignore_errors=True)
     for file in (note, _temporary_note(note)):
         file.unlink(missing_ok=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import os
 import signal
@@ -52,15 +51,13 @@ async def send_once(sender: Sender, server: Server, screen: Screen) -> int:
                 return 1
             screen.say(f"{error}; trying again")
             await asyncio.sleep(wait)
-            with contextlib.suppress(StoreError):
-                await sender.connect()
     screen.clear()
     screen.say(f"{sender.sent} attempts sent ({server.sent / 1e6:.1f} MB), {sender.there} were there")
     for name, said in sender.refused.items():
         print(f"store: {name}: {said}", file=sys.stderr)
-    for said in sender.problems.values():
-        print(f"store: {said}; what is behind it was not sent", file=sys.stderr)
-    return 1 if sender.refused or sender.problems else 0
+    for said in sender.damage:
+        print(f"store: {said}", file=sys.stderr)
+    return 1 if sender.refused or sender.damage else 0
 
 
 async def follow(sender: Sender, timeout_s: float) -> int:

@@ -15,7 +15,7 @@ from rl.collect.spans import about_of, ending_of, spans_of
 from rl.store.stores import SOURCE, Place, Refused, Store, StoreError
 from rollout.proxy.calls import CallRecord
 from rollout.proxy.engine import TextCodec
-from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, RecordTail, path_of, unpack_ids
+from rollout.records import NodeRecord, Position, Reader, Record, path_of, unpack_ids
 
 _MODES = {"train": "train", "val": "val", "eval": "test"}
 _SICK = 3  # refusals in a row, after which it is the store's fault and no episode's
@@ -60,53 +60,65 @@ class Sender:
     """A sender sends the records of run directories, or of record files, to a store.
 
     Its queue are the files: it holds one record at a time. ``sent``: attempts that it has sent; ``there``: that were in
-    the store already; ``refused``: what the store said of the others, by their names; ``problems``: damaged files.
+    the store already; ``refused``: what the store said of the others, by their names; ``damage``: what
+    could not be read.
     """
 
     def __init__(self, sources: Sequence[Path], store: Store) -> None:
         self._sources, self._store = sources, store
-        self._tails: dict[Path, RecordTail] = {}
+        self._positions: dict[Path, Position] = {}
         self._known: dict[str, Place] = {}
         self._witness: Place | None = None  # an early one: if it is gone, the store has lost its memory
         self._waiting: set[str] = set()  # episodes with a refused attempt
+        self._connected = False  # and nothing has failed since
         self.sent = self.there = 0
         self.refused: dict[str, str] = {}
-        self.problems: dict[Path, str] = {}
+        self.damage: list[str] = []
 
     async def connect(self) -> None:
         """Ask the store what it has, and begin with the first record again. Raises StoreError."""
         self._known = await self._store.known()
         self._witness = next(iter(self._known.values()), None)
-        self._tails, self._waiting, self.there = {}, set(), 0
-        self.refused, self.problems = {}, {}
+        self._positions, self._waiting, self.there = {}, set(), 0
+        self.refused, self.damage = {}, []
+        self._connected = True
 
     async def round(self, looked: Callable[[Sender], None] = lambda _: None) -> None:
-        """Send what is there and was not sent. ``looked`` is called after each record. Raises StoreError."""
+        """Send what is there and was not sent. ``looked`` is called after each record. Raises StoreError.
+
+        After an error the next round asks the store first what it has.
+        """
+        if not self._connected:
+            await self.connect()
+        self._connected = False
         await self._send_new(looked)
         if self._witness is not None and not await self._store.has(self._witness.rollout):
             await self.connect()
+            self._connected = False
             await self._send_new(looked)
+        self._connected = True
 
     async def _send_new(self, looked: Callable[[Sender], None]) -> None:
         in_a_row = 0
         for source in self._sources:
             run = source.resolve() if source.is_dir() else source.resolve().parent
-            for path in Reader(source).files():
-                tail = self._tails.setdefault(path, RecordTail(path))
-                try:
-                    for record in tail.take():
-                        try:
-                            await self._send(record, f"{run.parent.name}/{run.name}")
-                            in_a_row = 0
-                        except Refused as error:
-                            in_a_row += 1
-                            if in_a_row >= _SICK:
-                                raise StoreError(str(error)) from error
-                            self._waiting.add(_name(record))
-                            self.refused[record.episode] = str(error)
-                        looked(self)
-                except CorruptRecordError as error:
-                    self.problems[path] = str(error)
+            damage: list[str] = []
+            reader = Reader(source, damage=damage)
+            for path in reader.files():
+                for offset, record in reader.placed(path, self._positions.setdefault(path, Position())):
+                    try:
+                        await self._send(record, f"{run.parent.name}/{run.name}")
+                        in_a_row = 0
+                    except Refused as error:
+                        in_a_row += 1
+                        if in_a_row >= _SICK:
+                            raise StoreError(str(error)) from error
+                        self._waiting.add(_name(record))
+                        self.refused[record.episode] = str(error)
+                    except (KeyError, TypeError, IndexError, AttributeError) as error:
+                        damage.append(f"{path}, offset {offset}: not the record of an episode ({error!r})")
+                    looked(self)
+            self.damage += [line for line in damage if line not in self.damage]
 
     async def _send(self, record: Record, run: str) -> None:
         name = _name(record)
@@ -126,30 +138,29 @@ class Sender:
     @property
     def read(self) -> int:
         """Return how many bytes of them were read since the store was last asked what it has."""
-        return sum(tail.offset for tail in self._tails.values())
+        return sum(at.offset for at in self._positions.values())
 
     async def follow(self, ended: asyncio.Event, say: Callable[[str], None]) -> bool:
         """Send what is written until ``ended`` is set, and then once more; return whether that left nothing over.
 
         A store that fails is tried again, and ``say`` is told.
         """
-        connected, wait, said = False, _LOOK_S, ""
+        wait, said = _LOOK_S, ""
         while True:
             last = ended.is_set()
             try:
-                if not connected or (last and self.refused):
-                    await self.connect()
-                    connected = True
+                if last and (self.refused or self.damage):
+                    await self.connect()  # and try them again
                 await self.round()
                 if said:
                     say(f"the store answers again; {self.sent} attempts sent")
                 wait, said = _LOOK_S, ""
             except StoreError as error:
-                connected, wait = False, min(2 * wait, _LONGEST_S)
+                wait = min(2 * wait, _LONGEST_S)
                 if said != (said := str(error)):
                     say(f"{said}; what is not sent stays in the records, and is tried again")
             if last:
-                return connected and not (self.refused or self.problems)
+                return self._connected and not (self.refused or self.damage)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), wait)
 
@@ -206,6 +217,5 @@ def _tokenizer(model: str) -> TextCodec | None:
 async def send_all(sources: Iterable[Path], store: Store) -> Sender:
     """Send all records of run directories, once, and return the sender with its counts. Raises StoreError."""
     sender = Sender([*sources], store)
-    await sender.connect()
     await sender.round()
     return sender

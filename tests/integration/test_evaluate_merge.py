@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.evaluate import serve
 from rl.quickstart.policy import make_policy
+from rl.run import weights
 
 SCALE = 8 / 4
 
@@ -34,7 +34,7 @@ def test_an_adapter_is_added_to_the_weights(tmp_path: Path) -> None:
     (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     (actor / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
 
-    serve.merge(actor, actor / "merged", tmp_path / "log")
+    weights.merge(actor, actor / "merged", tmp_path / "log")
     merged = AutoModelForCausalLM.from_pretrained(actor / "merged", dtype=torch.float32).state_dict()
     assert merged.keys() == before.keys()
     changed = 0
@@ -50,18 +50,18 @@ def test_an_adapter_is_added_to_the_weights(tmp_path: Path) -> None:
         and not (actor / "merged/lora_adapter").exists()
     )
     (actor / "model_world_size_1_rank_0.pt").unlink()
-    serve.merge(actor, actor / "merged", tmp_path / "log")  # does nothing, as the model is there
+    weights.merge(actor, actor / "merged", tmp_path / "log")  # does nothing, as the model is there
 
 
 def test_an_adapter_of_unknown_scale_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lora_adapter").mkdir()
     (tmp_path / "lora_adapter" / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 0}))
-    with pytest.raises(serve.ServeError, match=r"no lora_train_meta\.json"):
-        serve._add_adapter(tmp_path)
+    with pytest.raises(weights.ServeError, match=r"no lora_train_meta\.json"):
+        weights._add_adapter(tmp_path)
 
 
 def test_a_failed_merge_is_reported_in_one_line_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.sys, "executable", shutil.which("false"))
-    with pytest.raises(serve.ServeError, match=r"cannot be merged: no output; the whole log: "):
-        serve.merge(tmp_path, tmp_path / "merged", tmp_path / "log")
+    monkeypatch.setattr(weights.sys, "executable", shutil.which("false"))
+    with pytest.raises(weights.ServeError, match=r"cannot be merged: no output; the whole log: "):
+        weights.merge(tmp_path, tmp_path / "merged", tmp_path / "log")
     assert not (tmp_path / "merged").exists() and not (tmp_path / ".merged").exists()

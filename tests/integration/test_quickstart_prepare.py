@@ -29,7 +29,7 @@ SMALL = ["quickstart.train_tasks=3", "quickstart.heldout_tasks=2", "quickstart.w
 def no_sft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitation is another test's (test_sft.py)."""
 
-    def copied(policy: Path, rows: Path, out: Path, **_: Any) -> Path:
+    def copied(config: Any, policy: str, rows: Path, out: Path, *_: Any) -> Path:
         return Path(shutil.copytree(policy, out / "model"))
 
     monkeypatch.setattr(module, "run_sft", copied)
@@ -70,6 +70,14 @@ def test_a_preparation_that_is_killed_goes_on_with_the_same_result(
     rows = [pyarrow.parquet.read_table(made / "rows.parquet") for made in (warm, prepared(unbroken))]
     assert rows[0].num_rows == 8 and rows[0].equals(rows[1])
     assert (warm / "model" / "config.json").exists()
+
+    # For a policy that is named, only the tasks are made.
+    named = ["+experiment=quickstart", *SMALL, f"run.root={tmp_path / 'named'}", f"policy={warm / 'model'}"]
+    made = module.prepare(compose(named), Screen())
+    (place,) = (tmp_path / "named" / "prepared").iterdir()
+    assert sorted(path.name for path in place.glob("[!.]*")) == ["tasks"]
+    assert [Path(made[f"data.{split}_files"][0]).exists() for split in ("train", "val")] == [True, True]
+    assert len(made) == 2
 
 
 def test_a_second_run_waits_for_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ from rl.batch import JournalError
 from rl.config import ConfigError, compose
 from rl.evaluate import compare, config, results, serve, setup
 from rl.evaluate.__main__ import main
-from rl.evaluate.weights import Weights, find_weights
 from rl.player import LostError, Player, line_of
 from rl.quickstart.tasks import make_tasks
+from rl.run.weights import Weights, find_weights
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.forward import SideEndpoint

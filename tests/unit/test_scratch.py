@@ -30,6 +30,7 @@ if len(sys.argv) == 2:
     assert here.exists()
     remove_socket_directory(note)
     assert Path(tempfile.mkdtemp()).parent == outside and not sockets.exists() and not here.exists()
+    assert not {"RL_SOCKET_DIR", "VLLM_RPC_BASE_PATH"} & {*os.environ}  # a vLLM server that is started next has its own
 else:  # killed; the next one with its note removes what it has left
     os._exit(0)
 """

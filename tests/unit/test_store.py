@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from rl.collect.spans import spans_of
 from rl.store import sending
 from rl.store.sending import Sender, with_conversation
 from rl.store.stores import Place, Refused, StoreError
-from rollout.records import Record, RecordTail
+from rollout.records import Position, Reader, Record
 from tests.kit import CharTokenizer, empty_record
 from tests.store_kit import told, without_conversation, write
 
@@ -106,15 +107,13 @@ def test_every_attempt_is_there_once_whatever_the_store_did(faults: list[str]) -
     store = FaultyStore(faults)
 
     async def send_everything(run: Path) -> None:
-        sender, connected = Sender([run], store), False
-        while store.faults or not connected or sender.refused:
-            try:
-                if not connected or not store.faults or sender.refused:
+        sender, calm = Sender([run], store), False
+        while not calm:
+            calm = not store.faults
+            with contextlib.suppress(StoreError):
+                if calm or sender.refused:
                     await sender.connect()
-                    connected = True
                 await sender.round()
-            except StoreError:
-                connected = False
 
     with TemporaryDirectory() as directory:
         asyncio.run(send_everything(write(attempts(), Path(directory))))
@@ -129,21 +128,38 @@ def test_every_attempt_is_there_once_whatever_the_store_did(faults: list[str]) -
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 10_000), max_size=8), st.integers(0, 5))
-def test_a_tail_reads_each_record_once_however_its_file_grows(cuts: list[int], stops: int) -> None:
+def test_each_record_is_read_once_however_its_file_grows(cuts: list[int], stops: int) -> None:
     with TemporaryDirectory() as directory:
         (whole,) = (write(attempts(), Path(directory)) / "episodes").iterdir()
         data, grows = whole.read_bytes(), Path(directory) / "grows"
-        tail, seen = RecordTail(grows), list[str]()
+        at, seen = Position(), list[str]()
         for cut in [*sorted(cut % len(data) for cut in cuts), len(data)]:
             grows.write_bytes(data[:cut])
-            for record in tail.take():
+            for _, record in Reader(grows).placed(grows, at):
                 if len(seen) == stops:  # whoever reads it fails once, and gets the same record again
                     stops = -1
                     break
                 seen.append(record.episode)
-        seen += [record.episode for record in tail.take()]
+        seen += [record.episode for _, record in Reader(grows).placed(grows, at)]
         assert seen == [record.episode for record in attempts()]
-        assert (tail.offset, tail.size) == (len(data), len(data))
+        assert at.offset == len(data)
+
+
+async def test_a_record_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
+    strange = [empty_record(episode="d", verdict={}), empty_record(episode="e")]
+    (path,) = (write([*attempts(), *strange], tmp_path) / "episodes").iterdir()
+    data = path.read_bytes()
+    path.write_bytes(data[:20] + bytes([data[20] ^ 1]) + data[21:])
+    sender, ended = Sender([tmp_path], FaultyStore([])), asyncio.Event()
+    await sender.round()
+    await sender.round()
+    broken, other = sender.damage
+    assert sender.sent == 5 and broken.startswith(f"{path}, offset 0: ")
+    assert "not the record of an episode" in other
+    path.write_bytes(data)  # a file of another machine may be seen before all of it is
+    ended.set()
+    assert not await sender.follow(ended, lambda _: None)
+    assert sender.sent == 6 and sender.damage == [other]
 
 
 @pytest.mark.parametrize("there", [True, False])

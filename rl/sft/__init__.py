@@ -1,0 +1,1 @@
+"""Fine-tuning on chosen episodes, once or in rounds (docs/fine-tuning.md)."""

@@ -1,0 +1,134 @@
+"""This module finds what is wrong with a fine-tuning's config before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig
+
+from rl.checks.data import check_files
+from rl.checks.episodes import check_episodes
+from rl.checks.keys import check_interpolations, check_keys, check_types
+from rl.checks.machine import check_cpu, check_disk
+from rl.checks.model import check_model, check_plan
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_numbers
+from rl.checks.packages import check_packages
+from rl.config import ConfigError, check_all
+from rl.data.choice import Rules
+from rl.overrides import nearest
+from rl.sft.other import check_environment
+from rl.train import adopt
+from rollout.records import Reader
+
+_POSITIVE = ("sft.epochs", "sft.lr", "sft.batch_size", "sft.samples", "sft.beta")
+_POSITIVE_OR_NULL = ("sft.max_length", "sft.rounds", "sft.tasks", "sft.budget")
+TRAINERS = ("verl", "llamafactory", "dpo")
+
+
+def check_values(config: DictConfig) -> None:
+    """Raise ConfigError if values are of the wrong type or impossible by themselves."""
+    check_interpolations(config)
+    check_all(
+        config,
+        lambda config: check_numbers(config, (*POSITIVE, *_POSITIVE), (*POSITIVE_OR_NULL, *_POSITIVE_OR_NULL)),
+        lambda config: check_types(config, leave=(*POSITIVE, *POSITIVE_OR_NULL, *_POSITIVE, *_POSITIVE_OR_NULL)),
+    )
+
+
+def check_sft(config: DictConfig) -> None:
+    """Raise ConfigError with all that is wrong if the config cannot work on this machine.
+
+    As in ``rl.checks.check``, what ``config.prepare`` makes is not looked at.
+    """
+
+    def settings(config: DictConfig) -> None:
+        check_values(config)  # the others count on them
+        plays = [check_episodes] if config.sft.rounds else []
+        made = [] if config.prepare else [check_model, *([check_files] if config.sft.rounds else [])]
+        check_all(
+            config,
+            adopt,
+            check_cpu,
+            _check_source,
+            check_environment,
+            _check_rules,
+            _check_engine,
+            *plays,
+            *made,
+            check_disk,
+        )
+
+    check_all(config, check_keys, settings, check_packages)
+    if not config.prepare:
+        check_plan(config)
+
+
+def _check_source(config: DictConfig) -> None:
+    sft = config.sft
+    if sft.trainer not in TRAINERS:
+        raise ConfigError(f"sft.trainer is {sft.trainer!r}; it must be {', '.join(TRAINERS)}")
+    if sft.trainer == "dpo" and sft.rounds:
+        raise ConfigError("sft.trainer=dpo needs unresolved episodes, too, and rounds select; give data=[DIR,...]")
+    if (sft.data is None) == (sft.rounds is None):
+        both = "neither is" if sft.data is None else "both are"
+        raise ConfigError(f"give data=[DIR,...] to fine-tune once, or rounds=N; {both} set")
+    if sft.data is None:
+        return
+    if not isinstance(sft.data, ListConfig) or not sft.data:
+        raise ConfigError(f"sft.data is {sft.data!r}; it must be a list of directories, such as [DIR]")
+    lines = [line for name in sft.data for line in _no_episodes(Path(str(name)).expanduser())]
+    if lines:
+        raise ConfigError(*lines)
+
+
+def _no_episodes(place: Path) -> Iterator[str]:
+    try:
+        if not Reader(place).files():
+            yield f"sft.data: {place.absolute()} has no records of episodes (*.cep)"
+    except FileNotFoundError:
+        yield f"sft.data: no directory {place.absolute()}"
+
+
+def _check_rules(config: DictConfig) -> None:
+    known = [field.name for field in fields(Rules)]
+    lines = [
+        f"sft.select.{key}: there is no such rule; {nearest(key, known)}"
+        for key in config.sft.select
+        if key not in known
+    ]
+    if config.sft.select.get("limit"):
+        lines.append("sft.select.limit: set sft.budget, which bounds all rounds together")
+    if lines:
+        raise ConfigError(*lines)
+
+
+def _check_engine(config: DictConfig) -> None:
+    actor, lines = config.actor_rollout_ref.actor, []
+    if "megatron" in actor:
+        raise ConfigError("rl.sft trains with FSDP; take an experiment with FSDP2, such as qwen3_coder_30b_lora")
+    if config.trainer.nnodes != 1:
+        lines.append(
+            f"trainer.nnodes is {config.trainer.nnodes}, and rl.sft trains on one node; set trainer.nnodes=1, or take "
+            "an experiment with LoRA"
+        )
+    length, room = max_length(config), actor.ppo_max_token_len_per_gpu
+    parallel = actor.fsdp_config.ulysses_sequence_parallel_size
+    if length > room * parallel:
+        lines.append(
+            f"rows of {length} tokens (sft.max_length) do not fit one packed batch: actor_rollout_ref.actor."
+            f"ppo_max_token_len_per_gpu = {room} x {parallel} (sequence parallel); lower one or raise the other"
+        )
+    if config.trainer.n_gpus_per_node % parallel:
+        lines.append(
+            f"trainer.n_gpus_per_node is {config.trainer.n_gpus_per_node}, which is no multiple of actor_rollout_ref."
+            f"actor.fsdp_config.ulysses_sequence_parallel_size = {parallel}"
+        )
+    if lines:
+        raise ConfigError(*lines)
+
+
+def max_length(config: DictConfig) -> int:
+    """Return the longest row that is trained on, in tokens."""
+    return config.sft.max_length or config.actor_rollout_ref.rollout.max_model_len

@@ -1,0 +1,64 @@
+"""Train on preference pairs of exact token ids (DPO), with TRL.
+
+    python -m rl.sft.dpo SETTINGS.json
+
+``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.pairs``), out, epochs, lr, batch_size,
+beta, seed, cpu, and lora, the fields of PEFT's LoraConfig, or null for all weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(path: str) -> None:
+    """Train as the settings say."""
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    class ExactDPOTrainer(DPOTrainer):
+        """TRL's trainer, for pairs that are token ids already."""
+
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    given = json.loads(Path(path).read_text())
+    tokenizer: Any = AutoTokenizer.from_pretrained(given["model"])
+    settings = DPOConfig(
+        output_dir=given["out"],
+        num_train_epochs=given["epochs"],
+        learning_rate=given["lr"],
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=given["batch_size"],
+        max_length=None,
+        beta=given["beta"],
+        seed=given["seed"],
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.05,
+        use_cpu=given["cpu"],
+        bf16=not given["cpu"],
+        gradient_checkpointing=not given["cpu"],
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = ExactDPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32 if given["cpu"] else "auto"),
+        args=settings,
+        train_dataset=load_dataset("parquet", data_files=given["data"], split="train"),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **given["lora"]) if given["lora"] else None,
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()  # trainer_state.json, with the figures of each step
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,163 @@
+"""This module fine-tunes with other programs than verl: LLaMA-Factory, and TRL for preferences.
+
+LLaMA-Factory runs in the environment that scripts/llamafactory.sh makes. An interrupted training of theirs begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl.config import CONFIGS, NO_REPORTS, ConfigError
+from rl.metrics.episodes import Tail
+from rl.sft.pairs import write_pairs
+from rl.tune.adapter import merge_apart
+from rl.tune.rows import RowsError
+from rl.tune.trainer import Passes, Watch, on_device, run_logged
+
+PROGRAMS = CONFIGS.parent / ".llamafactory" / "bin"
+
+
+def check_environment(config: DictConfig) -> None:
+    """Raise ConfigError if LLaMA-Factory is to train and its environment is not there."""
+    if config.sft.trainer == "llamafactory" and not (PROGRAMS.parent / ".setup").exists():
+        raise ConfigError(
+            "sft.trainer=llamafactory needs an environment of its own; make it with scripts/llamafactory.sh"
+        )
+
+
+def run_llamafactory(
+    config: DictConfig, model: str, sources: Sequence[Path], out: Path, passes: Passes, watch: Watch
+) -> dict[str, Any]:
+    """Export the episodes and train with ``llamafactory-cli``; ``out/model`` is the result. Return figures.
+
+    Raises RuntimeError if nothing can be exported or the training fails.
+    """
+    data, trained = out / "export", out / "trained"
+    cpu, devices = config.trainer.device == "cpu", config.trainer.n_gpus_per_node
+    lora = _lora(config)
+    given: dict[str, Any] = {
+        "model_name_or_path": model,
+        "finetuning_type": "lora" if lora else "full",
+        "output_dir": str(trained),
+        "overwrite_output_dir": True,
+        "cutoff_len": passes.max_length,
+        "num_train_epochs": float(passes.epochs),
+        "learning_rate": passes.lr,
+        "gradient_accumulation_steps": max(1, passes.batch_size // devices),
+        "seed": passes.seed,
+        "val_size": 0.0,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "plot_loss": False,
+        **({"lora_rank": lora["r"], "lora_alpha": lora["lora_alpha"], "lora_target": _target(lora)} if lora else {}),
+        **({"bf16": False, "use_cpu": True, "preprocessing_num_workers": 1} if cpu else {}),
+        **_plain(config.sft.llamafactory),
+    }
+    overrides = [f"++{key}={json.dumps(value)}" for key, value in given.items()]
+    runs, again = [str(one) for one in sources], ["--overwrite"] if data.exists() else []
+    export = [sys.executable, "-m", "rl.export", "llamafactory", *runs, "--out", str(data), *again, *overrides]
+    run_logged(export, {}, out / "sft.log", lambda: None)
+    shutil.rmtree(trained, ignore_errors=True)
+    rows = sum(json.loads((data / "export.json").read_text())["rows"].values())
+    command = [str(PROGRAMS / "llamafactory-cli"), "train", str(data / "train.yaml")]
+    # Packages that are in front of .venv's here must not be in front of its own.
+    _train(command, {"PYTHONPATH": ""}, config, model, out, bool(lora), watch)
+    return {"rows": rows, **_losses(out)}
+
+
+def run_dpo(
+    config: DictConfig, model: str, sources: Sequence[Path], out: Path, passes: Passes, watch: Watch
+) -> dict[str, Any]:
+    """Make pairs of the episodes and train with TRL's DPO; ``out/model`` is the result. Return figures.
+
+    Raises RowsError if there is no pair, RuntimeError if the training fails.
+    """
+    data, trained = out / "pairs.parquet", out / "trained"
+    pairs, too_long = write_pairs(sources, data, passes.max_length)
+    if not pairs:
+        left = f"{too_long} pairs are longer than {passes.max_length} tokens" if too_long else "there is no pair"
+        raise RowsError(
+            f"{left}: DPO needs resolved and unresolved episodes of a task that part in a reply to the same tokens"
+        )
+    settings = {
+        "model": model,
+        "data": str(data),
+        "out": str(trained),
+        "epochs": passes.epochs,
+        "lr": passes.lr,
+        "batch_size": max(1, min(passes.batch_size, pairs) // config.trainer.n_gpus_per_node),
+        "beta": config.sft.beta,
+        "seed": passes.seed,
+        "cpu": config.trainer.device == "cpu",
+        "lora": _lora(config),
+    }
+    (out / "dpo.json").write_text(json.dumps(settings, indent=1) + "\n")
+    shutil.rmtree(trained, ignore_errors=True)
+    ranks = config.trainer.n_gpus_per_node
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "rl.sft.dpo", str(out / "dpo.json")]
+    _train(command, {}, config, model, out, settings["lora"] is not None, watch)
+    return {"pairs": pairs, "too_long": too_long, **_losses(out)}
+
+
+def _train(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    config: DictConfig,
+    model: str,
+    out: Path,
+    adapts: bool,
+    watch: Watch,
+) -> None:
+    lines = Tail(out / "trained" / "trainer_log.jsonl")  # LLaMA-Factory's
+
+    def look() -> None:
+        for line in lines.take():
+            if "loss" in line:
+                watch(line["current_steps"], line["total_steps"], {"train/loss": line["loss"]})
+
+    log, trained = out / "sft.log", out / "trained"
+    run_logged(command, {**NO_REPORTS, **on_device(config), **environment}, log, look)
+    if adapts:
+        merge_apart(model, trained, out / "model", log)
+        shutil.rmtree(out / "adapter", ignore_errors=True)
+        shutil.copytree(trained, out / "adapter", ignore=shutil.ignore_patterns("*.bin", "tokenizer*", "*.jinja"))
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)  # the one and the template that episodes are played with
+    tokenizer.save_pretrained(trained)
+    trained.rename(out / "model")
+
+
+def _lora(config: DictConfig) -> dict[str, Any] | None:
+    """Return the fields of PEFT's LoraConfig, None if all weights are trained."""
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank:
+        return None
+    return {"r": model.lora_rank, "lora_alpha": model.lora_alpha, "target_modules": _plain(model.target_modules)}
+
+
+def _target(lora: Mapping[str, Any]) -> str:
+    modules = lora["target_modules"]
+    return "all" if modules == "all-linear" else modules if isinstance(modules, str) else ",".join(modules)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _losses(out: Path) -> dict[str, Any]:
+    """Return steps and losses from what Hugging Face's trainer has left beside the weights."""
+    places = (out / "trained", out / "model", out / "adapter")
+    state = next(place for place in places if (place / "trainer_state.json").exists()) / "trainer_state.json"
+    losses = [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+    return {"steps": len(losses), "loss": {"first": losses[0], "last": losses[-1]}}

@@ -1,0 +1,235 @@
+"""This module does supervised fine-tuning on rows of exact token ids, with verl's SFT trainer.
+
+verl is told the model, the engine and the devices of an experiment's actor, so what fits in training fits here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pyarrow.parquet
+from omegaconf import DictConfig, OmegaConf
+
+from rl.config import CPU_TRAINING, package_dir
+from rl.metrics.episodes import Tail
+from rl.run.programs import end_of_log, tied
+from rl.tune.adapter import split_adapter
+from rollout import files
+
+# What is the same for all models. verl's defaults: AdamW with betas 0.9 and 0.999, gradients clipped at 1.0.
+_SETTINGS: dict[str, Any] = {
+    "optim": {
+        "weight_decay": 0.0,
+        "lr_warmup_steps_ratio": 0.05,
+        "lr_scheduler_type": "cosine",
+        "min_lr_ratio": 0.1,
+    },
+    "data": {
+        "pad_mode": "no_padding",
+        "num_workers": 0,
+        "custom_cls": {"path": "pkg://rl.tune.rows", "name": "TokenRows"},
+    },
+    "trainer": {"resume_mode": "auto", "save_freq": "after_each_epoch", "max_ckpt_to_keep": 2},
+}
+_HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes say how rows are trained on.
+
+    epochs: passes over the rows; the last incomplete batch of each is dropped. lr: peak learning rate of AdamW: warm-up
+    over 5 % of the steps, then a cosine to a tenth. batch_size: rows per update; all of them if there are fewer.
+    max_length: longest row in tokens. seed: of the order of the rows.
+    """
+
+    epochs: int
+    lr: float
+    batch_size: int
+    max_length: int
+    seed: int
+
+
+Watch = Callable[[int, int, Mapping[str, float]], object]
+
+
+def run_sft(
+    config: DictConfig,
+    model: str,
+    rows: Path,
+    out_dir: Path,
+    passes: Passes,
+    log: Path,
+    loggers: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    watch: Watch = lambda step, steps, metrics: None,
+) -> Path:
+    """Fine-tune a Hugging Face model on token rows: all weights, or an adapter if the experiment has a ``lora_rank``.
+
+    If this process is killed, the same call goes on after the last epoch that was finished, with the same result.
+
+    Args:
+        config: a training config. Its model's settings, its actor's engine and its devices on one node are used.
+        model: directory or hub name of the model; float32 weights are trained unless the engine says otherwise.
+        rows: parquet with columns input_ids list[int] and loss_mask list[int].
+        out_dir: made if missing; the trained model is ``out_dir/model``, an adapter also ``out_dir/adapter``.
+        passes: see there.
+        log: the trainer's output is appended to it.
+        loggers: verl's, besides the file ``out_dir/sft_metrics.jsonl``.
+        environment: more variables for the trainer.
+        watch: called with step, number of steps and metrics after each step.
+
+    Returns:
+        The directory with weights, config and tokenizer, as vLLM and verl load it.
+
+    Raises:
+        RuntimeError: the trainer failed; the message ends with the last line of the log.
+    """
+    out_dir, log = Path(out_dir).absolute(), Path(log)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    checkpoints, made = out_dir / "checkpoints", out_dir / "model"
+    settings = _settings(config, model, Path(rows).absolute(), checkpoints, passes, loggers)
+    _go_on(out_dir, settings)
+    if made.exists():
+        return made
+    ranks = config.trainer.n_gpus_per_node
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "verl.trainer.sft_trainer", *_HYDRA]
+    command += ["--config-path", str(out_dir), "--config-name", "verl"]
+    batches = pyarrow.parquet.read_metadata(rows).num_rows // settings.data.train_batch_size
+    lines = Tail(out_dir / "sft_metrics.jsonl")
+    lines.path.unlink(missing_ok=True)  # verl writes it anew
+
+    def look() -> None:
+        for line in lines.take():
+            watch(line["step"], batches * passes.epochs, line["data"])
+
+    with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch:
+        own = {**_environment(scratch, out_dir, ranks), **(environment or {}), **on_device(config)}
+        run_logged(command, own, log, look)
+    saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
+    if config.actor_rollout_ref.model.lora_rank:
+        split_adapter(saved, model, out_dir, log)
+    else:
+        # verl writes bfloat16 and the attention implementation into the config, whatever the weights are.
+        shutil.copy(_config_of(model), saved / "huggingface" / "config.json")
+        (saved / "huggingface").rename(made)
+    shutil.rmtree(checkpoints)
+    return made
+
+
+def _settings(
+    config: DictConfig, model: str, rows: Path, checkpoints: Path, passes: Passes, loggers: tuple[str, ...]
+) -> Any:
+    """Return the config of verl's SFT trainer. Raises RuntimeError if there are fewer rows than devices."""
+    with hydra.initialize_config_dir(str(Path(package_dir("verl"), "trainer", "config")), version_base=None):
+        verls = hydra.compose("sft_trainer_engine")
+    OmegaConf.set_struct(verls, False)
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    plain = {
+        "model": OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True),
+        "engine": OmegaConf.to_container(actor.fsdp_config, resolve=True),
+    }
+    side_by_side = trainer.n_gpus_per_node // actor.fsdp_config.ulysses_sequence_parallel_size
+    count = pyarrow.parquet.read_metadata(rows).num_rows
+    if count < side_by_side:
+        raise RuntimeError(f"{count} rows cannot be split over {side_by_side} devices; use fewer, or more episodes")
+    batch = min(passes.batch_size, count) // side_by_side * side_by_side
+    whole = [] if config.actor_rollout_ref.model.lora_rank else ["hf_model"]
+    own = {
+        "model": {"path": model},
+        "engine": {"strategy": actor.strategy, "use_torch_compile": actor.use_torch_compile, "seed": passes.seed},
+        "optim": {"lr": passes.lr},
+        "data": {
+            "train_files": str(rows),
+            # Of few episodes there may be fewer rows than a batch has; with less than one, verl divides by zero.
+            "train_batch_size": max(batch, side_by_side),
+            "max_length": passes.max_length,
+            "max_token_len_per_gpu": max(actor.ppo_max_token_len_per_gpu, 8192),
+        },
+        "checkpoint": {"save_contents": ["model", "optimizer", "extra", *whole]},
+        "trainer": {
+            "total_epochs": passes.epochs,
+            "seed": passes.seed,
+            "default_local_dir": str(checkpoints),
+            "logger": [*loggers, "file"],
+            "device": trainer.device,
+            "nnodes": 1,
+            "n_gpus_per_node": trainer.n_gpus_per_node,
+            "project_name": trainer.project_name,
+            "experiment_name": trainer.experiment_name,
+        },
+    }
+    return OmegaConf.merge(verls, plain, _SETTINGS, own)
+
+
+def on_device(config: DictConfig) -> dict[str, str]:
+    """Return the variables of a trainer on the config's device."""
+    # A GPU that is here must not be seen: verl would pick its branches for GPUs.
+    return {**CPU_TRAINING, "CUDA_VISIBLE_DEVICES": ""} if config.trainer.device == "cpu" else {}
+
+
+def run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path, look: Callable[[], object]) -> None:
+    """Run a trainer, which ends together with this process; ``log`` gets what it prints.
+
+    environment: more variables. look: called twice a second, and at the end. Raises RuntimeError if it fails.
+    """
+    with open(log, "ab") as sink:
+        process = subprocess.Popen(tied(*command), env={**os.environ, **environment}, stdout=sink, stderr=sink)
+    try:
+        while process.poll() is None:
+            time.sleep(_LOOK_S)
+            look()
+    finally:
+        process.terminate()
+        process.wait()
+    if process.returncode != 0:
+        raise RuntimeError(f"fine-tuning failed, see {log}: {end_of_log(log)}")
+
+
+def _config_of(model: str) -> str:
+    """Return the path of a model's config.json, which is in the hub's cache if ``model`` is a name."""
+    if Path(model).is_dir():
+        return str(Path(model) / "config.json")
+    from transformers.utils.hub import cached_file
+
+    return str(cached_file(model, "config.json"))
+
+
+def _go_on(out_dir: Path, settings: Any) -> None:
+    """Prepare ``out_dir`` to go on where an earlier call with the same settings was; remove what others have left."""
+    known, text = out_dir / "verl.yaml", OmegaConf.to_yaml(settings)
+    if not known.exists() or known.read_text() != text:
+        for name in ("checkpoints", "model", "adapter"):
+            shutil.rmtree(out_dir / name, ignore_errors=True)
+        files.write(known, text)
+    # Checkpoints are those of an epoch's end. With the loader's state from there, verl would find the next one empty.
+    for state in (out_dir / "checkpoints").glob("global_step_*/data_*.pt"):
+        state.unlink()
+
+
+def _environment(scratch: str, out_dir: Path, ranks: int) -> dict[str, str]:
+    """Return the trainer's variables; for one process also what torch.distributed.run sets, which saves its start."""
+    own = {"VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl")}
+    if ranks > 1:
+        return own
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    # A file needs no free port.
+    meeting = f"file://{scratch}/rendezvous?rank=0&world_size=1"
+    return own | alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DIST_INIT_METHOD": meeting}

@@ -1,0 +1,93 @@
+"""Rows for fine-tuning: those of the records, token for token, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rl.tune.rows import RowsError, TokenRows, rows_of, write_rows
+from rollout.records import Record, RecordWriter, path_of, unpack_ids
+from tests.audit_kit import change_logprob, played, redo_row, sampled
+from tests.kit import CharTokenizer, empty_record
+
+
+def write(place: Path, *records: Record) -> Path:
+    writer = RecordWriter(place / "episodes", "w")
+    for record in records:
+        writer.append(record)
+    writer.close()
+    return place
+
+
+def read(path: Path, max_length: int = 10**6) -> TokenRows:
+    return TokenRows(str(path), None, SimpleNamespace(max_length=max_length))
+
+
+async def test_every_trained_token_is_there_once_and_nothing_else_is_trained(tmp_path: Path) -> None:
+    """The record has a main thread, a sub-agent's, a side call that is not trained on, and a lost reply."""
+    record = await played()
+    run = write(tmp_path / "run", record)
+    counts = write_rows([run], tmp_path / "rows.parquet", max_length=10**6, tokenizer=CharTokenizer())
+    rows = read(tmp_path / "rows.parquet")
+    assert len(rows) == len(record.rows) == 2
+    for row, item in zip(record.rows, (rows[i] for i in range(2)), strict=True):
+        nodes = [record.nodes[n] for n in path_of(record.nodes, max(row.nodes))]
+        assert item["input_ids"].tolist() == [token for node in nodes for token in unpack_ids(node.ids)]
+        assert item["position_ids"].tolist() == list(range(len(item["input_ids"])))
+        trained = [t for t, m in zip(item["input_ids"].tolist(), item["loss_mask"].tolist(), strict=True) if m]
+        assert trained == [token for n in row.nodes for token in unpack_ids(record.nodes[n].ids)]
+    said = [node for node in record.nodes if node.logprobs is not None and node.delivered and node.trained]
+    assert counts.trained == sum(node.length for node in said)
+    assert (counts.episodes, counts.rows, counts.tokens) == (1, 2, sum(len(ids) for ids, _ in rows_of(record)))
+
+
+async def test_an_episode_counts_once_and_failures_of_the_infrastructure_do_not(tmp_path: Path) -> None:
+    one = await played()
+    lost = empty_record(episode="lost", verdict=one.verdict | {"outcome": "infra_failure", "reward": None})
+    run, again = write(tmp_path / "run", lost, one), write(tmp_path / "selection", one)
+    longest = max(len(ids) for ids, _ in rows_of(one))
+    counts = write_rows([run, again], tmp_path / "rows.parquet", max_length=longest - 1)
+    assert (counts.episodes, counts.rows, counts.too_long, counts.resolved) == (1, 1, 1, 0)
+    assert counts.longest < longest
+    with pytest.raises(RowsError, match=r"all 2 rows are longer than 3 tokens \(sft.max_length\)"):
+        write_rows([run], tmp_path / "none.parquet", max_length=3)
+    assert sorted(path.name for path in tmp_path.glob("*.parquet")) == ["rows.parquet"]
+
+
+class OtherTokenizer(CharTokenizer):
+    """Another tokenizer: its first token is this one's second."""
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return super().decode([max(0, token - 1) for token in ids])
+
+
+async def test_what_cannot_be_trained_on_is_named(tmp_path: Path) -> None:
+    def says(record: Record, words: str, tokenizer: Any = None) -> None:
+        run = write(tmp_path / words[:9].replace(" ", "-"), record)
+        with pytest.raises(RowsError, match=f"^e: .*{words}"):
+            write_rows([run], tmp_path / "rows.parquet", max_length=10**6, tokenizer=tokenizer)
+
+    changed = await played()
+    change_logprob(sampled(changed, 0), 0, -9.0)
+    says(changed, "not those that crossed the engine's border; .*rl.data.select. leaves such")
+    twice = await played()
+    twice.rows[1].nodes = sorted([*twice.rows[1].nodes, twice.rows[0].nodes[0]])
+    redo_row(twice, twice.rows[1])
+    says(twice, "trained in 2 rows")
+    says(await played(), "same tokenizer", OtherTokenizer())
+    says(empty_record(agent={"turns": 3}), "hosted model's episode has no token ids")
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "says"),
+    [([1] * 5, [0] * 5, "5 tokens"), ([], [], "0 tokens"), ([1, 2], [0], "mask of 1"), ([1, 2], [1, 1], "first")],
+)
+def test_bad_rows_are_named(tmp_path: Path, ids: list[int], mask: list[int], says: str) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": [ids], "loss_mask": [mask]}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=f"row 0: .*{says}"):
+        read(tmp_path / "rows.parquet", max_length=4)

@@ -30,7 +30,7 @@ WINGS = {
     "rl/plan": 970,
     "rl/quickstart": 620,
     "rl/run": 1145,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
-    "rl/store": 450,  # new: episodes in a LightningStore, live and later
+    "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters

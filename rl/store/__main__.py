@@ -53,11 +53,9 @@ async def send_once(sender: Sender, server: Server, screen: Screen) -> int:
             await asyncio.sleep(wait)
     screen.clear()
     screen.say(f"{sender.sent} attempts sent ({server.sent / 1e6:.1f} MB), {sender.there} were there")
-    for name, said in sender.refused.items():
-        print(f"store: {name}: {said}", file=sys.stderr)
-    for said in sender.damage:
+    for said in sender.left:
         print(f"store: {said}", file=sys.stderr)
-    return 1 if sender.refused or sender.damage else 0
+    return 1 if sender.left else 0
 
 
 async def follow(sender: Sender, timeout_s: float) -> int:
@@ -75,6 +73,8 @@ async def follow(sender: Sender, timeout_s: float) -> int:
     ending.cancel()
     whole = following.done() and following.result()
     following.cancel()
+    for said in sender.left:
+        say(said)
     say(f"{sender.sent} attempts sent{'' if whole else ', not all of them: the same command without --follow goes on'}")
     return 0 if whole else 1
 
@@ -94,7 +94,14 @@ def alone(runs: Sequence[Path], url: str) -> list[socket.socket]:
 
 async def run(options: argparse.Namespace, screen: Screen) -> int:
     """Send the records of ``options.runs`` and return the exit status. Raises StoreError."""
-    held = alone(options.runs, options.url)
+    while True:
+        try:
+            held = alone(options.runs, options.url)
+            break
+        except StoreError:
+            if not options.follow:
+                raise
+            await asyncio.sleep(1)  # the sender of a run that was killed is about to end
     server = Server(options.url, options.timeout)
     sender = Sender(options.runs, server)
     try:

@@ -131,6 +131,11 @@ class Sender:
             self.there += 1
 
     @property
+    def left(self) -> list[str]:
+        """Return what could not be sent, a line each."""
+        return [*(f"{name}: {said}" for name, said in self.refused.items()), *self.damage]
+
+    @property
     def files(self) -> list[Path]:
         """Return the record files that are there now."""
         return [path for source in self._sources for path in Reader(source).files()]
@@ -149,7 +154,7 @@ class Sender:
         while True:
             last = ended.is_set()
             try:
-                if last and (self.refused or self.damage):
+                if last and self.left:
                     await self.connect()  # and try them again
                 await self.round()
                 if said:
@@ -160,7 +165,7 @@ class Sender:
                 if said != (said := str(error)):
                     say(f"{said}; what is not sent stays in the records, and is tried again")
             if last:
-                return self._connected and not (self.refused or self.damage)
+                return self._connected and not self.left
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), wait)
 

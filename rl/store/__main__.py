@@ -88,6 +88,8 @@ def alone(runs: Sequence[Path], url: str) -> list[socket.socket]:
         try:
             held[-1].bind(f"\0rl.store-{mark[:32]}")  # an abstract name, which the kernel frees at the end
         except OSError:
+            for made in held:
+                made.close()
             raise StoreError(f"{one}: another process is sending its episodes to {url}; let it, or end it") from None
     return held
 

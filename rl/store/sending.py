@@ -39,7 +39,7 @@ async def send(record: Record, run: str, store: Store, known: dict[str, Place]) 
         rollout = {"input": task, "mode": _MODES.get(record.split)}
         place = await store.start(rollout | {"metadata": {**about, "source": SOURCE, "run": run, "episode": name}})
     known[name] = place
-    while place.number < number:
+    for _ in range(number - place.number):
         if not place.ended:  # its record is lost, or was refused
             await store.end(place, "failed", {})
         known[name] = place = await store.again(place.rollout)

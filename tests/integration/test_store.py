@@ -66,14 +66,16 @@ async def failing(answer: Callable[[web.Request, bytes], Any]) -> AsyncIterator[
         await runner.cleanup()
 
 
-def attempt(name: str) -> dict[str, Any]:
-    return {"rollout_id": name, "attempt_id": "a", "sequence_id": 1, "status": "preparing"}
+def attempt(name: str, number: int) -> dict[str, Any]:
+    return {"rollout_id": name, "attempt_id": "a", "sequence_id": number, "status": "preparing"}
 
 
 def empty_store(request: web.Request, body: bytes) -> web.Response:
+    """Takes everything, and lists nothing; a rollout that is asked for by its id is there."""
     if request.path.endswith("/search"):
-        return web.json_response({"items": []})
-    return web.json_response({"attempt": attempt("r")})
+        return web.json_response({"items": [{}] if b"rollout_id_in" in body else []})
+    number = 2 if request.path.endswith("/attempts") else 1
+    return web.json_response({"attempt": attempt("r", number)})
 
 
 async def hangs(request: web.Request, body: bytes) -> web.Response:

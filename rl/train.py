@@ -34,6 +34,7 @@ from rl.run.fork_server import ForkServer
 from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.run.scratch import ray_directory
+from rl.run.store import storing
 from rl.run.weights import Weights, find_weights, merge
 from rl.screen import Screen, this_command
 from rollout import program
@@ -218,7 +219,8 @@ def start(
     screen.say("starting trainer and engine (their output: run.log)")
     progress.start()
     try:
-        train(config, screen, witness.tell, forks)
+        with storing(run.dir, config.store, screen.say):
+            train(config, screen, witness.tell, forks)
     finally:
         if forks is not None:
             forks.close()

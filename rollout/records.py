@@ -102,8 +102,8 @@ class Record(msgspec.Struct, omit_defaults=True):
     calls are trained on. ``number`` and ``previous``, which the writer fills in: the record's place in its file, from
     0, and the SHA-256 of the payload before it. Older records lack these.
 
-    Only a collection has the last three: ``parts`` and ``calls``, see ``rollout.proxy.calls``, and ``missing``, what
-    it should have and lacks, in words.
+    Only a collection has the last three: ``parts`` and ``calls`` (a run with a store has them, too), see
+    ``rollout.proxy.calls``, and ``missing``, what it should have and lacks, in words.
     """
 
     version: int
@@ -296,6 +296,18 @@ class TornTail:
 
 
 @dataclass
+class Position:
+    """A position says how far a file was read: to ``offset``, which is behind ``number`` records.
+
+    ``previous``: the hash of the last one, None if it was damaged.
+    """
+
+    offset: int = 0
+    number: int = 0
+    previous: bytes | None = b""
+
+
+@dataclass
 class Reader:
     """A reader iterates over all records of a run directory or a single file, and fills ``torn`` on the way.
 
@@ -324,23 +336,24 @@ class Reader:
         """Iterate over the records of one of the files. Raises CorruptRecordError."""
         return (record for _, record in self.placed(path))
 
-    def placed(self, path: Path) -> Iterator[tuple[int, Record]]:
-        """Iterate over (offset, record) of one of the files. Raises CorruptRecordError."""
-        number, previous = 0, b""
-        for offset, _, payload in self.payloads(path):
-            place, known = f"{path}, offset {offset}", previous
-            previous = hashlib.sha256(payload).digest() if payload else None
+    def placed(self, path: Path, at: Position | None = None) -> Iterator[tuple[int, Record]]:
+        """Iterate over (offset, record) of one of the files, from ``at`` on, which goes with it: a record counts
+        as read when the next one is asked for. Raises CorruptRecordError."""
+        at = Position() if at is None else at
+        for offset, end, payload in self.payloads(path, at.offset):
+            place, number = f"{path}, offset {offset}", at.number
             try:
                 record = decode(payload, place)
             except CorruptRecordError as error:
                 self._damaged(str(error))
             else:
-                follows = record.number == number and known in (record.previous, None)
+                follows = record.number == number and at.previous in (record.previous, None)
                 if record.version >= 3 and not follows:
                     self._damaged(f"{place}: this record does not follow the one before it")
                     number = record.number
                 yield offset, record
-            number += 1
+            at.offset, at.number = end, number + 1
+            at.previous = hashlib.sha256(payload).digest() if payload else None
 
     def payloads(self, path: Path, start: int = 0) -> Iterator[tuple[int, int, bytes | None]]:
         """Iterate over (offset, end, payload) of the whole frames from ``start`` on; None if its checksum is wrong."""

@@ -20,7 +20,7 @@ WINGS = {
     "rl": 2655,  # the player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far it is
     "rl/checks": 690,
     "rl/cluster": 1230,
-    "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
+    "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
     "rl/cpu": 250,
     "rl/data": 1590,  # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates
     "rl/evaluate": 780,
@@ -29,19 +29,20 @@ WINGS = {
     "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
     "rl/quickstart": 620,
-    "rl/run": 1100,  # with the weights that policy= names, which rl.train takes, too
+    "rl/run": 1145,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
+    "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1570,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
     "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
-    "rollout": 1040,  # 50: the --help and the quiet end of all programs; the audit decodes without transformers
+    "rollout": 1050,  # 50: the --help and the quiet end of all programs; 10: records are read on while their file grows
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
     # 280: a request that is large holds nobody up and is refused before it is encoded; a head is encoded, and the
     # beginning of a prompt hashed, once.
-    "rollout/proxy": 2885,
+    "rollout/proxy": 2895,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
@@ -53,8 +54,8 @@ WINGS = {
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
 # by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
-# and the help of all programs; 1,650: the same in the browser.
-EVERYTHING = 27_210
+# and the help of all programs; 1,650: the same in the browser; 550 episodes in a store.
+EVERYTHING = 27_760
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (
@@ -82,8 +83,8 @@ ONE_TASK = (
     "rewards/*.py",
 )
 # 210 of it are the proofs of rollout/proxy; 130 an agent's own settings, and keeping its files; 265 speed;
-# 30 reading on behind a broken record, and copying one.
-ONE_TASK_BUDGET = 5_710
+# 30 reading on behind a broken record, and copying one; 10 reading on while a file grows.
+ONE_TASK_BUDGET = 5_720
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

@@ -29,7 +29,7 @@ _HEAD = """# Config reference
 Made by `scripts/config_reference.py` from the comments in `configs/`; change those.
 
 A run's config is `configs/train.yaml`, then the groups that it names (`agent`, `proxy`, `sandbox`, `grading`,
-`sft`, `cluster`, `plan`), then the experiment, then what is on the command line:
+`sft`, `store`, `cluster`, `plan`), then the experiment, then what is on the command line:
 
     python -m rl.train +experiment=quickstart sandbox=docker data.train_batch_size=8
 

@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from rl.boxes import kind_of
 from rl.checks.numbers import check_positive
 from rl.config import ConfigError, check_all
+from rl.run.store import check_store
 from rl.setup import ENDPOINTS, agent_from, rules_from, shape_from
 from rollout.proxy.parsers import FORMATS
 
@@ -16,7 +17,7 @@ def check_episodes(config: DictConfig, plays: bool = True) -> None:
 
     ``plays``: they are played on this machine, which then needs the agent's program and what makes boxes.
     """
-    check_all(config, *((_check_agent, check_boxes) if plays else ()), _check_proxy, _check_grading)
+    check_all(config, *((_check_agent, check_boxes) if plays else ()), _check_proxy, _check_grading, check_store)
 
 
 def check_boxes(config: DictConfig) -> None:

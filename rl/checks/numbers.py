@@ -15,6 +15,7 @@ POSITIVE = (
     "proxy.max_body_mb",
     "proxy.max_session_tokens",
     "grading.timeout_s",
+    "store.timeout_s",
     "data.train_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",

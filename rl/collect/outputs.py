@@ -63,10 +63,9 @@ class Collection(Purpose):
 
     def kept(self, episode: Episode, record: Record) -> None:
         """Write the files of an attempt, and add the conversation, and what is missing, to its record."""
-        talk, proxy = Conversation(), self._setup.proxy
-        if episode.session is not None and isinstance(proxy, Hearing):
-            talk = proxy.conversation(episode.session)
-        record.parts, record.calls = talk.parts, talk.calls
+        proxy = self._setup.proxy
+        assert isinstance(proxy, Hearing)  # see ``server`` and ``forwarder``
+        talk = proxy.tell(record, episode.session)
         record.missing = [] if episode.verdict.is_infra else list(missing(episode, record, talk, self._grades))
         epoch = line_of(record)["sample"]
         secrets = [*self._secrets, *([episode.session.secret.encode()] if episode.session else [])]

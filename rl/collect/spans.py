@@ -1,7 +1,8 @@
 """This module writes an episode as spans, in the form that agentlightning's adapters read (version 0.3.0).
 
 A call is two spans that share ``gen_ai.response.id``: ``raw_gen_ai_request`` has the values as Python literals, as its
-LLMProxy reports them, and ``openai.chat.completion`` as attributes. The reward is an annotation after them.
+LLMProxy reports them, and ``openai.chat.completion`` as attributes. The verdict and the reward are an annotation after
+them. docs/agentlightning.md lists the attributes.
 """
 
 from __future__ import annotations
@@ -12,35 +13,43 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl.collect.dataset import calls_of, messages_of, reply_of, tokens_of
-from rollout.records import Record
+from rollout.proxy.calls import CallRecord
+from rollout.records import Record, path_of
 
-# What all spans have in common.
-_RESOURCE = {"attributes": {"service.name": "claude-code-rl"}, "schema_url": ""}
-_ALIKE: dict[str, Any] = {"status": {"status_code": "OK"}, "events": [], "links": [], "resource": _RESOURCE}
-_ALIKE |= dict.fromkeys(("parent_id", "context", "parent"))
+# OpenTelemetry's names for calls of models (``gen_ai.*``) are not stable yet; these are of this version.
+SCHEMA = "https://opentelemetry.io/schemas/1.43.0"
+_OURS = "claude_code_rl"
 
 
-def spans_of(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield the spans of a record as agentlightning's ``Span`` takes them; an episode is a rollout with one attempt."""
+def spans_of(record: Record, rollout: str = "", attempt: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the spans of a record as agentlightning's ``Span`` takes them.
+
+    ``rollout`` and ``attempt``: the ids that a store has given the episode; by default, ids made of its name.
+    """
     ended = record.started + record.timing.get("total", 0.0)
+    about = {"service.name": "claude-code-rl"} | {f"{_OURS}.{key}": value for key, value in about_of(record).items()}
+    alike: dict[str, Any] = {"events": [], "links": [], "resource": {"attributes": about, "schema_url": SCHEMA}}
+    alike |= dict.fromkeys(("parent_id", "context", "parent"))
     number = 0
 
-    def span(name: str, began: float, until: float, attributes: dict[str, Any]) -> dict[str, Any]:
+    def span(name: str, began: float, until: float, attributes: dict[str, Any], error: str = "") -> dict[str, Any]:
         nonlocal number
         number += 1
         return {
-            "rollout_id": record.episode,
-            "attempt_id": f"{record.episode}-{record.attempt}",
+            "rollout_id": rollout or record.episode,
+            "attempt_id": attempt or f"{record.episode}-{record.attempt}",
             "sequence_id": number,
             "trace_id": hashlib.sha256(record.episode.encode()).hexdigest()[:32],
             "span_id": f"{number:016x}",
             "name": name,
+            "status": {"status_code": "ERROR" if error else "OK", "description": error or None},
             "attributes": attributes,
             "start_time": began,
             "end_time": until,
-            **_ALIKE,
+            **alike,
         }
 
+    threads: dict[Any, int] = {}
     for call in calls_of(record):
         name, blocks, stopped = reply_of(record, call)
         *asked, said = messages_of(record, call)
@@ -49,12 +58,22 @@ def spans_of(record: Record) -> Iterator[dict[str, Any]]:
         model = str(call.reply.get("model") or record.model)
         choice: dict[str, Any] = {"finish_reason": stopped, "message": {"role": "assistant", "content": blocks}}
         raw: dict[str, Any] = {"id": name, "model": model, "messages": asked}
-        plain: dict[str, Any] = {"gen_ai.response.id": name, "gen_ai.request.model": model}
+        thread = threads.setdefault(_root(record, call), len(threads))
+        both: dict[str, Any] = {"gen_ai.response.id": name, f"{_OURS}.side_call": call.side, f"{_OURS}.thread": thread}
+        plain: dict[str, Any] = {
+            **both,
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.response.finish_reasons": [stopped],
+        }
         if told:
             raw["prompt_token_ids"] = told[0]
             choice |= {"token_ids": told[1], "logprobs": {"content": logprobs}}
             plain |= {"prompt_token_ids": told[0], "response_token_ids": told[1]}
+            plain |= {"gen_ai.usage.input_tokens": len(told[0]), "gen_ai.usage.output_tokens": len(told[1])}
             plain["logprobs.content"] = json.dumps(logprobs)
+            plain[f"{_OURS}.trained"] = record.nodes[call.node].trained
         raw["choices"] = [choice]
         for place, message in enumerate(asked):
             plain |= {f"gen_ai.prompt.{place}.{key}": value for key, value in message.items()}
@@ -63,8 +82,33 @@ def spans_of(record: Record) -> Iterator[dict[str, Any]]:
         texts = {key: value if isinstance(value, str) else repr(value) for key, value in raw.items()}
         literal = {f"llm.hosted_vllm.{key}": text for key, text in texts.items()}
         until = call.started + call.seconds
-        yield span("raw_gen_ai_request", call.started, until, {"gen_ai.response.id": name, **literal})
+        yield span("raw_gen_ai_request", call.started, until, {**both, **literal})
         yield span("openai.chat.completion", call.started, until, plain)
+    values: dict[str, Any] = {f"{_OURS}.{key}": value for key, value in ending_of(record).items()}
     if (reward := record.verdict["reward"]) is not None:
-        values = {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": reward}
-        yield span("agentlightning.annotation", ended, ended, values)
+        values |= {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": reward}
+    lost = record.verdict["outcome"] == "infra_failure"
+    yield span("agentlightning.annotation", ended, ended, values, record.verdict["detail"] or "lost" if lost else "")
+
+
+def _root(record: Record, call: CallRecord) -> Any:
+    """Return what the calls of a thread have in common and those of others, such as sub-agents, have not."""
+    return path_of(record.nodes, call.node)[0] if call.node >= 0 else (call.system, call.messages[:1] or None)
+
+
+def about_of(record: Record) -> dict[str, Any]:
+    """Return which episode it is."""
+    names = ("episode", "attempt", "task", "repo", "difficulty", "split", "step")
+    return {name: value for name in names if (value := getattr(record, name)) is not None}
+
+
+def ending_of(record: Record) -> dict[str, Any]:
+    """Return what became of it: verdict and flags, how the agent ended, seconds."""
+    verdict = record.verdict
+    found = {
+        **{name: verdict.get(name) for name in ("outcome", "reason", "flags", "detail")},
+        **{f"agent.{name}": record.agent.get(name) for name in ("status", "turns")},
+        **{f"seconds.{name}": value for name, value in record.timing.items()},
+        "overlong": record.overlong,
+    }
+    return {name: value for name, value in found.items() if value not in (None, "", [])}

@@ -29,11 +29,13 @@ from rl.evaluate.config import digest, identity_of, name_of, shard_of
 from rl.metrics.episodes import Line
 from rl.player import Player
 from rl.run.scratch import remove_socket_directory, socket_directory
+from rl.run.store import storing
 from rl.run.vllm_server import ServeError, VllmServer
 from rl.run.weights import Weights, merge
 from rl.screen import Screen, this_command
 from rollout import files
 from rollout.episode import Episode, Setup
+from rollout.proxy.heard import Hearing, HearingPassThrough
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.server import ProxyServer
 from rollout.records import Record
@@ -49,12 +51,19 @@ class Purpose:
     server: type[ProxyServer] = ProxyServer
     forwarder: type[PassThrough] = PassThrough
 
+    def __init__(self, config: DictConfig) -> None:
+        if config.store.url:  # which shows conversations
+            self.server, self.forwarder = Hearing, HearingPassThrough
+
     def begin(self, directory: Path, setup: Setup) -> Setup:
         """Return the set-up to play with. ``directory``: where everything is kept."""
+        self._setup = setup
         return setup
 
     def kept(self, episode: Episode, record: Record) -> None:
         """Keep what is kept of an attempt besides its record, which is written next and may be added to."""
+        if isinstance(self._setup.proxy, Hearing):
+            self._setup.proxy.tell(record, episode.session)
 
     def tables(self, found: dict[str, Any]) -> Sequence[RenderableType]:
         """Return what is shown of the results."""
@@ -109,7 +118,8 @@ async def play_all(
         if wanted:
             try:
                 screen.redirect(directory / purpose.log)
-                await _play(config, weights, served, player, wanted, screen, purpose, server)
+                with storing(directory, config.store, screen.say):
+                    await _play(config, weights, served, player, wanted, screen, purpose, server)
             finally:
                 screen.restore()
     finally:

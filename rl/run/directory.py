@@ -1,7 +1,7 @@
 """This module finds and makes the directory of a run, and holds it for one process.
 
 Run directories are ``<run.root>/<trainer.experiment_name>/<date_time>``. Each holds ``run.json`` with a
-key, the hash of the composed config without its ``run`` group. ``open_run`` continues the newest
+key, the hash of the composed config without its groups ``run`` and ``store``. ``open_run`` continues the newest
 unfinished directory with the same key, so the same command continues after a crash from the last
 checkpoint; a finished run (file ``done``) or one that is in use by another process (``rl.run.lease``)
 is left alone and a new directory is made. An explicit ``run.dir`` is used as it is, whatever it contains.
@@ -46,7 +46,8 @@ class Run:
 
 def _key(config: DictConfig) -> str:
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    plain.pop("run", None)
+    for group in ("run", "store"):  # neither decides what happens in it
+        plain.pop(group, None)
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -107,7 +107,7 @@ class _Rounds:
     def _evaluate(self, number: int) -> dict[str, Any]:
         tasks = [task for file in _listed(self.config.data.val_files) for task in load_tasks(Path(file))]
         values = {"samples": self.config.actor_rollout_ref.rollout.val_kwargs.n}
-        return self._play("evaluate", number, number, "evaluation", tasks, values, lambda _: _Quiet())
+        return self._play("evaluate", number, number, "evaluation", tasks, values, _Quiet)
 
     def _collect(self, number: int) -> dict[str, Any]:
         count = min(self.config.sft.tasks or len(self.tasks), len(self.tasks))
@@ -132,7 +132,8 @@ class _Rounds:
         found = _read(place / "results.json") if (place / "results.json").exists() else {}
         if not found.get("complete"):
             model = self.policy(policy)
-            values |= {"policy": model, "out": str(place), "name": f"{self.run.name}-{policy}", **self._serve_args()}
+            values |= {"policy": model, "out": str(place), "name": f"{self.run.name}-{policy}"}
+            values |= {"store": self.config.store, **self._serve_args()}
             config = evaluation_of(self.config, values, program)
             server = self._serve(model, config, place)
             self.screen.say(f"{program}: policy {policy}, {len(tasks)} tasks")

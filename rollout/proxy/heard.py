@@ -1,10 +1,10 @@
-"""This module is the proxy of a collection, which keeps the conversations of its sessions (``rollout.proxy.calls``)."""
+"""This module is the proxy of a collection, or of a run with a store: one that keeps what was said (``calls``)."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -15,6 +15,14 @@ from rollout.proxy.messages import WireRequest, decode_request
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Call, Session
+
+
+class Spoken(Protocol):
+    """A Spoken keeps a conversation: a record, which is of a higher layer."""
+
+    parts: list[bytes]
+    calls: list[CallRecord]
+
 
 _NODE = web.RequestKey("node", int)
 
@@ -29,6 +37,12 @@ class Hearing(ProxyServer):
     def conversation(self, session: Session) -> Conversation:
         """Return what was said in a session so far."""
         return self._talks.setdefault(session, Conversation())
+
+    def tell(self, record: Spoken, session: Session | None) -> Conversation:
+        """Add what was said in a session to the episode's record, and return it."""
+        talk = Conversation() if session is None else self.conversation(session)
+        record.parts, record.calls = talk.parts, talk.calls
+        return talk
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         request[HEARD] = heard = bytearray()

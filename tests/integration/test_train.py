@@ -57,6 +57,7 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(
     warm_start.copy_to(tmp_path)
     command = ["+experiment=quickstart", *TINY, f"run.root={tmp_path}"]
     killed = start(*command)
+    command += ["store.url=http://127.0.0.1:9"]  # where nobody is; it is the same run
     read_until(killed, "step 1/2  resolved")  # not what a busy machine says before: "step 1/2  rollout"
     (run,) = (tmp_path / "quickstart").iterdir()
     sockets = [path.name for path in Path((run / "ray_dir").read_text()).iterdir() if path.is_socket()]
@@ -79,6 +80,8 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(
     replace_image(prepared / "tasks" / "train.parquet", "dir:/no/such/snapshot", lost.instance_id)
     text, _ = resumed.communicate()
     assert resumed.returncode == 0, text
+    (left,) = re.findall(r"store: .* -m rl\.store (\S+) --url", text)
+    assert left == str(run), "what did not reach the store is not said"
 
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [0, 1, 2]
@@ -91,7 +94,9 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(
     assert metrics[2]["infra/missing_snapshot"] == 8
     assert metrics[2]["episode/count"] == 4
 
-    assert len(list(Reader(run))) > records_before
+    records = list(Reader(run))
+    assert len(records) > records_before
+    assert {bool(record.calls) for record in records if record.nodes} == {False, True}, "no conversations for the store"
     assert audit.main([str(run)]) == 0
     assert "ok:" in capsys.readouterr().out
     # The quickstart's preparation, which a second start found as the first had left it.

@@ -1,0 +1,246 @@
+"""A real `agl store` on this machine, and records of episodes that were played through the real proxy by a script."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rl.run.programs import free_port, tied
+from rl.run.vllm_server import answers
+from rollout import SIDE_MODEL
+from rollout.proxy.engine import Completion
+from rollout.proxy.heard import Hearing
+from rollout.records import Record, RecordWriter, node_records
+from tests.kit import END, CharTokenizer, char_policy, empty_record
+
+ROOT = Path(__file__).parents[1]
+
+# What a hostile program may print. Lone surrogates arrive as JSON escapes, which the proxy refuses.
+HOSTILE = ("\0", "\u202e\ufffe", "<e>", "'\"\\\n", "__import__('os')", "}{", "nan", "\x1b[2J", "é😀")
+
+
+class Agl:
+    """An `agl store` on a free port of this machine, in memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._port, self._dir = free_port(), directory
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        program = str(Path(sys.executable).with_name("agl"))
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self._dir), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        with open(self._dir / "agl.log", "ab") as out:
+            self._process = subprocess.Popen(
+                tied(program, "store", "--host", "127.0.0.1", "--port", str(self._port)),
+                env=environment,
+                stdout=out,
+                stderr=out,
+            )
+
+    def wait(self) -> None:
+        """Block until it answers: its imports take 10 s of CPU time."""
+        end = time.monotonic() + 300
+        while not answers(f"{self.url}/v1/agl/health"):
+            assert self._process.poll() is None and time.monotonic() < end, (self._dir / "agl.log").read_text()
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Agl:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+@dataclass
+class Said:
+    """One call as the client and the engine know it, without the proxy's records."""
+
+    messages: list[dict[str, Any]]
+    system: str
+    side: bool
+    reply: str
+    prompt_ids: list[int]
+    ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass
+class Told:
+    """One episode as its player knows it."""
+
+    record: Record
+    calls: dict[str, Said] = field(default_factory=dict)  # by the reply's id
+
+
+class RandomEngine:
+    """Says random lines, and keeps what it was asked and what it said."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.said = random.Random(seed), list[tuple[list[int], list[int], list[float]]]()
+        self.next = ""
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        text = f"{self.random.random()} {self.random.choice(HOSTILE)}"
+        ids = [*CharTokenizer().encode(text.replace("<e>", "e")), END]
+        logprobs = [-self.random.randrange(1 << 20) / 1024 for _ in ids]  # exact in float32
+        self.said.append((list(prompt_ids), ids, logprobs))
+        return Completion(ids, logprobs)
+
+
+async def told(count: int, prefix: str) -> list[Told]:
+    """Play episodes: a main thread, in some a sub-agent and a side call; a part is lost and played again."""
+    proxy, out = Hearing(), list[Told]()
+    await proxy.start()
+    async with aiohttp.ClientSession() as http:
+        for number in range(count):
+            name = f"{prefix}-1-task{number}-0-{number:08x}"
+            lost = number % 10 == 3
+            for attempt in range(1 + lost):
+                ends = attempt < lost
+                episode = await _episode(proxy, http, number, 1.7e9 + 100 * number + 50 * attempt)
+                verdict = {
+                    "outcome": "resolved",
+                    "reason": None,
+                    "reward": number % 7 / 4,
+                    "detail": "",
+                    "flags": ["x"],
+                }
+                if ends:
+                    verdict |= {"outcome": "infra_failure", "reason": "engine_failed", "reward": None, "detail": "gone"}
+                episode.record = msgspec.structs.replace(
+                    episode.record,
+                    split=("train", "val", "eval", "collect")[number % 4],
+                    episode=f"{name}.{attempt}" if attempt else name,
+                    attempt=attempt,
+                    task=f"task{number}",
+                    verdict=verdict,
+                )
+                out.append(episode)
+    await proxy.stop()
+    return out
+
+
+async def _episode(proxy: Hearing, http: aiohttp.ClientSession, number: int, started: float) -> Told:
+    engine = RandomEngine(number)
+    session = await proxy.open_session(f"e{number}", char_policy(engine))
+    made = Told(empty_record())
+
+    async def ask(system: str, messages: list[dict[str, Any]], model: str = "policy") -> list[dict[str, Any]]:
+        body = {"model": model, "max_tokens": 500, "system": system, "messages": messages, "stream": False}
+        url = f"http://127.0.0.1:{proxy.port}/v1/messages"
+        async with http.post(url, json=body, headers={"x-api-key": session.secret}) as answer:
+            reply = await answer.json()
+        assert answer.status == 200, reply
+        (text,) = (block["text"] for block in reply["content"])
+        made.calls[reply["id"]] = Said(list(messages), system, model == SIDE_MODEL, text, *engine.said[-1])
+        return [*messages, {"role": "assistant", "content": reply["content"]}]
+
+    async def thread(system: str, turns: int) -> None:
+        messages: list[dict[str, Any]] = []
+        for turn in range(turns):
+            text = f"{turn} {engine.random.choice(HOSTILE)}"
+            content: Any = text if turn % 2 else [{"type": "text", "text": text}, {"type": "text", "text": "more"}]
+            messages = await ask(system, [*messages, {"role": "user", "content": content}])
+
+    await thread("You repair.", 1 + number % 3)
+    if number % 4 == 1:
+        await thread("You are a sub-agent.", 2)
+    if number % 5 == 2:
+        await ask("Title?", [{"role": "user", "content": "t"}], SIDE_MODEL)
+    # Calls take their real order, in the episode's own time.
+    talk = proxy.conversation(session)
+    for place, call in enumerate(talk.calls):
+        call.started, call.seconds = started + 2 * place, 1.0
+    nodes = node_records(session.tree)
+    made.record = empty_record(
+        nodes=nodes, parts=talk.parts, calls=talk.calls, started=started, timing={"total": 40.0, "agent": 30.0}
+    )
+    return made
+
+
+def write(records: list[Record], run: Path, name: str = "1") -> Path:
+    """Write records as a run's; return its directory."""
+    writer = RecordWriter(run / "episodes", name)
+    for record in records:
+        writer.append(record)
+    writer.close()
+    return run
+
+
+def without_conversation(record: Record) -> Record:
+    """What a run without a store keeps."""
+    return msgspec.structs.replace(record, parts=[], calls=[])
+
+
+def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m rl.store`."""
+    what = [sys.executable, "-m", "rl.store", *map(str, arguments)]
+    return subprocess.run(what, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def _flat(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
+
+
+async def compare(store: Any, run: str, expected: list[Told]) -> None:
+    """Compare what a LightningStore has of a run with what client and engine know of its episodes, one by one."""
+    from agentlightning.adapter.triplet import LlmProxyTraceToTriplet, TracerTraceToTriplet
+
+    found = {
+        rollout.metadata["episode"]: rollout
+        for rollout in await store.query_rollouts()
+        if rollout.metadata["run"].endswith(run)
+    }
+    assert len(found) == len({one.record.task for one in expected})
+    attempts = {
+        name: [attempt for attempt in await store.query_attempts(rollout.rollout_id)] for name, rollout in found.items()
+    }
+    assert sum(map(len, attempts.values())) == len(expected)
+    for one in expected:
+        record = one.record
+        name = record.episode.removesuffix(".1") if record.attempt else record.episode
+        rollout, attempt = found[name], attempts[name][record.attempt]
+        lost = record.verdict["outcome"] == "infra_failure"
+        assert (rollout.status, attempt.status) == ("succeeded", "failed" if lost else "succeeded")
+        assert rollout.mode == {"train": "train", "val": "val", "eval": "test"}.get(record.split)
+        assert rollout.input["instance_id"] == rollout.metadata["task"] == record.task
+        assert attempt.metadata["episode"] == record.episode and attempt.metadata["flags"] == record.verdict["flags"]
+        assert attempt.metadata["reward"] == record.verdict["reward"] and attempt.sequence_id == record.attempt + 1
+        spans = list(await store.query_spans(rollout.rollout_id, attempt.attempt_id))
+        assert [span.sequence_id for span in spans] == list(range(1, 2 * len(one.calls) + 2))
+        assert {span.status.status_code for span in spans[:-1]} <= {"OK"}
+        assert spans[-1].status.status_code == ("ERROR" if lost else "OK")
+        tracer, proxy = TracerTraceToTriplet().adapt(spans), LlmProxyTraceToTriplet().adapt(spans)
+        assert len(tracer) == len(proxy) == len(one.calls)
+        for by_tracer, by_proxy, (reply, said) in zip(tracer, proxy, one.calls.items(), strict=True):
+            assert by_tracer.metadata["response_id"] == by_proxy.metadata["response_id"] == reply
+            assert by_tracer.prompt["token_ids"] == by_proxy.prompt["token_ids"] == said.prompt_ids
+            assert by_tracer.response["token_ids"] == by_proxy.response["token_ids"] == said.ids
+            assert [entry["logprob"] for entry in by_tracer.response["logprobs"]] == said.logprobs
+            conversation = [{"role": "system", "content": said.system}, *said.messages]
+            assert by_tracer.prompt["raw_content"] == [
+                {"role": message["role"], "content": _flat(message["content"])} for message in conversation
+            ]
+            (completion,) = by_tracer.response["raw_content"]
+            assert (completion["role"], completion["content"]) == ("assistant", said.reply)
+        rewards = [None] * (len(one.calls) - 1) + [record.verdict["reward"]]
+        assert [triplet.reward for triplet in tracer] == [triplet.reward for triplet in proxy] == rewards
+        sides = [span.attributes["claude_code_rl.side_call"] for span in spans[:-1:2]]
+        assert sides == [said.side for said in one.calls.values()]
+        heads = list(dict.fromkeys(said.system for said in one.calls.values()))
+        threads = [span.attributes["claude_code_rl.thread"] for span in spans[:-1:2]]
+        assert threads == [heads.index(said.system) for said in one.calls.values()]

@@ -28,7 +28,7 @@ WINGS = {
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
-    "rl/quickstart": 620,
+    "rl/quickstart": 635,
     "rl/run": 1145,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
@@ -48,14 +48,17 @@ WINGS = {
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
     "rewards": 900,
-    "scripts": 2500,  # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning
+    # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
+    # distillation for several seeds, a document typed.
+    "scripts": 2700,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
 # by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
-# and the help of all programs; 1,650: the same in the browser; 550 episodes in a store.
-EVERYTHING = 27_760
+# and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
+# records, and type docs/chain.md.
+EVERYTHING = 27_950
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -27,7 +27,10 @@ def text(chars: int, seed: int) -> str:
 
 
 class Talk:
-    """A Talk is one conversation as a client keeps it: the bytes of its messages, each of which is made once."""
+    """A Talk is one conversation as a client keeps it: the bytes of its ``messages``, each of which is made once.
+
+    ``result_chars``: of each result of a call.
+    """
 
     def __init__(self, seed: int, result_chars: int, max_tokens: int = 1000, stream: bool = True) -> None:
         schema = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -40,16 +43,16 @@ class Talk:
         self._head = json.dumps(head).encode()[:-1] + b',"messages":['
         first = f"<system-reminder>{text(FIRST_CHARS, 1)}</system-reminder>"
         opening = [{"type": "text", "text": first}, {"type": "text", "text": f"task {seed}"}]
-        self._messages = [json.dumps({"role": "user", "content": opening}).encode()]
-        self._seed, self._result_chars = seed, result_chars
+        self.messages = [json.dumps({"role": "user", "content": opening}).encode()]
+        self._seed, self.result_chars = seed, result_chars
 
     def body(self) -> bytes:
         """Return the body of the next request."""
-        return self._head + b",".join(self._messages) + b"]}"
+        return self._head + b",".join(self.messages) + b"]}"
 
     def heard(self, reply: bytes) -> None:
         """Add a reply and what follows it: the result of its call, or a user message if there is no call."""
-        said = text(self._result_chars, self._seed * 1000 + len(self._messages))
+        said = text(self.result_chars, self._seed * 1000 + len(self.messages))
         if found := re.search(rb'"(?:toolu_|call_|chatcmpl-tool-)[^"]+"', reply):
             tool_id = found.group()[1:-1].decode()
             echo: Any = [{"type": "tool_use", "id": tool_id, "name": "Tool1", "input": {"path": "/src/module.py"}}]
@@ -57,8 +60,8 @@ class Talk:
         else:
             echo = json.loads(reply)["content"] or "(no content)"
             after = {"type": "text", "text": said}
-        self._messages.append(json.dumps({"role": "assistant", "content": echo}).encode())
-        self._messages.append(json.dumps({"role": "user", "content": [after]}).encode())
+        self.messages.append(json.dumps({"role": "assistant", "content": echo}).encode())
+        self.messages.append(json.dumps({"role": "user", "content": [after]}).encode())
 
 
 class Client:

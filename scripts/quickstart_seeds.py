@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from measuring import audited, finished, minutes, table
 
 from rl.metrics.episodes import read_jsonl, resolve_rate
 from rollout import program
 
-ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = (
     "seed", "held-out before", "held-out after", "minutes", "s to first step", "s per step (max)",
     "lowest pearson", "rows per episode", "proxy ms per call", "infra failures", "audit",
@@ -27,35 +26,29 @@ COLUMNS = (
 
 def run(seed: int, root: Path) -> Path:
     """Return the directory of a finished run of this seed; train one if there is none."""
-    parent = root / f"seed-{seed}" / "quickstart"
-    finished = [d for d in parent.glob("*") if (d / "done").exists()]
-    if not finished:
-        command = [sys.executable, "-m", "rl.train", "+experiment=quickstart", f"seed={seed}"]
-        subprocess.run([*command, f"run.root={root / f'seed-{seed}'}"], cwd=ROOT, check=True)
-        finished = [d for d in parent.glob("*") if (d / "done").exists()]
-    return finished[0]
+    where = root / f"seed-{seed}"
+    command = ("rl.train", "+experiment=quickstart", f"seed={seed}", f"run.root={where}")
+    return finished(where / "quickstart", *command)
 
 
 def row(seed: int, directory: Path) -> list[str]:
     records = read_jsonl(directory / "metrics.jsonl")
     steps = [r for r in records if "timing_s/step" in r]
     held_out = [rate for r in records if (rate := resolve_rate(r, "val")) is not None]
-    audit = subprocess.run([sys.executable, "-m", "rollout.audit", directory], capture_output=True, text=True, cwd=ROOT)
     begun = json.loads((directory / "run.json").read_text())["started"]
     prepared = (directory / "config.yaml").stat().st_mtime
-    minutes = ((directory / "done").stat().st_mtime - begun) / 60
     return [
         str(seed),
         f"{held_out[0]:.2f}",
         f"{held_out[-1]:.2f}",
-        f"{minutes:.1f}",
+        f"{minutes(directory):.1f}",
         f"{steps[0]['time'] - steps[0]['timing_s/step'] - prepared:.0f} (+{prepared - begun:.0f} preparing)",
         f"{sum(r['timing_s/step'] for r in steps) / len(steps):.0f} ({max(r['timing_s/step'] for r in steps):.0f})",
         f"{min(r['training/rollout_actor_probs_pearson_corr'] for r in steps):.4f}",
         f"{min(r['episode/rows'] for r in steps):.2f} to {max(r['episode/rows'] for r in steps):.2f}",
         f"{sum(r['proxy/overhead_ms'] for r in steps) / len(steps):.1f}",
         f"{sum(r['infra/failures'] for r in steps):.0f}",
-        "ok" if audit.returncode == 0 else "FAILED",
+        audited(directory),
     ]
 
 
@@ -86,12 +79,11 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("docs/quickstart-seeds"), help="OUT.png, OUT.md are written")
     args = options.parse_args()
     runs = {seed: run(seed, args.root.resolve()) for seed in args.seeds}
-    lines = [" | ".join(cells) for cells in (COLUMNS, ["---"] * len(COLUMNS), *(row(s, d) for s, d in runs.items()))]
-    table = "".join(f"| {line} |\n" for line in lines)
+    rows = table(COLUMNS, *(row(seed, directory) for seed, directory in runs.items()))
     machine = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, no GPU"
-    args.out.with_suffix(".md").write_text(f"Measured on {machine}.\n\n{table}")
+    args.out.with_suffix(".md").write_text(f"Measured on {machine}.\n\n{rows}")
     draw(runs, args.out.with_suffix(".png"))
-    print(table)
+    print(rows)
 
 
 if __name__ == "__main__":

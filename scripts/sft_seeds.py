@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from rollout import program
+from measuring import audited, finished, minutes, table
 
-ROOT = Path(__file__).resolve().parents[1]
+from rollout import program
 
 
 def run(seed: int, root: Path, more: list[str]) -> Path:
     """Return the directory of a finished run of this seed; make one if there is none."""
-    parent = root / f"seed-{seed}" / "quickstart-sft"
-    finished = [d for d in parent.glob("*") if (d / "done").exists()]
-    if not finished:
-        command = [sys.executable, "-m", "rl.sft", "+experiment=quickstart", "rounds=3", "tasks=16", f"seed={seed}"]
-        subprocess.run([*command, f"run.root={root / f'seed-{seed}'}", *more], cwd=ROOT, check=True)
-        finished = [d for d in parent.glob("*") if (d / "done").exists()]
-    return finished[0]
+    where = root / f"seed-{seed}"
+    command = ("rl.sft", "+experiment=quickstart", "rounds=3", "tasks=16", f"seed={seed}", f"run.root={where}")
+    return finished(where / "quickstart-sft", *command, *more)
 
 
 def reports(directory: Path) -> list[dict[str, Any]]:
@@ -41,10 +36,7 @@ def row(seed: int, directory: Path) -> list[str]:
     held_out = [f"{one['evaluation']['pass_at_1']['value']:.2f}" for one in rounds]
     played = [f"{one['collection']['resolved']}/{one['collection']['episodes']}" for one in rounds[1:]]
     rows = [str(one["sft"]["rows"]) for one in rounds[1:]]
-    audit = [sys.executable, "-m", "rollout.audit", str(directory)]
-    sound = subprocess.run(audit, capture_output=True, cwd=ROOT).returncode == 0
-    minutes = ((directory / "done").stat().st_mtime - json.loads((directory / "run.json").read_text())["started"]) / 60
-    return [str(seed), *held_out, ", ".join(played), ", ".join(rows), f"{minutes:.1f}", "ok" if sound else "FAILED"]
+    return [str(seed), *held_out, ", ".join(played), ", ".join(rows), f"{minutes(directory):.1f}", audited(directory)]
 
 
 def draw(runs: dict[int, Path], out: Path) -> None:
@@ -77,12 +69,11 @@ def main() -> int:
     options = parser.parse_args()
     runs = {seed: run(seed, options.root.absolute(), options.more) for seed in options.seeds}
     head = ["seed", *(f"round {n}" for n in range(4)), "played and resolved", "rows", "minutes", "audit"]
-    lines = [head, ["---"] * len(head), *(row(seed, directory) for seed, directory in runs.items())]
     load = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores"
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    options.out.with_suffix(".md").write_text(f"{table}\n{load}\n")
+    rows = table(head, *(row(seed, directory) for seed, directory in runs.items()))
+    options.out.with_suffix(".md").write_text(f"{rows}\n{load}\n")
     draw(runs, options.out.with_suffix(".png"))
-    print(table)
+    print(rows)
     return 0
 
 

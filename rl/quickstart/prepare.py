@@ -7,6 +7,10 @@ random, so the policy learns the form of an episode and not which edit is right.
 A preparation that is killed goes on where it was when the same command is started again, with the same result: tasks,
 policy, each scripted episode (its record) and each pass of the imitation are kept. The parts of one that is not whole
 have names with a dot in front.
+
+    python -m rl.quickstart.prepare [key=value ...]
+
+makes it without training on it. The keys are those of rl.train.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import contextlib
 import hashlib
 import json
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -26,7 +32,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
-from rl.batch import Progress
+from rl.batch import JournalError, Progress
+from rl.command import read_command
 from rl.config import compose
 from rl.metrics.episodes import Line
 from rl.player import Player, line_of
@@ -34,7 +41,7 @@ from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript, asked, draw
 from rl.quickstart.tasks import make_tasks
 from rl.run.lease import POLL_S, InUse, RunLease
-from rl.screen import Screen
+from rl.screen import Screen, this_command
 from rl.setup import load_policy, make_setup, training_settings
 from rl.tune.rows import rows_of
 from rl.tune.trainer import Passes, run_sft
@@ -43,6 +50,7 @@ from rollout.episode import Setup
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.server import ProxyServer
 from rollout.records import Reader, Record
+from rollout.sandbox import SandboxError
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
@@ -203,3 +211,31 @@ def _fingerprint(config: DictConfig) -> str:
     for part in (config.quickstart, config.agent, config.proxy):
         digest.update(OmegaConf.to_yaml(part, resolve=True).encode())
     return digest.hexdigest()[:10]
+
+
+def main() -> int:
+    """Run the command and return its exit status: 0 all is there, 1 it failed, 130 interrupted."""
+    about = "Make the quickstart's tasks and its warm-started policy."
+    config = read_command("rl.quickstart.prepare", about, ["+experiment=quickstart", *sys.argv[1:]])
+    screen = Screen()
+    try:
+        made = prepare(config, screen)
+    except (RuntimeError, JournalError, SandboxError, OSError) as error:
+        screen.clear()
+        print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
+        screen.next(("continue", this_command()))
+        return 1
+    except KeyboardInterrupt:
+        screen.clear()
+        print("interrupted", file=sys.stderr)
+        screen.next(("continue", this_command()))
+        return 130
+    train, held_out = made["data.train_files"][0], made["data.val_files"][0]
+    policy = made.get("actor_rollout_ref.model.path", config.policy)
+    screen.next(("tasks", train), ("held-out tasks", held_out), ("policy", policy))
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

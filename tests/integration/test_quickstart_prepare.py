@@ -20,7 +20,7 @@ from rl.quickstart import prepare as module
 from rl.run.lease import RunLease
 from rl.screen import Screen
 from rollout.records import Reader
-from tests.integration.train_kit import PREPARE, ROOT, plain_environment
+from tests.integration.train_kit import ROOT, plain_environment
 
 SMALL = ["quickstart.train_tasks=3", "quickstart.heldout_tasks=2", "quickstart.warm_episodes=8"]
 
@@ -54,7 +54,7 @@ def test_a_preparation_that_is_killed_goes_on_with_the_same_result(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
-    command = [sys.executable, "-c", PREPARE, *SMALL, f"run.root={killed}"]
+    command = [sys.executable, "-m", "rl.quickstart.prepare", *SMALL, f"run.root={killed}"]
     process = subprocess.Popen(command, cwd=ROOT, env=plain_environment())
     while len(done := records(killed)) < 3:
         assert process.poll() is None

@@ -39,13 +39,6 @@ TINY = [
 # A fault is told within the watch's period, what an engine may take to answer, and Ray's own end; on a busy machine
 # that is minutes.
 TOLD_S = 600
-PREPARE = """
-import sys
-from rl.config import compose
-from rl.quickstart.prepare import prepare
-from rl.screen import Screen
-prepare(compose(["+experiment=quickstart", *sys.argv[1:]]), Screen())
-"""
 
 
 @dataclass(frozen=True)
@@ -57,8 +50,8 @@ class WarmStart:
     @classmethod
     def make(cls, root: Path) -> WarmStart:
         """Prepare the quickstart at its smallest; what is there already is used."""
-        arguments = [*WARM, f"run.root={root}"]
-        subprocess.run([sys.executable, "-c", PREPARE, *arguments], cwd=ROOT, env=plain_environment(), check=True)
+        command = [sys.executable, "-m", "rl.quickstart.prepare", *WARM, f"run.root={root}"]
+        subprocess.run(command, cwd=ROOT, env=plain_environment(), check=True)
         return cls(root)
 
     @property

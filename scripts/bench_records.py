@@ -1,0 +1,166 @@
+"""Measure what keeping records costs: the bytes of an episode, and the seconds of writing it beside those of the run.
+
+    python scripts/bench_records.py RUN              the records of a run
+    python scripts/bench_records.py --model DIR      a made-up episode of 300 turns and 100,000 tokens
+
+Bytes are those on the disk, compressed. The records of RUN are written once more, next to RUN and synced as a run does
+it, and timed. Their share is of the time from the start of the first episode to the end of the last one: a worker plays
+nothing else while it writes. What a record takes before, to be gathered from the session, is timed with the made-up
+episode only. Its texts and log-probabilities are drawn by lot. ``python -m rl.quickstart.policy --out DIR --seed 1``
+makes a DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from bench_proxy import SAID
+from measuring import head, row
+from proxy_load import Talk, text
+
+from rewards.verdict import Verdict
+from rl.metrics.episodes import percentile
+from rollout.agent import AgentRun, Status
+from rollout.episode import Episode
+from rollout.proxy.engine import Completion
+from rollout.proxy.messages import decode_request
+from rollout.proxy.replies import reply_events
+from rollout.proxy.session import Session
+from rollout.records import CorruptRecordError, Reader, Record, RecordWriter, record_of
+
+TURNS, TOKENS, REPLY_CHARS, REPEATS = 300, 100_000, 300, 9
+
+
+def measure(run: Path) -> None:
+    """Print the figures of a run's records."""
+    reader, sizes, took, spans, tokens = Reader(run), [], [], [], 0
+    with tempfile.TemporaryDirectory(prefix=".records-", dir=run.resolve().parent) as beside:
+        writer = RecordWriter(Path(beside), "again")
+        for path in reader.files():
+            starts = []
+            for offset, record in reader.placed(path):
+                starts.append(offset)
+                took.append(timed(writer, record))
+                spans.append((record.started, record.started + record.timing.get("total", 0.0)))
+                tokens += sum(node.length for node in record.nodes)
+            sizes += [end - start for start, end in itertools.pairwise([*starts, path.stat().st_size])]
+        writer.close()
+    if not sizes:
+        raise SystemExit(f"{run}: there are no records of episodes (*.cep)")
+    wall = max(end for _, end in spans) - min(start for start, _ in spans)
+    played = sum(end - start for start, end in spans)
+    head("what", "measured")
+    row("episodes, attempts that were lost included", len(sizes))
+    row("KB of an episode: mean, p50, p95", spread([size / 1e3 for size in sizes]))
+    row("MB of all", f"{sum(sizes) / 1e6:.2f}")
+    row("bytes per token", f"{sum(sizes) / tokens:.2f}" if tokens else "no tokens")
+    row("ms to write one: mean, p50, p95", spread([1e3 * seconds for seconds in took]))
+    row("share of the wall time", f"{sum(took) / wall:.3%} of {wall:.0f} s" if wall else "no times")
+    row("share of the episodes' own time", f"{sum(took) / played:.3%} of {played:.0f} s" if played else "no times")
+
+
+def timed(writer: RecordWriter, record: Record) -> float:
+    """Write a record, and return the seconds until it is on the disk."""
+    began = time.perf_counter()
+    writer.append(record)
+    return time.perf_counter() - began
+
+
+def spread(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in (statistics.fmean(values), *(percentile(values, p) for p in (50, 95))))
+
+
+class LotEngine:
+    """A LotEngine calls a tool with words drawn by lot, and draws log-probabilities, which have no pattern."""
+
+    policy: Any
+
+    def __init__(self) -> None:
+        self.draw = random.Random(1)
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+        said = SAID.replace("/src/module.py", text(REPLY_CHARS, self.draw.randrange(1 << 30)))
+        ids = [*self.policy.tokenizer.encode(said, add_special_tokens=False), *self.policy.end_ids]
+        return Completion(ids, [-self.draw.expovariate(3.0) for _ in ids], versions=(1,) * len(ids))
+
+
+async def made_up(model: str) -> Episode:
+    """Return an episode of ``TURNS`` turns and about ``TOKENS`` tokens, with the events that Claude Code reports."""
+    from rollout.proxy.standalone import Options, load_policy
+
+    engine = LotEngine()
+    policy = engine.policy = load_policy(Options("", model, "qwen3_coder", any_family=True))(engine, 4_000_000)
+    sample = text(20_000, 1)
+    per_char = len(policy.tokenizer.encode(sample, add_special_tokens=False)) / len(sample)
+    session, talk, events = Session("made-up", policy), Talk(1, 0), list[dict[str, Any]]()
+    for turn in range(TURNS):
+        node = await session.prepare(decode_request(talk.body()), retry=False).reply()
+        node.delivered = True
+        left = (TOKENS - session.tree.tokens) / (TURNS - turn)
+        talk.result_chars = max(0, int((left - len(node.ids)) / per_char))
+        talk.heard(reply_events(node.reply))
+        said = {"id": node.reply.id, "role": "assistant", "content": list(node.reply.blocks)}
+        events.append({"type": "assistant", "message": said})
+        events.append({"type": "user", "message": json.loads(talk.messages[-1])})
+    session.close()
+    replies = frozenset(event["message"]["id"] for event in events[::2])
+    run = AgentRun(Status.FINISHED, TURNS, "", events, replies)
+    task: Any = SimpleNamespace(instance_id="made-up", repo="made/up", difficulty=None)
+    rows, timing = session.tree.sequences(), {"total": 0.0}
+    return Episode("made-up", task, 0, time.time(), Verdict(None), session, run, b"", rows, timing)
+
+
+def measure_made_up(model: str) -> None:
+    """Print the figures of the made-up episode."""
+    episode, gathered, took = asyncio.run(made_up(model)), [], []
+    with tempfile.TemporaryDirectory(prefix=".records-", dir=Path.cwd()) as beside:
+        writer = RecordWriter(Path(beside), "made-up")
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            record = record_of(episode, "train", 1, model, "qwen3_coder")
+            gathered.append(time.perf_counter() - began)
+            took.append(timed(writer, record))
+        writer.close()
+        size = writer.path.stat().st_size / REPEATS
+    tokens = sum(node.length for node in record.nodes)
+    sampled = sum(node.length for node in record.nodes if node.logprobs is not None)
+    head("what", "measured")
+    row("turns, tokens, of which sampled", f"{TURNS}, {tokens:,}, {sampled:,}")
+    row("training rows", len(record.rows))
+    row("KB", f"{size / 1e3:.0f}")
+    row("bytes per token", f"{size / tokens:.2f}")
+    row("ms to gather the record, to write it (medians)", f"{median_ms(gathered)}, {median_ms(took)}")
+    row("ms per turn", f"{1e3 * (statistics.median(gathered) + statistics.median(took)) / TURNS:.3f}")
+
+
+def median_ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.1f}"
+
+
+def main() -> None:
+    """Print the table of a run or of the made-up episode."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a directory with records")
+    what.add_argument("--model", metavar="DIR", help="a tokenizer and its chat template: measure the made-up episode")
+    args = parser.parse_args()
+    if args.model:
+        return measure_made_up(args.model)
+    try:
+        measure(args.run)
+    except (FileNotFoundError, CorruptRecordError) as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

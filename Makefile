@@ -18,6 +18,7 @@ test: setup
 	@$(PYTEST) -m "not long" $(ARGS)
 
 test-long: setup
+	@scripts/trainers.sh
 	@$(PYTEST) -m long $(ARGS)
 
 # Whole folders: a list of files could lose some.
@@ -39,5 +40,5 @@ format: setup
 
 # Outputs of runs are kept: they are yours.
 clean:
-	rm -rf .venv .gpu-pins build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf .venv .gpu-pins .trainers build .pytest_cache .ruff_cache .hypothesis .setup.lock *.egg-info packaging/*/build packaging/*/*.egg-info
 	find rl rollout rewards tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from rl.distill import worker_class
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from tensordict import TensorDict
@@ -188,8 +190,9 @@ class Spread(AgentLoopManagerTQ):
 
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.agent_loop_workers_class: Any = worker_class(config) or self.agent_loop_workers_class
         if resource := config.cluster.episode_resource:
-            self.agent_loop_workers_class: Any = _Beside(self.agent_loop_workers_class, resource)
+            self.agent_loop_workers_class = _Beside(self.agent_loop_workers_class, resource)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Give the groups to the workers, one each, and begin with the worker after the last one that got one."""

@@ -80,6 +80,8 @@ class Settings:
     max_tokens: int
     max_context: int
     max_calls: int
+    max_body: int
+    max_session_tokens: int
 
 
 def training_settings(config: DictConfig) -> Settings:
@@ -120,6 +122,8 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
         max_tokens=max_tokens,
         max_context=max_context,
         max_calls=proxy.max_calls,
+        max_body=int(proxy.max_body_mb * 2**20),
+        max_session_tokens=proxy.max_session_tokens,
     )
 
 
@@ -140,6 +144,8 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
         train_side_calls=settings.train_side_calls,
         side_endpoint=settings.side_endpoint,
         max_calls=settings.max_calls,
+        max_body=settings.max_body,
+        max_session_tokens=settings.max_session_tokens,
     )
 
 

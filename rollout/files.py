@@ -1,8 +1,9 @@
-"""This module replaces files in one step: a reader finds the old file or the whole new one, never a part of it."""
+"""This module replaces files and directories in one step: a reader finds the old one or the whole new one."""
 
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 
@@ -25,6 +26,29 @@ def replacing(path: Path, synced: bool = False) -> Generator[Path]:
         raise
     if synced:
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def making(path: Path, overwrite: bool = False) -> Generator[Path]:
+    """Yield a new directory beside ``path``, which becomes ``path`` with all that the block writes there.
+
+    If the block raises, it is removed, and nothing has happened. Raises FileExistsError, before anything is written, if
+    there is a ``path`` that may not be overwritten.
+    """
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path}: is there already")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (path.with_name(f".{path.name}.{secrets.token_hex(6)}") for _ in range(2))
+    new.mkdir()
+    try:
+        yield new
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+        sync(path.parent)
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write(path: Path, text: str, synced: bool = False) -> None:

@@ -52,7 +52,7 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: index of the node before it, -1 for a root.
     The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
     version of each id, empty if unknown (in records of version 1 a pair, the first and the last one). ``side``: whether
-    it answers a side call; ``seal``: ``rollout.proxy.engine.seal``; ``begins``, of a root: a hash of system prompt,
+    it answers a side call; ``seal``: ``rollout.proxy.engine.Seals``; ``begins``, of a root: a hash of system prompt,
     tools and first message. Records before version 3 lack these.
     """
 
@@ -246,19 +246,24 @@ def unpack_floats(data: bytes) -> list[float]:
 
 class RecordWriter:
     """A writer appends records to a new file of its own: one per process and start, so that nothing is ever appended
-    behind a torn tail. Raises FileExistsError."""
+    behind a torn tail. Without ``synced``, records have reached the disk when it is closed. Raises FileExistsError."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, synced: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{name}{SUFFIX}"
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
-        self._number, self._previous = 0, b""
+        self._number, self._previous, self._synced = 0, b"", synced
 
     def append(self, record: Record) -> None:
         """Write one record; it is on the disk when this returns."""
         placed = msgspec.structs.replace(record, number=self._number, previous=self._previous)
         self._write(msgspec.msgpack.encode(placed))
+
+    def copy(self, payload: bytes) -> None:
+        """Write a record of another file as it is, fields that this version does not know included, in a new place."""
+        record = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload))
+        self._write(msgspec.msgpack.encode(record | {"number": self._number, "previous": self._previous}))
 
     def _write(self, data: bytes) -> None:
         payload = self._compressor.compress(data)
@@ -266,7 +271,8 @@ class RecordWriter:
         try:
             while left:
                 left = left[self._file.write(left) :]
-            os.fsync(self._file.fileno())
+            if self._synced:
+                os.fsync(self._file.fileno())
         except OSError:  # a full disk: nothing may follow a part of a frame
             self._file.truncate(self._file.seek(end))
             raise
@@ -274,6 +280,8 @@ class RecordWriter:
 
     def close(self) -> None:
         """Close the file."""
+        if not self._synced:
+            os.fsync(self._file.fileno())
         self._file.close()
 
 
@@ -292,11 +300,13 @@ class Reader:
     """A reader iterates over all records of a run directory or a single file, and fills ``torn`` on the way.
 
     Raises CorruptRecordError for a complete frame that does not check out or does not follow the one before it,
-    FileNotFoundError for a missing path.
+    FileNotFoundError for a missing path. With ``damage``, a list, these errors are put there as lines and reading goes
+    on behind the frame; only if a frame does not say where it ends, the rest of its file is left out.
     """
 
     source: Path
     torn: list[TornTail] = field(default_factory=list)
+    damage: list[str] | None = None
 
     def files(self) -> list[Path]:
         """Return the record files. Raises FileNotFoundError."""
@@ -312,36 +322,78 @@ class Reader:
 
     def read(self, path: Path) -> Iterator[Record]:
         """Iterate over the records of one of the files. Raises CorruptRecordError."""
-        data = path.read_bytes()
-        offset, number, previous = 0, 0, b""
-        while offset < len(data):
-            frame = data[offset : offset + _HEADER.size]
-            if frame[:4] != _MAGIC[: len(frame)]:
-                raise CorruptRecordError(f"{path}, offset {offset}: no record starts here")
-            end = len(data) + 1
-            if len(frame) == _HEADER.size:
-                _, length, checksum = _HEADER.unpack(frame)
-                end = offset + _HEADER.size + length
-            if end > len(data):
-                self.torn.append(TornTail(path, offset, len(data) - offset))
-                return
-            payload = data[offset + _HEADER.size : end]
-            if zlib.crc32(payload) != checksum:
-                raise CorruptRecordError(f"{path}, offset {offset}: the record's checksum is wrong")
-            record = _decode(payload, path, offset)
-            if record.version >= 3 and (record.number, record.previous) != (number, previous):
-                raise CorruptRecordError(f"{path}, offset {offset}: this record does not follow the one before it")
-            yield record
-            offset, number, previous = end, number + 1, hashlib.sha256(payload).digest()
+        return (record for _, record in self.placed(path))
+
+    def placed(self, path: Path) -> Iterator[tuple[int, Record]]:
+        """Iterate over (offset, record) of one of the files. Raises CorruptRecordError."""
+        number, previous = 0, b""
+        for offset, payload in self._payloads(path):
+            place, known = f"{path}, offset {offset}", previous
+            previous = hashlib.sha256(payload).digest() if payload else None
+            try:
+                record = _decode(payload, place)
+            except CorruptRecordError as error:
+                self._damaged(str(error))
+            else:
+                follows = record.number == number and known in (record.previous, None)
+                if record.version >= 3 and not follows:
+                    self._damaged(f"{place}: this record does not follow the one before it")
+                    number = record.number
+                yield offset, record
+            number += 1
+
+    def _payloads(self, path: Path) -> Iterator[tuple[int, bytes | None]]:
+        """Yield offset and payload of each whole frame, None if its checksum is wrong."""
+        with open(path, "rb") as file:
+            offset, size = 0, os.fstat(file.fileno()).st_size
+            while offset < size:
+                file.seek(offset)
+                frame = file.read(_HEADER.size)
+                if frame[:4] != _MAGIC[: len(frame)]:
+                    self._damaged(f"{path}, offset {offset}: no record starts here", size - offset)
+                    return
+                end = size + 1
+                if len(frame) == _HEADER.size:
+                    _, length, checksum = _HEADER.unpack(frame)
+                    end = offset + _HEADER.size + length
+                if end > size:
+                    self.torn.append(TornTail(path, offset, size - offset))
+                    return
+                payload = file.read(length)
+                yield offset, payload if zlib.crc32(payload) == checksum else None
+                offset = end
+
+    def _damaged(self, finding: str, lost: int = 0) -> None:
+        if self.damage is None:
+            raise CorruptRecordError(finding)
+        self.damage.append(f"{finding}; the rest of the file, {lost} bytes, is left out" if lost else finding)
 
 
-def _decode(payload: bytes, path: Path, offset: int) -> Record:
+def payload_at(path: Path, offset: int) -> bytes:
+    """Return the payload of the frame that a reader has found there. Raises CorruptRecordError if it has changed."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        magic, length, checksum = _HEADER.unpack(file.read(_HEADER.size).ljust(_HEADER.size))
+        payload = file.read(length) if magic == _MAGIC else b""
+    if zlib.crc32(payload) != checksum or len(payload) != length:
+        raise CorruptRecordError(f"{path}, offset {offset}: the record has changed since it was read")
+    return payload
+
+
+def record_at(path: Path, offset: int) -> Record:
+    """Return the record that a reader has found there. Raises CorruptRecordError if it has changed."""
+    return _decode(payload_at(path, offset), f"{path}, offset {offset}")
+
+
+def _decode(payload: bytes | None, place: str) -> Record:
+    if payload is None:
+        raise CorruptRecordError(f"{place}: the record's checksum is wrong")
     try:
         record = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload), type=Record)
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
-        raise CorruptRecordError(f"{path}, offset {offset}: {error}") from error
+        raise CorruptRecordError(f"{place}: {error}") from error
     if record.version not in _READABLE:
-        raise CorruptRecordError(f"{path}, offset {offset}: record version {record.version}; readable are {_READABLE}")
+        raise CorruptRecordError(f"{place}: record version {record.version}; readable are {_READABLE}")
     return record
 
 

@@ -72,8 +72,8 @@ class Client:
             f"anthropic-version: 2023-06-01\r\nX-Claude-Code-Session-Id: {name}\r\nContent-Length: "
         ).encode()
 
-    async def ask(self, body: bytes) -> tuple[float, bytes]:
-        """Send a request; return the seconds until the reply's last byte, and the reply."""
+    async def ask(self, body: bytes, status: int = 200) -> tuple[float, bytes]:
+        """Send a request; return the seconds until the reply's last byte, and the reply, which must have ``status``."""
         if not hasattr(self, "writer"):
             self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class Client:
         else:
             reply = await self.reader.readuntil(b"0\r\n\r\n")
         took = time.perf_counter() - began
-        if b" 200 " not in head[:16]:
+        if b" %d " % status not in head[:16]:
             raise RuntimeError(f"{head.decode()}\n{reply[:500].decode('utf-8', 'replace')}")
         return took, reply
 
@@ -95,8 +95,9 @@ class Load:
     """A Load says what the client process does.
 
     It plays ``sessions`` at the same time, with ``turns`` each, and bodies that grow by ``result_chars`` per turn.
-    ``think_s``: seconds between a reply and the next request of its session. ``tag``: tells the sessions of different
-    loads apart. ``prefix``: what comes before /v1/messages. ``seed``: another seed gives other tasks and tool results.
+    ``think_s``: mean of the seconds (0 to twice as many) between a reply and the next request of its session. ``tag``:
+    tells the sessions of different loads apart. ``prefix``: what comes before /v1/messages. ``seed``: another one gives
+    other tasks and tool results.
     """
 
     port: int
@@ -109,6 +110,28 @@ class Load:
     tag: str = ""
     prefix: str = ""
     seed: int = 0
+
+
+async def disturb(port: int, size: int) -> dict[str, Any]:
+    """Send a body of ``size`` bytes that is too long, while another session goes on; return latencies in seconds."""
+    talk, client, took = Talk(1, 300), Client(port, "other", ""), []
+
+    async def turn() -> None:
+        seconds, reply = await client.ask(talk.body())
+        talk.heard(reply)
+        took.append(seconds)
+
+    for _ in range(20):
+        await turn()
+    content = (text(100_000, size) * (size // 100_000 + 1))[:size]
+    body = json.dumps({"max_tokens": 9, "messages": [{"role": "user", "content": content}]}).encode()
+    alone = took[1:]
+    took = []
+    large = asyncio.create_task(Client(port, f"large{size}", "").ask(body, 400))
+    while not large.done():
+        await turn()
+        await asyncio.sleep(0.005)
+    return {"alone": max(alone), "beside": max(took), "refused": (await large)[0]}
 
 
 async def play(load: Load) -> dict[str, Any]:
@@ -128,9 +151,10 @@ async def play(load: Load) -> dict[str, Any]:
         return took
 
     async def rest(i: int) -> list[float]:
-        took = []
+        took, draw = [], random.Random(i)
         for _ in range(load.turns - 1):
-            await asyncio.sleep(load.think_s)
+            # Sessions that began in step would stay in step for a while, which agents do not.
+            await asyncio.sleep(load.think_s * draw.uniform(0, 2))
             took.append(await turn(i))
         return took
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rollout import SIDE_MODEL
-from rollout.proxy.engine import Completion, seal
+from rollout.proxy.engine import Completion, Seals
 from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
 from rollout.records import (
@@ -116,7 +116,7 @@ def redo(record: Record) -> None:
         if node.logprobs is not None:
             prompt = [i for n in path_of(record.nodes, node.parent) for i in unpack_ids(record.nodes[n].ids)]
             versions = tuple(array("i", node.versions))
-            node.seal = seal(
+            node.seal = Seals().make(
                 prompt, Completion(unpack_ids(node.ids), unpack_floats(node.logprobs), versions), node.side
             )
     for row in record.rows:

@@ -78,6 +78,8 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
             "proxy": {
                 "max_tokens": None,
                 "max_calls": 100,
+                "max_body_mb": 16,
+                "max_session_tokens": 1_000_000,
                 "tool_parser": "qwen3_coder",
                 "side_calls": "train",
                 "side_endpoint": {"url": None, "model": None, "key_env": None},

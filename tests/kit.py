@@ -10,12 +10,13 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import Block
 from rollout.proxy.parsers import Parsed
 from rollout.proxy.session import Policy
+from rollout.proxy.texts import here
 from rollout.records import Record
 
 END = 0x110000  # the first number that is not a character
@@ -26,11 +27,16 @@ THOUGHT = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
 
 class CharTokenizer:
     eos_token_id = END
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_tokens = ("<e>",)
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return END if token == "<e>" else ord(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [END if part == "<e>" else ord(c) for part in re.split("(<e>)", text) for c in _units(part)]
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **options: bool) -> str:
         return "".join("<e>" if i == END else chr(i) for i in ids)
 
 
@@ -41,8 +47,9 @@ def _units(part: str) -> Sequence[str]:
 class CharRenderer:
     """Writes messages as lines of text. ``encoded`` is the number of tokens that it has made so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: CharTokenizer | None = None) -> None:
         self.encoded = 0
+        self._tokenizer = tokenizer or CharTokenizer()
 
     def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         head = "".join(f"(tool {t['function']['name']})" for t in tools)
@@ -52,7 +59,9 @@ class CharRenderer:
         return self._ids(("" if ended else "<e>") + "\n" + self._text(messages))
 
     def _ids(self, text: str) -> list[int]:
-        ids = CharTokenizer().encode(text)
+        if (room := here()) is not None:
+            room.take_text(text, self._tokenizer.encode)
+        ids = self._tokenizer.encode(text)
         self.encoded += len(ids)
         return ids
 

@@ -23,6 +23,35 @@ def check_model(config: DictConfig) -> None:
         )
 
 
+def check_teacher(config: DictConfig) -> None:
+    """Raise ConfigError if a teacher (``+distill=on_policy``) is not there or gives tokens other ids than the policy.
+
+    Only tokenizer.json is compared, and names of hub models are not looked up.
+    """
+    if not OmegaConf.select(config, "distillation.enabled"):
+        return
+    policy = local_model(config)
+    ids = _ids(policy) if policy else None
+    for name, teacher in config.distillation.teacher_models.items():
+        key = f"distillation.teacher_models.{name}.model_path"
+        if OmegaConf.is_missing(teacher, "model_path") or not teacher.model_path:
+            raise ConfigError(f"{key} is not set: give the directory or hub name of the teacher")
+        path = Path(teacher.model_path).expanduser()
+        if teacher.model_path[0] in "~./" and not (path / "config.json").is_file():
+            raise ConfigError(f"{key}: {path} is no model directory (no config.json there)")
+        if ids and path.is_dir() and (theirs := _ids(path)) and theirs != ids:
+            raise ConfigError(f"{key}: {path} has another tokenizer than the policy; a teacher must have the same")
+
+
+def _ids(model: Path) -> dict[str, int] | None:
+    """Return the id of each token; None if the model has no tokenizer.json or has it in another form."""
+    try:
+        found = json.loads((model / "tokenizer.json").read_text())
+        return {**found["model"]["vocab"], **{token["content"]: token["id"] for token in found["added_tokens"]}}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def check_plan(config: DictConfig) -> None:
     """Raise ConfigError if the plan (``rl.plan``) does not fit the cluster.
 

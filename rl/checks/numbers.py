@@ -12,6 +12,8 @@ POSITIVE = (
     "agent.max_turns",
     "agent.timeout_s",
     "proxy.max_calls",
+    "proxy.max_body_mb",
+    "proxy.max_session_tokens",
     "grading.timeout_s",
     "data.train_batch_size",
     "data.max_prompt_length",

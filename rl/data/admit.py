@@ -33,9 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from rewards import grade as grading
 from rewards.rules import Rules
 from rewards.task import Task, TaskError, load_tasks
@@ -43,6 +40,7 @@ from rewards.verdict import Reason
 from rl.batch import Journal, JournalError, Losses, LostError, Progress, estimate, read_journal, run_all
 from rl.data import findings as report
 from rl.data.findings import Finding, Status
+from rl.data.rates import write_rows
 from rl.screen import Screen, this_command
 from rl.shard import Shard
 from rollout import files
@@ -197,19 +195,6 @@ def findings(tasks: Sequence[Task], plan: Plan, records: Iterable[Mapping[str, A
     ]
 
 
-def write_admitted(source: Path, out: Path, tasks: Sequence[Task], admitted: set[str]) -> None:
-    """Write the rows of the admitted tasks with all their columns. Snapshot directories are named relative to `out`."""
-    table = pyarrow.parquet.read_table(source)
-    images = [
-        f"dir:{os.path.relpath(task.snapshot, out.parent.resolve())}" if task.image.startswith("dir:") else task.image
-        for task in tasks
-    ]
-    table = table.set_column(table.column_names.index("image"), "image", [images])
-    table = table.filter(pyarrow.array([task.instance_id in admitted for task in tasks]))
-    with files.replacing(out) as new:
-        pyarrow.parquet.write_table(table, new)
-
-
 def journals(out: Path) -> Iterator[Path]:
     """Yield the journals that there are of an admission to `out`: its own and those of its shards."""
     for path in sorted(out.parent.glob(f"{glob.escape(out.stem)}.*admission.jsonl")):
@@ -249,7 +234,7 @@ def admit(
         files.write(out.with_name(f"{out.stem}.admission.{suffix}"), text)
     admitted = {one.instance_id for one in found if one.status is Status.PASS}
     if admitted:
-        write_admitted(source, out, tasks, admitted)
+        write_rows(source, out, tasks, admitted, {})
     else:  # an older file would be taken for this run's
         out.unlink(missing_ok=True)
     return found

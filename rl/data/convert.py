@@ -25,8 +25,8 @@ import pyarrow.parquet
 
 from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
 from rl.data.fields import Refused, Row, Why, label
+from rl.data.filters import Selection, split
 from rl.data.patches import PatchError
-from rl.data.select import Selection, split
 from rl.data.sets import SETS, Options
 from rl.data.source import SourceError, read_rows
 from rollout.files import replacing, write

@@ -1,85 +1,251 @@
-"""This module selects the converted rows to write: filters, a seeded order, and a split that is stable when rows are
-added."""
+"""Choose episodes by what was measured of them: a part of what runs have recorded, as data for training.
+
+    python -m rl.data.select RUN... --out OUT [rules]
+    python -m rl.data.select RUN... --tasks tasks.parquet --tasks-out FILE --rate 0.1:0.9 [rules]
+
+RUN is the directory of a training run, an evaluation, a collection or another selection, or one record file. OUT reads
+like a run: OUT/episodes/*.cep holds the chosen records, so rollout.records, rollout.audit, rl.export and every other
+reader of runs works on it. OUT/selection.json names the sources, the rules and how many episodes each of them took.
+
+Rules are applied in the order of this help. Without any, all that goes is: an episode that is there twice, one in which
+the audit (without its check of texts, which needs the tokenizer) finds something, and one that the infrastructure
+failed. With --tasks, the tasks that --rate and --min-episodes leave are written, too, with their measured resolve rate
+and its interval in columns; without --out nothing else is. A broken record is a line on stderr and is left out.
+
+Exit status: 0 something was chosen, 1 nothing was or the disk failed, 2 the input or the options are wrong, 130
+interrupted. A command that fails leaves nothing.
+"""
 
 from __future__ import annotations
 
-import fnmatch
+import argparse
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+import re
+import signal
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-Row = dict[str, Any]
+import msgspec
 
+from rewards.task import TaskError, load_tasks
+from rl.data.choice import ALIKE, PATTERNS, Chosen, Rules, SelectError, choose
+from rl.data.rates import write_rated
+from rl.screen import Screen
+from rollout import files
+from rollout.records import VERSION, CorruptRecordError, RecordWriter, payload_at
 
-@dataclass(frozen=True)
-class Selection:
-    """A selection holds the filters; one that is None or empty is off.
-
-    repos: shell patterns, case-insensitive.
-    difficulties: exact values of the set's own scale.
-    min_failing, max_failing: number of FAIL_TO_PASS tests.
-    min_statement, max_statement: characters of the problem statement.
-    shuffle: the seed of a random order; None keeps the set's order.
-    limit: the number of rows to keep, from the start of that order.
-    """
-
-    repos: Sequence[str] = ()
-    instance_ids: Collection[str] = ()
-    difficulties: Collection[str] = ()
-    min_failing: int | None = None
-    max_failing: int | None = None
-    min_statement: int | None = None
-    max_statement: int | None = None
-    shuffle: int | None = None
-    limit: int | None = None
-
-    def dropped_by(self, row: Row) -> str | None:
-        """Return the first filter that rejects the row, as the command line names it; None if the row passes."""
-        repo, failing, statement = row["repo"].lower(), len(row["FAIL_TO_PASS"]), len(row["problem_statement"])
-        checks = {
-            "--repo": not self.repos or any(fnmatch.fnmatchcase(repo, pattern.lower()) for pattern in self.repos),
-            "--instance-ids": not self.instance_ids or row["instance_id"] in self.instance_ids,
-            "--difficulty": not self.difficulties or row["difficulty"] in self.difficulties,
-            "--min-failing": self.min_failing is None or failing >= self.min_failing,
-            "--max-failing": self.max_failing is None or failing <= self.max_failing,
-            "--min-statement": self.min_statement is None or statement >= self.min_statement,
-            "--max-statement": self.max_statement is None or statement <= self.max_statement,
-        }
-        return next((name for name, passed in checks.items() if not passed), None)
-
-    def apply(self, rows: Iterable[Row]) -> tuple[list[Row], Counter[str]]:
-        """Return the selected rows, and how many rows each filter dropped."""
-        dropped: Counter[str] = Counter()
-        left = []
-        for row in rows:
-            by = self.dropped_by(row)
-            if by is None:
-                left.append(row)
-            else:
-                dropped[by] += 1
-        if self.shuffle is not None:
-            # Sorted by a hash, not shuffled by a generator, so that the order of two rows does not depend on the rest.
-            left.sort(key=lambda row: _share(self.shuffle, row["instance_id"]))
-        if self.limit is not None and len(left) > self.limit:
-            dropped["--limit"] = len(left) - self.limit
-            left = left[: self.limit]
-        return left, dropped
+ABOUT = "selection.json"
 
 
-def split(rows: Sequence[Row], share: float, by: Literal["instance", "repo"], seed: int) -> tuple[list[Row], list[Row]]:
-    """Return (training rows, held-out rows), with about `share` of the instances or repositories held out.
+def summary(chosen: Chosen) -> dict[str, Any]:
+    """Return what selection.json holds."""
+    counts = Counter(entry.path for entry in chosen.entries)
+    sources: dict[Path, dict[str, Any]] = {}
+    for path, read in chosen.read.items():
+        run = path.parent.parent if path.parent.name == "episodes" else path.parent
+        source = sources.setdefault(run, {"run": str(run), **about(run), "files": []})
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file = {"file": str(path.relative_to(run)), "sha256": digest, "read": read, "chosen": counts[path]}
+        source["files"].append(file)
+    return {
+        "episodes": len(chosen.entries),
+        "tasks": len({entry.task for entry in chosen.entries}),
+        "resolved": sum(entry.facts["resolved"] for entry in chosen.entries),
+        "models": dict(Counter(entry.facts["model"] for entry in chosen.entries).most_common()),
+        "read": sum(chosen.read.values()),
+        "left_out": chosen.damage,
+        "taken": [{"rule": rule, "episodes": count} for rule, count in chosen.taken],
+        "rules": asdict(chosen.rules),
+        "versions": {"claude-code-rl": version("claude-code-rl"), "records": VERSION},
+        "sources": list(sources.values()),
+    }
 
-    A hash decides for each instance or repository on its own, so rows that are added later move no other row.
-    """
-    key = "instance_id" if by == "instance" else "repo"
-    sides: tuple[list[Row], list[Row]] = ([], [])
-    for row in rows:
-        sides[_share(seed, row[key].lower()) < share].append(row)
-    return sides
+
+def about(run: Path) -> dict[str, Any]:
+    """Return what a directory says of itself: its kind, key and experiment; of a selection, its sources."""
+    for kind in ("run", "evaluation", "collection", "preparation", "selection"):
+        try:
+            data = (run / f"{kind}.json").read_bytes()
+            told = msgspec.json.decode(data, type=dict)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if kind == "selection":
+            return {"kind": kind, "sources": told.get("sources")}
+        key = told.get("key") or hashlib.sha256(data).hexdigest()[:16]
+        return {"kind": "training" if kind == "run" else kind, "key": key, **_experiment(run / "config.yaml")}
+    return {"kind": "records"}
 
 
-def _share(seed: int | None, name: str) -> float:
-    """Return a number in [0, 1) that is the same on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big") / 2**56
+def _experiment(config: Path) -> dict[str, str]:
+    if not config.exists():
+        return {}
+    found = re.search(r"^  experiment_name: (.+)$|^name: (.+)$", config.read_text(errors="replace"), re.MULTILINE)
+    return {"experiment": found[1] or found[2]} if found else {}
+
+
+def write(chosen: Chosen, told: Mapping[str, Any], out: Path) -> None:
+    """Write a selection and its ``summary`` into the directory ``out``: a record file for each file of the sources, and
+    selection.json. Raises CorruptRecordError if a record has changed since it was chosen."""
+    places = defaultdict(list)
+    for entry in chosen.entries:
+        places[entry.path].append(entry.offset)
+    for number, (path, offsets) in enumerate(places.items()):
+        writer = RecordWriter(out / "episodes", f"{number:05d}-{path.stem}", synced=False)
+        try:
+            for offset in offsets:
+                writer.copy(payload_at(path, offset))
+        finally:
+            writer.close()
+    text = msgspec.json.format(msgspec.json.encode(told), indent=1).decode()
+    files.write(out / ABOUT, text + "\n", synced=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    args = _parser().parse_args(arguments)
+    given: dict[str, Any] = {one.name: getattr(args, one.name) for one in fields(Rules)}
+    given["ranges"] = dict(args.ranges)
+    rules = Rules(**given)
+    try:
+        _check(args)
+        with Screen() as screen:
+            return _select(args, rules, screen)
+    except (SelectError, TaskError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, CorruptRecordError) as error:
+        print(f"stopped: {error}; nothing was written", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise SelectError for options that do not go together, and for an OUT that must not be written."""
+    out = args.out
+    if not out and not args.tasks:
+        raise SelectError("neither --out, for episodes, nor --tasks, for tasks, is given")
+    if args.tasks and not (out or args.tasks_out):
+        raise SelectError("--tasks needs --tasks-out FILE, or --out")
+    if args.tasks_out and not args.tasks:
+        raise SelectError("--tasks-out needs --tasks FILE: the tasks to choose from")
+    if out and any(run.resolve() in (out.resolve(), *out.resolve().parents) for run in args.runs):
+        raise SelectError(
+            f"--out {out} is inside of a RUN, which would have its episodes twice then; name another place"
+        )
+    if out and out.exists() and not (args.overwrite and (out / ABOUT).exists()):
+        how = "is no selection, so it stays; move it away" if args.overwrite else "is there already; add --overwrite"
+        raise SelectError(f"--out {out} {how}, or name another one")
+
+
+def _select(args: argparse.Namespace, rules: Rules, screen: Screen) -> int:
+    """Choose, show and write; return the exit status."""
+    tasks = load_tasks(args.tasks) if args.tasks else []
+    chosen = choose(args.runs, rules, lambda done, total: screen.show("reading", done >> 20, total >> 20, "MiB"))
+    screen.show("writing")
+    told = summary(chosen)
+    screen.clear()
+    for finding in chosen.damage:
+        print(f"warning: {finding}", file=sys.stderr)
+    screen.print("\n".join(_lines(told)))
+    commands = []
+    if tasks:
+        found = sum(task.instance_id in chosen.rates for task in tasks)
+        screen.print(f"{found:>7} of {len(tasks)} tasks were measured and fit")
+        place = args.tasks_out or args.out / "tasks.parquet"
+        commands.append(("train on the tasks", f"data.train_files=[{place}]"))
+        if not found:
+            print("error: no task is left; nothing was written", file=sys.stderr)
+            return 1
+    if args.out and not chosen.entries:
+        print("error: the rules leave no episode; nothing was written", file=sys.stderr)
+        return 1
+    if args.out:
+        with files.making(args.out, args.overwrite) as new:
+            write(chosen, told, new)
+            if tasks and not args.tasks_out:
+                write_rated(args.tasks, new / "tasks.parquet", tasks, chosen.rates)
+        commands += [(what, f"{sys.orig_argv[0]} -m rollout.{what} {args.out}") for what in ("records", "audit")]
+    if args.tasks_out:
+        args.tasks_out.parent.mkdir(parents=True, exist_ok=True)
+        write_rated(args.tasks, args.tasks_out, tasks, chosen.rates)
+    screen.next(*commands)
+    return 0
+
+
+def _lines(told: dict[str, Any]) -> Iterator[str]:
+    yield f"{told['read']:>7} episodes read"
+    yield from (f"{one['episodes']:>7} taken by: {one['rule']}" for one in told["taken"])
+    yield f"{told['episodes']:>7} chosen, of {told['tasks']} tasks, {told['resolved']} of them resolved"
+    yield from (f"{count:>7} by {model}" for model, count in told["models"].items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.data.select", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run, or one record file")
+    add("--out", type=Path, help="the directory to write")
+    add("--overwrite", action="store_true", help="replace OUT if it is there")
+    add("--tasks", type=Path, metavar="FILE", help="task file to choose from; its rows go to OUT/tasks.parquet")
+    add("--tasks-out", type=Path, metavar="FILE", help="write them to this file instead")
+    add = parser.add_argument_group("rules").add_argument
+    add("--no-audit", dest="audited", action="store_false", help="keep episodes in which the audit finds something")
+    for flag, (name, _) in PATTERNS.items():
+        add(flag, dest=name, nargs="+", default=[], metavar="PATTERN", help=f"{name} to choose from")
+    text = "tasks with a measured resolve rate between these, neither included; of graded episodes that are left here"
+    add("--rate", type=_range, metavar="LOW:HIGH", help=text)
+    text = "tasks with at least so many graded episodes (default: %(default)s)"
+    add("--min-episodes", type=int, default=1, metavar="N", help=text)
+    either = parser._action_groups[-1].add_mutually_exclusive_group()
+    either.add_argument("--resolved", action="store_true", default=None, help="resolved ones only")
+    either.add_argument("--unresolved", dest="resolved", action="store_false", help="graded and not resolved ones only")
+    add("--no-flags", dest="unflagged", action="store_true", help="without anything suspicious in the patch")
+    text = "figures within bounds, both included: turns=:20 tokens_sampled=500:8000 cut_replies=:0 (docs/traces.md)"
+    add("--range", dest="ranges", nargs="+", type=_named_range, default=[], metavar="FIGURE=LOW:HIGH", help=text)
+    text = "one of those of a task with the same patch and the same sampled ids (said), or with the same patch"
+    add("--dedup", dest="same", choices=list(ALIKE), help=text)
+    text = "the best N of each task: by reward, then without flags, then by fewest turns, then by fewest sampled tokens"
+    add("--best", type=_count, metavar="N", help=text)
+    add("--per-task", type=_count, metavar="N", help="N of each task, by lot")
+    add("--limit", type=_count, metavar="N", help="N in all, by lot")
+    add("--seed", type=int, default=0, metavar="SEED", help="of the lot (default: %(default)s)")
+    return parser
+
+
+def _range(text: str) -> tuple[float, float]:
+    low, colon, high = text.partition(":")
+    try:
+        bounds = float(low or -math.inf), float(high or math.inf)
+    except ValueError:
+        bounds = (1.0, 0.0)
+    if not colon or not bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range; write LOW:HIGH, of which one may be left out")
+    return bounds
+
+
+def _named_range(text: str) -> tuple[str, tuple[float, float]]:
+    name, equals, bounds = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: write FIGURE=LOW:HIGH")
+    return name, _range(bounds)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

@@ -24,8 +24,8 @@ from rl.shard import Shard
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config; an evaluation inherits what they set.
 _TRAINING = ("experiment", "scale")
-_POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls")
-_POSITIVE += ("grading.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
+_POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls", "proxy.max_body_mb")
+_POSITIVE += ("proxy.max_session_tokens", "grading.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
 # Keys of the groups above that change how fast an evaluation runs, but not how an episode ends.
 _SPEED_ONLY = ("agent.binary", "episode", "sandbox.concurrency", "sandbox.pull_parallel", "sandbox.image_budget_gb")

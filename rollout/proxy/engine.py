@@ -33,18 +33,41 @@ class Completion:
     experts: Any = None
 
 
-def seal(prompt_ids: Sequence[int], done: Completion, side: bool) -> bytes:
-    """Return the SHA-256 of a call of the engine: what it was given, what it returned, and for whom (a side call?).
+# A session keeps so many conversations for its seals: that of the agent, and those of sub-agents.
+_BEGUN = 4
 
-    It is made where both cross the engine's border, before anything else keeps or moves them; docs/records.md defines
-    it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
-    """
-    versions = done.versions
-    digest = hashlib.sha256()
-    for column in (array("i", prompt_ids), array("i", done.ids), array("f", done.logprobs), array("i", versions)):
-        digest.update(column)
-    digest.update(struct.pack("<QQQQ?", len(prompt_ids), len(done.ids), len(done.logprobs), len(versions), side))
-    return digest.digest()
+
+class Seals:
+    """Seals makes the seals of one session's calls."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[list[int], Any]] = []  # ids of prompts with their replies, and a hash of them
+
+    def make(self, prompt_ids: Sequence[int], done: Completion, side: bool) -> bytes:
+        """Return the SHA-256 of a call of the engine: what it was given, what it returned, and for whom (a side call?).
+
+        It is made where both cross the engine's border, before anything else keeps or moves them; docs/records.md
+        defines it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
+        """
+        # What is equal to an earlier prompt and its reply is not hashed again, which would take most of a call's time.
+        known, digest = list[int](), hashlib.sha256()
+        for number, (ids, begun) in enumerate(self._begun):
+            if prompt_ids[: len(ids)] == ids:
+                known, digest = ids, begun
+                del self._begun[number]
+                break
+        digest.update(array("i", new := prompt_ids[len(known) :]))
+        whole = digest.copy()
+        whole.update(returned := array("i", done.ids))
+        whole.update(array("f", done.logprobs))
+        whole.update(array("i", done.versions))
+        sizes = (len(prompt_ids), len(done.ids), len(done.logprobs), len(done.versions))
+        whole.update(struct.pack("<QQQQ?", *sizes, side))
+        digest.update(returned)
+        known += new
+        known += done.ids
+        self._begun = [*self._begun[1 - _BEGUN :], (known, digest)]
+        return whole.digest()
 
 
 class EngineError(Exception):

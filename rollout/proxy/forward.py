@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import orjson
+import msgspec
 from aiohttp import web
 
 from rollout.proxy.messages import RequestError
@@ -63,7 +63,9 @@ class SideEndpoint:
             )
         headers = self.headers() | {"Accept-Encoding": "identity"}
         headers |= {name: request.headers[name] for name in ("anthropic-beta",) if name in request.headers}
-        changed = orjson.dumps({**orjson.loads(body), "model": self.model})
+        # All other fields stay bytes, which takes a twentieth of the time of decoding them.
+        fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        changed = msgspec.json.encode(fields | {"model": self.model})
         response: web.StreamResponse | None = None
         heard = request.get(HEARD)
         try:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rollout.proxy.parsers import FORMATS
+from rollout.proxy.texts import PIECE, here
 
 # Control tokens of most families look like this, also those that no chat template writes (<|fim_prefix|>).
 _CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
@@ -37,51 +38,72 @@ def control_texts(tokenizer: Any) -> list[str]:
     return [text for text, special in added.items() if text and controls(text, special)]
 
 
-class Marks:
-    """Marks are the control tokens of a tokenizer, by their texts (``control_texts``).
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds any of the texts, and the longest where several begin, as tokenizers do."""
+    # By their first characters: the search for a text that begins with one is many times as fast.
+    firsts: dict[str, list[str]] = {}
+    for text in sorted(texts, key=len, reverse=True):  # there may be thousands
+        firsts.setdefault(text[0], []).append(text[1:])
+    choices = (f"{re.escape(first)}(?:{'|'.join(map(re.escape, rest))})" for first, rest in firsts.items())
+    return re.compile("|".join(choices) or r"(?!)")
 
-    ``used``: whether a placeholder was ever needed.
-    """
+
+class Marks:
+    """Marks are the control tokens of a tokenizer, by their texts (``control_texts``)."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._texts: list[str] = sorted(control_texts(tokenizer), key=len, reverse=True)
-        # By their first characters: the search for a text that begins with one is many times as fast.
-        firsts: dict[str, list[str]] = {}
-        for text in self._texts:  # there may be thousands
-            firsts.setdefault(text[0], []).append(text[1:])
-        choices = (f"{re.escape(first)}(?:{'|'.join(map(re.escape, rest))})" for first, rest in firsts.items())
-        self._pattern = re.compile("|".join(choices) or r"(?!)")
+        self._texts: list[str] = control_texts(tokenizer)
+        self._longest = max(map(len, self._texts), default=0)
+        self._pattern = any_of(self._texts)
         self._open = f"\ue000{secrets.token_hex(8)}:"  # which no text has by chance or can know
         self._placeholder = re.compile(rf"{self._open}(\d+)\ue001")
         self._numbers = {text: number for number, text in enumerate(self._texts)}
-        self.used = False
 
     def hide(self, value: Any) -> Any:
         """Return messages or tools (any JSON value) with placeholders; what has no mark is returned as it is."""
         if isinstance(value, str):
-            if self._pattern.search(value) is None:
-                return value
-            self.used = True
-            return self._pattern.sub(lambda found: f"{self._open}{self._numbers[found[0]]}\ue001", value)
+            parts: list[str] = []
+            at = 0
+            room = here()
+            for found in self._marks(value):
+                parts += value[at : found.start()], f"{self._open}{self._numbers[found[0]]}\ue001"
+                at = found.end()
+                if room is not None:
+                    room.take(len(parts) // 2)  # each mark will be at least one token
+            return "".join((*parts, value[at:])) if parts else value
         if isinstance(value, dict):
             return {key: self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list) else value
 
-    def has(self, value: Any) -> bool:
-        """Tell whether a JSON value has a placeholder."""
-        if not self.used:
-            return False
-        if isinstance(value, str):
-            return self._open in value
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return any(map(self.has, items))
+    def _marks(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield the marks in a text. It is searched in pieces, between which other threads get their turn."""
+        at = 0
+        while at < len(text):
+            found = self._pattern.search(text, at, at + PIECE + self._longest)
+            if found is None or found.start() >= at + PIECE:
+                at += PIECE
+            else:
+                yield found
+                at = found.end()
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of a text with placeholders. ``encode``: the tokenizer's own encoding of a text."""
-        ids: list[int] = []
-        for number, part in enumerate(self._placeholder.split(text)):
+        """Return the ids of a text that may have placeholders. ``encode``: the tokenizer's own encoding of a text."""
+        if self._open not in text:
+            return encode(text)
+        room, ids = here(), list[int]()
+
+        def add(part: str) -> None:
+            ids.extend(encode(part) if part else ())
+            if room is not None:
+                room.take(len(ids))
+
+        at = 0
+        for found in self._placeholder.finditer(text):
+            add(text[at : found.start()])
             # A mark is no mark any more if it is encoded in two parts.
-            mark = self._texts[int(part)] if number % 2 else ""
-            for piece in (mark[:1], mark[1:]) if mark else (part,):
-                ids += encode(piece) if piece else []
+            mark = self._texts[int(found[1])]
+            add(mark[:1])
+            add(mark[1:])
+            at = found.end()
+        add(text[at:])
         return ids

@@ -17,9 +17,9 @@ The format is documented at https://docs.anthropic.com/en/api/messages; details 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,11 +28,12 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
+from rollout.proxy.texts import squeezed
+
 ChatMessage = dict[str, Any]
 Block = dict[str, Any]
 Identity = tuple[bytes, bytes, frozenset[str], frozenset[str]]  # what Span.identify sets
 
-_REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 # Claude Code sends "(no content)" in place of a reply that had no content at all; this is that text squeezed.
 _NO_CONTENT = "(nocontent)"
 
@@ -71,7 +72,7 @@ class WireToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
 
 
-class WireRequest(msgspec.Struct):
+class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
     """A WireRequest holds the fields of a request that are used; all other fields are accepted and ignored."""
 
     messages: list[msgspec.Raw]
@@ -82,6 +83,16 @@ class WireRequest(msgspec.Struct):
     stop_sequences: list[str] | None = None
     tool_choice: WireToolChoice | None = None
     stream: bool | None = None
+
+    @functools.cached_property
+    def digests(self) -> list[bytes]:
+        """Return a hash of the bytes of each message."""
+        return [_hash(raw) for raw in self.messages]
+
+    @functools.cached_property
+    def head_digest(self) -> bytes:
+        """Return a hash of the bytes of system prompt and tools."""
+        return _hash(self.system) + _hash(self.tools)
 
 
 _request_decoder = msgspec.json.Decoder(WireRequest)
@@ -252,13 +263,18 @@ class Seen:
         self.limit = limit
         self.sides: dict[bytes, bool] = {}  # message -> whether it is the assistant's
         self.spans: dict[bytes, Identity] = {}  # messages of a span -> what identifies it
-        self.heads: dict[bytes, Head] = {}
 
-    def keep(self, kind: dict[bytes, Any], digest: bytes, value: Any, limit: int | None = None) -> None:
-        """Store ``value`` in ``kind``, one of the three dictionaries, which may have a ``limit`` of its own."""
-        if len(kind) >= (limit or self.limit):
+    def keep(self, kind: dict[bytes, Any], digest: bytes, value: Any) -> None:
+        """Store ``value`` in ``kind``, one of the two dictionaries."""
+        if len(kind) >= self.limit:
             kind.clear()
         kind[digest] = value
+
+    def new_bytes(self, request: WireRequest) -> int:
+        """Return how many bytes of a request's messages, system prompt and tools have not been decoded before."""
+        new = zip(request.digests, request.messages, strict=True)
+        head = 0 if request.head_digest in _heads else len(request.system) + len(request.tools)
+        return head + sum(len(raw) for digest, raw in new if digest not in self.sides)
 
 
 # The seed is random so that nobody can write a message whose hash is that of another message.
@@ -275,32 +291,37 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
     Raises RequestError, which names the field that is wrong.
     """
     seen = seen or Seen()
-    digests = [_hash(raw) for raw in request.messages]
+    digests = request.digests
     spans: list[Span] = []
-    start, side = 0, _side(request, 0, digests, seen)
+    sides = [
+        _side(request, at, digests, seen) if (side := seen.sides.get(digest)) is None else side
+        for at, digest in enumerate(digests)
+    ]
+    start, side = 0, sides[0]
     for at in range(1, len(digests) + 1):
-        here = None if at == len(digests) else _side(request, at, digests, seen)
+        here = None if at == len(digests) else sides[at]
         if here is not side:
             spans.append(_span(Span(request.messages[start:at], start, side), digests[start:at], seen))
             start, side = at, bool(here)
     if spans[-1].assistant:
         raise RequestError("messages: the last message may not be an assistant message (prefill is not supported)")
-    return Conversation(_head(request, seen), tuple(spans))
+    return Conversation(_head(request), tuple(spans))
 
 
 def _side(request: WireRequest, index: int, digests: list[bytes], seen: Seen) -> bool:
-    known = seen.sides.get(digests[index])
-    if known is None:
-        message = _decoded(_message_decoder, request.messages[index], f"messages[{index}]")
-        _check_blocks(message.content, f"messages[{index}].content")
-        known = message.role == "assistant"
-        seen.keep(seen.sides, digests[index], known)
-    return known
+    message = _decoded(_message_decoder, request.messages[index], f"messages[{index}]")
+    _check_blocks(message.content, f"messages[{index}].content")
+    seen.keep(seen.sides, digests[index], side := message.role == "assistant")
+    return side
 
 
-def _head(request: WireRequest, seen: Seen) -> Head:
-    digest = _hash(request.system) + _hash(request.tools)
-    head = seen.heads.get(digest)
+# The heads of all sessions. They are as large as prompts, but an agent and its sub-agents have a few, always the same.
+_heads: dict[bytes, Head] = {}
+_MOST_HEADS, _LARGEST_HEAD = 64, 1 << 18
+
+
+def _head(request: WireRequest) -> Head:
+    head = _heads.get(request.head_digest)
     if head is None:
         content = _decoded(_system_decoder, request.system, "system")
         if isinstance(content, list):
@@ -309,9 +330,11 @@ def _head(request: WireRequest, seen: Seen) -> Head:
         wire = _decoded(_tools_decoder, request.tools, "tools") or []
         tools = tuple(_chat_tool(tool) for tool in wire)
         key = _digest(["head", system, json.dumps(tools)])
-        # A head can be as large as a prompt, and an agent has only a few.
         head = Head(key, system, tools)
-        seen.keep(seen.heads, digest, head, limit=32)
+        if len(request.system) + len(request.tools) <= _LARGEST_HEAD:
+            if len(_heads) >= _MOST_HEADS:
+                _heads.clear()
+            _heads[request.head_digest] = head
     return head
 
 
@@ -467,11 +490,6 @@ def _chat_tool(tool: WireTool) -> dict[str, Any]:
             "parameters": tool.input_schema or {},
         },
     }
-
-
-def squeezed(text: str) -> str:
-    """Return a text without white space and reminders."""
-    return "".join(_REMINDER.sub("", text).split())
 
 
 def _digest(parts: list[str]) -> bytes:

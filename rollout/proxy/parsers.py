@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -213,9 +214,11 @@ class VllmReplyParser:
         self.spec = f"{tool_parser}+{reasoning_parser}" if reasoning_parser else tool_parser
         self._format = FORMATS[tool_parser]()
         self._make = ToolParserManager.get_tool_parser(tool_parser)
+        self._begins_anew = getattr(self._make, "engine_based_streaming", False)
         self._request, self._tool = ChatCompletionRequest, ChatCompletionToolsParam
         # Every new parser asks for the vocabulary, a dict that a plain tokenizer would build each time.
         self._tokenizer: Any = get_cached_tokenizer(copy.copy(tokenizer))
+        self._alone = threading.Lock()  # for event loops in other threads
         self._readers: OrderedDict[int, tuple[Sequence[Any], Callable[[str], list[Any]]]] = OrderedDict()
         self._reader([])("")  # so that a tokenizer that does not fit is an error now, not at the first call
         self._thinking = _Thinking(reasoning_parser, self._tokenizer) if reasoning_parser else None
@@ -252,7 +255,8 @@ class VllmReplyParser:
         # If a marker is more than one token, a reply can be cut in the middle of the next call's marker.
         if any(pieces[-1].endswith(start[:n]) for start in self._format.starts for n in range(1, len(start))):
             raise ValueError("it ends with the beginning of a call")
-        found = self._reader(tools)(self._format.shortened(text))
+        with self._alone:
+            found = self._reader(tools)(self._format.shortened(text))
         written = [call for section in calls for call in section]
         if len(found) != len(written):
             raise ValueError(f"it has {len(written)} calls, but vLLM's parser reads {len(found)}")
@@ -290,9 +294,12 @@ class VllmReplyParser:
             params: list[Any] = [self._tool.model_validate(tool) for tool in tools]
             request = self._request(model="", messages=[], tools=params or None)
 
+            # Some parsers keep state, so that every text needs a new one. Those on vLLM's parser engine begin anew with
+            # each text, and making one costs as much as a call.
+            again = self._make(self._tokenizer, params) if self._begins_anew else None
+
             def reader(text: str) -> list[Any]:
-                # A new parser for every text, because some of them keep state.
-                return self._make(self._tokenizer, params).extract_tool_calls(text, request).tool_calls
+                return (again or self._make(self._tokenizer, params)).extract_tool_calls(text, request).tool_calls
 
             kept = tools, reader
         self._readers[id(tools)] = kept

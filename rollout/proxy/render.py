@@ -14,24 +14,27 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollout.proxy.encode import Encoder
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import ChatMessage, RequestError
+from rollout.proxy.texts import NoRoom
 
 # The encodings of this many conversations of at most this many bytes are remembered (see _prepared).
 _REMEMBERED, _SHORT = 1000, 2000
 
 
 class Renderer(Protocol):
-    """A Renderer turns chat messages into the token ids of prompts."""
+    """A Renderer turns chat messages into the token ids of prompts, within the room that there is (``texts.Room``)."""
 
     def start(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
-        """Return the ids of a first prompt, which ends with the generation prompt. Raises RequestError."""
+        """Return the ids of a first prompt, which ends with the generation prompt. Raises RequestError and NoRoom."""
         ...
 
     def extend(self, tail: Sequence[int], ended: bool, messages: list[ChatMessage]) -> list[int]:
         """Return the ids that add ``messages`` and a generation prompt to a path whose last ids are ``tail``.
 
-        ``ended`` is False if the last reply was cut, so that its turn must be closed first. Raises RequestError.
+        ``ended`` is False if the last reply was cut, so that its turn must be closed first. Raises RequestError and
+        NoRoom.
         """
         ...
 
@@ -79,15 +82,27 @@ class ChatTemplateRenderer:
     def __init__(
         self, tokenizer: Any, model_type: str, template_args: dict[str, Any] | None = None, any_family: bool = False
     ) -> None:
+        from verl.utils.tokenizer.chat_template import apply_chat_template
+        from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
         from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
         if not any_family and known_family(model_type) is None:
             raise ValueError(unknown_family(model_type))
         self.tokenizer = tokenizer
         self.marks = Marks(tokenizer)
+        self._encoder = Encoder(tokenizer)
+        prepared = _prepared(tokenizer, self.marks, self._encoder)
+        self._template_args = template_args or {}
         self.builder = create_continuous_token_builder(
-            _prepared(tokenizer, self.marks), hf_model_type=model_type, chat_template_kwargs=template_args or {}
+            prepared, hf_model_type=model_type, chat_template_kwargs=self._template_args
         )
+        # Of a builder that renders first prompts in its own way, the text is not known.
+        plain = type(self.builder).build_initial_tokens is ContinuousTokenBuilder.build_initial_tokens
+        self._render: Any = None
+        if plain:
+            self._render = functools.partial(apply_chat_template, prepared, tokenize=False, **self._template_args)
+            self._by_comparison = self.builder.render_delta_token_id
+            self.builder.render_delta_token_id = self._added
         template = str(tokenizer.chat_template)
         self._ids_are_written = any(word in template for word in ("tool_call_id", ".id", "'id'", '"id"'))
         self._closing = self._end_of_turn()
@@ -97,7 +112,11 @@ class ChatTemplateRenderer:
         """Implement Renderer.start."""
 
         def build(first: list[ChatMessage]) -> list[int]:
-            return list(self.builder.build_initial_tokens(first, tools=self.marks.hide(tools) or None))
+            hidden = self.marks.hide(tools) or None
+            if self._render is None:
+                return list(self.builder.build_initial_tokens(first, tools=hidden))
+            text = self._render(first, add_generation_prompt=True, tools=hidden)
+            return self.marks.encode(text, self._encoder.encode_prompt)
 
         return self._written(build, messages, first=1)
 
@@ -122,6 +141,18 @@ class ChatTemplateRenderer:
 
         return self._written(build, messages, first=0)
 
+    def _added(self, before: list[ChatMessage], added: list[ChatMessage], **options: Any) -> list[int]:
+        """Return the ids that ``added`` messages have after those ``before``.
+
+        verl's builders encode both texts and compare the ids. Where the longer text can be cut after the shorter one,
+        only what it adds is encoded.
+        """
+        start = self._render(before, **options | {"add_generation_prompt": False})
+        text = self._render(before + added, **{"add_generation_prompt": False} | options)
+        if self._encoder.can_cut(text, start):
+            return self.marks.encode(text[len(start) :], self._encoder.encode)
+        return self._by_comparison(before, added, **options)
+
     def _written(self, build: Any, messages: list[ChatMessage], first: int) -> list[int]:
         """Call ``build``; if the template refuses system messages from index ``first`` on, make them the user's."""
         messages = self.marks.hide(messages)
@@ -130,11 +161,15 @@ class ChatTemplateRenderer:
             if self._system_anywhere and as_user != messages:
                 try:
                     return build(messages)
+                except NoRoom:
+                    raise
                 except Exception:  # of jinja or verl; if the system message is not the cause, build fails again
                     ids = build(as_user)
                     self._system_anywhere = False
                     return ids
             return build(as_user)
+        except NoRoom:
+            raise
         except Exception as error:
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
@@ -154,35 +189,39 @@ class ChatTemplateRenderer:
         return [int(one[-common])] if common and one[-common] in self.tokenizer.all_special_ids else []
 
 
-def _prepared(tokenizer: Any, marks: Marks) -> Any:
-    """Return a copy of the tokenizer that encodes placeholders of ``marks``, and remembers the ids of short
-    conversations without a generation prompt.
+def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
+    """Return a copy of the tokenizer that encodes texts by ``encoder`` and placeholders of ``marks``.
 
-    verl's builders find the new ids of a turn by comparing with a synthetic conversation, which is the same in every
-    turn; encoding it again is a third of the work of the turn's encoding.
+    It remembers short conversations without a generation prompt.
+
+    verl's builders find what a turn adds by comparing with a synthetic conversation, which is the same in every turn.
     """
-    apply, encode = tokenizer.apply_chat_template, tokenizer.encode
+    apply = tokenizer.apply_chat_template
 
     def encoded(text: str, **options: Any) -> list[int]:
-        return marks.encode(text, lambda part: encode(part, **options))
+        return marks.encode(text, encoder.encode)  # verl asks for no other option than add_special_tokens=False
 
     @functools.lru_cache(_REMEMBERED)
-    def ids_of(key: bytes) -> tuple[int, ...]:
+    def known(key: bytes) -> tuple[str, tuple[int, ...]]:
         conversation, options = msgspec.json.decode(key)
-        return tuple(apply(conversation, **options))
+        text = apply(conversation, **options)
+        return text, tuple(encoded(text))
 
-    def remember(conversation: Any, **options: Any) -> Any:
-        of_ids = options.get("tokenize", True) and not options.get("return_dict", True)
-        if of_ids and marks.has([conversation, options.get("tools")]):
-            return encoded(apply(conversation, **{**options, "tokenize": False}), add_special_tokens=False)
-        if of_ids and not options.get("add_generation_prompt"):
+    def applied(conversation: Any, **options: Any) -> Any:
+        wants_ids = options.get("tokenize", True)
+        if wants_ids and options.get("return_dict", True):
+            return apply(conversation, **options)
+        options["tokenize"] = False
+        if not options.get("add_generation_prompt"):
             key = msgspec.json.encode([conversation, options])
             if len(key) <= _SHORT:
-                return list(ids_of(key))
-        return apply(conversation, **options)
+                text, ids = known(key)
+                return list(ids) if wants_ids else text
+        text = apply(conversation, **options)
+        return encoded(text) if wants_ids else text
 
     copied = copy.copy(tokenizer)
-    copied.apply_chat_template, copied.encode = remember, encoded
+    copied.apply_chat_template, copied.encode = applied, encoded
     return copied
 
 

@@ -42,11 +42,11 @@ class ProxyServer:
     """A ProxyServer serves any number of sessions over HTTP.
 
     ``ping_s``: the seconds between two pings while a streamed reply is being sampled. ``max_body``: the size of the
-    largest request that is read, in bytes; Claude Code's largest, with images, stay far below the default. ``metrics``,
-    if given, are told of every request.
+    largest request that is read, in bytes; the default is that of Anthropic's API. ``metrics``, if given, are told of
+    every request.
     """
 
-    def __init__(self, *, ping_s: float = 5.0, max_body: int = 64 << 20, metrics: Metrics | None = None) -> None:
+    def __init__(self, *, ping_s: float = 5.0, max_body: int = 32 << 20, metrics: Metrics | None = None) -> None:
         self.ping_s = ping_s
         self.max_body = max_body
         self.metrics = metrics
@@ -154,22 +154,23 @@ class ProxyServer:
                 raise RequestError("unknown session: not that of this socket", 401, "authentication_error")
         if session is None:
             raise closed_error()
-        return session, await self.body(request)
+        return session, await self.body(request, session.policy.max_body)
 
-    async def body(self, request: web.Request) -> bytes:
-        """Read a request's body. Raises RequestError if it is broken or too large.
+    async def body(self, request: web.Request, most: int | None = None) -> bytes:
+        """Read a request's body. Raises RequestError if it is broken or has more than ``most`` bytes.
 
         A body whose Content-Length is too large is not read.
         """
-        if (request.content_length or 0) > self.max_body:
-            raise self._too_large()
+        most = min(most or self.max_body, self.max_body)
+        if (request.content_length or 0) > most:
+            raise _too_large(most)
         try:
-            return await request.read()
+            body = await request.read()
         except (HttpProcessingError, PayloadEncodingError, web.RequestPayloadError) as error:
             raise RequestError(f"the body is not what the headers say: {error}") from error
-
-    def _too_large(self) -> RequestError:
-        return RequestError(f"request body over {self.max_body} bytes", 413, "request_too_large")
+        if len(body) > most:
+            raise _too_large(most)
+        return body
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
         """Answer a client that asks whether to send its body: None for yes (100 Continue), else the response.
@@ -177,7 +178,7 @@ class ProxyServer:
         aiohttp calls this before the handler.
         """
         if (request.content_length or 0) > self.max_body:
-            return _error_response(request, self._too_large())
+            return _error_response(request, _too_large(self.max_body))
         if request.headers["Expect"].lower() != "100-continue":
             return _error_response(request, RequestError("Expect: only 100-continue is supported", 417))
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -200,12 +201,14 @@ class ProxyServer:
         # Without a buffer of our own, a write that was awaited is entirely with the kernel.
         transport.set_write_buffer_limits(high=0)
         with contextlib.ExitStack() as waiting:
-            # Requests pass this part one at a time, so that when many arrive at once, the first is sampled while the
-            # others are being encoded, and not only after all of them are.
-            async with self._entrance:
-                call = session.prepare(wire, is_retry(request))
-                sampled = waiting.enter_context(session.sampling(call))
-                await asyncio.sleep(0)  # lets the generation begin
+            async with session.entrance:
+                place = await session.ahead(wire)
+                # Requests pass this part one at a time, so that when many arrive at once, the first is sampled while
+                # the others are being encoded, and not only after all of them are.
+                async with self._entrance:
+                    call = session.prepare(wire, is_retry(request), place)
+                    sampled = waiting.enter_context(session.sampling(call))
+                    await asyncio.sleep(0)  # lets the generation begin
             response, node = await (self._stream if wire.stream else self._whole)(request, wire, call, sampled)
         if node is not None and not transport.is_closing():
             self._deliveries.sent(transport, session, node)
@@ -265,7 +268,9 @@ class ProxyServer:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session, body = await self.receive(request)
-        counted = {"input_tokens": session.count(decode_request(body))}
+        wire = decode_request(body)
+        async with session.entrance:
+            counted = {"input_tokens": session.count(wire, await session.ahead(wire))}
         return web.Response(body=msgspec.json.encode(counted), content_type="application/json")
 
     @web.middleware
@@ -296,6 +301,10 @@ class ProxyServer:
 def is_retry(request: web.Request) -> bool:
     """Tell whether the client marks a request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(f"request body over {most} bytes", 413, "request_too_large")
 
 
 def _stopping_error() -> RequestError:

@@ -10,17 +10,21 @@ import bisect
 import contextlib
 import hashlib
 import secrets
+import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout import SIDE_MODEL
-from rollout.proxy.engine import Completion, Engine, EngineError, TextCodec, seal
+from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec
 from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
-from rollout.proxy.tree import Asked, Match, Node, Tree, routed
+from rollout.proxy.texts import NoRoom, Room, within
+from rollout.proxy.tree import Asked, Match, Node, Place, Tree, routed
 
 if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modules import
     from rollout.proxy.forward import SideEndpoint
@@ -29,6 +33,10 @@ if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modu
 
 # A renderer reads only a few of the last ids of a path: an end-of-turn token and its newline.
 _TAIL = 8
+# A request with more new bytes than this is encoded in a thread. Less is a few milliseconds.
+_AT_ONCE = 1 << 14
+# Each session uses one of these threads at a time, which the tokenizer lets run beside the event loop.
+_threads = ThreadPoolExecutor(64, "proxy-encode")
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,9 @@ class Policy:
     limits that the agent's own max_tokens can only lower. ``train_side_calls``: whether side calls are trained on; if
     ``side_endpoint`` is set, it answers them and the policy never sees them. ``max_session_tokens``: the most tokens
     that one session may hold, over all branches of its tree. ``max_calls``: the most calls that a session may make,
-    side calls and retries included; None: any number. ``sampling``: the trainer's parameters (temperature, top_p, ...);
-    a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``).
+    side calls and retries included; None: any number. ``max_body``: the largest request of a session in bytes; None:
+    the server's. ``sampling``: the trainer's parameters (temperature, top_p, ...); a ``seed`` among them is the
+    episode's, from which each call gets its own (``call_seed``).
     """
 
     engine: Engine
@@ -54,6 +63,7 @@ class Policy:
     side_endpoint: SideEndpoint | None = None
     max_session_tokens: int = 1 << 25
     max_calls: int | None = None
+    max_body: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,7 +105,7 @@ def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
 
     What is sampled therefore does not depend on which other calls are in progress. The result has 63 bits.
     """
-    data = b"".join(number.to_bytes(8, "little") for number in (seed, before, *prompt_ids))
+    data = array("Q", (seed, before, *prompt_ids)).tobytes()
     return (
         int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
     )  # engines take a signed 64-bit integer
@@ -122,11 +132,12 @@ class Session:
         self.tools: dict[str, dict[str, Any]] = {}  # every tool that the agent offered, by name
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
-        self._seen = Seen()
+        self._seen, self._seals = Seen(), Seals()
         self._asked: dict[int, list[Asked]] = {}  # index of a context node -> all that was asked for there
         self._failed: set[str] = set()  # message ids of generations that left no reply
         self._generations: dict[str, _Generation] = {}  # those in progress, by message id
         self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
+        self.entrance = asyncio.Lock()  # held while a request is encoded and enters the tree
         self._admitted = 0
         # A server sets this to what marks as delivered the replies that clients have read by now.
         self.settle: Callable[[], None] = lambda: None
@@ -158,30 +169,47 @@ class Session:
         known = {node.reply.id for node in self.tree.nodes if node.reply is not None}
         self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
-    def prepare(self, request: WireRequest, retry: bool) -> Call:
-        """Match a request with the tree and encode what is new in it.
+    async def ahead(self, request: WireRequest) -> Place | None:
+        """Find a large request's place and encode what is new in it in a thread, while other sessions are answered.
+
+        The result is for ``prepare`` or ``count``; None: the request is small. Hold ``entrance`` from before this call
+        until after that one: then the tree gets no other context meanwhile. If the caller is cancelled or the session
+        is closed, the work ends with its next piece, and only then does this return. Raises RequestError.
+        """
+        if self._seen.new_bytes(request) <= _AT_ONCE:
+            return None
+        began, left = time.perf_counter(), threading.Event()
+        work = asyncio.get_running_loop().run_in_executor(_threads, self._find, request, left)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            left.set()
+            await asyncio.gather(work, return_exceptions=True)
+            raise
+        finally:
+            self.counters.overhead_s += time.perf_counter() - began
+
+    def prepare(self, request: WireRequest, retry: bool, place: Place | None = None) -> Call:
+        """Match a request with the tree and encode what is new in it, unless ``ahead`` has found its ``place``.
 
         ``retry``: whether the client marks the request as a retry. Raises RequestError.
         """
         if self.closed:
             raise closed_error()
         began = time.perf_counter()
-        talk = conversation(request, self._seen)
-        match = self.tree.match(talk.head.key, talk.spans)
-        context = match.context
-        if context is None:
-            ids = self._encode(talk, match)
-            if self.tree.tokens + len(ids) > self.policy.max_session_tokens:
-                limit = self.policy.max_session_tokens
-                raise RequestError(f"this session may hold at most {limit} tokens", 413, "request_too_large")
-            context = self.tree.add_context(match.base, talk.head.key, match.rest, ids)
-        limit = min(self.policy.max_tokens, self.policy.max_context - context.length)
+        place = place or self._find(request)
+        talk, match = place.talk, place.match
+        length = place.length
+        limit = min(self.policy.max_tokens, self.policy.max_context - length)
         if request.max_tokens and request.max_tokens > 0:
             limit = min(limit, int(request.max_tokens))
         if limit < 1:
-            self.counters.context_full += 1
-            # Claude Code recognises this wording and compacts the conversation instead of giving up.
-            raise RequestError(f"prompt is too long: {context.length} tokens > {self.policy.max_context} maximum")
+            raise self._too_long(str(length))
+        context = match.context
+        if context is None:
+            if self.tree.tokens + len(place.ids) > self.policy.max_session_tokens:
+                raise self._full()
+            context = self.tree.add_context(match.base, talk.head.key, match.rest, place.ids)
         side = request.model == SIDE_MODEL
         if not side and self._main is None:
             self._main = talk.head.key
@@ -227,15 +255,15 @@ class Session:
             return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
         return self.tree.replies(self._main)
 
-    def count(self, request: WireRequest) -> int:
-        """Return the number of prompt tokens of a request without adding it to the tree. Raises RequestError."""
-        talk = conversation(request, self._seen)
-        match = self.tree.match(talk.head.key, talk.spans)
-        if match.context is not None:
-            return match.context.length
-        ids = self._encode(talk, match)
-        self._counted = _place(talk, match), ids
-        return (match.base.length if match.base else 0) + len(ids)
+    def count(self, request: WireRequest, place: Place | None = None) -> int:
+        """Return the number of prompt tokens of a request without adding it to the tree.
+
+        ``place``: what ``ahead`` has found. Raises RequestError.
+        """
+        place = place or self._find(request)
+        if place.match.context is None:
+            self._counted = place.key, place.ids
+        return place.length
 
     def close(self) -> None:
         """Refuse further requests and abort the generations in progress."""
@@ -248,25 +276,67 @@ class Session:
     def _count_unread(self) -> None:
         self.counters.unread_replies = sum(node.sent and not node.delivered for node in self.tree.nodes)
 
-    def _encode(self, talk: Conversation, match: Match) -> list[int]:
-        if self._counted is not None and self._counted[0] == _place(talk, match):
-            return self._counted[1]
-        base, ids, messages, before = match.base, [], [], None
+    def _find(self, request: WireRequest, left: threading.Event | None = None) -> Place:
+        """Find a request's place in the tree and encode what is new in it. ``left``: set when nobody wants it any more.
+
+        This may run in a thread: all that it changes in the tree is that replies are delivered. Raises RequestError.
+        """
+        talk = conversation(request, self._seen)
+        place = Place(talk, self.tree.match(talk.head.key, talk.spans))
+        if place.match.context is None:
+            counted = self._counted
+            known = counted is not None and counted[0] == place.key
+            place.ids = counted[1] if counted and known else self._encode(talk, place.match, left)
+            _ = place.match.rest[-1].exact  # computed here, in the thread
+        return place
+
+    def _encode(self, talk: Conversation, match: Match, left: threading.Event | None) -> list[int]:
+        def wanted() -> bool:
+            return not (self.closed or (left is not None and left.is_set()))
+
+        # The new messages, cut where one of our replies stands in a new place, with that reply before them.
+        parts: list[tuple[Node | None, list[dict[str, Any]]]] = [(match.base, [])]
+        before = None
         for span in match.rest:
             here = span.assistant and before is not None
             for part, reply in self.tree.recall(span, before) if here else [(span, None)]:
+                base, messages = parts[-1]
                 # No prompt can end between two messages of the assistant, except at the first prompt's end.
                 if reply is None or not messages or (base and messages[-1]["role"] == "assistant"):
                     messages += part.chat
-                    continue
-                # A reply in a new place (Claude Code keeps the last ones when it compacts) keeps its own tokens.
-                ids += [*self._render(talk, base, messages), *reply.ids]
-                base, messages = reply, []
+                else:
+                    parts.append((reply, []))
             before = span
-        return [*ids, *self._render(talk, base, messages)]
+        before, ids = match.base.length if match.base else 0, list[int]()
+        limit = min(self.policy.max_context - before, self.policy.max_session_tokens - self.tree.tokens)
+        try:
+            for number, (base, messages) in enumerate(parts):
+                # A reply in a new place (Claude Code keeps the last ones when it compacts) keeps its own tokens.
+                ids += base.ids if number and base else ()
+                with within(Room(max(0, limit - len(ids)), wanted)):
+                    ids += self._render(talk, base, messages)
+        except NoRoom as error:
+            if not wanted():
+                raise closed_error() from None
+            tokens = before + len(ids) + error.tokens
+            fits = tokens <= self.policy.max_context
+            raise self._full() if fits else self._too_long(f"at least {tokens}") from None
+        return ids
+
+    def _too_long(self, length: str) -> RequestError:
+        self.counters.context_full += 1
+        # Claude Code recognises this wording and compacts the conversation instead of giving up.
+        return RequestError(f"prompt is too long: {length} tokens > {self.policy.max_context} maximum")
+
+    def _full(self) -> RequestError:
+        limit = self.policy.max_session_tokens
+        return RequestError(f"this session may hold at most {limit} tokens", 413, "request_too_large")
 
     def _render(self, talk: Conversation, base: Node | None, messages: list[dict[str, Any]]) -> list[int]:
-        """Encode ``messages`` after the reply ``base``, or as a first prompt if that is None. Raises RequestError."""
+        """Encode ``messages`` after the reply ``base``, or as a first prompt if that is None.
+
+        Raises RequestError and NoRoom.
+        """
         for message in messages:
             if name := self._names.get(message.get("tool_call_id")):
                 message["name"] = name  # some templates write it, and a tool result has only the call's id
@@ -353,7 +423,7 @@ class Session:
             ids, ended = ids[:keep], False
             text = self._decode(ids)
         kept = Completion(ids, done.logprobs[: len(ids)], done.versions[: len(ids)])
-        sealed = seal(prompt_ids, kept, call.asked.side)
+        sealed = self._seals.make(prompt_ids, kept, call.asked.side)
         parsed = policy.parser.parse(text if stop is None else text[:at], call.tools)
         number = call.message_id.removeprefix("msg_")
         blocks = [
@@ -398,10 +468,6 @@ class _Generation:
 
     task: asyncio.Task[Node]
     waiting: int = 0
-
-
-def _place(talk: Conversation, match: Match) -> tuple[Any, ...]:
-    return (match.base and match.base.index, talk.head.key, *(span.exact for span in match.rest))
 
 
 @dataclass(frozen=True)

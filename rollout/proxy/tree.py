@@ -16,8 +16,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rollout.proxy.messages import Span, cuts, partings, pieces_of, squeezed, text_key
+from rollout.proxy.messages import Conversation, Span, cuts, partings, pieces_of, text_key
 from rollout.proxy.replies import Reply
+from rollout.proxy.texts import squeezed
 
 
 class Asked(NamedTuple):
@@ -45,7 +46,7 @@ class Node:
     version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
     trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
     routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``seal``: see
-    ``engine.seal``.
+    ``engine.Seals``.
     """
 
     index: int
@@ -127,6 +128,27 @@ class Match:
     base: Node | None
     context: Node | None
     rest: tuple[Span, ...]
+
+
+@dataclass
+class Place:
+    """A Place is where a request joins the tree, with the ``ids`` of what is new in it."""
+
+    talk: Conversation
+    match: Match
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return what the ids depend on."""
+        base, rest = self.match.base, self.match.rest
+        return (base and base.index, self.talk.head.key, *(span.exact for span in rest))
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of the prompt."""
+        node = self.match.context or self.match.base
+        return (node.length if node else 0) + len(self.ids)
 
 
 class Tree:

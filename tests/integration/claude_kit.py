@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -16,22 +18,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
+from rl.export.conversation import conversations
+from rl.export.unrender import Unrenderer
 from rollout import records
 from rollout.agent import AgentRun, run_agent
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.audit import audit_heard, audit_text, audit_tokens
 from rollout.episode import Episode
+from rollout.proxy.calls import Conversation
 from rollout.proxy.engine import Completion, EngineError, ScriptedEngine
-from rollout.proxy.server import ProxyServer
+from rollout.proxy.heard import Hearing
 from rollout.proxy.session import Session
 from rollout.proxy.tree import TrainingSequence
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local.box import boot_local
-from tests.kit import END, CallReading, CharTokenizer, char_policy
+from tests.kit import END, CallReading, CharRenderer, CharTokenizer, char_policy
 
 Script = Callable[[str], str]
 
@@ -123,6 +129,7 @@ class Stage:
     session: Session
     agent: ClaudeCode
     socket: Path
+    talk: Conversation
     requests: list[Sent] = field(default_factory=list)
     runs: list[AgentRun] = field(default_factory=list)
 
@@ -152,12 +159,29 @@ class Stage:
         found = tree.sequences()
         run = replace(self.runs[-1], events=[event for run in self.runs for event in run.events])
         verdict = Verdict(Reason.EMPTY_PATCH)
-        check_record(Episode("stage", self.task, 0, time.time(), verdict, self.session, run, b"", found, {}), directory)
+        episode = Episode("stage", self.task, 0, time.time(), verdict, self.session, run, b"", found, {})
+        record = check_record(episode, directory)
+        # What its tokens say is what went over the wire: the messages of an export are the same either way.
+        heard = msgspec.structs.replace(record, parts=self.talk.parts, calls=self.talk.calls)
+        unrenderer = Unrenderer(CharTokenizer(), CharRenderer())
+        read, sent = (conversations(one, lambda model: unrenderer) for one in (record, heard))
+        for one, other in zip(sorted(map(exported, read)), sorted(map(exported, sent)), strict=True):
+            at = len(os.path.commonprefix([one, other]))  # of characters  # noqa: RUF071
+            assert one == other, f"...{one[at - 80 : at + 200]}\n...{other[at - 80 : at + 200]}"
         assert rows in (None, len(found)), [(len(row.prompt_ids), len(row.response_ids), row.nodes) for row in found]
         # Every other delivered reply is trained on in exactly one row.
         trained = [n for row in found for n in row.nodes]
         assert sorted(trained) == [n.index for n in tree.nodes if n.sampled and n.delivered and n.trained]
         return found
+
+
+def exported(talk: Any) -> str:
+    """Return all of a conversation, its calls numbered: tokens cannot tell which of two equal replies is kept."""
+    numbers: dict[str, int] = {}
+    text = json.dumps(
+        [talk.messages, talk.tools, talk.kind, [one.fresh for one in talk.replies.values()]], sort_keys=True
+    )
+    return re.sub(r"toolu_\w+", lambda found: str(numbers.setdefault(found[0], len(numbers))), text) + talk.caller
 
 
 @contextlib.asynccontextmanager
@@ -171,7 +195,7 @@ async def stage(
     binary = find_binary(None)
     settings = {"binary": binary, "max_turns": 12, "timeout_s": 60.0, "max_tokens": 2000, **agent}
     listener = Listener()
-    server = ProxyServer(ping_s=0.3)
+    server = Hearing(ping_s=0.3)
     server._runner.app.middlewares.append(listener.hear)
     await server.start()
     with tempfile.TemporaryDirectory(prefix="cc-") as home:
@@ -180,7 +204,9 @@ async def stage(
         try:
             policy = char_policy(engine, max_tokens=max_tokens, max_context=max_context)
             session = await server.open_session("stage", policy, socket)
-            yield Stage(task, box, session, Verbatim(**settings), socket, listener.requests)
+            yield Stage(
+                task, box, session, Verbatim(**settings), socket, server.conversation(session), listener.requests
+            )
         finally:
             await box.close()
             await server.stop()

@@ -225,6 +225,13 @@ async def test_failed_calls_are_asked_again(task: Task, tmp_path: Path) -> None:
         assert played.calls[2].body["messages"] == played.calls[3].body["messages"]
 
 
+async def noted(played: Stage, text: bytes) -> None:
+    """Wait until Claude Code has noted ``text`` in its transcript, from which it continues."""
+    home = cast(Any, played.box)._host(played.box.home)
+    while not any(text in note.read_bytes() for note in home.rglob("*.jsonl")):
+        await asyncio.sleep(0.05)
+
+
 async def kill_when(event: Coroutine[Any, Any, Any], played: Stage) -> None:
     """Start Claude Code and kill it when ``event`` is there."""
     playing = asyncio.create_task(played.play("MAIN go."))
@@ -246,7 +253,12 @@ async def test_killed_in_a_reply_and_continued(task: Task, tmp_path: Path) -> No
 
     engine = Moody(in_turn(call("Bash", command="echo 1"), "Fin."), mood)
     async with stage(engine, task) as played:
-        await kill_when(sampling.wait(), played)
+
+        async def begun() -> None:
+            await sampling.wait()
+            await noted(played, b"tool_result")
+
+        await kill_when(begun(), played)
         await played.play("MAIN again.", "--continue")
         (row,) = played.check(tmp_path, rows=1)
         assert (engine.aborted, played.session.counters.aborted) == (1, 1)
@@ -260,13 +272,11 @@ async def test_killed_in_a_tool_and_continued(task: Task, tmp_path: Path) -> Non
     async with stage(scripted(in_turn(work, "Fin.")), task) as played:
 
         async def begun() -> None:
-            """The tool runs, and Claude Code has noted the call in its transcript, from which it continues."""
+            """The tool runs, and the call is noted."""
             while True:
                 with contextlib.suppress(FileNotFoundError):
                     await played.box.get("begun")
-                    home = cast(Any, played.box)._host(played.box.home)
-                    if any(b"touch begun" in note.read_bytes() for note in home.rglob("*.jsonl")):
-                        return
+                    return await noted(played, b"touch begun")
                 await asyncio.sleep(0.05)
 
         await kill_when(begun(), played)

@@ -7,6 +7,7 @@ with random ones, and a learning rate of 1e-3 moves them far. One warm start ser
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -24,14 +25,18 @@ pytestmark = [
     pytest.mark.claude,
     pytest.mark.engine,
     pytest.mark.timeout(2400),
-    pytest.mark.xdist_group("trainers-1"),
 ]
+# Both groups of trainers take about the same time so.
+FIRST, SECOND = (pytest.mark.xdist_group(f"trainers-{number}") for number in (1, 2))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """run.root of all tests here."""
-    return tmp_path_factory.mktemp("experiments")
+    """run.root of all tests here, whichever worker has them; of two runs that prepare, the second waits."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "experiments"
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 def start(root: Path, experiment: str, *more: str, scale: str = "tiny") -> subprocess.Popen[str]:
@@ -54,6 +59,7 @@ def steps(run: Path, filtered: bool = True) -> list[dict[str, Any]]:
     return records
 
 
+@FIRST
 def test_tensor_and_expert_parallel(root: Path) -> None:
     """All weights are trained, with TP 2 and EP 2: two ranks of the trainer give their gathered weights to two workers,
     and each takes its half of heads, vocabulary and experts."""
@@ -70,6 +76,7 @@ def test_tensor_and_expert_parallel(root: Path) -> None:
     assert len(list(saved.glob("model_world_size_2_rank_*.pt"))) == 2
 
 
+@SECOND
 def test_lora(root: Path) -> None:
     process = start(root, "qwen3_coder_30b_lora")
     text, _ = process.communicate()
@@ -80,6 +87,7 @@ def test_lora(root: Path) -> None:
     assert json.loads(saved.read_text())["r"] == 32
 
 
+@FIRST
 def test_an_episode_outlives_a_weight_update(root: Path, tmp_path: Path) -> None:
     """Its box and session stay, and so do its first tokens; the later ones are sampled with the new weights, and it is
     trained on."""
@@ -111,6 +119,7 @@ def versions(record: Record) -> list[set[int]]:
     return [set(unpack_ids(node.versions)) for node in record.nodes if node.logprobs is not None]
 
 
+@FIRST
 def test_separate_and_resumed(root: Path) -> None:
     """An engine of its own. Its trainer's worker is killed in the second step: one line says so, groups that were under
     way are played again, and the run goes on."""

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.claude,
     pytest.mark.engine,
     pytest.mark.timeout(3600),
-    pytest.mark.xdist_group("trainers-1"),
+    pytest.mark.xdist_group("trainers-2"),
 ]
 
 

@@ -2,9 +2,9 @@
 
 All have one config with ``+repeat=exact`` and begin with the session's warm start. The unbroken one loses wandb's own
 process, which ends nothing, takes two steps, then Ray's own process dies. The broken one loses a rollout worker in its
-second step, has no disk for that step's checkpoint when it goes on, gets through it the third time, and loses its
-engine's server in the step after. One is warned while it plays episodes: it ends within seconds, and goes on with
-those that are missing. What else ends a run is tested elsewhere: the trainer killed (test_train.py), its worker killed
+second step, has no disk for that step's checkpoint when it goes on, and is warned while it plays that step's episodes
+the third time: it ends within seconds. Then it plays those that are missing, and loses its engine's server in the step
+after. What else ends a run is tested elsewhere: the trainer killed (test_train.py), its worker killed
 (test_experiments.py), a signal (test_slurm.py), an engine's process killed (test_vllm_server.py).
 """
 
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.claude,
     pytest.mark.engine,
-    pytest.mark.xdist_group("trainers-2"),
+    pytest.mark.xdist_group("trainers-1"),
     pytest.mark.timeout(4800),
 ]
 EPISODES = 8  # of a step: two tasks with four episodes
@@ -95,9 +95,14 @@ def unbroken(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) ->
     return process.dir
 
 
-def played(directory: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of a step's training episodes that count."""
-    lines = [line for file in (directory / "episode_metrics").glob("*.jsonl") for line in read_jsonl(file)]
+def logs(directory: Path) -> set[Path]:
+    """The files with the lines of episodes; each start has its own."""
+    return set((directory / "episode_metrics").glob("*.jsonl"))
+
+
+def played(directory: Path, step: int, without: set[Path]) -> list[dict[str, Any]]:
+    """The lines of a step's training episodes that count, of starts that made other files than these."""
+    lines = [line for file in logs(directory) - without for line in read_jsonl(file)]
     return [line for line in lines if line["step"] == step and line["split"] == "train"]
 
 
@@ -116,7 +121,7 @@ def small_disk(tmp_path: Path) -> Generator[Path]:
 
 
 def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
-    warm_start: WarmStart, unbroken: Path, tmp_path: Path, small_disk: Path
+    warm_start: WarmStart, unbroken: Path, tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began = time.time()
     broken = run(tmp_path / "broken", warm_start)
@@ -142,9 +147,26 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
     assert [place.name for place in small_disk.glob("global_step_*")] == ["global_step_1"]
 
     balloon.unlink()
+    warned = run(tmp_path / "broken", warm_start)
+    assert "continuing from step 1" in warned.until("starting trainer")
+    before = logs(warned.dir)
+    until(warned.process, lambda: len(played(warned.dir, 2, before)) >= 3)
+    at = time.monotonic()
+    warned.process.send_signal(signal.SIGUSR1)
+    said, code = warned.ends()
+    assert code == 75 and "stopped by SIGUSR1 after step 1; the same command continues" in said, said
+    assert time.monotonic() - at < 90, "it has waited for the rollout"
+    kept = int(re.findall(r"step 2: (\d+) episodes are done and kept", said)[0])
+    assert 0 < kept < EPISODES and unfinished.count(warned.dir, 1) == kept
+    assert checkpoints.newest(small_disk) == 1
+
     broken = run(tmp_path / "broken", warm_start)
     assert "continuing from step 1" in broken.until("starting trainer")
+    so_far = logs(broken.dir)
     broken.until("step 2/4  resolved")
+    assert len(played(broken.dir, 2, so_far)) == EPISODES - kept
+    lines = played(broken.dir, 2, before)
+    assert len(lines) == EPISODES == len({line["session"] for line in lines})
     broken.in_a_step()
     broken.find("ray::CPUHttpServer").kill()
     said, code = broken.ends()
@@ -152,41 +174,9 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
     assert re.search(r"(CPUHttpServer|the inference server at) .*died", one_line(said)) and code == 1
     assert "the same command continues after step 2" in said
 
-    assert len(metrics(tmp_path / "broken", 2)) > 50
+    assert len(metrics(broken.dir, 2)) > 50
     for step in (1, 2):
-        assert metrics(tmp_path / "broken", step) == metrics(unbroken, step)
-    assert metrics(tmp_path / "broken", 2)["actor/grad_norm"] > 0
+        assert metrics(broken.dir, step) == metrics(unbroken, step)
+    assert metrics(broken.dir, 2)["actor/grad_norm"] > 0
+    assert audit.main([str(broken.dir)]) == 0 and "ok:" in capsys.readouterr().out
     assert not leaked(began)
-
-
-def test_a_run_that_is_warned_in_a_rollout_plays_only_what_is_missing(
-    warm_start: WarmStart, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Only the warning saves a checkpoint."""
-    warned = run(tmp_path / "run", warm_start, "trainer.save_freq=100")
-    warned.until("step 1/4  resolved")
-    until(warned.process, lambda: len(played(warned.dir, 2)) >= 3)
-    began = time.monotonic()
-    warned.process.send_signal(signal.SIGUSR1)
-    said, code = warned.ends()
-    assert code == 75 and "stopped by SIGUSR1 after step 1; the same command continues" in said, said
-    assert time.monotonic() - began < 90, "it has waited for the rollout"
-    kept = int(re.findall(r"step 2: (\d+) episodes are done and kept", said)[0])
-    assert 0 < kept < EPISODES and unfinished.count(warned.dir, 1) == kept
-    assert checkpoints.newest(warned.dir / "checkpoints") == 1
-
-    resumed = run(tmp_path / "run", warm_start, "trainer.save_freq=100")
-    assert "continuing from step 1" in resumed.until("starting trainer")
-    began_at = time.time()
-    resumed.until("step 2/4  resolved")
-    lines = played(warned.dir, 2)
-    assert len(lines) == EPISODES == len({line["session"] for line in lines})
-    (new,) = [f for f in (warned.dir / "episode_metrics").glob("*.jsonl") if f.stat().st_mtime > began_at]
-    assert len([line for line in read_jsonl(new) if line["step"] == 2]) == EPISODES - kept
-    resumed.process.send_signal(signal.SIGUSR1)
-    said, code = resumed.ends()
-    assert code == 75, said
-    for step in (1, 2):
-        assert metrics(warned.dir, step) == metrics(unbroken, step)
-    assert metrics(warned.dir, 2)["actor/grad_norm"] > 0
-    assert audit.main([str(warned.dir)]) == 0 and "ok:" in capsys.readouterr().out

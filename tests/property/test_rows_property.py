@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rewards.task import Task, TaskError, load_tasks
 from rl.data.convert import convert, write_tasks
-from rl.data.select import Selection, split
+from rl.data.filters import Selection, split
 from rl.data.sets import SETS, Options
 from tests import datasets
 from tests.unit.test_data_sets import MAKE

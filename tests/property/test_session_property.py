@@ -114,7 +114,8 @@ class Client(RuleBasedStateMachine):
             return  # nothing says of which of several equal requests it is the retry
         drawn = self.engine.drawn
         history, (last, _) = thread[:-2], thread[-2]  # nobody rewrites what is new, but its form may differ
-        messages = [*(rewritten(message, data) for message, _ in history), reformed(last, data)]
+        before = (rewritten(message, data, thought=node in self.twins) for message, node in history)
+        messages = [*before, reformed(last, data)]
         node = self.ask(messages, reply, deliver=True, retry=True)
         assert node.index == thread[-1][1]
         assert self.engine.drawn == drawn

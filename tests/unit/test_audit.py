@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout.audit import audit_heard, audit_text, audit_tokens
-from rollout.proxy.engine import Completion, seal
+from rollout.proxy.engine import Completion, Seals
 from rollout.records import (
     Record,
     pack_floats,
@@ -276,7 +278,22 @@ def test_no_vllm_is_needed() -> None:
 
 
 def test_a_seal_is_what_the_documents_say() -> None:
-    made = seal([1, 2], Completion([3], [-0.5], (7,)), side=True)
+    made = Seals().make([1, 2], Completion([3], [-0.5], (7,)), side=True)
     columns = pack_ids([1, 2]) + pack_ids([3]) + pack_floats([-0.5]) + pack_ids([7])
     counts = b"".join(n.to_bytes(8, "little") for n in (2, 1, 1, 1)) + b"\1"
     assert made == hashlib.sha256(columns + counts).digest()
+
+
+ids = st.lists(st.integers(0, 2), max_size=4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), ids, ids), max_size=12))
+def test_a_seal_does_not_depend_on_those_before_it(calls: list[tuple[int, list[int], list[int]]]) -> None:
+    """Prompts that go on from any earlier reply, or from none, also beside each other."""
+    seals, talks = Seals(), [list[int]()]
+    for place, more, said in calls:
+        prompt = [*talks[place % len(talks)], *more]
+        done = Completion(said, [-0.5] * len(said))
+        assert seals.make(prompt, done, side=False) == Seals().make(prompt, done, side=False)
+        talks.append([*prompt, *said])
+        prompt.append(9)  # whatever an engine does with its list

@@ -14,7 +14,7 @@ import pytest
 from rewards.task import load_tasks
 from rl.data import source
 from rl.data.convert import main
-from rl.data.select import Selection, split
+from rl.data.filters import Selection, split
 from rl.data.source import SourceError, read_rows
 from tests import datasets
 

@@ -428,3 +428,14 @@ async def test_a_call_is_a_call_however_it_is_spelled_and_keeps_its_own_tokens()
     body = {"messages": [*talk, {"role": "user", "content": [result]}], "tools": tools}
     after = await session.prepare(decode_request(json.dumps(body).encode()), False).reply()
     assert after.path_ids()[: nodes[1].length] == nodes[1].path_ids()
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_reply_is_read_the_same_whatever_the_parser_has_read_before(name: str) -> None:
+    """Parsers on vLLM's parser engine are used again."""
+    write = WRITERS[name]
+    whole = write([EDIT, READ])
+    texts = [whole, whole[: len(whole) // 2], f"a {write([READ])} b", whole[len(whole) // 3 :], "none", whole]
+    used = make_parser(name, make_tokenizer())
+    for text in texts * 2:
+        assert used.parse(text, TOOLS) == make_parser(name, make_tokenizer()).parse(text, TOOLS), text

@@ -177,3 +177,12 @@ def test_verls_server_still_asks_for_batch_invariant_kernels_on_a_cpu() -> None:
     assert 'os.environ["VLLM_BATCH_INVARIANT"] = "1"' in source_of(
         "verl.workers.rollout.vllm_rollout.vllm_async_server"
     )
+
+
+# --- the proxy
+
+
+def test_verls_builders_still_encode_what_stands_before_a_turn_again() -> None:
+    text = source_of("verl.utils.tokenizer.continuous_token")
+    delta = text[text.index("def render_delta_token_id(") :].partition("\n    def ")[0]
+    assert delta.count("self._render_tokens(") == 2 and "prefix_messages + appended_messages" in delta

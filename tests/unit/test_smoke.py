@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,11 @@ def test_the_run_is_stopped_after_a_step_and_started_again(starts: Starts) -> No
     assert (last.code, last.checkpoint, starts.stopped) == (0, 3, False)
 
 
-def test_a_signal_to_the_smoke_test_is_passed_on(starts: Starts) -> None:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+def test_a_signal_to_the_smoke_test_is_passed_on(starts: Starts, tmp_path: Path) -> None:
+    def end() -> None:
+        while not (tmp_path / "metrics.jsonl").exists():  # before that it may not handle signals yet
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end).start()
     assert starts.run().code == stop.STOPPED and starts.stopped

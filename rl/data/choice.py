@@ -1,0 +1,261 @@
+"""This module chooses episodes of runs by rules over what was measured of them. ``rl.data.select`` is its command.
+
+chosen = choose([Path(run)], Rules(resolved=True, best=1))
+for record in chosen.records(): ...
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rewards.verdict import Reason
+from rl.data.rates import Rate, rated
+from rl.metrics.episodes import Line, line
+from rl.overrides import nearest
+from rollout.agent.events import blocks
+from rollout.audit import audit_heard, audit_tokens
+from rollout.records import Reader, Record, record_at
+
+
+class SelectError(ValueError):
+    """A selection is impossible. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules say which episodes are chosen. One that is None, False or empty is off.
+
+    audited: no finding of the audit's checks 1 to 3 and 5. splits, models, instances (ids of tasks), repos: shell
+    patterns, one of which must fit. rate: bounds of the task's measured resolve rate, neither included. min_episodes:
+    graded ones of the task. resolved: what the verdict must be. unflagged: without any flag. ranges: least and greatest
+    value of figures (``rl.metrics.episodes.line``), both included. same: what two episodes of a task share of which
+    only the first is chosen: "said" (patch and all sampled ids) or "patch". best: as many of each task, by reward, then
+    without flags, then fewest turns, then fewest sampled tokens. per_task, limit: as many, by lot. seed: of the lot.
+    """
+
+    audited: bool = True
+    splits: Sequence[str] = ()
+    models: Sequence[str] = ()
+    instances: Sequence[str] = ()
+    repos: Sequence[str] = ()
+    rate: tuple[float, float] | None = None
+    min_episodes: int = 1
+    resolved: bool | None = None
+    unflagged: bool = False
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    same: str | None = None
+    best: int | None = None
+    per_task: int | None = None
+    limit: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry is what is known of an episode while it is chosen. ``facts``: its figures and ``model``; ``path`` and
+    ``offset``: where its record is; ``said``, ``patch``: digests of what was sampled and of the patch."""
+
+    facts: Line
+    path: Path
+    offset: int
+    said: bytes
+    patch: bytes
+    sound: bool
+
+    @property
+    def task(self) -> str:
+        """Return the task's id."""
+        return self.facts["task"]
+
+    @property
+    def graded(self) -> bool:
+        """Tell whether the verdict says something about the patch: no dry run, no infrastructure failure."""
+        return not self.facts["infra"] and self.facts["reason"] != Reason.NOT_GRADED
+
+    @property
+    def merit(self) -> tuple[Any, ...]:
+        """Return a key by which the best episode of a task comes first."""
+        facts = self.facts
+        reward = -math.inf if facts["reward"] is None else facts["reward"]
+        return -reward, bool(facts["flags"]), facts["turns"], facts["tokens_sampled"]
+
+    def figure(self, name: str) -> float:
+        """Return a figure as a number, NaN if the episode has none. Raises SelectError if there is no such figure."""
+        if name not in self.facts or isinstance(self.facts[name], str | list):
+            numbers = [key for key, value in self.facts.items() if not isinstance(value, str | list)]
+            raise SelectError(f"--range {name}: there is no such figure; {nearest(name, numbers)}".rstrip("; "))
+        return math.nan if self.facts[name] is None else float(self.facts[name])
+
+    def record(self) -> Record:
+        """Read the record. Raises CorruptRecordError if it has changed."""
+        return record_at(self.path, self.offset)
+
+
+@dataclass
+class Chosen:
+    """Chosen are the episodes that the rules leave, in the order of the sources.
+
+    ``read``: by file, how many records could be read; ``damage``: lines about those that could not; ``taken``: (rule,
+    episodes that it took) in order; ``rates``: of the tasks that were measured and fit.
+    """
+
+    rules: Rules
+    entries: list[Entry] = field(default_factory=list)
+    read: dict[Path, int] = field(default_factory=dict)
+    damage: list[str] = field(default_factory=list)
+    taken: list[tuple[str, int]] = field(default_factory=list)
+    rates: dict[str, Rate] = field(default_factory=dict)
+
+    def records(self) -> Iterator[Record]:
+        """Iterate over the records; one is in memory at a time. Raises CorruptRecordError if one has changed."""
+        return (entry.record() for entry in self.entries)
+
+
+def choose(
+    runs: Sequence[Path], rules: Rules, progress: Callable[[int, int], object] = lambda done, total: None
+) -> Chosen:
+    """Read what runs have recorded and apply the rules; only figures are kept in memory.
+
+    progress: called with the bytes of records that were read and those of all. Raises FileNotFoundError and
+    SelectError.
+    """
+    chosen = Chosen(rules)
+    readers = [Reader(run.resolve(), damage=chosen.damage) for run in runs]
+    sizes = {path: path.stat().st_size for reader in readers for path in reader.files()}
+    done = 0
+    for reader in readers:
+        for path in reader.files():
+            chosen.read[path] = 0
+            for offset, record in reader.placed(path):
+                try:
+                    chosen.entries.append(_entry(path, offset, record, rules))
+                except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                    chosen.damage.append(f"{path}, offset {offset}: not the record of an episode ({error!r})")
+                chosen.read[path] += 1
+                progress(done + offset, sum(sizes.values()))
+            done += sizes[path]
+        chosen.damage += [f"{t.path}, offset {t.offset}: incomplete, {t.lost} bytes" for t in reader.torn]
+    _apply(chosen, rules)
+    return chosen
+
+
+def _entry(path: Path, offset: int, record: Record, rules: Rules) -> Entry:
+    sound = not rules.audited or not any(True for check in (audit_tokens, audit_heard) for _ in check(record))
+    facts = {**line(record), "model": record.model}
+    return Entry(facts, path, offset, said(record), hashlib.sha256(record.patch).digest(), sound)
+
+
+def said(record: Record) -> bytes:
+    """Return a digest of all that the policy sampled: token ids, or, of a hosted model, content without its ids."""
+    digest = hashlib.sha256()
+    sampled = [node.ids for node in record.nodes if node.logprobs is not None]
+    if not sampled:
+        replies = [call.reply.get("content", []) for call in record.calls]
+        replies = replies or [blocks(event, "assistant") for event in record.events]
+        told = [[{k: v for k, v in block.items() if k not in ("id", "signature")} for block in one] for one in replies]
+        sampled = [msgspec.json.encode(one, order="sorted") for one in told]
+    for one in sampled:
+        digest.update(len(one).to_bytes(8, "little") + one)
+    return digest.digest()
+
+
+def _apply(chosen: Chosen, rules: Rules) -> None:
+    """Apply the rules to all entries, and keep count."""
+    for name, rule in _steps(chosen, rules):
+        before = len(chosen.entries)
+        chosen.entries = list(rule(chosen.entries))
+        chosen.taken.append((name, before - len(chosen.entries)))
+
+
+_Step = Callable[[list[Entry]], Iterable[Entry]]
+
+
+def _steps(chosen: Chosen, rules: Rules) -> Iterator[tuple[str, _Step]]:
+    """Yield the rules that are on: the name of each, and what it leaves of entries."""
+
+    def only(fits: Callable[[Entry], object]) -> _Step:
+        return lambda entries: filter(fits, entries)
+
+    yield "there twice", lambda entries: _first(entries, lambda one: one.facts["episode"])
+    if rules.audited:
+        yield "audit", only(lambda one: one.sound)
+    yield "infrastructure failure", only(lambda one: not one.facts["infra"])
+    for flag, (name, key) in PATTERNS.items():
+        if wanted := getattr(rules, name):
+            yield flag, only(lambda one, k=key, w=wanted: any(fnmatch.fnmatchcase(one.facts[k], p) for p in w))
+    # What is left now are the episodes that tasks are measured by.
+    low, high = rules.rate or (-math.inf, math.inf)
+    chosen.rates = {
+        name: rate
+        for name, rate in rated((one.task, one.facts["resolved"]) for one in chosen.entries if one.graded).items()
+        if low < rate.value < high and rate.episodes >= rules.min_episodes
+    }
+    if rules.rate or rules.min_episodes > 1:
+        yield "--rate, --min-episodes", only(lambda one: one.task in chosen.rates)
+    if rules.resolved is not None:
+        name = "--resolved" if rules.resolved else "--unresolved"
+        yield name, only(lambda one: one.graded and one.facts["resolved"] is rules.resolved)
+    if rules.unflagged:
+        yield "--no-flags", only(lambda one: not one.facts["flags"])
+    for figure, (least, most) in rules.ranges.items():
+        yield f"--range {figure}", only(lambda one, n=figure, a=least, b=most: a <= one.figure(n) <= b)
+    if rules.same:
+        yield f"--dedup {rules.same}", lambda entries: _first(entries, ALIKE[rules.same or ""])
+    lot = functools.partial(_lot, rules.seed)
+    if rules.best:
+        yield "--best", lambda entries: _few(entries, rules.best, lambda one: (*one.merit, lot(one)))
+    if rules.per_task:
+        yield "--per-task", lambda entries: _few(entries, rules.per_task, lot)
+    if rules.limit:
+        yield "--limit", lambda entries: _few(entries, rules.limit, lot, lambda one: "")
+
+
+# Options of patterns: the rule, and the figure that must fit one of them.
+PATTERNS = {
+    "--split": ("splits", "split"),
+    "--model": ("models", "model"),
+    "--instance-ids": ("instances", "task"),
+    "--repo": ("repos", "repo"),
+}
+# What two episodes share of which one is enough.
+ALIKE: dict[str, Callable[[Entry], Any]] = {
+    "said": lambda one: (one.task, one.patch, one.said),
+    "patch": lambda one: (one.task, one.patch),
+}
+
+
+def _first(entries: Iterable[Entry], key: Callable[[Entry], Any]) -> Iterator[Entry]:
+    seen = set()
+    for one in entries:
+        if (found := key(one)) not in seen:
+            seen.add(found)
+            yield one
+
+
+def _few(
+    entries: Sequence[Entry],
+    most: int | None,
+    order: Callable[[Entry], Any],
+    group: Callable[[Entry], str] = lambda one: one.task,
+) -> Iterator[Entry]:
+    """Yield at most ``most`` entries of each group, the first ones by ``order``, in the order of the entries."""
+    groups = defaultdict(list)
+    for one in entries:
+        groups[group(one)].append(one)
+    kept = {id(one) for members in groups.values() for one in sorted(members, key=order)[:most]}
+    return (one for one in entries if id(one) in kept)
+
+
+def _lot(seed: int, entry: Entry) -> bytes:
+    """Return a key that depends on nothing but seed and episode, so that what is added later moves nothing."""
+    return hashlib.sha256(f"{seed}:{entry.facts['episode']}".encode()).digest()

@@ -1,0 +1,75 @@
+"""This module chooses tasks by their measured resolve rates, and writes them with these in columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from rewards.task import Task
+from rl.evaluate.statistics import wilson
+from rollout import files
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate is what was measured of a task: how many of its graded episodes were resolved."""
+
+    episodes: int
+    resolved: int
+
+    @property
+    def value(self) -> float:
+        """Return the share that was resolved."""
+        return self.resolved / self.episodes
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of a task's row, with Wilson's interval at 95 %."""
+        low, high = wilson(self.value, self.episodes)
+        return {"resolve_rate": self.value, "resolve_rate_low": low, "resolve_rate_high": high} | {
+            "episodes": self.episodes
+        }
+
+
+def rated(episodes: Iterable[tuple[str, bool]]) -> dict[str, Rate]:
+    """Return the rates of tasks. ``episodes``: (task, whether it was resolved) of each graded episode."""
+    counts: dict[str, list[int]] = {}
+    for task, resolved in episodes:
+        count = counts.setdefault(task, [0, 0])
+        count[0] += 1
+        count[1] += resolved
+    return {task: Rate(*count) for task, count in counts.items()}
+
+
+def write_rated(source: Path, out: Path, tasks: Sequence[Task], rates: Mapping[str, Rate]) -> None:
+    """Write the rows of the tasks that have a rate, with it; columns of earlier rates are replaced."""
+    found = [rates[task.instance_id].columns() for task in tasks if task.instance_id in rates]
+    columns = {name: [one[name] for one in found] for name in (found[0] if found else ())}
+    write_rows(source, out, tasks, rates, columns)
+
+
+def write_rows(
+    source: Path, out: Path, tasks: Sequence[Task], wanted: Collection[str], columns: Mapping[str, list[Any]]
+) -> None:
+    """Write the rows of a task file whose ids are wanted, with all their columns and new ones.
+
+    tasks: those of the file, in its order. Snapshot directories are named relative to ``out``.
+    """
+    table = pyarrow.parquet.read_table(source)
+    images = [
+        f"dir:{os.path.relpath(task.snapshot, out.parent.resolve())}" if task.image.startswith("dir:") else task.image
+        for task in tasks
+    ]
+    table = table.set_column(table.column_names.index("image"), "image", [images])
+    table = table.filter(pyarrow.array([task.instance_id in wanted for task in tasks]))
+    for name, values in columns.items():
+        if name in table.column_names:
+            table = table.drop_columns([name])
+        table = table.append_column(name, [values])
+    with files.replacing(out) as new:
+        pyarrow.parquet.write_table(table, new)

@@ -1,0 +1,42 @@
+"""This module lets a teacher score all rows of an episode, for on-policy distillation (``+distill=on_policy``).
+
+verl asks its teacher for the log-probabilities of an episode's last row only. One with sub-agents or a compaction has
+several, and a batch in which some rows have no such column cannot be trained on.
+"""
+
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, AgentLoopWorker
+else:
+    AgentLoopWorker = object
+
+
+class Scored(AgentLoopWorker):
+    """A mix-in that goes before verl's agent loop worker: the teacher scores each row."""
+
+    async def _agent_loop_postprocess(  # ty: ignore[incompatible-method-override]  as AgentLoopWorkerTQ
+        self, output: "AgentLoopOutput | list[AgentLoopOutput]", validate: bool, **kwargs: Any
+    ) -> None:
+        for row in output[:-1] if isinstance(output, list) else ():
+            await self._compute_teacher_logprobs(row, row.prompt_ids, row.response_ids, validate, kwargs)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+
+def scored() -> type:
+    """Return verl's agent loop worker with ``Scored``, as an ordinary class: verl has it as a Ray actor's only."""
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ as Actor
+
+    base = cast(Any, Actor).__ray_metadata__.modified_class.__ray_actor_class__
+    return type("ScoredAgentLoopWorker", (Scored, base), {})
+
+
+def worker_class(config: DictConfig) -> Any | None:
+    """Return the class of Ray actors that plays episodes of which a teacher scores all rows; None without a teacher."""
+    if not config.distillation.enabled:
+        return None
+    import ray
+
+    return ray.remote(scored())

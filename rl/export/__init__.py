@@ -1,0 +1,1 @@
+"""Export: episodes as data in other programs' formats (docs/traces.md)."""

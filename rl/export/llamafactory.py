@@ -1,0 +1,135 @@
+"""This module writes data sets for LLaMA-Factory (0.9.5), with dataset_info.json and train.yaml.
+
+Its loader drops what it does not like with a warning only, so rows have the one form that survives it: a reply is a
+``gpt`` turn whose text ends with its calls as <tool_call> blocks, and what comes between two replies is one turn. Its
+template qwen3_nothink writes both as Qwen's own does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rl.config import compose
+from rl.data.choice import Entry
+from rl.export.conversation import Conversation
+from rl.export.sink import Sink
+from rl.export.source import Source
+from rl.export.trl import alike, parting
+from rollout.proxy.messages import ChatMessage
+
+_COLUMNS = {"messages": "conversations", "system": "system", "tools": "tools"}
+# What stands between two results in one turn; the template writes the first and the last of these marks.
+_RESULTS = "\n</tool_response>\n<tool_response>\n"
+
+
+def write_sharegpt(source: Source, out: Sink) -> None:
+    """Write a row per conversation. All its replies are trained on."""
+    for entry, talks in source.talks():
+        for talk in talks:
+            out.row(_file(source), {"conversations": turns(talk.messages), **_rest(entry, talk)})
+    _finish(source, out, {"formatting": "sharegpt", "columns": _COLUMNS})
+
+
+def write_alpaca(source: Source, out: Sink) -> None:
+    """Write a row per conversation: its last exchange, and those before it as history."""
+    for entry, talks in source.talks():
+        for talk in talks:
+            said = [turn["value"] for turn in turns(talk.messages)]
+            exchanges = list(zip(said[::2], said[1::2], strict=True))
+            row = {"instruction": exchanges[-1][0], "input": "", "output": exchanges[-1][1], "history": exchanges[:-1]}
+            out.row(_file(source), row | _rest(entry, talk))
+    columns = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+    info = {"formatting": "alpaca", "columns": columns | {"system": "system", "tools": "tools"}}
+    _finish(source, out, info)
+
+
+def write_ranking(source: Source, out: Sink) -> None:
+    """Write a row per pair: what both have in common, and the first reply in which they differ."""
+
+    def same(one: list[ChatMessage], other: list[ChatMessage]) -> bool:
+        place = parting(one, other)  # after a result that differs there is no common prompt
+        return alike(one[place : place + 1], other[place : place + 1])
+
+    for better, chosen, rejected in source.pairs(same):
+        place = parting(chosen.messages, rejected.messages)
+        good, bad = (turns(talk.messages[: place + 1])[-1] for talk in (chosen, rejected))
+        row = {"conversations": turns(chosen.messages[:place]), "chosen": good, "rejected": bad}
+        out.row(_file(source), row | _rest(better, chosen))
+    columns = _COLUMNS | {"chosen": "chosen", "rejected": "rejected"}
+    _finish(source, out, {"formatting": "sharegpt", "ranking": True, "columns": columns})
+
+
+def write_kto(source: Source, out: Sink) -> None:
+    """Write a row per graded conversation, with whether its episode was resolved. Its last reply is trained on."""
+    for entry, talks in source.talks(graded=True):
+        for talk in talks:
+            row = {"conversations": turns(talk.messages), "kto_tag": entry.facts["resolved"]}
+            out.row(_file(source), row | _rest(entry, talk))
+    _finish(source, out, {"formatting": "sharegpt", "columns": _COLUMNS | {"kto_tag": "kto_tag"}})
+
+
+def turns(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """Return messages, without a system prompt at their beginning, as turns that alternate."""
+    made: list[dict[str, str]] = []
+    for message in messages[messages[0]["role"] == "system" :]:
+        role = {"assistant": "gpt", "tool": "observation"}.get(message["role"], "human")
+        text = said(message) if role == "gpt" else message["content"]
+        before = made[-1]["from"] if made else ""
+        if role == "gpt" and before in ("gpt", ""):
+            if not before:
+                made.append({"from": "human", "value": ""})
+            else:
+                made[-1]["value"] += f"\n{text}"
+                continue
+        elif role != "gpt" and before not in ("gpt", ""):
+            made[-1]["value"] += (_RESULTS if role == before == "observation" else "\n\n") + text
+            continue
+        made.append({"from": role, "value": text})
+    return made
+
+
+def said(message: ChatMessage) -> str:
+    """Return a reply as text: thinking, text, and calls as Qwen's template writes them."""
+    thought = message.get("reasoning_content")
+    calls = [
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+        for call in message.get("tool_calls", ())
+    ]
+    text = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+    return text + "\n".join(part for part in (message["content"], *calls) if part)
+
+
+def _rest(entry: Entry, talk: Conversation) -> dict[str, Any]:
+    first = talk.messages[0]
+    return {
+        "system": first["content"] if first["role"] == "system" else "",
+        "tools": json.dumps([tool["function"] for tool in talk.tools], ensure_ascii=False) if talk.tools else "",
+        "episode": entry.facts["episode"],
+    }
+
+
+def _file(source: Source) -> str:
+    return f"{source.data_set}.jsonl"
+
+
+def _finish(source: Source, out: Sink, info: dict[str, Any]) -> None:
+    place = out.directory / "dataset_info.json"
+    known = json.loads(place.read_text()) if place.exists() else {}  # of an export that is appended to
+    known[source.data_set] = {"file_name": _file(source), **info}
+    out.text(place.name, json.dumps(known, indent=2) + "\n")
+
+
+def training(overrides: Sequence[str], stage: str, data_set: str, out: Path) -> str:
+    """Return train.yaml: configs/llamafactory.yaml with the user's overrides, and where these set nothing, what belongs
+    to the export. Raises ConfigError."""
+    config = compose(overrides, "llamafactory")
+    given = {text.lstrip("+~").partition("=")[0] for text in overrides}
+    place = out.absolute()
+    ours: dict[str, Any] = {"stage": stage, "dataset": data_set, "dataset_dir": str(place)}
+    ours |= {"output_dir": str(place / "trained"), "learning_rate": 1e-4 if stage == "sft" else 5e-6}
+    return OmegaConf.to_yaml(OmegaConf.merge(config, {key: ours[key] for key in ours if key not in given}))

@@ -1,0 +1,139 @@
+"""Make states of recorded conversations, and what is made of states. docs/ingest.md
+
+    python -m rl.ingest FORMAT PATH... --out FILE [--subagents]
+    python -m rl.ingest sft STATES --tokenizer DIR --out ROWS.parquet [--max-tokens N]
+    python -m rl.ingest evaluate STATES --url URL --model NAME --out DIR [--key-env VARIABLE]
+
+FORMAT: claude-code (session files), openhands (output.jsonl, or folders with events/), swe-agent (.traj, or SWE-smith's
+rows) or atif. A PATH is a file or a folder. FILE ends in .jsonl, .jsonl.zst (states files, in which each message is
+once) or .parquet (a row per state with all of its messages). Exit status: 0 all was read, 1 something was not, 2 the
+command is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.ingest import states
+from rl.ingest.lines import Findings
+
+FORMATS = {
+    "claude-code": "rl.ingest.claude_code",
+    "openhands": "rl.ingest.openhands",
+    "swe-agent": "rl.ingest.swe_agent",
+    "atif": "rl.ingest.atif",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0 if arguments else 2
+    what, *rest = arguments
+    try:
+        if what in FORMATS:
+            return read(what, rest)
+        if what in ("sft", "evaluate"):
+            return sft(rest) if what == "sft" else evaluate(rest)
+        print(
+            f"ingest: {what}: the first argument is one of {', '.join([*FORMATS, 'sft', 'evaluate'])}", file=sys.stderr
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (OSError, ValueError) as error:
+        print(f"ingest: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def _say(text: str) -> None:
+    print(f"ingest: {text}", file=sys.stderr)
+
+
+def read(format: str, arguments: Sequence[str]) -> int:
+    """Write the states of recorded conversations; return the exit status. Raises OSError and ValueError."""
+    parser = argparse.ArgumentParser(prog=f"python -m rl.ingest {format}", allow_abbrev=False)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    parser.add_argument("--out", type=Path, required=True, help="states: .jsonl, .jsonl.zst or .parquet")
+    parser.add_argument("--subagents", action="store_true", help="sub-agents' replies are states, too")
+    given = parser.parse_args(arguments)
+    findings = Findings(_say)
+    module = importlib.import_module(FORMATS[format])
+    with states.writing(given.out) as writer:
+        for path in given.paths:
+            try:
+                if not path.exists():
+                    raise FileNotFoundError("no such file or folder")
+                module.ingest(path, writer, findings, given.subagents)
+            except OSError as error:
+                if error.errno is None or error.filename is not None:  # what is read; else the disk is full
+                    findings.problem(str(path), error.strerror or error)
+                else:
+                    raise
+    return _told(findings, f"{writer.states:>9,}  states in {given.out}", writer.states)
+
+
+def _told(findings: Findings, made: str, count: int) -> int:
+    """Print what was counted, and return the exit status."""
+    for what, number in sorted(findings.counts.items(), key=lambda one: (-one[1], one[0])):
+        print(f"{number:>9,}  {what}")
+    print(f"{findings.problems:>9,}  problems\n{made}")
+    return 1 if findings.problems or not count else 0
+
+
+def sft(arguments: Sequence[str]) -> int:
+    """Write rows for fine-tuning; return the exit status. Raises OSError and ValueError."""
+    from rl.ingest.sft import write
+
+    parser = argparse.ArgumentParser(prog="python -m rl.ingest sft", allow_abbrev=False)
+    parser.add_argument("states", type=Path)
+    parser.add_argument("--tokenizer", required=True, help="directory or hub name of the model that will be trained")
+    parser.add_argument("--out", type=Path, required=True, help="rows: .parquet")
+    parser.add_argument("--max-tokens", type=int, help="longer states are left out")
+    given = parser.parse_args(arguments)
+    findings = Findings(_say)
+    made = write(given.states, given.out, given.tokenizer, given.max_tokens, findings)
+    note = "texts are encoded anew, so ids may differ from those that the recorded model has sampled"
+    return _told(findings, f"{made:>9,}  rows in {given.out}; {note}", made)
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Ask a policy about recorded states; return the exit status. Raises OSError and ValueError."""
+    from rl.ingest.asking import key_of
+    from rl.ingest.endpoints import Endpoint
+    from rl.ingest.evaluate import evaluate as evaluate_states
+    from rl.screen import Screen
+
+    parser = argparse.ArgumentParser(prog="python -m rl.ingest evaluate", allow_abbrev=False)
+    parser.add_argument("states", type=Path)
+    parser.add_argument("--url", required=True, help="what /chat/completions (or /v1/messages) comes after")
+    parser.add_argument("--model", required=True, help="the policy's name there")
+    parser.add_argument("--protocol", choices=("chat", "messages"), default="chat")
+    parser.add_argument("--key-env", help="the environment variable that has the key")
+    parser.add_argument("--out", type=Path, required=True, help="directory of answers and results")
+    parser.add_argument("--limit", type=int, help="only the first states")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=4096, help="of a reply")
+    parser.add_argument("--temperature", type=float, help="default: the server's")
+    given = parser.parse_args(arguments)
+    endpoint = Endpoint(
+        name="policy",
+        url=given.url,
+        model=given.model,
+        protocol=given.protocol,
+        key=key_of(given.key_env),
+        concurrency=given.concurrency,
+        max_tokens=given.max_tokens,
+        temperature=given.temperature,
+    )
+    return evaluate_states(given.states, endpoint, given.out, given.limit, Screen())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

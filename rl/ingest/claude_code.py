@@ -1,0 +1,384 @@
+"""This module reads Claude Code's session files. It is written against version 2.1.
+
+A reply is several lines, one per content block, with one ``message.id``. Where the file notes the request that a reply
+answers, the state has that request's messages, proven by its digest. Otherwise they are put together from the
+transcript: the lines that a reply follows by ``parentUuid``, with all results of parallel calls (each follows the line
+of its own call), and after a compaction its summary and the messages that it has preserved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl.ingest import lines
+from rl.ingest.lines import Findings, mended
+from rl.ingest.requests import Asked, Recent, Requests, Sent, Shelf
+from rl.ingest.states import Message, StateWriter
+
+FORMAT = "claude-code"
+_SESSION = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_KNOWN = ("1.", "2.")  # versions of Claude Code
+
+
+class Line(Asked, kw_only=True):
+    """A line of a session file, with what is read of it."""
+
+    type: str
+    uuid: str | None = None
+    parentUuid: str | None = None
+    isSidechain: bool = False
+    agentId: str | None = None
+    sessionId: str | None = None
+    version: str | None = None
+    message: dict[str, Any] | None = None
+    requestRef: str | None = None
+    isApiErrorMessage: bool = False
+    subtype: str | None = None
+    compactMetadata: dict[str, Any] | None = None
+    attachment: dict[str, Any] | None = None
+    id: str | None = None
+    base: str | None = None
+    keep: int = 0
+    tail: list[str] = msgspec.field(default_factory=list)
+    shape: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+_DECODER = msgspec.json.Decoder(Line)
+
+
+class _Meta(msgspec.Struct):
+    """This is what a file beside a sub-agent's says of it."""
+
+    toolUseId: str | None = None
+    spawnDepth: int = 1
+
+
+class _Group:
+    """One message of the transcript, out of one or several lines. It is kept on the shelf when it is closed."""
+
+    __slots__ = ("before", "blocks", "calls", "digest", "results", "role", "written")
+
+    def __init__(self, role: str, before: _Group | None) -> None:
+        self.role, self.before = role, before
+        self.blocks: list[Any] = []
+        self.calls: tuple[str, ...] = ()
+        self.results: _Group | None = None
+        self.digest: str | None = None
+        self.written: tuple[int, int] | None = None
+
+    def message(self) -> Message:
+        alone = len(self.blocks) == 1 and isinstance(self.blocks[0], str)
+        texts = [{"type": "text", "text": one} if isinstance(one, str) else one for one in self.blocks]
+        return {"role": self.role, "content": self.blocks[0] if alone else texts}
+
+
+class _Reply(_Group):
+    """A reply of the model. ``number``: of its first line; ``name``: that line's uuid; ``inside``: its sub-agent."""
+
+    __slots__ = ("inside", "model", "name", "number", "request")
+
+    def __init__(self, before: _Group | None, number: int, line: Line, model: str) -> None:
+        super().__init__("assistant", before)
+        self.number, self.name, self.model, self.request = number, line.uuid, model, line.requestRef
+        self.inside = [line.agentId or "sidechain"] if line.isSidechain else []
+
+
+# What a line follows whose parent is not in the file, or could not be read.
+_GONE = _Group("gone", None)
+_GONE.digest = ""
+
+
+class _LostError(Exception):
+    """A message of a history is not kept any more."""
+
+
+class Thread:
+    """A thread reads one file and writes its states.
+
+    ``agent``: of a sub-agent's file, the ids of the sub-agents that it is inside of; ``spawned_by``: see State.
+    ``spawns``: call ids that began a sub-agent; what the thread finds of these is in ``owners``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        writer: StateWriter,
+        findings: Findings,
+        subagents: bool,
+        agent: list[str],
+        spawned_by: str | None,
+    ) -> None:
+        self._path, self._writer, self._findings = path, writer, findings
+        self._subagents, self._agent, self._spawned_by = subagents, agent, spawned_by
+        self._shelf = Shelf()
+        self._requests = Requests(self._shelf)
+        self._at = Recent(50_000)  # the group that a line is in, by its uuid; None: it follows nothing
+        self._replies, self._calls = Recent(10_000), Recent(10_000)
+        self._pending: dict[str | None, _Reply] = {}
+        self._head: tuple[Any, Any] = ("", [])
+        self._anchor: dict[str, Any] | None = None  # what a compaction has preserved
+        self._version = ""
+        self.spawns: frozenset[str] = frozenset()
+        self.owners: set[str] = set()
+
+    def read(self) -> None:
+        """Read the file to its end. Raises OSError."""
+        self._begin()
+        for number, text in lines.lines(self._path, self._findings):
+            try:
+                self._line(number, lines.decode(text, _DECODER))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                self._findings.problem(f"{self._path}: line {number}", error)
+        self._finish_all()
+
+    def _begin(self) -> None:
+        self._writer.begin(self._path.stem if not self._agent else self._path.parents[1].name, FORMAT)
+
+    def _line(self, number: int, line: Line) -> None:
+        if line.version and line.version != self._version:
+            self._version = line.version
+            if not line.version.startswith(_KNOWN):
+                said = f"Claude Code {line.version}: written for {'x, '.join(_KNOWN)}x; states may lack parts"
+                self._findings.problem(f"{self._path}: line {number}", said)
+        if line.isSidechain and not self._agent and not self._subagents:
+            self._findings.counts["lines of sub-agents left out"] += 1
+            return
+        match line.type:
+            case "assistant":
+                self._said(number, line)
+            case "user":
+                self._heard(line)
+            case "attachment":
+                self._attached(line)
+            case "system" if line.subtype == "compact_boundary":
+                self._compacted(line)
+            case "api-request-blob":
+                self._shelf.put(line.message or {})
+            case "api-request-shape":
+                shape = self._requests.shape(line.shape, line.shapeHash)
+                if shape is None:
+                    raise ValueError("the shape's digest is another")
+                self._head = shape.system, shape.tools
+            case "api-request":
+                asked = Asked(line.shapeHash, line.params, line.cacheControl, line.requestDigest)
+                self._requests.add(str(line.id), line.base, line.keep, line.tail, asked)
+            case _:
+                self._findings.counts[f"records of type {line.type[:40]} passed over"] += 1
+                self._follow(line)
+
+    def _parent(self, line: Line) -> _Group | None:
+        """Return the message that a line follows, None if it is the first."""
+        return None if line.parentUuid is None else self._at.get(line.parentUuid, _GONE)
+
+    def _follow(self, line: Line) -> None:
+        """Let what follows a line that is no message follow what the line follows."""
+        if line.uuid is not None:
+            self._at[line.uuid] = self._parent(line)
+
+    def _heard(self, line: Line) -> None:
+        content = _content(line)
+        owners = (self._calls.get(block.get("tool_use_id")) for block in content if not isinstance(block, str))
+        asked = next((owner for owner in owners if owner is not None), None)
+        if asked is not None:
+            group = asked.results
+            if group is None:
+                group = asked.results = _Group("user", asked)
+            elif group.digest is not None:
+                self._findings.counts["results that came after the next reply, left out"] += 1
+                self._at[line.uuid] = group
+                return
+        else:
+            group = self._parent(line)
+            if group is None or group.role != "user" or group.digest is not None:
+                group = _Group("user", group)
+        group.blocks += content
+        self._at[line.uuid] = group
+        if self._anchor is not None and line.uuid == self._anchor["anchorUuid"]:
+            self._at[line.uuid] = self._preserved(group, self._anchor)
+            self._anchor = None
+
+    def _attached(self, line: Line) -> None:
+        about = line.attachment or {}
+        if about.get("type") == "prompt_snapshot" and isinstance(about.get("systemPrompt"), list):
+            system = [{"type": "text", "text": str(text)} for text in about["systemPrompt"]]
+            tools = about.get("tools")
+            named = isinstance(tools, list) and all(isinstance(one, dict) and "name" in one for one in tools)
+            self._head = mended(system), mended(tools) if named else self._head[1]
+        elif about.get("type") == "queued_command" and isinstance(about.get("prompt"), str):  # typed meanwhile
+            self._heard(msgspec.structs.replace(line, message={"role": "user", "content": about["prompt"]}))
+            return
+        self._findings.counts["attachments left out of transcripts"] += 1
+        self._follow(line)
+
+    def _said(self, number: int, line: Line) -> None:
+        message = line.message or {}
+        model = str(message.get("model") or "")
+        if model == "<synthetic>" or line.isApiErrorMessage:
+            self._findings.counts["messages of Claude Code in a model's place, left out"] += 1
+            self._follow(line)
+            return
+        content = _content(line)
+        name = str(message.get("id") or line.uuid)
+        reply = self._replies.get(name)
+        if reply is None:
+            self._finish(line.agentId if line.isSidechain else None)
+            before = self._parent(line)
+            self._close(before)
+            reply = self._replies[name] = _Reply(before, number, line, model)
+            self._pending[line.agentId if line.isSidechain else None] = reply
+        self._at[line.uuid] = reply
+        if reply.digest is not None:
+            self._findings.counts["lines of a reply after the next reply, left out"] += 1
+            return
+        reply.blocks += content
+        for block in content:
+            if isinstance(block, dict) and block.get("type") == "tool_use":
+                called = str(block.get("id"))
+                reply.calls += (called,)
+                self._calls[called] = reply
+                if called in self.spawns:
+                    self.owners.add(called)
+
+    def _compacted(self, line: Line) -> None:
+        self._finish_all()
+        self._findings.counts["compactions"] += 1
+        self._begin()  # whoever reads the states need not remember what was before
+        self._at[line.uuid] = None
+        about = line.compactMetadata or {}
+        for name in ("preservedMessages", "preservedSegment"):
+            kept = about.get(name)
+            if isinstance(kept, dict) and isinstance(kept.get("anchorUuid"), str):
+                self._anchor = kept
+                return
+
+    def _preserved(self, summary: _Group, kept: dict[str, Any]) -> _Group:
+        """Return what the next message after a compaction follows: the preserved messages, anew, after the summary."""
+        if isinstance(kept.get("uuids"), list):
+            named = kept["uuids"]
+        else:  # only the two ends are named
+            known = list(self._at)
+            named = known[known.index(kept["headUuid"]) : known.index(kept["tailUuid"]) + 1]
+        groups = dict.fromkeys(group for group in map(self._at.get, named) if group is not None)
+        self._close(summary)
+        last = summary
+        for group in groups:
+            self._close(group)
+            again = _Group(group.role, last)
+            again.digest, again.calls = group.digest, group.calls
+            for called in group.calls:
+                self._calls[called] = again
+            last.results = again if again.role == "user" and last.role == "assistant" else None
+            last = again
+        return last
+
+    def _close(self, group: _Group | None) -> None:
+        """Keep a message and those before it, to which nothing can be added any more."""
+        while group is not None and group.digest is None:
+            group.digest = self._shelf.put(group.message())
+            group.blocks = []
+            group = group.before
+
+    def _finish_all(self) -> None:
+        for agent in list(self._pending):
+            self._finish(agent)
+
+    def _finish(self, agent: str | None) -> None:
+        """Write the state of the reply that an agent has given last; it is whole now."""
+        reply = self._pending.pop(agent, None)
+        if reply is None:
+            return
+        action = mended(reply.message())
+        self._close(reply)
+        found = self._requests.proven(reply.request)
+        try:
+            if isinstance(found, str):
+                self._findings.counts[f"states from the transcript ({found})"] += 1
+                head, tip = self._writer.head(*self._head), self._place(reply.before)
+                if tip < 0:  # no model replies to nothing: this is another program's file, or the end of one
+                    raise _LostError
+            else:
+                last, shape = found
+                head, tip = self._writer.head(shape.system, shape.tools), self._place(last)
+        except _LostError:
+            self._findings.counts["replies whose history has a gap, left out"] += 1
+            return
+        where, inside = f"{self._path}: line {reply.number}", self._agent or reply.inside
+        more = {"where": where, "agent": inside, "spawned_by": self._spawned_by}
+        name = reply.name or f"{self._path.stem}/{reply.number}"
+        if not self._writer.state(name, head, tip, action, reply.model, exact=not isinstance(found, str), **more):
+            self._findings.counts["states that are there already, left out"] += 1
+
+    def _place(self, last: _Group | Sent | None) -> int:
+        """Return the number of a message in the states file; it and those before it are written if they are new."""
+        missing: list[_Group | Sent] = []
+        at = last
+        while at is not None and (at.written is None or at.written[0] != self._writer.block):
+            missing.append(at)
+            at = at.before
+        tip = -1 if at is None or at.written is None else at.written[1]
+        for one in reversed(missing):
+            kept = self._shelf.get(one.digest or "")
+            if kept is None:
+                raise _LostError
+            tip = self._writer.message(tip, msgspec.json.decode(kept.json))
+            one.written = self._writer.block, tip
+            if isinstance(one, _Group):
+                one.before = _GONE  # so that a long conversation is not kept; nobody asks for what was before again
+        return tip
+
+
+def _content(line: Line) -> list[Any]:
+    """Return a message's content as a list of texts and blocks. Raises ValueError."""
+    content = (line.message or {}).get("content")
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, list) and all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in content):
+        return content
+    raise ValueError(f"a message of type {line.type} without text or content blocks")
+
+
+def sessions(path: Path) -> Iterator[Path]:
+    """Yield the session files of a path: itself, or all in the folder, which are named by the session's id."""
+    if path.is_dir():
+        yield from (one for one in sorted(path.rglob("*.jsonl")) if _SESSION.fullmatch(one.stem))
+    else:
+        yield path
+
+
+def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool) -> None:
+    """Write the states of a session file, or of all session files in a folder. Raises OSError."""
+    for file in sessions(path):
+        findings.counts["session files"] += 1
+        main = Thread(file, writer, findings, subagents, [], None)
+        agents = _agents(file, findings) if subagents else []
+        main.spawns = spawns = frozenset(meta.toolUseId for _, meta in agents if meta.toolUseId)
+        main.read()
+        inside: dict[str | None, list[str]] = {call: [] for call in main.owners}
+        for agent, meta in agents:
+            name = agent.stem.removeprefix("agent-")
+            within = [*inside.get(meta.toolUseId, []), name]
+            thread = Thread(agent, writer, findings, True, within, meta.toolUseId)
+            thread.spawns = spawns
+            thread.read()
+            inside |= {call: within for call in thread.owners}
+
+
+def _agents(session: Path, findings: Findings) -> list[tuple[Path, _Meta]]:
+    """Return the files of a session's sub-agents, the outer ones first."""
+    found = []
+    for file in sorted((session.parent / session.stem / "subagents").rglob("agent-*.jsonl")):
+        meta = file.with_suffix(".meta.json")
+        about = _Meta()
+        try:
+            about = lines.whole(meta, msgspec.json.Decoder(_Meta))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            findings.problem(str(meta), error)
+        found.append((file, about))
+    return sorted(found, key=lambda one: one[1].spawnDepth)

@@ -1,0 +1,300 @@
+"""This module writes and reads states: what an agent had read before one of its replies, and that reply.
+
+A states file has one JSON object per line (compressed if its name ends in .zst). Each message is in it once: a message
+names the one before it, and a state the last one that it has, so a file grows with what is new in each step.
+
+    {"type": "states", "schema_version": 1}
+    {"type": "conversation", "conversation": ..., "format": ..., "outcome": {...}}    numbers begin again at 0
+    {"type": "head", "system": ..., "tools": [...]}
+    {"type": "message", "after": -1, "message": {"role": ..., "content": ...}}
+    {"type": "state", "state_id": ..., "head": 0, "tip": 7, "student_action": {...}, ...}
+
+``read_states`` yields full states. A conversation that went on after a compaction is there again, with its messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import zstandard
+
+from rollout import files
+
+SCHEMA_VERSION = 1
+Message = dict[str, Any]
+_THINKING = ("thinking", "redacted_thinking")
+
+
+class StatesError(ValueError):
+    """A states file cannot be read. The message is one line that names the file and the line."""
+
+
+class State(msgspec.Struct, kw_only=True):
+    """A state is a conversation up to one reply of a model, and that reply, in the form of Anthropic's Messages API.
+
+    ``messages``: the system prompt first (an empty text if it is unknown), then all that the model had read, without
+    thinking; ``tools``: those that were offered, if known; ``student_action``: the reply, with its thinking.
+    ``exact``: the request was rebuilt and its digest is the recorded one. ``agent``: the ids of the sub-agents that the
+    reply is inside of, outermost first; ``spawned_by``: the id of the call that began the innermost one.
+    ``outcome``: what is known of how the conversation ended (``resolved``, ``reward``, ``instance_id``).
+    """
+
+    state_id: str
+    messages: list[Message]
+    student_action: Message
+    source_model: str
+    schema_version: int = SCHEMA_VERSION
+    tools: list[dict[str, Any]] = []
+    format: str = ""
+    conversation: str = ""
+    where: str = ""
+    exact: bool = False
+    agent: list[str] = []
+    spawned_by: str | None = None
+    outcome: dict[str, Any] = {}
+
+
+class _File(msgspec.Struct, tag="states"):
+    schema_version: int
+
+
+class _Conversation(msgspec.Struct, tag="conversation"):
+    conversation: str
+    format: str
+    outcome: dict[str, Any] = {}
+
+
+class _Head(msgspec.Struct, tag="head"):
+    system: str | list[Message]
+    tools: list[dict[str, Any]] = []
+
+
+class _Message(msgspec.Struct, tag="message"):
+    after: int
+    message: msgspec.Raw
+
+
+class _Step(msgspec.Struct, tag="state", omit_defaults=True):
+    state_id: str
+    head: int
+    tip: int
+    student_action: Message
+    source_model: str
+    where: str = ""
+    exact: bool = False
+    agent: list[str] = []
+    spawned_by: str | None = None
+
+
+_Line = _File | _Conversation | _Head | _Message | _Step
+
+
+def without_thinking(message: Message) -> Message | None:
+    """Return ``message`` as it stands in a history; None if it is thinking and nothing else."""
+    content = message["content"]
+    if message["role"] != "assistant" or isinstance(content, str):
+        return message
+    kept = [block for block in content if block.get("type") not in _THINKING]
+    if len(kept) == len(content):
+        return message
+    return {**message, "content": kept} if kept else None
+
+
+class StateWriter:
+    """A state writer appends conversations to an open states file. ``states``: how many it has written.
+
+    Raises OSError when the disk is full.
+    """
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out, self._encoder = out, msgspec.json.Encoder()
+        self._seen: set[bytes] = set()
+        self.states = 0
+        self.block = 0  # which conversation is being written; numbers of messages hold within it
+        self._write(_File(SCHEMA_VERSION))
+
+    def begin(self, conversation: str, format: str, outcome: Mapping[str, Any] | None = None) -> None:
+        """Begin a conversation, or the part of one that follows a compaction."""
+        self.block += 1
+        self._heads: dict[bytes, int] = {}
+        self._known: dict[tuple[int, bytes], int] = {}
+        self._messages = 0
+        self._write(_Conversation(conversation, format, dict(outcome or {})))
+
+    def head(self, system: str | list[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Return the number of a system prompt with its tools (in Anthropic's form); write it if it is new."""
+        line = self._encoder.encode(_Head(system, [dict(tool) for tool in tools]))
+        key = hashlib.sha256(line).digest()
+        if key not in self._heads:
+            self._heads[key] = len(self._heads)
+            self._out.write(line + b"\n")
+        return self._heads[key]
+
+    def message(self, after: int, message: Message) -> int:
+        """Write a message that follows number ``after`` (-1: it is the first), and return its number."""
+        kept = without_thinking(message)
+        if kept is None:
+            return after
+        self._write(_Message(after, msgspec.Raw(self._encoder.encode(kept))))
+        self._messages += 1
+        return self._messages - 1
+
+    def tip(self, messages: Sequence[Message], after: int = -1) -> int:
+        """Return the number of the last of ``messages``; those that are already there, in this order, are not written
+        again."""
+        for message in messages:
+            key = after, hashlib.sha256(self._encoder.encode(message)).digest()
+            if key not in self._known:
+                self._known[key] = self.message(after, message)
+            after = self._known[key]
+        return after
+
+    def state(self, state_id: str, head: int, tip: int, action: Message, model: str, **more: Any) -> bool:
+        """Write a state, unless one of this id is there; return whether it is written.
+
+        ``more``: ``where``, ``exact``, ``agent`` and ``spawned_by``, see State.
+        """
+        key = hashlib.blake2b(state_id.encode("utf-8", "replace"), digest_size=8).digest()
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        self._write(_Step(state_id, head, tip, action, model, **more))
+        self.states += 1
+        return True
+
+    def _write(self, line: _Line) -> None:
+        self._out.write(self._encoder.encode(line) + b"\n")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Generator[StateWriter]:
+    """Yield a writer of a new states file, which takes the place of ``path`` when the block is left without an error.
+
+    .jsonl and .jsonl.zst are states files; .parquet has a row per state, with all of its messages. Raises OSError, and
+    ValueError for another name.
+    """
+    if path.suffix == ".parquet":
+        with files.replacing(path, synced=True) as new, contextlib.ExitStack() as stack:
+            between = new.with_name(f"{new.name}.jsonl.zst")
+            stack.callback(between.unlink, missing_ok=True)
+            with open(between, "wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as out:
+                yield StateWriter(out)
+            _to_parquet(between, new)
+    elif path.name.endswith((".jsonl", ".jsonl.zst")):
+        with files.replacing(path, synced=True) as new, open(new, "wb", buffering=1 << 20) as raw:
+            if path.suffix == ".zst":
+                with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as out:
+                    yield StateWriter(out)
+            else:
+                yield StateWriter(raw)
+    else:
+        raise ValueError(f"{path}: the name must end in .jsonl, .jsonl.zst or .parquet")
+
+
+def read_states(path: Path) -> Iterator[State]:
+    """Yield the states of a states file in their order, each with all of its messages.
+
+    States share their messages: don't change them. Raises StatesError and OSError.
+    """
+    number = 0
+    try:
+        with _opened(path) as file:
+            decoder, lines = msgspec.json.Decoder(_Line), enumerate(file, 1)
+            number, first = next(lines, (1, b""))
+            head = decoder.decode(first)
+            if not isinstance(head, _File) or head.schema_version != SCHEMA_VERSION:
+                raise StatesError(f"{path}: line 1: this is no states file of schema version {SCHEMA_VERSION}")
+            about, heads = _Conversation("", ""), list[_Head]()
+            messages: list[tuple[int, Message]] = []
+            for number, text in lines:
+                line = decoder.decode(text)
+                if isinstance(line, _Conversation):
+                    about, heads, messages = line, [], []
+                elif isinstance(line, _Head):
+                    heads.append(line)
+                elif isinstance(line, _Message):
+                    if not -1 <= line.after < len(messages):
+                        raise StatesError(f"{path}: line {number}: there is no message {line.after}")
+                    messages.append((line.after, msgspec.json.decode(line.message, type=Message)))
+                elif isinstance(line, _Step):
+                    yield _full(line, about, heads[line.head], messages)
+    except StatesError:
+        raise
+    except (msgspec.MsgspecError, zstandard.ZstdError, UnicodeDecodeError, IndexError, RecursionError) as error:
+        raise StatesError(f"{path}: line {number}: {error}; `python -m rl.ingest` makes states files") from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.suffix == ".zst":
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), closefd=True), 1 << 20)
+    return open(path, "rb")
+
+
+def _full(step: _Step, about: _Conversation, head: _Head, messages: list[tuple[int, Message]]) -> State:
+    path: list[Message] = []
+    at = step.tip
+    while at >= 0:
+        at, message = messages[at]
+        path.append(message)
+    path.append({"role": "system", "content": head.system})
+    return State(
+        state_id=step.state_id,
+        messages=path[::-1],
+        student_action=step.student_action,
+        source_model=step.source_model,
+        tools=head.tools,
+        format=about.format,
+        conversation=about.conversation,
+        where=step.where,
+        exact=step.exact,
+        agent=step.agent,
+        spawned_by=step.spawned_by,
+        outcome=about.outcome,
+    )
+
+
+# Bytes of messages in a row group. Each text is in a group's dictionary once, however many states have it.
+_GROUP = 32 << 20
+
+
+def _to_parquet(source: Path, path: Path) -> None:
+    """Write the states of ``source`` as rows: contents that are more than a text are JSON, as in a collection."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.string()
+    names = ("state_id", "student_action", "source_model", "tools", "format", "conversation", "where", "outcome")
+    schema = pyarrow.schema(
+        [
+            *((name, text) for name in names),
+            ("schema_version", pyarrow.int32()),
+            ("exact", pyarrow.bool_()),
+            ("agent", pyarrow.list_(text)),
+            ("spawned_by", text),
+            ("messages", pyarrow.list_(pyarrow.struct([("role", text), ("content", text)]))),
+        ]
+    )
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd", dictionary_pagesize_limit=_GROUP) as writer:
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for state in read_states(source):
+            row = msgspec.structs.asdict(state)
+            for name in ("student_action", "tools", "outcome"):
+                row[name] = msgspec.json.encode(row[name]).decode()
+            row["messages"] = [{"role": one["role"], "content": _flat(one["content"])} for one in state.messages]
+            rows.append(row)
+            size += sum(len(one["content"]) for one in row["messages"])
+            if size >= _GROUP:
+                writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+                rows, size = [], 0
+        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+
+
+def _flat(content: str | list[Message]) -> str:
+    return content if isinstance(content, str) else msgspec.json.encode(content).decode()

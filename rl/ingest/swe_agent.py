@@ -1,0 +1,138 @@
+"""This module reads trajectories of SWE-agent (.traj) and rows of SWE-smith's training sets (.jsonl, .json, .parquet).
+
+A .traj file keeps the messages of each step's query (`query`, before version 1.1 `messages`), so these are what the
+model was sent. A row of a training set is one conversation, as a list or as JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl.ingest import lines
+from rl.ingest.chat import message_of
+from rl.ingest.lines import Findings, mended
+from rl.ingest.states import Message, StateWriter
+
+FORMAT = "swe-agent"
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+
+
+def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool) -> None:
+    """Write the states of a file, or of all in a folder. SWE-agent has no sub-agents. Raises OSError."""
+    kinds = (".traj", ".jsonl", ".json", ".parquet")
+    files = [one for one in sorted(path.rglob("*")) if one.suffix in kinds[:1]] if path.is_dir() else [path]
+    if path.is_dir() and not files:
+        findings.problem(str(path), "no .traj file in it")
+    for file in files:
+        if file.suffix == ".traj":
+            findings.counts["trajectories"] += 1
+            try:
+                _trajectory(file, lines.whole(file, _OBJECT), writer, findings)
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+                findings.problem(str(file), error)
+            continue
+        for where, row in _rows(file, findings):
+            findings.counts["trajectories"] += 1
+            try:
+                _row(where, row, writer)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                findings.problem(where, error)
+
+
+def _rows(file: Path, findings: Findings) -> Iterator[tuple[str, dict[str, Any]]]:
+    if file.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(file) as table:
+                number = 0
+                for batch in table.iter_batches(batch_size=8):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{file}: row {number}", row
+        except (pyarrow.ArrowException, ValueError) as error:
+            findings.problem(str(file), error)
+    elif file.suffix == ".json":
+        try:
+            for number, row in enumerate(lines.whole(file, msgspec.json.Decoder(list[dict[str, Any]])), 1):
+                yield f"{file}: row {number}", row
+        except ValueError as error:
+            findings.problem(str(file), error)
+    else:
+        for number, text in lines.lines(file, findings):
+            try:
+                yield f"{file}: line {number}", mended(lines.decode(text, _OBJECT))
+            except ValueError as error:
+                findings.problem(f"{file}: line {number}", error)
+
+
+def _row(where: str, row: Mapping[str, Any], writer: StateWriter) -> None:
+    """Write the states of a training row: one per reply."""
+    given = row["messages"]
+    messages = [message_of(one) for one in (json.loads(given) if isinstance(given, str) else given)]
+    name = str(row.get("traj_id") or row.get("instance_id") or where)
+    outcome = {key: row[key] for key in ("instance_id", "resolved") if row.get(key) is not None}
+    writer.begin(name, FORMAT, outcome)
+    system, talk = _parted(messages)
+    head, tip = writer.head(system), -1
+    for number, message in enumerate(talk):
+        if message["role"] == "assistant":
+            writer.state(f"{name}/{number}", head, tip, message, str(row.get("model") or ""), where=where)
+        tip = writer.message(tip, message)
+
+
+def _parted(messages: list[Message]) -> tuple[str | list[Message], list[Message]]:
+    if messages and messages[0]["role"] == "system":
+        return messages[0]["content"], messages[1:]
+    return "", messages
+
+
+def _trajectory(file: Path, found: Mapping[str, Any], writer: StateWriter, findings: Findings) -> None:
+    """Write the states of a .traj file: one per step that has a response."""
+    history = [one for one in found.get("history") or () if isinstance(one, dict)]
+    said = [one for one in history if one.get("role") == "assistant" and not one.get("is_demo")]
+    instance = file.stem
+    info = found.get("info") or {}
+    outcome = {"instance_id": instance, "exit_status": info.get("exit_status")}
+    writer.begin(f"{file.parent.name}/{instance}", FORMAT, outcome)
+    model = _model(found)
+    at = 0
+    for number, step in enumerate(found["trajectory"]):
+        query = step.get("query") or step.get("messages")
+        # The reply of a step is in the history, with its calls; steps that failed have none there.
+        entry = next((n for n in range(at, len(said)) if _is_of(said[n], step)), None)
+        if entry is not None:
+            at = entry + 1
+        elif not step.get("response"):
+            findings.counts["steps without a reply, left out"] += 1
+            continue
+        action = message_of(said[entry] if entry is not None else {"role": "assistant", "content": step["response"]})
+        if not query:
+            before = history.index(said[entry]) if entry is not None else 0
+            query = history[:before]
+        system, talk = _parted([message_of(one) for one in query])
+        tip = writer.tip(talk)
+        writer.state(f"{file}/{number}", writer.head(system), tip, action, model, where=f"{file}: step {number}")
+
+
+def _is_of(said: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
+    response = step.get("response")
+    return said.get("content") == response or (
+        bool(step.get("action")) and (said.get("action"), said.get("thought")) == (step["action"], step.get("thought"))
+    )
+
+
+def _model(found: Mapping[str, Any]) -> str:
+    """Return the model's name, which is in the config that the trajectory is replayed with."""
+    config = found.get("replay_config")
+    try:
+        known = json.loads(config) if isinstance(config, str) else config or {}
+        return str(known["agent"]["model"]["name"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""

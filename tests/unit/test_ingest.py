@@ -1,0 +1,355 @@
+"""Tests of states: the file, the formats that need no program to be made, and hostile input."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from rl.ingest import atif, claude_code, openhands, states, swe_agent
+from rl.ingest.__main__ import main
+from rl.ingest.lines import LONGEST_LINE, Findings
+from rl.ingest.states import State, StatesError, read_states
+from rollout.proxy.chat import chat_request
+from tests.ingest_kit import session, write_session
+
+ROOT = Path(__file__).parents[2]
+
+
+def made(module: Any, path: Path, out: Path, subagents: bool = False) -> tuple[list[State], Findings, list[str]]:
+    said: list[str] = []
+    findings = Findings(said.append)
+    with states.writing(out) as writer:
+        module.ingest(path, writer, findings, subagents)
+    return list(read_states(out)), findings, said
+
+
+def flat(message: dict[str, Any]) -> tuple[Any, ...]:
+    """A chat message, with its content as one text and its calls' arguments as objects."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls") or ()]
+    return message["role"], text, calls, message.get("tool_call_id")
+
+
+def test_openhands_events_give_what_the_sdk_has_sent(tmp_path: Path) -> None:
+    """Files that the real SDK has written: parallel calls, an unknown tool, a condensation with a summary."""
+    known = json.loads((ROOT / "tests" / "openhands_sdk.json").read_text())
+    folder = tmp_path / "c1"
+    (folder / "events").mkdir(parents=True)
+    (folder / "base_state.json").write_text(json.dumps({"agent": {"llm": {"model": "openai/stand-in"}}}))
+    for name, event in known["events"].items():
+        (folder / "events" / name).write_text(json.dumps(event))
+    (folder / "events" / "event-00099-aaaaaaaa.json").write_text("{broken")
+    found, findings, said = made(openhands, tmp_path, tmp_path / "s.jsonl")
+    assert len(said) == 1 and "event-00099-aaaaaaaa.json: " in said[0]
+    assert findings.counts["compactions"] == 1 and {one.source_model for one in found} == {"openai/stand-in"}
+    assert len(found) == len(known["sent"]) == 5
+    for state, sent in zip(found, known["sent"], strict=True):
+        system, *talk = state.messages
+        asked = chat_request({"system": system["content"], "messages": talk, "tools": state.tools}, "m")
+        assert [flat(one) for one in asked["messages"]] == [flat(one) for one in sent]
+    first = found[0].student_action["content"]
+    assert [block["type"] for block in first] == ["thinking", "text", "tool_use", "tool_use"]
+    assert first[0]["thinking"] == "hmm let me see" and "hmm" not in json.dumps(found[1].messages)
+
+
+def test_old_openhands_output(tmp_path: Path) -> None:
+    """By its published schema: actions with and without the model's own response, pairs, a condensation."""
+
+    def action(number: int, reply: str, command: str) -> dict[str, Any]:
+        call = {"id": f"t{number}", "function": {"name": "execute_bash", "arguments": json.dumps({"command": command})}}
+        message = {"role": "assistant", "content": "I look.", "tool_calls": [call], "reasoning_content": "why"}
+        meta = {"model_response": {"id": reply, "model": "m-7", "choices": [{"message": message}]}}
+        meta |= {"tool_call_id": f"t{number}", "function_name": "execute_bash"}
+        args = {"command": command, "thought": "I look."}
+        return {"id": number, "source": "agent", "action": "run", "args": args, "tool_call_metadata": meta}
+
+    def seen(number: int, text: str) -> dict[str, Any]:
+        meta = {"tool_call_id": f"t{number - 1}"}
+        return {"id": number, "source": "agent", "observation": "run", "content": text, "tool_call_metadata": meta}
+
+    forget = {"forgotten_events_start_id": 2, "forgotten_events_end_id": 3, "summary": "looked", "summary_offset": 2}
+    begin = {"content": "SYS", "tools": [{"function": {"name": "x"}}]}
+    history = [
+        {"id": 0, "source": "agent", "action": "system", "args": begin},
+        {"id": 1, "source": "user", "action": "message", "args": {"content": "Fix it."}},
+        [action(2, "r1", "ls"), seen(3, "a.py")],
+        action(4, "r2", "cat a.py"), seen(5, "text"),
+        {"id": 6, "source": "agent", "action": "condensation", "args": forget},
+        {"id": 7, "source": "agent", "action": "finish", "args": {"thought": "Done.", "outputs": {}}},
+    ]  # fmt: skip
+    row = {"instance_id": "i-1", "metadata": {"llm_config": {"model": "m"}}, "history": history}
+    row |= {"test_result": {"report": {"resolved": True}}}
+    file = tmp_path / "output.jsonl"
+    file.write_text(json.dumps(row) + "\n" + '{"instance_id": "i-2", "history": 7}\n' + '{"instance_id": "i-3", ')
+    found, _, said = made(openhands, file, tmp_path / "s.jsonl")
+    assert [line.partition(": ")[0] for line in said] == [str(file)] * 2 and "line 2" in said[0] and "line 3" in said[1]
+    assert [one.source_model for one in found] == ["m-7", "m-7", "m"] and found[0].tools[0]["name"] == "x"
+    assert found[0].outcome == {"instance_id": "i-1", "resolved": True}
+    assert [len(one.messages) for one in found] == [2, 4, 4]
+    assert [one["role"] for one in found[2].messages] == ["system", "user", "assistant", "user"]
+    assert "looked" in json.dumps(found[2].messages[1]) and "a.py" not in json.dumps(found[2].messages[:2])
+    assert found[2].student_action["content"][-1]["name"] == "finish"
+
+
+def trajectory() -> dict[str, Any]:
+    system, user = {"role": "system", "content": "SYS"}, {"role": "user", "content": "Fix it."}
+    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+    said = {"role": "assistant", "content": "I look.", "thought": "I look.", "action": "ls", "tool_calls": [call]}
+    heard = {"role": "tool", "content": "a.py", "tool_call_ids": ["c1"]}
+    steps = [
+        {"action": "ls", "thought": "I look.", "response": "I look.", "observation": "a.py", "query": [system, user]},
+        {"action": "", "thought": "", "response": "", "observation": "", "query": []},
+        {"action": "submit", "thought": "", "response": "submit", "query": [system, user, said, heard]},
+    ]
+    config = json.dumps({"agent": {"model": {"name": "m-1"}}})
+    return {"trajectory": steps, "history": [system, user, said, heard], "info": {}, "replay_config": config}
+
+
+@pytest.mark.parametrize("name", ["query", "messages"])
+def test_swe_agent_trajectories(tmp_path: Path, name: str) -> None:
+    """By its published schema, before version 1.1 and after."""
+    found = trajectory()
+    for step in found["trajectory"]:
+        step[name] = step.pop("query")
+    (tmp_path / "a__b-1.traj").write_text(json.dumps(found))
+    (tmp_path / "broken.traj").write_text('{"trajectory": [{"response": 3}]}')
+    first, last = made(swe_agent, tmp_path, tmp_path / "s.jsonl")[0]
+    assert first.student_action["content"][1] == {
+        "type": "tool_use", "id": "c1", "name": "bash", "input": {"command": "ls"},
+    }  # fmt: skip
+    assert [one["role"] for one in last.messages] == ["system", "user", "assistant", "user"]
+    assert last.messages[3]["content"][0]["tool_use_id"] == "c1" and last.source_model == "m-1"
+    assert last.student_action["content"] == [{"type": "text", "text": "submit"}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_swe_smith_rows(tmp_path: Path, suffix: str) -> None:
+    said = "I look.\n<function=bash>\n<parameter=command>ls</parameter>\n</function>"
+    roles = ("system", "user", "assistant", "user", "assistant")
+    talk = [{"role": r, "content": said if r == "assistant" else r} for r in roles]
+    row = {"messages": json.dumps(talk), "instance_id": "i", "resolved": False, "model": "m", "traj_id": "t"}
+    file = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    else:
+        file.write_text(json.dumps([row]) if suffix == ".json" else json.dumps(row) + "\n")
+    found, *_ = made(swe_agent, file, tmp_path / "s.jsonl.zst")
+    assert [(one.state_id, len(one.messages)) for one in found] == [("t/1", 2), ("t/3", 4)]
+    assert found[0].outcome == {"instance_id": "i", "resolved": False}
+
+
+def test_atif(tmp_path: Path) -> None:
+    """By its schema (the package atif 1.8.0 accepts this document)."""
+    sub = {
+        "schema_version": "ATIF-v1.8", "trajectory_id": "sub-1",
+        "agent": {"name": "a", "version": "1", "model_name": "small"},
+        "steps": [
+            {"step_id": 1, "source": "user", "message": "SUB"},
+            {"step_id": 2, "source": "agent", "message": "Found."},
+        ],
+    }  # fmt: skip
+    reference = {"source_call_id": "c1", "content": "ok", "subagent_trajectory_ref": [{"trajectory_id": "sub-1"}]}
+    call = {"tool_call_id": "c1", "function_name": "Agent", "arguments": {"prompt": "SUB"}}
+    definition = {"type": "function", "function": {"name": "Agent", "parameters": {"type": "object"}}}
+    document = {
+        "schema_version": "ATIF-v1.8", "session_id": "s", "subagent_trajectories": [sub],
+        "agent": {"name": "a", "version": "1", "model_name": "large", "tool_definitions": [definition]},
+        "steps": [
+            {"step_id": 1, "source": "system", "message": "SYS"},
+            {"step_id": 2, "source": "user", "message": "Go."},
+            {"step_id": 3, "source": "agent", "message": "copied", "is_copied_context": True},
+            {"step_id": 4, "source": "agent", "message": "I ask.", "reasoning_content": "hm", "tool_calls": [call],
+             "observation": {"results": [reference]}},
+            {"step_id": 5, "source": "agent", "message": "Done.", "model_name": "other"},
+        ],
+    }  # fmt: skip
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "a.json").write_text(json.dumps(document))
+    (tmp_path / "t" / "b.json").write_text(json.dumps(document | {"schema_version": "ATIF-v9.0"}))
+    alone, findings, said = made(atif, tmp_path / "t", tmp_path / "s.jsonl")
+    assert len(said) == 1 and "ATIF-v9.0" in said[0] and findings.counts["sub-agents left out"] == 1
+    assert [(one.source_model, len(one.messages)) for one in alone] == [("large", 3), ("other", 5)]
+    assert [block["type"] for block in alone[0].student_action["content"]] == ["thinking", "text", "tool_use"]
+    assert alone[1].messages[0]["content"] == "SYS" and alone[1].tools[0]["name"] == "Agent"
+    found, *_ = made(atif, tmp_path / "t" / "a.json", tmp_path / "s.jsonl", subagents=True)
+    assert [(one.agent, one.spawned_by) for one in found] == [([], None), ([], None), (["sub-1"], "c1")]
+
+
+def test_a_sub_agents_file_is_not_read_from_anywhere(tmp_path: Path) -> None:
+    place = {"source_call_id": None, "subagent_trajectory_ref": [{"trajectory_path": "../secret.json"}]}
+    step = {"step_id": 1, "source": "agent", "message": "x", "observation": {"results": [place]}}
+    document = {"schema_version": "ATIF-v1.7", "agent": {"name": "a", "version": "1"}, "steps": [step]}
+    (tmp_path / "t").mkdir()
+    for name in ("t/a.json", "secret.json"):
+        (tmp_path / name).write_text(json.dumps(document))
+    found, _, said = made(atif, tmp_path / "t", tmp_path / "s.jsonl", subagents=True)
+    assert len(found) == 1 and "outside of its folder" in said[0]
+
+
+def test_messages_are_written_once_and_parquet_has_all(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "s.jsonl"
+    write_session(source, turns=40, text="x" * 10_000)
+    for name in (out, tmp_path / "s.jsonl.zst", tmp_path / "s.parquet"):
+        assert main(["claude-code", str(source), "--out", str(name)]) == 0
+    found = list(read_states(out))
+    assert len(found) == 40 and len(found[-1].messages) == 80
+    assert found == list(read_states(tmp_path / "s.jsonl.zst"))
+    assert out.stat().st_size < 1.5 * source.stat().st_size
+    rows = pyarrow.parquet.read_table(tmp_path / "s.parquet").to_pylist()
+    assert [row["state_id"] for row in rows] == [one.state_id for one in found]
+    assert [len(row["messages"]) for row in rows] == [len(one.messages) for one in found]
+    assert json.loads(rows[7]["student_action"]) == found[7].student_action
+    assert (tmp_path / "s.parquet").stat().st_size < source.stat().st_size
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+
+
+DAMAGES = {
+    "cut": (lambda good: json.dumps(good)[:50], "JSON is malformed"),
+    "a list": (lambda good: "[1, 2]", "Expected `object`"),
+    "a number for a content": (lambda good: json.dumps(good | {"message": {"content": 7}}), "without text or content"),
+    "a block without type": (lambda good: json.dumps(good | {"message": {"content": [{"a": 1}]}}), "without text or"),
+    "a wrong type": (lambda good: json.dumps(good | {"uuid": 7}), "$.uuid"),
+    "too deep": (lambda good: '{"type": ' + "[" * 100_000, "line 4"),
+    "no text": (lambda good: "\0\xff", "line 4"),
+    "no JSON": (lambda good: '{"type": "user", "n": NaN, "t": "\\ud800"}', "NaN"),
+    "too long": (lambda good: "x" * (LONGEST_LINE + 10), "longer than 64 MiB"),
+    "another version": (lambda good: json.dumps(good | {"version": "9.0.1"}), "Claude Code 9.0.1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_is_one_line_and_the_rest_is_read(tmp_path: Path, damage: str) -> None:
+    """Replies that follow it are left out, because nobody knows what they have read."""
+    lines = session(turns=4)
+    make, words = DAMAGES[damage]
+    texts = [*map(json.dumps, lines[:3]), make(lines[3]), *map(json.dumps, [*lines[4:], *session(3, name="t")])]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(texts) + "\n", encoding="latin-1")
+    found, findings, said = made(claude_code, file, tmp_path / "s.jsonl")
+    assert len(said) == 1 and words in said[0] and f"{file}: line 4" in said[0] and "\n" not in said[0], said
+    names = [f"{state.conversation}/{len(state.messages)}" for state in found]
+    kept = ["a/2", "a/4", "a/6", "a/8"] if damage == "another version" else ["a/2"]
+    assert names == [*kept, "a/2", "a/4", "a/6"]
+    assert findings.counts["replies whose history has a gap, left out"] == 4 - len(kept) - (len(kept) < 4)
+
+
+def test_a_file_that_breaks_off_and_lone_surrogates(tmp_path: Path) -> None:
+    lines = [json.dumps(line) for line in session(turns=3, text="half a \ud83d face")]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(lines) + "\n" + lines[0][:40])
+    found, _, said = made(claude_code, file, tmp_path / "s.jsonl")
+    assert len(found) == 3 and len(said) == 1 and "the file breaks off in this line" in said[0]
+    assert "half a \ufffd face" in json.dumps(found[-1].messages, ensure_ascii=False)
+
+
+def test_random_damage_never_ends_an_ingest(tmp_path: Path) -> None:
+    data = "".join(json.dumps(line) + "\n" for line in session(turns=6)).encode()
+    file, draw = tmp_path / "a.jsonl", random.Random(7)
+    for _ in range(150):
+        changed = bytearray(data)
+        for _ in range(draw.randint(1, 20)):
+            at = draw.randrange(len(changed))
+            changed[at : at + draw.randint(0, 30)] = bytes(draw.choices(range(256), k=draw.randint(0, 5)))
+        file.write_bytes(changed)
+        made(claude_code, file, tmp_path / "s.jsonl")  # nothing is raised, and what was written can be read
+
+
+def test_replies_are_grouped_and_branches_share_their_history(tmp_path: Path) -> None:
+    """A rewound conversation: two replies to two prompts that follow the same message."""
+    lines = session(turns=2)
+    branch = [
+        {**lines[2], "uuid": "b1", "parentUuid": lines[1]["uuid"], "message": {"role": "user", "content": "instead"}},
+        {**lines[3], "uuid": "b2", "parentUuid": "b1", "message": {**lines[3]["message"], "id": "m-b"}},
+    ]
+    synthetic = {
+        **lines[3],
+        "uuid": "e",
+        "parentUuid": "b2",
+        "message": {**lines[3]["message"], "model": "<synthetic>"},
+    }
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *branch, synthetic]))
+    found, findings, _ = made(claude_code, file, tmp_path / "s.jsonl")
+    assert [len(one.messages) for one in found] == [2, 4, 4] and found[2].messages[-1]["content"] == "instead"
+    assert findings.counts["messages of Claude Code in a model's place, left out"] == 1
+    copy = tmp_path / "copy.jsonl"  # older versions copied a session when it was resumed
+    copy.write_bytes(file.read_bytes())
+    assert main(["claude-code", str(file), str(copy), "--out", str(tmp_path / "s.jsonl")]) == 0
+    assert len(list(read_states(tmp_path / "s.jsonl"))) == 3
+
+
+def test_only_session_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    """A collection's traces have Claude Code's event stream beside them, whose lines look alike."""
+    events = [{**line, "session_id": "s", "parentUuid": None} for line in session(turns=3)[1:]]
+    stream, own = tmp_path / "stream.jsonl", tmp_path / "sessions" / "11111111-2222-4333-8444-555555555555.jsonl"
+    stream.write_text("".join(json.dumps({k: v for k, v in one.items() if k != "parentUuid"}) + "\n" for one in events))
+    own.parent.mkdir()
+    write_session(own, turns=3, text="r")
+    found, findings, _ = made(claude_code, tmp_path, tmp_path / "s.jsonl")
+    assert len(found) == 3 and findings.counts["session files"] == 1
+    found, findings, _ = made(claude_code, stream, tmp_path / "s.jsonl")
+    assert found == [] and findings.counts["replies whose history has a gap, left out"] == 3
+
+
+def test_what_is_no_states_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.jsonl"
+    for text in ("", "{}", '{"type": "states", "schema_version": 99}\n', "\xff"):
+        file.write_text(text, encoding="latin-1")
+        with pytest.raises(StatesError, match="line 1"):
+            list(read_states(file))
+    packed = tmp_path / "s.jsonl.zst"
+    packed.write_bytes(zstandard.compress(b'{"type": "states", "schema_version": 1}\n')[:-4] + b"oops")
+    with pytest.raises(StatesError):
+        list(read_states(packed))
+    assert main(["claude-code", str(tmp_path / "none"), "--out", str(file)]) == 1
+    assert main(["claude-code", str(file), "--out", str(tmp_path / "s.csv")]) == 2
+    assert main(["pdf", "x"]) == 2
+    assert "none: no such file" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    write_session(source, turns=50, text="y" * 5_000)
+    command = [sys.executable, "-m", "rl.ingest", "claude-code", str(source), "--out", str(tmp_path / "s.jsonl")]
+    limit = (100_000, 100_000)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.startswith("ingest: ") and len(done.stderr.splitlines()) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+# ru_maxrss would be that of the process which has started this one.
+PEAK = """
+import pathlib, re, sys
+from rl.ingest.__main__ import main
+status = main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("size", [60 << 20, pytest.param(1 << 30, marks=pytest.mark.long)])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, size: int) -> None:
+    """A session that is compacted again and again, with a line of 10 MB in it."""
+    file = tmp_path / "a.jsonl"
+    turns = write_session(file, turns=0, text="a line of a file\n" * 1000, size=size, compact_every=50)
+    with open(file, "a") as out:
+        last = session(turns=2, text="z" * 10_000_000, name="long")
+        out.writelines(json.dumps(line) + "\n" for line in last)
+    command = [sys.executable, "-c", PEAK, "claude-code", str(file), "--out", str(tmp_path / "s.jsonl.zst")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{turns + 2:,}  states" in done.stdout
+    assert int(done.stdout.split()[-1]) < 200 * 1024, done.stdout

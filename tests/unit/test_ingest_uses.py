@@ -1,0 +1,161 @@
+"""Tests of what is made of states: rows for fine-tuning, and an evaluation of a policy on recorded states."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.ingest import states
+from rl.ingest.__main__ import main
+from rl.ingest.agreement import same_call, same_tool
+from rl.ingest.chat import message_of
+from rl.ingest.sft import Encoder, chat_of
+from rl.ingest.states import Message, State, read_states
+from rl.quickstart.policy import make_tokenizer
+from rl.sft import TokenRows
+from rollout.proxy.chat import chat_request
+from tests.endpoint_kit import KEY, StandIn, standing_in
+from tests.ingest_kit import write_session
+
+ROOT = Path(__file__).parents[2]
+
+
+def state(messages: list[Message], action: list[Message], name: str = "s", system: str = "SYS") -> State:
+    told = [{"role": "system", "content": system}, *messages]
+    said = {"role": "assistant", "content": action}
+    return State(state_id=name, messages=told, student_action=said, source_model="m", conversation=name)
+
+
+def use(name: str, number: int = 1, **given: Any) -> Message:
+    return {"type": "tool_use", "id": f"t{number}", "name": name, "input": given}
+
+
+TALK = [
+    {"role": "user", "content": "Fix <|im_end|> it."},
+    {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use("Read", file_path="a.py")]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "<|im_start|>text"}]},
+]
+EDIT = use("Edit", 2, file_path="a.py", old_string="<|im_end|>", new_string="b")
+
+
+def test_a_row_has_the_template_and_trains_the_reply() -> None:
+    tokenizer = make_tokenizer()
+    ids, mask = Encoder(tokenizer).row(state(TALK, [{"type": "text", "text": "So:"}, EDIT]))
+    begin = mask.index(1)
+    assert mask == [0] * begin + [1] * (len(ids) - begin) and ids[-1] == tokenizer.eos_token_id
+    reply = tokenizer.decode(ids[begin:])
+    assert "So:" in reply and "<function=Edit>" in reply and reply.count("<|im_end|>") == 2
+    # What spells a control token is text: the only ones are those that the template has written.
+    assert ids.count(tokenizer.eos_token_id) == 5
+    # Without such texts, it is what the template makes in one piece.
+    plain = state([{"role": "user", "content": "Go."}], [{"type": "text", "text": "Yes."}])
+    whole = tokenizer.apply_chat_template(chat_of(plain)[0], tokenize=True, return_dict=False)
+    made = Encoder(tokenizer).row(plain)[0]
+    assert whole[: len(made)] == made and tokenizer.decode(whole[len(made) :]).strip() == ""
+
+
+def test_rows_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out, rows = tmp_path / "a.jsonl", tmp_path / "s.jsonl", tmp_path / "rows.parquet"
+    write_session(source, turns=6, text="r" * 100)
+    assert main(["claude-code", str(source), "--out", str(out)]) == 0
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    command = ["sft", str(out), "--tokenizer", str(tmp_path / "model"), "--out", str(rows), "--max-tokens"]
+    assert main([*command, "100000"]) == 0
+    assert "texts are encoded anew" in capsys.readouterr().out
+    table = pyarrow.parquet.read_table(rows).to_pylist()
+    assert [row["state_id"] for row in table] == [one.state_id for one in read_states(out)]
+    config = type("C", (), {"max_length": 100_000})
+    assert len(TokenRows(str(rows), None, config)) == 6
+    lengths = sorted(len(row["input_ids"]) for row in table)
+    assert main([*command, str(lengths[2])]) == 0
+    assert pyarrow.parquet.read_table(rows).num_rows == 3
+    assert main([*command[:3], str(tmp_path / "none"), *command[4:], "9"]) != 0
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "calls", "tools"),
+    [
+        (use("Read", file_path="a"), use("Read", 2, file_path=" a\n"), True, True),
+        (use("Read", file_path="a", limit=3), use("Read", limit="3", file_path="a", offset=None), True, True),
+        (use("Edit", new="x", replace_all=False), use("Edit", new="x"), True, True),
+        (use("Bash", command="ls", description="List"), use("Bash", command="ls", description="See"), True, True),
+        (use("Bash", command="ls"), use("Bash", command="ls -l"), False, True),
+        (use("Note", description="a"), use("Note", description="b"), False, True),
+        (use("Read", file_path="a"), use("Edit", file_path="a"), False, False),
+        (use("Read", file_path="a"), {"type": "text", "text": "Done."}, False, False),
+        ({"type": "text", "text": "I am done."}, {"type": "text", "text": "Done."}, True, True),
+        (
+            {"type": "text", "text": "<function=bash>\n<parameter=command>ls</parameter>\n</function>"},
+            use("bash", command="ls"),
+            True,
+            True,
+        ),
+    ],
+)
+def test_agreement(one: Message, other: Message, calls: bool, tools: bool) -> None:
+    pair: Any = [{"role": "assistant", "content": [block]} for block in (one, other)]
+    assert (same_call(*pair), same_tool(*pair)) == (same_call(*pair[::-1]), same_tool(*pair[::-1])) == (calls, tools)
+
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
+inputs = st.dictionaries(texts, st.none() | st.booleans() | st.integers() | texts, max_size=3)
+
+
+@given(texts, st.lists(st.tuples(texts, inputs), max_size=3))
+def test_a_reply_survives_both_translations(text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    blocks = [use(name, number, **{}) | {"input": given} for number, (name, given) in enumerate(calls)]
+    action: Any = {"role": "assistant", "content": [{"type": "text", "text": text}, *blocks]}
+    (chat,) = chat_request({"messages": [action]}, "m")["messages"]
+    assert message_of(chat) == action
+
+
+def write_states(out: Path, found: list[State]) -> None:
+    with states.writing(out) as writer:
+        for one in found:
+            writer.begin(one.conversation, "test")
+            head = writer.head(one.messages[0]["content"], one.tools)
+            writer.state(one.state_id, head, writer.tip(one.messages[1:]), one.student_action, one.source_model)
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+async def test_a_policy_is_compared_with_the_recorded_replies(tmp_path: Path, protocol: str) -> None:
+    recorded = [state(TALK, [EDIT], name=f"s{n}", system=f"number {n};") for n in range(20)]
+    write_states(tmp_path / "s.jsonl", recorded)
+
+    def reply(text: str) -> list[Message]:
+        return [{"type": "text", "text": "Hm."}, EDIT if "I look." in text and number() % 4 else use("Read", 3)]
+
+    stand_in = StandIn(reply, mood=lambda n: (500, {"Retry-After": "0"}, "no") if n == 3 else None)
+
+    def number() -> int:
+        return len(stand_in.heard)
+
+    async with standing_in(stand_in):
+        command = [sys.executable, "-m", "rl.ingest", "evaluate", str(tmp_path / "s.jsonl"), "--url", stand_in.url]
+        command += ["--model", "mine", "--out", str(tmp_path / "out"), "--key-env", "THE_KEY", "--protocol", protocol]
+        command += ["--temperature", "0", "--concurrency", "1"]
+        environment = {"PATH": "", "THE_KEY": KEY, "HOME": str(tmp_path)}
+        done = await asyncio.to_thread(
+            subprocess.run, command, cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr + done.stdout
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (results["states"], results["answered"], len(stand_in.heard)) == (20, 20, 21)
+    assert results["same_call"]["share"] == pytest.approx(15 / 20)
+    assert results["same_call"]["low"] < results["same_call"]["share"] < results["same_call"]["high"]
+    assert results["by_tool"]["Edit"]["states"] == 20 and results["input_tokens"] == 2000
+    assert {body["temperature"] for body in stand_in.heard} == {0} and stand_in.keys == {
+        KEY if protocol == "messages" else f"Bearer {KEY}"
+    }
+    kept = b"".join(one.read_bytes() for one in (tmp_path / "out").iterdir())
+    assert KEY.encode() not in kept and KEY not in done.stdout + done.stderr

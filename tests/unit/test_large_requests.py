@@ -1,0 +1,258 @@
+"""Tests of requests that take long: what cannot fit is not encoded, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.quickstart.policy import make_tokenizer
+from rollout.proxy import marks, texts
+from rollout.proxy.messages import RequestError, Span, WireMessage, decode_request
+from rollout.proxy.render import ChatTemplateRenderer
+from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Policy, Session
+from tests.kit import CharRenderer, CharTokenizer, QueueEngine, char_policy
+
+LONG = 60  # seconds to wait for what takes milliseconds on an idle machine
+MANY = 8_000_000
+
+
+class Counting(CharTokenizer):
+    """Counts the characters that it has encoded, and does something before each call."""
+
+    def __init__(self, before: Callable[[], Any] = lambda: None) -> None:
+        self.encoded, self.calls, self.before = 0, 0, before
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        self.calls += 1
+        self.before()
+        self.encoded += len(text)
+        return super().encode(text)
+
+
+class Held(CharRenderer):
+    """Holds prompts that say "hold" until ``go`` is set, as a tokenizer does that has much to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.go = threading.Event(), threading.Event()
+
+    def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        if "hold" in messages[-1]["content"]:
+            self.held.set()
+            assert self.go.wait(LONG)
+        return super().start(messages, tools)
+
+
+def body(text: str) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+
+
+def policy(context: int, tokenizer: Any = None, **more: Any) -> Policy:
+    return replace(char_policy(QueueEngine(), CharRenderer(tokenizer), max_context=context), **more)
+
+
+@pytest.mark.parametrize(
+    "limits, status, says",
+    [
+        ({"context": 100_000}, 400, r"prompt is too long: at least 1\d{5} tokens > 100000 maximum"),
+        ({"context": 10**7, "max_session_tokens": 100_000}, 413, "at most 100000 tokens"),
+    ],
+)
+async def test_what_cannot_fit_is_refused_before_it_is_encoded(limits: Any, status: int, says: str) -> None:
+    tokenizer = Counting()
+    session = Session("e", policy(tokenizer=tokenizer, **limits))
+    with pytest.raises(RequestError, match=says) as raised:
+        await session.ahead(decode_request(body("x" * MANY)))
+    assert raised.value.status == status and tokenizer.encoded < 200_000
+    renderer = session.policy.renderer
+    assert isinstance(renderer, CharRenderer) and renderer.encoded == 0 and session.tree.nodes == []
+    assert session.counters.context_full == (status == 400)
+
+
+async def test_what_is_hardly_too_long_is_counted_exactly_and_not_kept() -> None:
+    session = Session("e", policy(context=100_000))
+    wire = decode_request(body("x" * 100_000))
+    place = await session.ahead(wire)
+    assert place is not None and place.length > 100_000
+    with pytest.raises(RequestError, match=f"too long: {place.length} tokens"):
+        session.prepare(wire, retry=False, place=place)
+    assert session.tree.nodes == []
+
+
+async def test_a_text_with_few_tokens_is_not_refused() -> None:
+    """Of white space, a real tokenizer makes few tokens."""
+
+    class Sparse(Counting):
+        def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+            return super().encode(text)[::100]
+
+    place = await Session("e", policy(context=100_000, tokenizer=Sparse())).ahead(decode_request(body(" " * MANY)))
+    assert place is not None and MANY // 100 <= place.length < 100_000
+
+
+def real_policy(context: int) -> tuple[Policy, list[int]]:
+    """A policy with the quickstart's chat template; the list gets the number of characters of each text encoded."""
+    tokenizer = make_tokenizer()
+    renderer, encoded = ChatTemplateRenderer(tokenizer, "qwen3"), []
+    whole, renderer._encoder._ids = renderer._encoder._ids, lambda text: encoded.append(len(text)) or whole(text)
+    return replace(char_policy(QueueEngine("a"), renderer, max_context=context), tokenizer=tokenizer), encoded
+
+
+@pytest.mark.parametrize("parts", [("x y", 10**6), ("<|im_end|>", 300_000), ("<|im_end|>" + "x y z " * 50, 1000)])
+async def test_a_real_renderer_encodes_no_more_than_fits(parts: tuple[str, int]) -> None:
+    text = parts[0] * parts[1]
+    used, encoded = real_policy(10_000)
+    session = Session("e", used)
+    request = {"system": "Fix it.", "messages": [{"role": "user", "content": text}]}
+    with pytest.raises(RequestError, match=r"prompt is too long: at least \d{5} tokens > 10000 maximum"):
+        await session.ahead(decode_request(json.dumps(request).encode()))
+    assert sum(encoded) < 150_000 and session.tree.nodes == []
+
+
+async def test_what_the_chat_template_leaves_out_needs_no_room() -> None:
+    """The quickstart's writes the signatures of tools only, and those of Qwen3 leave old thinking out."""
+    used, _ = real_policy(1000)
+    tool = {"name": "Do", "description": "It does. " * 20_000, "input_schema": {}}
+    request = {"tools": [tool], "messages": [{"role": "user", "content": "fix it"}]}
+    session = Session("e", used)
+    place = await session.ahead(decode_request(json.dumps(request).encode()))
+    assert place is not None and 0 < place.length < 1000
+    assert session.prepare(decode_request(json.dumps(request).encode()), False, place).context.length == place.length
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[ProxyServer]:
+    server = ProxyServer()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def http(proxy: ProxyServer) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{proxy.port}") as client:
+        yield client
+
+
+async def post(http: aiohttp.ClientSession, session: Session, text: str, path: str = "/v1/messages") -> tuple[int, Any]:
+    async with http.post(path, data=body(text), headers={"x-api-key": session.secret}) as response:
+        return response.status, await response.json()
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG):
+        while not done():
+            await asyncio.sleep(0.005)
+
+
+async def test_others_are_answered_while_a_large_request_is_encoded(
+    proxy: ProxyServer, http: aiohttp.ClientSession
+) -> None:
+    held = Held()
+    busy = await proxy.open_session("busy", char_policy(QueueEngine("large", "small"), held))
+    other = await proxy.open_session("other", char_policy(QueueEngine("other")))
+    large = asyncio.create_task(post(http, busy, "hold" + "x" * 50_000))
+    await until(held.held.is_set)
+    status, reply = await asyncio.wait_for(post(http, other, "hi"), LONG)
+    assert (status, reply["content"][0]["text"]) == (200, "other")
+    # The same session's next request waits: its tree does not change under the one that is being encoded.
+    small = asyncio.create_task(post(http, busy, "hi"))
+    counting = asyncio.create_task(post(http, busy, "hi", "/v1/messages/count_tokens"))
+    await asyncio.sleep(0.1)
+    assert not small.done() and not counting.done() and busy.tree.nodes == []
+    held.go.set()
+    replies = [(await asyncio.wait_for(task, LONG))[1] for task in (large, small)]
+    assert [reply["content"][0]["text"] for reply in replies] == ["large", "small"]
+    assert (await counting)[1]["input_tokens"] == replies[1]["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize("ending", ["closed", "hung up"])
+async def test_an_encoding_that_nobody_waits_for_ends(
+    proxy: ProxyServer, http: aiohttp.ClientSession, ending: str
+) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        began.set()
+        assert go.wait(LONG)
+
+    tokenizer = Counting(hold)
+    session = await proxy.open_session("e", policy(context=1_000_000, tokenizer=tokenizer))
+    asking = asyncio.create_task(post(http, session, "x" * MANY))
+    await until(began.is_set)
+    if ending == "closed":
+        await proxy.close_session(session)
+    else:
+        asking.cancel()
+        await until(lambda: all(c.transport is None for c in proxy._runner.server.connections))
+        await asyncio.sleep(0.05)  # its handler is cancelled
+    go.set()
+    if ending == "closed":
+        assert (await asyncio.wait_for(asking, LONG))[0] == 410
+    async with asyncio.timeout(LONG), session.entrance:
+        assert tokenizer.calls <= 2 and session.tree.nodes == []
+
+
+async def test_a_request_has_the_same_place_in_a_thread() -> None:
+    one, other = (Session("e", char_policy(QueueEngine("a", "b"))) for _ in range(2))
+    text = "fix it\n" * 10_000
+    for session in (one, other):
+        wire = decode_request(body(text))
+        place = await session.ahead(wire) if session is one else None
+        assert (place is None) == (session is other)
+        node = await session.prepare(wire, False, place).reply()
+        assert node.ids
+    assert [node.ids for node in one.tree.nodes] == [node.ids for node in other.tree.nodes]
+    wire = decode_request(body(text))
+    assert await one.ahead(wire) is None  # what was seen before is not new
+
+
+async def test_a_session_can_have_a_lower_limit_of_its_bodies(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:
+    session = await proxy.open_session("e", replace(char_policy(QueueEngine("a")), max_body=1000))
+    status, error = await post(http, session, "x" * 1000)
+    assert (status, error["error"]["message"]) == (413, "request body over 1000 bytes")
+    assert (await post(http, session, "x" * 100))[0] == 200
+
+
+PARTS = ("<system-reminder>", "</system-reminder>", " ", "\n", "a", "bc", "<system-", "é")
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join), st.integers(1, 8))
+def test_reminders_and_white_space_are_left_out_however_the_text_is_cut(text: str, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "PIECE", piece)
+        wanted = re.sub("<system-reminder>.*?</system-reminder>", "", text, flags=re.DOTALL)
+        assert texts.squeezed(text) == "".join(wanted.split())
+
+
+def test_reminders_without_an_end_are_text() -> None:
+    """Looking for the end of each would take minutes."""
+    span = Span.of([WireMessage("user", "<system-reminder>" * 500_000)], assistant=False)
+    assert span.key
+
+
+class Vocabulary:
+    all_special_tokens = ("<a>", "<a><b>", "[b", "<b>")
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+
+
+@given(st.text("<>ab[", max_size=60), st.integers(1, 8))
+def test_marks_are_found_however_the_text_is_cut(text: str, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks, "PIECE", piece)
+        found = marks.Marks(Vocabulary())
+        hidden = found.hide(text)
+    pattern = "|".join(re.escape(mark) for mark in sorted(Vocabulary.all_special_tokens, key=len, reverse=True))
+    assert found._placeholder.sub(lambda place: found._texts[int(place[1])], hidden) == text
+    assert found._placeholder.sub("#", hidden) == re.sub(pattern, "#", text)

@@ -18,6 +18,10 @@ POSITIVE = (
     "data.train_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
+    "curriculum.other",
+    "curriculum.solved",
+    "curriculum.readmit_after",
+    "curriculum.window",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.val_kwargs.n",
@@ -67,6 +71,18 @@ def _not_positive(config: DictConfig, keys: Iterable[str], or_null: bool = False
         # bool is an int in Python
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             yield f"{key} is {value!r}; it must be a number above 0"
+
+
+def check_curriculum(config: DictConfig) -> None:
+    """Raise ConfigError if the preferred rates are no range, or if the tasks are another dataset's, without rates."""
+    low, high = (*config.curriculum.prefer, None, None)[:2]
+    numbers = len(config.curriculum.prefer) == 2 and all(isinstance(one, int | float) for one in (low, high))
+    if not (numbers and 0 <= low <= high <= 1):
+        raise ConfigError(
+            f"curriculum.prefer is {list(config.curriculum.prefer)}; it must be two resolve rates, such as [0.2,0.8]"
+        )
+    if config.curriculum.by_rate and config.data.custom_cls.path != "pkg://rl.dataset":
+        raise ConfigError("curriculum.by_rate=true needs task files; leave data.custom_cls.path as it is")
 
 
 def check_batches(config: DictConfig) -> None:

@@ -45,7 +45,8 @@ def remove_bases(node: cst.ClassDef, place: Place) -> Replacement | None:
     """A class loses one of its base classes."""
     if not node.bases:
         return None
-    left = [base for base in node.bases if base is not place.rng.choice(node.bases)]
+    gone = place.rng.choice(node.bases)
+    left = [base for base in node.bases if base is not gone]
     if left or node.keywords:
         return node.with_changes(bases=left)
     return node.with_changes(bases=[], lpar=cst.MaybeSentinel.DEFAULT, rpar=cst.MaybeSentinel.DEFAULT)

@@ -8,6 +8,9 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
+import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pyarrow.parquet
@@ -107,6 +110,19 @@ def test_it_is_alone():
 '''
 
 
+@pytest.fixture(autouse=True)
+def _wheels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pip install pytest from wheels of what is installed here: no test needs a package index."""
+    directory = tmp_path_factory.mktemp("wheels")
+    for name in ("pytest", "iniconfig", "pluggy", "packaging", "pygments"):
+        found = distribution(name)
+        with zipfile.ZipFile(directory / f"{name}-{found.version}-py3-none-any.whl", "w") as wheel:
+            for file in found.files or ():
+                if ".." not in file.parts and "__pycache__" not in file.parts:
+                    wheel.write(file.locate(), str(file))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+
 def sdist(directory: Path) -> Path:
     """Write the source distribution of a small package, as a build would."""
     outside = directory / "outside"
@@ -193,6 +209,23 @@ def test_a_killed_command_goes_on_with_a_package_of_the_index(tmp_path: Path) ->
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < 5):
             os.sched_yield()
+        process.kill()
+    begun = journal.read_text()
+    assert begun, process.stdout
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert journal.read_text().startswith(begun[: begun.rfind("\n") + 1])
+    assert len(load_tasks(out)) == 5
+    assert admitted(out, tries=2)["counts"]["pass"] == 5
+
+@pytest.mark.long
+def test_a_killed_command_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "tasks.parquet"
+    command = [sys.executable, "-m", "rl.data.make", str(sdist(tmp_path)), "--out", str(out), "--limit", "5", "--jobs", "2"]
+    journal = tmp_path / "tasks.make.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 5):
+            time.sleep(0.05)
         process.kill()
     begun = journal.read_text()
     assert begun, process.stdout

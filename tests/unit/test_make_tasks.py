@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl.make.runs import Failure
 from rl.make.snippet import Snippet, snippet
@@ -149,3 +151,21 @@ def test_without_a_program_the_assertion_speaks() -> None:
     texts = statements([], [raised], ["shop.py"], NAMES, GOLD)
     assert "KeyError" in texts[1]
     assert "ends in `total` (`shop.py`)" in texts[3] and "shop.py" not in texts[2]
+
+
+@given(
+    statement=st.sampled_from(["total(3)", "Basket().add(RATE_OF_ALL)", "f('return amount * RATE_OF_ALL')", "test_total(1)"]),
+    outcomes=st.lists(st.sampled_from(["returns 3", "raises ValueError: no", f"returns {GOLD!r}", "returns 'TestBasket'"]), min_size=2, max_size=2),
+    message=st.sampled_from(["assert 4 == 3", "in tests/test_shop.py:9", f"assert 'x' in {GOLD!r}", "see TestBasket", ""]),
+    kind=st.sampled_from(["AssertionError", "KeyError", "Failed"]),
+    where=st.sampled_from([("shop.py", 3, "total"), ("shop.py", 3, "test_total"), ("tests/test_shop.py", 1, "x")]),
+)
+def test_no_statement_tells_a_hidden_test_or_the_patch(statement, outcomes, message, kind, where) -> None:
+    shown = [Shown(Snippet("from shop import total", statement), *outcomes)]
+    failures = [Failure(NAMES[0], "call", kind, message, frames=(where,))] * 2
+    for some in (shown, []):
+        for text in statements(some, failures, ["shop.py"], NAMES, GOLD).values():
+            assert text.strip()
+            assert "RATE_OF_ALL" not in text or "amount * RATE_OF_ALL" not in text
+            assert not any(name in text for name in ("test_total", "TestBasket", "test_shop"))
+            assert not leaks(text, NAMES, GOLD)

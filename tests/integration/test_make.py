@@ -62,7 +62,7 @@ def label(basket, currency="EUR"):
 '''
 TESTS = '''\
 import os
-import time
+import sys
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_label():
 
 
 def test_flaky():
-    assert time.time_ns() // 1000 % 2
+    assert "coverage" in sys.modules  # it is in one of the three runs
     assert label(Basket([2])) == "2 EUR"
 
 
@@ -122,6 +122,7 @@ def _wheels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
                     wheel.write(file.locate(), str(file))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+
 
 def sdist(directory: Path) -> Path:
     """Write the source distribution of a small package, as a build would."""
@@ -173,6 +174,7 @@ def test_tasks_are_made_of_a_package_and_all_are_admitted(tmp_path: Path, monkey
     card = json.loads((out.parent / "tasks.card.json").read_text())
     assert card["summary"]["tasks"] == 6
     assert card["packages"][0]["licence"] == "MIT"
+    assert card["packages"][0]["flaky"] == ["tests/test_shop.py::test_flaky"]
     report = admitted(out, tries=1)
     assert report["counts"]["pass"] == 6
 

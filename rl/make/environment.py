@@ -47,11 +47,12 @@ def build(package: Package, directory: Path) -> dict[str, str]:
     up = "/".join([".."] * 4)
     files.write(site / "_work_tree.pth", f"{up}/{package.root}\n")
     versions = {
-        canonicalize_name(one.metadata["Name"]): one.version for one in importlib.metadata.distributions(path=[str(site)])
+        canonicalize_name(one.metadata["Name"]): one.version
+        for one in importlib.metadata.distributions(path=[str(site)])
     }
     if package.name in versions:
         raise MakeError(
-            f"{package.name}: its own tests need another copy of it ({package.name} {versions[package.name]}, by way of "
+            f"{package.name}: its own tests need another copy of it ({versions[package.name]}, by way of "
             "pytest or a plugin), which an agent could read; choose another package"
         )
     about = site / f"{package.name.replace('-', '_')}-{package.version}.dist-info"

@@ -1,4 +1,4 @@
-"""This module holds the makers of mistakes that people make: limits, arguments, errors, caches, defaults, agreements."""
+"""This module has the makers of mistakes that people make: limits, arguments, errors, caches, defaults, agreements."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def wrong_default(node: cst.FunctionDef, place: Place) -> Replacement | None:
     elif isinstance(old, cst.Integer):
         new = cst.Integer(str(old.evaluated_value + 1))
     else:
-        new = cst.SimpleString('" "') if m.matches(old, m.SimpleString('""') | m.SimpleString("''")) else cst.Name("None")
+        empty = m.matches(old, m.SimpleString('""') | m.SimpleString("''"))
+        new = cst.SimpleString('" "') if empty else cst.Name("None")
     return node.with_changes(params=node.params.deep_replace(old, new))
 
 
@@ -182,7 +183,8 @@ def lose_condition(node: cst.BooleanOperation, place: Place) -> Replacement | No
 def wrong_variable(node: cst.Name, place: Place) -> Replacement | None:
     """Another variable of the function is used."""
     function, parent = place.function(node), place.parent(node)
-    if function is None or isinstance(parent, cst.Attribute | cst.Param | cst.AssignTarget | cst.Annotation | cst.FunctionDef):
+    named = cst.Attribute | cst.Param | cst.AssignTarget | cst.Annotation | cst.FunctionDef
+    if function is None or isinstance(parent, named):
         return None
     if isinstance(parent, cst.Arg) and parent.keyword is node:
         return None

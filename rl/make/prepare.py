@@ -80,7 +80,7 @@ def prepare(spec: str, directory: Path, requires: Sequence[str] = (), copies: bo
     package = sources.read(home / "tree", sha256, requires)
     if not copies and (found := environment.copies(package, home / "venv")):
         raise MakeError(
-            f"{package.name}: a local box would show an agent {len(found)} other copies of its code, such as {found[0]}; "
+            f"{package.name}: a local box would show an agent {len(found)} copies of its code, such as {found[0]}; "
             "choose another package, or --allow-copies for boxes without them"
         )
     return _read(package, home, kept)
@@ -104,10 +104,10 @@ def _measured(package: Package, directory: Path) -> dict[str, Any]:
     first = found[0]
     outcomes = {test: Counter(run.tests.get(test, "missing") for run in found) for run in found for test in run.tests}
     stable = [test for test, seen in outcomes.items() if seen["passed"] == _RUNS and test in first.tests]
-    broken = "; ".join(f"{where}: {why.strip().splitlines()[-1]}" for where, why in first.broken if why.strip())
+    broken = "".join(f"; {where}: {why.strip().splitlines()[-1]}" for where, why in first.broken if why.strip())
     if not stable:
         raise MakeError(
-            f"{label}: no test of it passes each time ({len(first.tests)} were found){': ' + broken if broken else ''}; "
+            f"{label}: no test of it passes each time ({len(first.tests)} were found){broken}; "
             "name what its tests need with --requires"
         )
     if not any(first.lines.values()):

@@ -42,7 +42,8 @@ class Snippet:
             "names = {'__name__': 'example'}\n"
             f"try:\n    exec({self.before!r}, names)\n    found = eval({self.expression!r}, names)\n"
             f"    said = 'returns ' + ascii(found)[:{_MOST_SAID}]\n"
-            f"except Exception as error:\n    said = 'raises ' + ascii(f'{{type(error).__name__}}: {{error}}')[1:-1][:{_MOST_SAID}]\n"
+            "except Exception as error:\n    said = f'{type(error).__name__}: {error}'\n"
+            f"    said = 'raises ' + ascii(said)[1:-1][:{_MOST_SAID}]\n"
             "print()\nprint(said)\n"
         )
 
@@ -108,7 +109,8 @@ def _inside(statement: ast.stmt) -> Iterator[ast.stmt]:
 def _is_raising(statement: ast.stmt) -> bool:
     """Tell whether a statement is a `with` that expects an error."""
     return isinstance(statement, ast.With) and any(
-        isinstance(item.context_expr, ast.Call) and _last(item.context_expr.func) in _RAISING for item in statement.items
+        isinstance(item.context_expr, ast.Call) and _last(item.context_expr.func) in _RAISING
+        for item in statement.items
     )
 
 

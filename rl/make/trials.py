@@ -1,4 +1,4 @@
-"""This module tries a candidate edit: does it break a few tests, each time, and does it make a task that is graded right?"""
+"""This module tries an edit: does it break a few tests, each time, and does it make a task that is graded right?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from rollout.sandbox.local.box import boot_local
 
 MOST_BROKEN = 20
 """A task's edit breaks at most so many tests."""
-
 
 
 class Outcome(StrEnum):
@@ -172,7 +171,11 @@ class Workshop:
         if gold.reason is not None:
             return f"the gold patch: {_reason(gold)}"
         empty = await graded(patch=None)
-        passed = [*empty.tests.get("FAIL_TO_PASS", {}).get("success", ()), *empty.tests.get("PASS_TO_PASS", {}).get("failure", ())]
+        tests = empty.tests
+        passed = [
+            *tests.get("FAIL_TO_PASS", {}).get("success", ()),
+            *tests.get("PASS_TO_PASS", {}).get("failure", ()),
+        ]
         if empty.reason is None or passed or not empty.tests:
             return f"no patch: {_reason(empty)}{f', {passed[0]} is not as expected' if passed else ''}"
         return ""

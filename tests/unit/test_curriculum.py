@@ -1,7 +1,8 @@
-"""Tasks are drawn by their rates: middling ones often, solved ones not for a while, and the same ones after a resume."""
+"""Tasks are drawn by their rates: middling ones often, solved ones not for a while, the same ones after a resume."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from rewards.task import load_tasks
 from rl.checks.numbers import check_curriculum
 from rl.config import ConfigError
 from rl.curriculum import Curriculum, Rule, Scheduled
 from rl.data.rates import Rate, write_rated
 from rl.dataset import TaskDataset
 from rl.metrics.episodes import EpisodeLog
-from rewards.task import load_tasks
 from tests.unit.test_task import row, write
 
 RULE = Rule(prefer=(0.2, 0.8), other=0.25, solved=1.0, window=8, readmit_after=5)
@@ -55,7 +56,8 @@ def test_unmeasured_tasks_are_all_drawn_before_any_comes_again() -> None:
 
 def test_tasks_of_middling_rates_are_drawn_more_often() -> None:
     rates = {name: (8, 4) if name in ("t0", "t1") else (8, 0) for name in NAMES}
-    drawn = Counter(name for names in play(Curriculum(rates, RULE, 0), range(1, 401), {"t0": 4, "t1": 3}, 1) for name in names)
+    played = play(Curriculum(rates, RULE, 0), range(1, 401), {"t0": 4, "t1": 3}, 1)
+    drawn = Counter(name for names in played for name in names)
     often = [drawn.pop("t0"), drawn.pop("t1")]
     assert min(often) > 3 * max(drawn.values())
     assert len(drawn) == 6  # what was never resolved is tried, too
@@ -66,7 +68,7 @@ def test_a_solved_task_is_left_out_and_comes_back() -> None:
     solved = {"t0": 8}
     when = [step for step, names in enumerate(play(some, range(1, 60), solved), 1) if "t0" in names]
     assert len(when) > 3
-    assert all(later - before > RULE.readmit_after for before, later in zip(when, when[1:], strict=False))
+    assert all(later - before > RULE.readmit_after for before, later in itertools.pairwise(when))
     assert some.metrics()["curriculum/unmeasured"] == 0
     back = play(some, range(60, 90), {"t0": 4})  # it was forgotten
     assert sum("t0" in names for names in back) > 15
@@ -105,15 +107,17 @@ def test_rates_are_those_of_the_newest_episodes_and_lost_ones_do_not_count() -> 
     batch=st.integers(1, 8),
     resolved=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 8)),
 )
-def test_a_resumed_run_draws_what_an_unbroken_one_draws(saved: int, seed: int, batch: int, resolved: dict[str, int]) -> None:
+def test_a_resumed_run_draws_what_an_unbroken_one_draws(
+    saved: int, seed: int, batch: int, resolved: dict[str, int]
+) -> None:
     unbroken, killed, resumed = (Curriculum(UNKNOWN, RULE, seed) for _ in range(3))
     expected = play(unbroken, range(1, 15), resolved, batch)
     before = play(killed, range(1, saved + 1), resolved, batch)
     assert before == expected[:saved]
     assert all(len(set(names)) == batch for names in expected)
     resumed.load_state_dict(killed.state_dict())
-    log = [one for step, names in enumerate(before, 1) for task in names for one in lines(step, task, resolved.get(task, 0))]
-    resumed.learn(log)
+    for step, names in enumerate(before, 1):
+        resumed.learn(one for task in names for one in lines(step, task, resolved.get(task, 0)))
     assert play(resumed, range(saved + 1, 15), resolved, batch) == expected[saved:]
 
 

@@ -1,4 +1,4 @@
-"""Which edits become tasks depends on the seed only: not on how many boxes there are, nor on where a command was killed."""
+"""Which edits become tasks depends on the seed only: not on how many boxes there are, nor on where one was killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from rl.make.tasks import task_id
 from rl.make.trials import Outcome, Trial
 from rl.make.work import Maker, Order
 
-SOURCE = "def f(a, b):\n    if a < b:\n        a += 1\n    return a - b\n\n\ndef g(a, b=2):\n    return f(a, b) * (a + b)\n"
+SOURCE = """\
+def f(a, b):
+    if a < b:
+        a += 1
+    return a - b
+
+
+def g(a, b=2):
+    return f(a, b) * (a + b)
+"""
 
 
 class Killed(Exception):

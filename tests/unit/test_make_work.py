@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import tempfile
 from collections import Counter
@@ -36,18 +37,17 @@ def g(a, b=2):
 """
 
 
-class Killed(Exception):
-    pass
+class Killed(Exception): ...
 
 
 class Workshop:
-    """A workshop in which a hash decides what an edit does. tried: how often each was tried in all its lives."""
+    """A workshop in which a hash decides what an edit does. `trials`: how often each edit was tried, in all lives."""
 
-    tried_: Counter[str] = Counter()
+    trials: Counter[str] = Counter()
     life = 10**9
 
-    def __init__(self, prepared: Prepared, *_: Any) -> None:
-        self.package = prepared.package
+    def __init__(self, prepared: Prepared, _: Any, repositories: Path, __: Any) -> None:
+        self.package, self.repositories = prepared.package, repositories
 
     def _digest(self, candidate: Candidate) -> int:
         return hashlib.sha256(task_id(self.package, candidate.edit).encode()).digest()[0]
@@ -60,7 +60,7 @@ class Workshop:
 
     async def tried(self, candidate: Candidate) -> Trial:
         await self._step()
-        Workshop.tried_[task_id(self.package, candidate.edit)] += 1
+        Workshop.trials[task_id(self.package, candidate.edit)] += 1
         digest = self._digest(candidate)
         if digest % 3 == 0:
             return Trial(Outcome.NO_FAILURE, seconds=1.0)
@@ -71,7 +71,9 @@ class Workshop:
         await self._step()
         if self._digest(candidate) % 5 == 0:
             return Outcome.FLAKY, "now and then"
-        return Outcome.KEPT, {"instance_id": task_id(self.package, candidate.edit), "failed": trial.failures[0].message}
+        name = task_id(self.package, candidate.edit)
+        (self.repositories / name).mkdir(parents=True, exist_ok=True)
+        return Outcome.KEPT, {"instance_id": name, "failed": trial.failures[0].message}
 
 
 def prepared(directory: Path) -> Prepared:
@@ -86,8 +88,6 @@ def rows(directory: Path, jobs: int = 1, limit: int = 6) -> list[dict[str, Any]]
     try:
         maker = Maker(prepared(directory), directory / "repos", Order(limit, 0, jobs=jobs), journal)
         found = asyncio.run(maker.run())
-        for row in found:  # a task counts as made while its repository is there
-            (directory / "repos" / row["instance_id"]).mkdir(parents=True, exist_ok=True)
         assert sum(record["outcome"] == "kept" for record in maker.records) == len(found)
         return found
     finally:
@@ -97,7 +97,7 @@ def rows(directory: Path, jobs: int = 1, limit: int = 6) -> list[dict[str, Any]]
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "Workshop", Workshop)
-    Workshop.tried_, Workshop.life = Counter(), 10**9
+    Workshop.trials, Workshop.life = Counter(), 10**9
 
 
 def test_equal_failures_are_one_task(tmp_path: Path) -> None:
@@ -111,16 +111,14 @@ def test_killed_and_continued_with_any_number_of_boxes_it_makes_the_same(jobs: i
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         Workshop.life = 10**9
         expected = rows(Path(one))
-        Workshop.tried_ = Counter()
+        Workshop.trials = Counter()
         for life in lives:
             Workshop.life = life
-            try:
+            with contextlib.suppress(Killed):
                 rows(Path(other), jobs)
-            except Killed:
-                pass
         Workshop.life = 10**9
         assert rows(Path(other), jobs) == expected
-        assert set(Workshop.tried_.values()) == {1}
+        assert set(Workshop.trials.values()) == {1}
         before = (Path(other) / "journal.jsonl").read_bytes()
         assert rows(Path(other), 1) == expected
         assert (Path(other) / "journal.jsonl").read_bytes() == before

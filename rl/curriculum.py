@@ -71,7 +71,7 @@ class Curriculum:
         self._tasks: dict[str, _Task] = {}
         for name, measured in rates.items():
             task = self._tasks[name] = _Task(0.0, deque([measured] if measured[0] else []))
-            task.turn = self._chance(name, task) / self._weight(task)
+            task.turn = self._chance(name, task) / 2 / self._weight(task)  # before any comes again
         self._taken: set[str] = set()  # in this step
 
     def begin(self, step: int) -> None:

@@ -30,7 +30,7 @@ from rl.screen import Screen
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_intermixed_args(arguments)  # keys may follow options
     screen = Screen()
 
     def work() -> int:

@@ -163,7 +163,8 @@ class Scheduled(PPOTrainer):
             return
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        rule = Rule(tuple(chosen.prefer), chosen.other, chosen.solved, chosen.window, chosen.readmit_after)
+        low, high = chosen.prefer
+        rule = Rule((low, high), chosen.other, chosen.solved, chosen.window, chosen.readmit_after)
         dataset: Any = self.train_dataset
         sampler: Any = Curriculum(dataset.rates, rule, self.config.data.seed)
         loader: Any = self.train_dataloader

@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -43,7 +43,7 @@ class Killed(Exception): ...
 class Workshop:
     """A workshop in which a hash decides what an edit does. `trials`: how often each edit was tried, in all lives."""
 
-    trials: Counter[str] = Counter()
+    trials: ClassVar[Counter[str]] = Counter()
     life = 10**9
 
     def __init__(self, prepared: Prepared, _: Any, repositories: Path, __: Any) -> None:

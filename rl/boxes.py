@@ -1,12 +1,9 @@
 """This module tells the framework about each kind of box (``sandbox.kind``): a class per kind, all in ``KINDS``.
 
 A class reads the config group ``sandbox`` of its kind; the boxes themselves are in the kind's folder below
-``rollout/sandbox``. As a program, it pulls and seals the images of task files and reports what was found in them:
-
-    python -m rl.boxes TASKS.parquet ... sandbox=docker [sandbox.image_budget_gb=100] [--shard 1/4]
+``rollout/sandbox``. As a program, it does what ``_ABOUT`` says.
 """
 
-import argparse
 import asyncio
 import json
 import math
@@ -23,6 +20,7 @@ from omegaconf import DictConfig
 from rewards.task import Task, TaskError, load_tasks
 from rl.config import ConfigError, compose
 from rl.shard import Shard
+from rollout import program
 from rollout.episode import Boot
 from rollout.sandbox import Limits, Sandbox, SandboxError, registry
 from rollout.sandbox.apptainer import cli as apptainer_cli
@@ -38,6 +36,12 @@ from rollout.sandbox.sealing import Source, Wanted
 
 Say = Callable[[str], None]
 Count = Callable[[int, int], None]
+
+_ABOUT = """Pull and seal the images of task files, and print what was found in them. docs/sandboxes.md
+
+    python -m rl.boxes TASKS.parquet ... sandbox=docker [sandbox.image_budget_gb=100] [--shard 1/4]
+    python -m rl.boxes TASKS.parquet ... sandbox=docker --sizes     # is there room? pulls nothing
+"""
 
 
 class Kind:
@@ -351,7 +355,7 @@ def check_room(kind: FromImages, wanted: Sequence[Wanted], say: Say) -> None:
 
 def main() -> None:
     """Pull and seal the images of task files, and print what was found in them."""
-    parser = argparse.ArgumentParser(prog="python -m rl.boxes", description="Pull and seal task images.")
+    parser = program.parser("python -m rl.boxes", _ABOUT)
     parser.add_argument("tasks", nargs="+", help="parquet files of tasks, and config overrides such as sandbox=docker")
     parser.add_argument("--shard", metavar="I/N", help="only this part of the images, from 1/N to N/N")
     parser.add_argument("--sizes", action="store_true", help="only say how large they are, and whether there is room")
@@ -380,4 +384,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.end(main)

@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl.config import CONFIGS, ConfigError, compose, package_dir
 from rl.overrides import nearest, options
+from rollout.program import plain
 
 # Folders of configs/ that nobody chooses from.
 _SHARED = ("base", "engine_defaults", "experiment")
@@ -44,20 +45,28 @@ def _read(
     parser.add_argument("overrides", nargs="*")
     given, unknown = parser.parse_known_intermixed_args(arguments)
     if given.help:
-        print(help_text(program, about))
+        print(plain(help_text(program, about)))
         sys.exit(0)
     if unknown:
         raise ConfigError(*(f"{one}: there is no such option; --help lists them" for one in unknown))
     if not arguments:
-        print(f"config: choose an experiment: python -m {program} +experiment=NAME\n\n{experiments()}", file=sys.stderr)
-        sys.exit(2)
+        _choose(program)
     if given.cfg not in (None, "job"):
         raise ConfigError(f"--cfg {given.cfg}: only --cfg job is there, which shows the config")
     config = compose(given.overrides, check=check)
     if given.cfg:
         print(show(config, given.package, given.resolve), end="")
         sys.exit(0)
+    named = any(one.lstrip("+").startswith("experiment=") for one in given.overrides)
+    if not named and not OmegaConf.select(config, "actor_rollout_ref.model.path"):
+        _choose(program)
     return config
+
+
+def _choose(program: str) -> NoReturn:
+    shown = plain(experiments())
+    print(f"config: choose an experiment: python -m {program} +experiment=NAME\n\n{shown}", file=sys.stderr)
+    sys.exit(2)
 
 
 def show(config: DictConfig, package: str | None = None, resolve: bool = False) -> str:

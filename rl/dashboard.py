@@ -10,7 +10,6 @@ Exit status: 0 done, 1 wandb refused or could not be reached, 2 the arguments ar
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.metrics.panels import SECTIONS, Panel, pattern
+from rollout import program
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot
@@ -81,9 +81,7 @@ def place(target: str) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.dashboard", __doc__)
     parser.add_argument("target", metavar="RUN|PROJECT", help="a run directory, PROJECT or ENTITY/PROJECT")
     parser.add_argument("--name", default="Training", help="the workspace's name (default: Training)")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON, upload nothing")
@@ -111,4 +109,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

@@ -10,7 +10,6 @@ no step yet.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import html
 import itertools
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.metrics.episodes import has_validation, read_jsonl, resolve_rate
 from rl.metrics.panels import SECTIONS, Panel
-from rollout import files
+from rollout import files, program
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -292,9 +291,7 @@ def _sample(one: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="where the two files go")
     args = parser.parse_args(arguments)
@@ -324,4 +321,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

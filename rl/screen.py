@@ -24,6 +24,15 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from rollout import program
+
+
+class _Console(Console):
+    """A console that nobody reads any more writes to nowhere: whoever prints goes on."""
+
+    def on_broken_pipe(self) -> None:
+        program.to_nowhere(self.file.fileno())
+
 
 class Screen:
     """A screen writes to the user's terminal, even while stdout and stderr of this process go to a log file."""
@@ -32,7 +41,7 @@ class Screen:
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
         self._stderr: int | None = None  # while redirected
         self._began = time.monotonic()
-        self._console = Console(file=self._out, highlight=False)
+        self._console = _Console(file=self._out, highlight=False)
         # With FORCE_COLOR rich takes a pipe for a terminal: colours are wanted then, cursor movements are not.
         self.is_terminal = self._out.isatty() and not self._console.is_dumb_terminal
         self._every_s = every_s

@@ -4,16 +4,19 @@ Rows are ids and masks and are used as they are: nothing is decoded, templated o
 imitates exactly the tokens that the rollouts will produce.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl.config import CPU_TRAINING
+from rl.metrics.episodes import read_jsonl
 from rl.run.programs import end_of_log, tied
 from rollout import files
 
@@ -61,6 +64,8 @@ class TokenRows:
         }
 
 
+_METRICS = "sft_metrics.jsonl"
+_LOOK_S = 1.0
 _SETTINGS = (
     "model.use_remove_padding=false",
     "model.enable_gradient_checkpointing=false",
@@ -100,6 +105,7 @@ def run_sft(
     max_length: int,
     seed: int,
     log: Path,
+    shown: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Fine-tune all weights of a Hugging Face model on token rows, in one process on the CPU.
 
@@ -115,6 +121,7 @@ def run_sft(
         max_length: longest row in tokens.
         seed: of the order of the rows.
         log: the trainer's output is appended to it.
+        shown: called every second with the updates that are done, and how many there will be.
 
     Returns:
         The directory with weights (float32), config and tokenizer, as vLLM and verl load it.
@@ -127,13 +134,15 @@ def run_sft(
     out_dir, log = Path(out_dir), Path(log)
     out_dir.mkdir(parents=True, exist_ok=True)
     checkpoints, model = out_dir / "checkpoints", out_dir / "model"
+    # Some episodes of a warm start may have made no row; with less than one batch verl divides by zero.
+    count = pyarrow.parquet.read_metadata(rows).num_rows
+    batch = min(batch_size, count)
     settings = {
         "model.path": model_dir,
         "engine.seed": seed,
         "optim.lr": lr,
         "data.train_files": rows,
-        # Some episodes of a warm start may have made no row; with less than one batch verl divides by zero.
-        "data.train_batch_size": min(batch_size, pyarrow.parquet.read_metadata(rows).num_rows),
+        "data.train_batch_size": batch,
         "data.max_length": max_length,
         "data.max_token_len_per_gpu": max(max_length, 8192),
         "trainer.total_epochs": epochs,
@@ -147,8 +156,16 @@ def run_sft(
     command = tied(sys.executable, "-m", "verl.trainer.sft_trainer", *arguments)
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch, open(log, "ab") as sink:
         environment = {**os.environ, **_environment(scratch, out_dir), **CPU_TRAINING}
-        finished = subprocess.run(command, env=environment, stdout=sink, stderr=sink)
-    if finished.returncode != 0:
+        with subprocess.Popen(command, env=environment, stdout=sink, stderr=sink) as trainer:
+            try:
+                while trainer.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        trainer.wait(_LOOK_S)
+                    steps = (one["step"] for one in read_jsonl(out_dir / _METRICS))
+                    shown(max(steps, default=0), epochs * (count // batch))
+            finally:
+                trainer.kill()  # if we were interrupted
+    if trainer.returncode != 0:
         raise RuntimeError(f"SFT failed, see {log}: {end_of_log(log)}")
     saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
     # verl writes bfloat16 and the attention implementation into the config, whatever the weights are.
@@ -176,4 +193,4 @@ def _environment(scratch: str, out_dir: Path) -> dict[str, str]:
     meeting = f"file://{scratch}/rendezvous?rank=0&world_size=1"
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DIST_INIT_METHOD": meeting}
     # A GPU that is here must not be seen: verl would pick its branches for GPUs.
-    return alone | address | {"VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl"), "CUDA_VISIBLE_DEVICES": ""}
+    return alone | address | {"VERL_FILE_LOGGER_PATH": str(out_dir / _METRICS), "CUDA_VISIBLE_DEVICES": ""}

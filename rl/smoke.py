@@ -1,4 +1,4 @@
-"""This program proves that a cluster can do what a run needs, with a toy: ``python -m rl.smoke +experiment=NAME ...``
+"""Prove that a cluster can do what a run needs, with a toy. docs/cluster.md
 
 It takes the arguments of ``rl.train``, with ``scale=smoke`` (or ``scale=smoke_tiny`` without GPUs). On the nodes of a
 SLURM job ``rl.cluster`` starts it in place of ``rl.train``:
@@ -28,12 +28,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl.boxes import kind_of
-from rl.config import ConfigError, compose
+from rl.command import read_command
 from rl.metrics.episodes import read_jsonl
 from rl.metrics.figures import CORRELATION, Figure
 from rl.run import checkpoints, stop
 from rl.run.programs import tied
-from rollout import audit, files
+from rollout import audit, files, program
 
 
 @dataclass(frozen=True)
@@ -198,11 +198,7 @@ def table(found: Sequence[Figure]) -> str:
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
     """Run the toy, print the table, and return the exit code of the module's docstring."""
     overrides = list(sys.argv[1:] if argv is None else argv)
-    try:
-        config = compose(overrides)
-    except ConfigError as error:
-        error.tell()
-        return 2
+    config = read_command("rl.smoke", __doc__ or "", overrides)
     named = Path(config.run.root, config.trainer.experiment_name, time.strftime("%Y-%m-%d_%H-%M-%S"))
     run_dir = Path(config.run.dir or named).absolute()
     starts = Starts(run_dir, overrides)
@@ -219,4 +215,4 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

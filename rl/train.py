@@ -34,6 +34,7 @@ from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.run.scratch import ray_directory
 from rl.screen import Screen, this_command
+from rollout import program
 from rollout.sandbox import directory
 
 
@@ -280,4 +281,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.end(main)

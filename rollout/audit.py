@@ -23,7 +23,6 @@ The exit status is 0, with one summary line, or 1, with one line per finding. do
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import json
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.verdict import Outcome
+from rollout import program
 from rollout.agent.events import blocks, message_id
 from rollout.reading import FormatReading, Reading
 from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, path_of
@@ -247,7 +247,7 @@ class Run:
         self.findings: list[str] = []
         self.total: Counter[str] = Counter()
         self.figures: dict[str, dict[str, Any]] = {}  # by episode
-        self.tokenizer = functools.cache(_tokenizer)
+        self.tokenizer = functools.cache(tokenizer_of)
         self.reading = functools.cache(FormatReading)
 
     def read(self) -> None:
@@ -325,17 +325,32 @@ def _figures(record: Record) -> dict[str, Any]:
     return out
 
 
-def _tokenizer(model: str) -> Any:
+def tokenizer_of(model: str) -> Any:
+    """Return what decodes a model's ids, from its directory. Raises FileNotFoundError.
+
+    Where tokenizer.json has all tokens, the library that reads it is enough. transformers would do no more with it, and
+    imports torch first.
+    """
+    place = Path(model)
+    if not place.is_dir():
+        raise FileNotFoundError(f"the policy's tokenizer is not at {model}; say with --model where it is")
+    whole, options = place / "tokenizer.json", place / "tokenizer_config.json"
+    told = json.loads(options.read_text()) if options.is_file() else {}
+    if whole.is_file() and not told.get("clean_up_tokenization_spaces"):
+        from tokenizers import Tokenizer
+
+        found = Tokenizer.from_file(str(whole))
+        added = told.get("added_tokens_decoder") or {}
+        if all(found.id_to_token(int(number)) == one["content"] for number, one in added.items()):
+            return found
     from transformers import AutoTokenizer
 
-    if not Path(model).is_dir():
-        raise FileNotFoundError(f"the policy's tokenizer is not at {model}; say with --model where it is")
     return AutoTokenizer.from_pretrained(model)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Audit a run and return the exit status."""
-    options = argparse.ArgumentParser(prog="python -m rollout.audit", description=__doc__.split("\n")[0])
+    options = program.parser("python -m rollout.audit", __doc__)
     options.add_argument("run", type=Path, help="a run directory or one record file")
     options.add_argument("--model", type=Path, help="directory of the policy's tokenizer (default: the recorded one)")
     args = options.parse_args(argv)
@@ -369,4 +384,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

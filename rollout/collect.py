@@ -6,6 +6,7 @@ The program itself is ``rl.collect``, because it is told by a config what to do;
 import sys
 
 from rl.collect.__main__ import main
+from rollout import program
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.end(lambda: main(sys.argv[1:]))

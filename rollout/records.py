@@ -11,7 +11,6 @@ the session tree itself: each node holds only what it adds to its parent.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zstandard
 
+from rollout import program
 from rollout.agent.events import blocks
 from rollout.proxy.calls import CallRecord
 from rollout.proxy.tree import TrainingSequence, Tree
@@ -429,7 +429,7 @@ def _heard(event: dict[str, Any], calls: set[Any]) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """List a run's episodes or show one; return the exit status, 1 if nothing was found or a record is corrupt."""
-    options = argparse.ArgumentParser(prog="python -m rollout.records", description="Read the episodes of a run.")
+    options = program.parser("python -m rollout.records", __doc__, paragraphs=2)
     options.add_argument("run", type=Path, help="run directory, or one record file")
     options.add_argument("episode", nargs="?", help="an episode's name, or the start of it")
     args = options.parse_args(argv)
@@ -454,4 +454,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

@@ -5,7 +5,6 @@
 It writes a run of that many episodes, copies of RUN's under other names, and times ``python -m rollout.audit`` on it.
 """
 
-import argparse
 import itertools
 import subprocess
 import sys
@@ -15,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from rollout import program
 from rollout.records import Reader, RecordWriter
 
 
 def main() -> int:
     """Print episodes, replies, tokens and seconds; return the audit's exit status."""
-    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options = program.parser("python scripts/bench_audit.py", __doc__)
     options.add_argument("run", type=Path, help="a run directory")
     options.add_argument("--episodes", type=int, default=10_000)
     args = options.parse_args()

@@ -14,7 +14,6 @@ in one line and exits with 0.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -41,6 +40,7 @@ from rl.plan.memory import kv_tokens
 from rl.run.vllm_server import SERVED_AS, vllm_server
 from rl.screen import Screen
 from rl.setup import load_policy, make_setup, training_settings
+from rollout import program
 from rollout.episode import Episode, play
 from rollout.proxy.engine import Completion, Engine
 from rollout.proxy.server import ProxyServer
@@ -261,7 +261,7 @@ def training(config: DictConfig, made: Plan, keys: list[str], work: Path, steps:
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("python scripts/bench_gpu.py", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--episodes", type=int, help="how many are played (64; 16 on a CPU)")
     parser.add_argument("--steps", type=int, default=2, help="of training; 0: none")

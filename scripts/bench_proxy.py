@@ -13,7 +13,6 @@ asked through this proxy.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -40,6 +39,7 @@ from proxy_load import Load, Talk, disturb, play
 
 from rl.run.programs import free_port
 from rl.run.vllm_server import answers, vllm_server
+from rollout import program
 
 # A context for which bodies of megabytes are too long, and the number of sessions whose memory is measured.
 _CONTEXT, _KEPT = 131_072, 40
@@ -394,7 +394,7 @@ def main() -> None:
     }
     if len(sys.argv) > 1 and sys.argv[1] in roles:
         return roles[sys.argv[1]](*sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("python scripts/bench_proxy.py", __doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--peers", action="store_true")
     parts: dict[str, Callable[..., None]] = {

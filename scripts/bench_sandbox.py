@@ -9,7 +9,6 @@ episodes in parallel, each a boot, a program that edits a file, the diff and the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import os
@@ -21,6 +20,7 @@ import task_images  # beside this file
 
 from rewards.grade import grade, warm_up
 from rewards.task import Task
+from rollout import program
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import get_engine
@@ -92,7 +92,7 @@ async def main(repeat: int, boxes: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="scripts/bench_sandbox.py", description=__doc__.split("\n")[0])
+    parser = program.parser("python scripts/bench_sandbox.py", __doc__)
     parser.add_argument("--repeat", type=int, default=20, help="measurements of each kind")
     parser.add_argument("--boxes", type=int, default=16, help="episodes in parallel")
     options = parser.parse_args()

@@ -6,7 +6,6 @@ the storages that are alive, and prints a Markdown table. What a training run ta
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import time
@@ -27,6 +26,7 @@ from rl.config import compose
 from rl.plan import memory
 from rl.plan.layout import trainer_of
 from rl.plan.model import KNOWN, load_config, shape_of
+from rollout import program
 
 
 class Alive(TorchDispatchMode):
@@ -88,7 +88,7 @@ def measure(config: Any, tokens: int, checkpointing: bool) -> dict[str, float]:
 
 def main() -> None:
     """Print bytes of activations per token of each known model."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    program.parser("python scripts/calibrate_plan.py", __doc__).parse_args()
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}")
     base = replace(trainer_of(compose(["+experiment=qwen3_4b"])), computed=2, sequence_parallel=1)
     head("bytes per token, bf16", "plan", "measured", "error")

@@ -3,13 +3,12 @@
 A key without one has the line that describes it in another file of ours, or in verl's own files. A key that has no line
 at all is an error.
 
-.venv/bin/python scripts/config_reference.py            # write it
-.venv/bin/python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
+    .venv/bin/python scripts/config_reference.py            # write it
+    .venv/bin/python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from rl.config import package_dir
+from rollout import program
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, OUT = ROOT / "configs", ROOT / "docs" / "config.md"
@@ -210,7 +210,7 @@ def reference() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = program.parser("python scripts/config_reference.py", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     for path, some in everything().items():
         if silent := [key.name for key in some if not key.about]:

@@ -11,7 +11,6 @@ docs/gpu-ladder.md says what each rung shows and what to do when it fails. Exit 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import importlib
@@ -32,7 +31,7 @@ from typing import Any
 import psutil
 
 from rl.run.programs import last_lines, tied
-from rollout import files
+from rollout import files, program
 
 HERE = Path(__file__).resolve().parent
 # A GPU is lent by the minute; two cores without one take longer for the same way.
@@ -224,7 +223,7 @@ def main() -> int:
         given = json.loads(sys.argv[3])
         child(sys.argv[2], Place(**{**given, "keys": tuple(given["keys"])}))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("python scripts/gpu_ladder.py", __doc__)
     parser.add_argument("--device", choices=tuple(LIMIT_S), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("outputs/ladder"), help="for ladder.json and ladder.md")
     parser.add_argument("--work", type=Path, help="for logs and all else (OUT/work); results do not depend on it")

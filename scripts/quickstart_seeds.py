@@ -8,7 +8,6 @@ again), audits each run, and writes OUT.png (the curves) and OUT.md (the table).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 from rl.metrics.episodes import read_jsonl, resolve_rate
+from rollout import program
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = (
@@ -80,7 +80,7 @@ def draw(runs: dict[int, Path], out: Path) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options = program.parser("python scripts/quickstart_seeds.py", __doc__)
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--root", type=Path, default=Path("outputs/seeds"), help="where the runs are")
     options.add_argument("--out", type=Path, default=Path("docs/quickstart-seeds"), help="OUT.png, OUT.md are written")

@@ -13,7 +13,6 @@ whole conversation, as the agent has it (of one in ``--sample``: this takes long
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
 import itertools
@@ -35,6 +34,7 @@ import uvloop
 from measuring import head, row
 from proxy_load import text
 
+from rollout import program
 from rollout.proxy.engine import Completion
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
@@ -262,7 +262,7 @@ async def play(number: int, calls: int, policy: Policy, sample: int, told: Count
 
 def main() -> None:
     """Run it; the exit status is 1 if anything is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("python scripts/stress_proxy.py", __doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--loops", type=int, default=4)

@@ -15,7 +15,6 @@ of packages to download from. What is there already is not made again: the base 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import asyncio
 import contextlib
@@ -36,6 +35,7 @@ from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
 from rl.quickstart.tasks import write_tasks
+from rollout import program
 from rollout.files import write
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.docker import images
@@ -377,7 +377,7 @@ async def _make(out: Path) -> None:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="scripts/task_images.py", description=__doc__.split("\n")[0])
+    parser = program.parser("python scripts/task_images.py", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="directory for tasks.parquet")
     what.add_argument("--base", action="store_true", help="make only the base image, for sandbox.base_image")

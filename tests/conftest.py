@@ -1,6 +1,7 @@
 """Skips by what the machine has (the marks are declared in pyproject.toml); what tests of all boxes share."""
 
 import functools
+import gc
 import os
 import random
 import secrets
@@ -14,6 +15,9 @@ import pytest
 from rollout.sandbox import SandboxError
 from tests import slurm_kit
 
+# The cyclic garbage collector takes a seventh of the time: it looks again and again at what imports have made.
+gc.disable()
+
 # A timing is never a test.
 hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("timeless")
@@ -22,6 +26,16 @@ hypothesis.settings.load_profile("timeless")
 # Ray keeps the first token that a process uses, for all clusters that it starts; without one it writes it to the home
 # directory.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries say at the end that their objects are never freed
 
 
 @pytest.fixture(autouse=True)

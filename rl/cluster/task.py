@@ -19,7 +19,6 @@ by a signal with nothing lost, 143 cut short), or 69: a node failed its check, d
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shlex
@@ -37,6 +36,7 @@ from rl.cluster.preflight import BadNodes, leave_out
 from rl.config import ConfigError, compose
 from rl.run import stop
 from rl.run.lease import InUse
+from rollout import program
 
 
 def run_directory(config: DictConfig, job: str) -> Path:
@@ -98,7 +98,7 @@ async def _main(place: Place, config: DictConfig, overrides: list[str], run_dir:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run this task of the job, and return or exit with the code of the docstring above."""
-    options = argparse.ArgumentParser(prog="python -m rl.cluster", description="Train on the nodes of a SLURM job.")
+    options = program.parser("python -m rl.cluster", __doc__)
     options.add_argument("--sweep", type=Path, help="file with a line of overrides for each task of an array job")
     options.add_argument("overrides", nargs="*", help="as for rl.train")
     args = options.parse_args(argv)

@@ -32,6 +32,7 @@ from rl.config import ConfigError
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import play_all, run
 from rl.screen import Screen
+from rollout import program
 
 # The overrides that each back end stands for; those of the command line come after them.
 BACKENDS = {
@@ -62,7 +63,7 @@ def fill_slots(config: DictConfig) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        print(program.plain(__doc__))
         return 0 if arguments else 2
     screen = Screen()
 
@@ -78,4 +79,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.end(lambda: main(sys.argv[1:]))

@@ -16,7 +16,6 @@ or it ended early, 2 the input or the options are wrong, 130 interrupted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import glob
@@ -43,7 +42,7 @@ from rl.data.findings import Finding, Status
 from rl.data.rates import write_rows
 from rl.screen import Screen, this_command
 from rl.shard import Shard
-from rollout import files
+from rollout import files, program
 from rollout.episode import Boot
 
 
@@ -286,9 +285,7 @@ _FEW = 8  # gradings, after which their time is known well enough
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.data.admit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.data.admit", __doc__)
     parser.add_argument("tasks", type=Path, help="a parquet file of tasks")
     parser.add_argument("--out", type=Path, required=True, help="the parquet file of admitted tasks")
     parser.add_argument("--tries", type=int, default=3, help="gradings of each kind per task (default: 3)")
@@ -374,4 +371,4 @@ def _next(out: Path, counts: Counter[Status]) -> list[tuple[str, str]]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SLURM's; boxes are closed as after an interrupt
-    sys.exit(main())
+    program.end(main)

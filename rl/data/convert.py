@@ -29,6 +29,7 @@ from rl.data.filters import Selection, split
 from rl.data.patches import PatchError
 from rl.data.sets import SETS, Options
 from rl.data.source import SourceError, read_rows
+from rollout import program
 from rollout.files import replacing, write
 
 # A task's columns, and the set that a row is from.
@@ -167,11 +168,7 @@ def _ids(values: Sequence[str]) -> set[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.data.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("python -m rl.data.convert", __doc__)
     add = parser.add_argument
     add("set", choices=SETS, metavar="SET")
     add(
@@ -211,4 +208,4 @@ def _share(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

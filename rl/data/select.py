@@ -37,7 +37,7 @@ from rewards.task import TaskError, load_tasks
 from rl.data.choice import ALIKE, PATTERNS, Chosen, Rules, SelectError, choose
 from rl.data.rates import write_rated
 from rl.screen import Screen
-from rollout import files
+from rollout import files, program
 from rollout.records import VERSION, CorruptRecordError, RecordWriter, payload_at
 
 ABOUT = "selection.json"
@@ -189,9 +189,7 @@ def _lines(told: dict[str, Any]) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.data.select", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.data.select", __doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="directory of a run, or one record file")
     add("--out", type=Path, help="the directory to write")
@@ -248,4 +246,4 @@ def _count(text: str) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    program.end(main)

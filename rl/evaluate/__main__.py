@@ -20,12 +20,13 @@ from rl.evaluate import compare
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
 from rl.screen import Screen
+from rollout import program
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        print(program.plain(__doc__))
         return 0 if arguments else 2
     screen = Screen()
 
@@ -39,4 +40,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.end(lambda: main(sys.argv[1:]))

@@ -1,11 +1,12 @@
 """Compare two evaluations over the same tasks, task by task.
 
-python -m rl.evaluate compare A B [--common]
+    python -m rl.evaluate compare A B [--common]
+
+A and B are directories of evaluations. The difference of their resolve rates comes with an interval and an exact test.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -16,6 +17,7 @@ from rl.config import ConfigError
 from rl.evaluate.results import share
 from rl.evaluate.statistics import difference, estimate, sign_flip_p
 from rl.screen import Screen
+from rollout import program
 
 _SHOWN = 20
 
@@ -93,7 +95,7 @@ def show(found: Mapping[str, Any], screen: Screen) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m rl.evaluate compare", description=__doc__.split("\n")[0])
+    parser = program.parser("python -m rl.evaluate compare", __doc__)
     parser.add_argument("a", type=Path, help="directory of an evaluation")
     parser.add_argument("b", type=Path, help="directory of another one")
     parser.add_argument("--common", action="store_true", help="if the task sets differ, compare the tasks in both")

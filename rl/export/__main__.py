@@ -30,6 +30,7 @@ from rl.export import atif, llamafactory, swesmith, trl, whole
 from rl.export.sink import ABOUT, ExportError, Sink, sink
 from rl.export.source import KINDS, Source
 from rl.screen import Screen
+from rollout import program
 from rollout.records import CorruptRecordError
 
 
@@ -154,11 +155,7 @@ def _about(args: argparse.Namespace, source: Source, out: Sink) -> dict[str, obj
 
 def _parser() -> argparse.ArgumentParser:
     formats = "\n".join(f"    {name:<22} {one.about}" for name, one in FORMATS.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.export",
-        description=(__doc__ or "").format(formats=formats),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("python -m rl.export", (__doc__ or "").format(formats=formats))
     add = parser.add_argument
     add("format", choices=FORMATS, metavar="FORMAT", help="one of the above")
     add("runs", nargs="+", metavar="RUN", help="directory of a run, or one record file")
@@ -177,4 +174,4 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    program.end(main)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rl.ingest import states
 from rl.ingest.lines import Findings
+from rollout import program
 
 FORMATS = {
     "claude-code": "rl.ingest.claude_code",
@@ -32,7 +33,7 @@ FORMATS = {
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        print(program.plain(__doc__))
         return 0 if arguments else 2
     what, *rest = arguments
     try:
@@ -58,7 +59,8 @@ def _say(text: str) -> None:
 
 def read(format: str, arguments: Sequence[str]) -> int:
     """Write the states of recorded conversations; return the exit status. Raises OSError and ValueError."""
-    parser = argparse.ArgumentParser(prog=f"python -m rl.ingest {format}", allow_abbrev=False)
+    about = f"Write a state for each reply of conversations that are recorded in the format {format}."
+    parser = argparse.ArgumentParser(prog=f"python -m rl.ingest {format}", description=about, allow_abbrev=False)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     parser.add_argument("--out", type=Path, required=True, help="states: .jsonl, .jsonl.zst or .parquet")
     parser.add_argument("--subagents", action="store_true", help="sub-agents' replies are states, too")
@@ -91,8 +93,9 @@ def sft(arguments: Sequence[str]) -> int:
     """Write rows for fine-tuning; return the exit status. Raises OSError and ValueError."""
     from rl.ingest.sft import write
 
-    parser = argparse.ArgumentParser(prog="python -m rl.ingest sft", allow_abbrev=False)
-    parser.add_argument("states", type=Path)
+    about = "Write rows of exact ids for fine-tuning, one per state."
+    parser = argparse.ArgumentParser(prog="python -m rl.ingest sft", description=about, allow_abbrev=False)
+    parser.add_argument("states", type=Path, metavar="STATES", help="a states file: .jsonl or .jsonl.zst")
     parser.add_argument("--tokenizer", required=True, help="directory or hub name of the model that will be trained")
     parser.add_argument("--out", type=Path, required=True, help="rows: .parquet")
     parser.add_argument("--max-tokens", type=int, help="longer states are left out")
@@ -110,8 +113,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     from rl.ingest.evaluate import evaluate as evaluate_states
     from rl.screen import Screen
 
-    parser = argparse.ArgumentParser(prog="python -m rl.ingest evaluate", allow_abbrev=False)
-    parser.add_argument("states", type=Path)
+    about = "Ask a policy for its reply to each state, and compare it with the recorded one."
+    parser = argparse.ArgumentParser(prog="python -m rl.ingest evaluate", description=about, allow_abbrev=False)
+    parser.add_argument("states", type=Path, metavar="STATES", help="a states file: .jsonl or .jsonl.zst")
     parser.add_argument("--url", required=True, help="what /chat/completions (or /v1/messages) comes after")
     parser.add_argument("--model", required=True, help="the policy's name there")
     parser.add_argument("--protocol", choices=("chat", "messages"), default="chat")
@@ -136,4 +140,4 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.end(lambda: main(sys.argv[1:]))

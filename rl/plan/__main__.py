@@ -8,6 +8,7 @@ from rl.config import ConfigError
 from rl.plan import plan
 from rl.plan.layout import MODEL, select
 from rl.plan.tables import show
+from rollout import program
 
 
 def main() -> None:
@@ -29,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.end(main)

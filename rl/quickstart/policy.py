@@ -10,7 +10,6 @@ will see, so that an episode is a few hundred tokens long. The same arguments gi
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import tempfile
@@ -22,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
+from rollout import program
 
 TEMPLATE = Path(__file__).with_name("template.jinja")
 
@@ -231,7 +231,7 @@ def _call(name: str, arguments: dict[str, Any], text: str = "") -> dict[str, Any
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m rl.quickstart.policy", description=__doc__.split("\n")[0])
+    parser = program.parser("python -m rl.quickstart.policy", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--experts", type=int, default=0, help="per layer of a Qwen3-MoE (default: 0, a dense Qwen3)")
@@ -241,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.end(main)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
@@ -85,9 +86,10 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
         asyncio.run(_play_missing(config, tasks, policy, out, screen))
         _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)
     if not model.exists():
-        screen.show("imitating them")
+        shown = functools.partial(screen.show, "warm start, updates")
+        shown()
         sft: Any = OmegaConf.to_container(config.quickstart.sft)
-        made = run_sft(policy, rows, out / "sft", seed=config.seed, log=out / "sft.log", **sft)
+        made = run_sft(policy, rows, out / "sft", seed=config.seed, log=out / "sft.log", shown=shown, **sft)
         for file in made.iterdir():
             files.sync(file)
         made.rename(model)

@@ -14,7 +14,6 @@ sandbox: the gold patch must resolve it, and a patch that keeps the bug must not
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import itertools
@@ -34,6 +33,7 @@ from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
 from rl.batch import run_all
+from rollout import program
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.treediff import object_id
 
@@ -300,7 +300,7 @@ async def _verify(puzzles: list[Puzzle], commits: dict[str, str], base_dir: Path
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m rl.quickstart.tasks", description=__doc__.split("\n")[0])
+    parser = program.parser("python -m rl.quickstart.tasks", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--train", type=int, default=64, help="number of training tasks")
@@ -311,4 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.end(main)

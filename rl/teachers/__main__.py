@@ -35,7 +35,7 @@ from rl.ingest.states import State
 from rl.screen import Screen, this_command
 from rl.teachers import outcome
 from rl.teachers.families import family_of
-from rollout import files
+from rollout import files, program
 
 _NUMBERS = {"price_in": float, "price_out": float, "temperature": float, "patience_s": float}
 _COUNTS = {"concurrency": int, "max_tokens": int}
@@ -68,10 +68,10 @@ def teacher_of(text: str) -> Endpoint:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        print(program.plain(__doc__))
         return 0 if arguments else 2
     parser = argparse.ArgumentParser(prog="python -m rl.teachers", allow_abbrev=False)
-    parser.add_argument("states", type=Path)
+    parser.add_argument("states", type=Path, metavar="STATES", help="a states file: .jsonl or .jsonl.zst")
     parser.add_argument("--teacher", action="append", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--max-cost", type=float)
@@ -189,4 +189,4 @@ def _table(report: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.end(lambda: main(sys.argv[1:]))

@@ -1,8 +1,14 @@
-"""This program serves the model of a vLLM server to Claude Code. See docs/proxy.md."""
+"""This program serves the model of a vLLM server to any number of Claude Codes. docs/proxy.md
+
+    python -m vllm.entrypoints.openai.api_server --model DIR --host 127.0.0.1 --port 8000
+    python -m rollout.proxy --engine http://127.0.0.1:8000 --model DIR --tool-parser qwen3_coder --port 8080
+    ANTHROPIC_BASE_URL=http://127.0.0.1:8080 ANTHROPIC_AUTH_TOKEN=any CLAUDE_CODE_ATTRIBUTION_HEADER=0 claude
+
+It runs until SIGTERM or SIGINT. Exit status: 0 it was asked to end, 1 it could not start, 2 the options are wrong.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -12,6 +18,7 @@ from pathlib import Path
 
 import uvloop
 
+from rollout import program
 from rollout.proxy.parsers import FORMATS
 from rollout.proxy.standalone import EngineRefused, Options, StandAlone
 
@@ -20,7 +27,7 @@ log = logging.getLogger("rollout.proxy")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the proxy until SIGTERM or SIGINT; the process ends here, with status 0 or 1."""
-    parser = argparse.ArgumentParser(prog="python -m rollout.proxy", description=__doc__)
+    parser = program.parser("python -m rollout.proxy", __doc__)
     parser.add_argument(
         "--engine",
         required=True,
@@ -93,4 +100,4 @@ async def _serve(options: Options, host: str, port: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

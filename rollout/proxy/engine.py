@@ -43,20 +43,25 @@ class Seals:
     def __init__(self) -> None:
         self._begun: list[tuple[list[int], Any]] = []  # ids of prompts with their replies, and a hash of them
 
-    def make(self, prompt_ids: Sequence[int], done: Completion, side: bool) -> bytes:
+    def make(self, prompt_ids: list[int], done: Completion, side: bool) -> bytes:
         """Return the SHA-256 of a call of the engine: what it was given, what it returned, and for whom (a side call?).
 
         It is made where both cross the engine's border, before anything else keeps or moves them; docs/records.md
         defines it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
         """
         # What is equal to an earlier prompt and its reply is not hashed again, which would take most of a call's time.
-        known, digest = list[int](), hashlib.sha256()
-        for number, (ids, begun) in enumerate(self._begun):
-            if prompt_ids[: len(ids)] == ids:
-                known, digest = ids, begun
+        for number in reversed(range(len(self._begun))):
+            known, digest = self._begun[number]
+            # To compare lists of one length is half the work of cutting the beginning out first.
+            size = len(known)
+            known += (new := prompt_ids[size:])
+            if known == prompt_ids:
                 del self._begun[number]
                 break
-        digest.update(array("i", new := prompt_ids[len(known) :]))
+            del known[size:]
+        else:
+            known, digest, new = list(prompt_ids), hashlib.sha256(), prompt_ids
+        digest.update(array("i", new))
         whole = digest.copy()
         whole.update(returned := array("i", done.ids))
         whole.update(array("f", done.logprobs))
@@ -64,7 +69,6 @@ class Seals:
         sizes = (len(prompt_ids), len(done.ids), len(done.logprobs), len(done.versions))
         whole.update(struct.pack("<QQQQ?", *sizes, side))
         digest.update(returned)
-        known += new
         known += done.ids
         self._begun = [*self._begun[1 - _BEGUN :], (known, digest)]
         return whole.digest()

@@ -82,15 +82,19 @@ def run(directory: Path, warm_start: WarmStart, *more: str) -> RunProcess:
 
 @pytest.fixture(scope="module")
 def unbroken(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of two steps, at the end of which Ray's own process dies."""
+    """The directory of a run of at least two steps, at the end of which Ray's own process dies."""
     began = time.time()
     process = run(tmp_path_factory.mktemp("unbroken") / "run", warm_start)
     process.until("step 1/4  resolved")
     process.find("wandb-core").kill()
-    assert "wandb failed and gets nothing more; the run goes on" in process.until("step 2/4  resolved")
+    # Which of the next figures finds no process depends on what the system has taken of them before.
+    lost, step = "wandb failed and gets nothing more; the run goes on", 2
+    if lost not in process.until("step 2/4  resolved"):
+        step = 3
+        assert lost in process.until("step 3/4  resolved")
     process.find("src/ray/raylet/raylet").kill()
     said, code = process.ends()
-    assert "the same command continues after step 2" in one_line(said) and code != 0
+    assert f"the same command continues after step {step}" in one_line(said) and code != 0
     assert not leaked(began)
     return process.dir
 

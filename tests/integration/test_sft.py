@@ -62,7 +62,12 @@ def test_a_killed_imitation_goes_on_with_the_same_result(tmp_path: Path) -> None
     reached = int(tracker.read_text())
     assert reached < 36 and reached % 6 == 0
 
-    made = [load_file(run_sft(**settings, **given(name)) / "model.safetensors") for name in ("killed", "unbroken")]
+    shown: list[tuple[int, int]] = []
+    made = [
+        load_file(run_sft(**settings, **given(name), shown=lambda *far: shown.append(far)) / "model.safetensors")
+        for name in ("killed", "unbroken")
+    ]
+    assert shown[-1] == (36, 36), "the user sees how far it is"
     assert made[0].keys() == made[1].keys()
     assert all(made[0][name].equal(made[1][name]) for name in made[0])
     steps = [json.loads(line) for line in (tmp_path / "killed" / "sft_metrics.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy
 @pytest.fixture
 async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of three episodes in one file and one in another, with their metrics."""
-    monkeypatch.setattr(audit, "_tokenizer", lambda model: CharTokenizer())
+    monkeypatch.setattr(audit, "tokenizer_of", lambda model: CharTokenizer())
     monkeypatch.setattr(audit, "FormatReading", lambda spec, trimmed: CallReading())
     record = await played()
     names = iter("abcd")

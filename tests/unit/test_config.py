@@ -100,11 +100,11 @@ def test_every_program_tells_its_wrong_overrides(program: str, tmp_path: Path) -
 def test_without_a_word_the_experiments_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments, code in ([], 2), (["--help"], 0):
+    for arguments, code in ([], 2), (["agent.max_turns=9"], 2), (["--help"], 0):
         with pytest.raises(SystemExit) as ended:
             read_command("rl.train", "Train a policy.", arguments)
         said = capsys.readouterr()
-        text = said.out if arguments else said.err
+        text = said.out if code == 0 else said.err
         assert ended.value.code == code
         for file in (CONFIGS / "experiment").glob("*.yaml"):
             [line] = [line for line in text.splitlines() if line.split()[:1] == [file.stem]]

@@ -168,7 +168,7 @@ def test_rules_only_take_and_what_is_left_fits(data: st.DataObject) -> None:
 async def test_a_selection_reads_like_a_run_and_names_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(audit, "_tokenizer", lambda model: CharTokenizer())
+    monkeypatch.setattr(audit, "tokenizer_of", lambda model: CharTokenizer())
     monkeypatch.setattr(audit, "FormatReading", lambda spec, trimmed: CallReading())
     record = await played()
     one, two, out, again = (tmp_path / name for name in ("one", "two", "out", "again"))

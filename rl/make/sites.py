@@ -142,5 +142,5 @@ class _Replace(cst.CSTTransformer):
         super().__init__()
         self._old, self._new = old, new
 
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:  # noqa: D102
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         return self._new if original_node is self._old else updated_node

@@ -97,17 +97,17 @@ class _Take(cst.CSTTransformer):
         self._around: list[str] = []
         self.taken: set[tuple[str, ...]] = set()
 
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: D102
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._around.append(node.name.value)
 
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> Any:  # noqa: D102
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> Any:
         self._around.pop()
         return updated_node if updated_node.body.body else cst.RemoveFromParent()
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: D102
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self._around.append(node.name.value)
 
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> Any:  # noqa: D102
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> Any:
         name = tuple(self._around)
         self._around.pop()
         if name not in self._names:
@@ -148,9 +148,7 @@ def task_id(package: Package, edit: Edit) -> str:
     return f"pypi__{package.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-def write_snapshot(
-    package: Package, venv: Path, broken: Mapping[str, str], hidden: Hidden, directory: Path
-) -> str:
+def write_snapshot(package: Package, venv: Path, broken: Mapping[str, str], hidden: Hidden, directory: Path) -> str:
     """Write the repository that an agent gets, in one step, and return its only commit.
 
     broken: the files with the bug. Files that stay as they are share their disk space with the package's. Raises

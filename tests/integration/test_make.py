@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -60,7 +59,7 @@ def cheapest(baskets, most=LIMIT):
 def label(basket, currency="EUR"):
     return f"{basket.total()} {currency}" if basket.items else "empty"
 '''
-TESTS = '''\
+TESTS = """\
 import os
 import sys
 
@@ -107,7 +106,7 @@ def test_flaky():
 def test_it_is_alone():
     assert "SECRET_OF_THE_CALLER" not in os.environ
     assert not os.path.exists(OUTSIDE)
-'''
+"""
 
 
 @pytest.fixture(autouse=True)

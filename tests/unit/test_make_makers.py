@@ -15,11 +15,17 @@ from rl.make.sites import File
 
 # For each maker: a source, and all that may become of one line or block of it.
 PLANTS = {
-    "remove_bases": ("class A(B, C):\n    def f(self): return 1\n", {"class A(B,", "class A(B):", "class A( C):", "class A(C):"}),
+    "remove_bases": (
+        "class A(B, C):\n    def f(self): return 1\n",
+        {"class A(B,", "class A(B):", "class A( C):", "class A(C):"},
+    ),
     "remove_function": ("class A:\n    x = 1\n    def f(self):\n        return 1\n", {"class A:\n    x = 1\n"}),
     "invert_if": ("def f(a):\n    if a:\n        b()\n    return 1\n", {"if not a:"}),
     "remove_assignment": ("def f(a):\n    a = 2\n    return a\n", {"def f(a):\n    return a\n"}),
-    "remove_conditional": ("def f(a):\n    if a:\n        b()\n    return 1\n", {"def f(a):\n    b()\n", "def f(a):\n    return 1"}),
+    "remove_conditional": (
+        "def f(a):\n    if a:\n        b()\n    return 1\n",
+        {"def f(a):\n    b()\n", "def f(a):\n    return 1"},
+    ),
     "remove_loop": ("def f(a):\n    for x in a:\n        b(x)\n    return 1\n", {"def f(a):\n    return 1"}),
     "remove_wrapper": ("def f(a):\n    try:\n        b()\n    except E:\n        c()\n", {"def f(a):\n    b()\n"}),
     "break_chains": ("def f(a, b, c):\n    return a + b + c\n", {"return a + b\n"}),
@@ -35,7 +41,10 @@ PLANTS = {
     "off_by_one": ("def f(a):\n    return a[1:]\n", {"a[0:]", "a[2:]"}),
     "swap_arguments": ("def f(a):\n    return g(a, 1)\n", {"g(1, a)"}),
     "lose_argument": ("def f(a):\n    return g(a, key=1)\n", {"g(a, )", "g(a)"}),
-    "lose_exception": ("def f(a):\n    if a:\n        raise E('no')\n    return 1\n", {"        pass\n", "        return\n"}),
+    "lose_exception": (
+        "def f(a):\n    if a:\n        raise E('no')\n    return 1\n",
+        {"        pass\n", "        return\n"},
+    ),
     "stale_cache": (
         "class A:\n    def f(self):\n        return self.x + 1\n",
         {'if "_f" not in self.__dict__:\n            self._f = self.x + 1\n        return self._f\n'},

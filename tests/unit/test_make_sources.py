@@ -56,8 +56,15 @@ def test_nothing_is_unpacked_outside_of_the_directory_and_no_caches(tmp_path: Pa
 
 
 def test_a_package_says_what_it_is_and_what_its_tests_need(tmp_path: Path) -> None:
-    files = {"PKG-INFO": PKG_INFO, "src/shop_tools/__init__.py": "", "src/shop_tools/deep/a.py": "", "tests/test_a.py": ""}
-    files["pyproject.toml"] = '[dependency-groups]\ntest = ["pytest-cov", {include-group = "base"}]\nbase = ["pyyaml"]\n'
+    files = {
+        "PKG-INFO": PKG_INFO,
+        "src/shop_tools/__init__.py": "",
+        "src/shop_tools/deep/a.py": "",
+        "tests/test_a.py": "",
+    }
+    files["pyproject.toml"] = (
+        '[dependency-groups]\ntest = ["pytest-cov", {include-group = "base"}]\nbase = ["pyyaml"]\n'
+    )
     sources.unpack(archive(tmp_path / "a.tar.gz", {f"p/{name}": text for name, text in files.items()}), tmp_path / "t")
     package = sources.read(tmp_path / "t", "0", ["more"])
     assert (package.name, package.version, package.licence) == ("shop-tools", "1.0", "MIT")
@@ -85,7 +92,11 @@ def test_an_archive_comes_from_the_index_of_pip(kind: str, tmp_path: Path, monke
     digest = hashlib.sha256(content).hexdigest()
     page = f'<a href="../../files/shop_tools-1.0.tar.gz#sha256={digest}">x</a><a href="../../files/shop_tools-2.0.whl">'
     if kind == "json":
-        file = {"filename": "shop_tools-1.0.tar.gz", "url": "/files/shop_tools-1.0.tar.gz", "hashes": {"sha256": digest}}
+        file = {
+            "filename": "shop_tools-1.0.tar.gz",
+            "url": "/files/shop_tools-1.0.tar.gz",
+            "hashes": {"sha256": digest},
+        }
         page = json.dumps({"files": [file]})
     pages = {"/simple/shop-tools/": page.encode(), "/files/shop_tools-1.0.tar.gz": content}
 

@@ -24,8 +24,8 @@ WINGS = {
     "rl/cluster": 1230,
     "rl/collect": 300,  # new: episodes as data (records, session files, spans, a dataset)
     "rl/cpu": 250,
-    # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command that
-    # makes tasks, overlap of task files, and the probe.
+    # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
+    # that makes tasks, overlap of task files, and the probe.
     "rl/data": 1910,
     "rl/evaluate": 830,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states

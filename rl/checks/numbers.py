@@ -75,12 +75,10 @@ def _not_positive(config: DictConfig, keys: Iterable[str], or_null: bool = False
 
 def check_curriculum(config: DictConfig) -> None:
     """Raise ConfigError if the preferred rates are no range, or if the tasks are another dataset's, without rates."""
-    low, high = (*config.curriculum.prefer, None, None)[:2]
-    numbers = len(config.curriculum.prefer) == 2 and all(isinstance(one, int | float) for one in (low, high))
-    if not (numbers and 0 <= low <= high <= 1):
-        raise ConfigError(
-            f"curriculum.prefer is {list(config.curriculum.prefer)}; it must be two resolve rates, such as [0.2,0.8]"
-        )
+    rates = list(config.curriculum.prefer)
+    numbers = len(rates) == 2 and all(isinstance(one, int | float) for one in rates)
+    if not (numbers and 0 <= rates[0] <= rates[1] <= 1):
+        raise ConfigError(f"curriculum.prefer is {rates}; it must be two resolve rates, such as [0.2,0.8]")
     if config.curriculum.by_rate and config.data.custom_cls.path != "pkg://rl.dataset":
         raise ConfigError("curriculum.by_rate=true needs task files; leave data.custom_cls.path as it is")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rollout.sandbox.treediff import object_id
 
@@ -30,9 +30,9 @@ Edit = tuple[Change, ...]
 def between(path: str, old: str, new: str) -> Edit:
     """Return the edit that makes `new` of `old`."""
     before, after = lines_of(old), lines_of(new)
-    same = len(os.path.commonprefix([before, after]))  # compares lists, too
+    same = _alike(before, after)
     before, after = before[same:], after[same:]
-    if tail := len(os.path.commonprefix([before[::-1], after[::-1]])):
+    if tail := _alike(before[::-1], after[::-1]):
         before, after = before[:-tail], after[:-tail]
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     return tuple(
@@ -54,7 +54,7 @@ def applied(edit: Iterable[Change], files: Mapping[str, str]) -> dict[str, str]:
 def combined(edits: Iterable[Edit]) -> Edit | None:
     """Return the edits as one; None if two of them touch each other."""
     changes = sorted(change for edit in edits for change in edit)
-    for one, other in zip(changes, changes[1:], strict=False):
+    for one, other in pairwise(changes):
         if one.path == other.path and one.end + 1 >= other.start:  # patches need a line between two hunks' changes
             return None
     return tuple(changes)
@@ -76,6 +76,12 @@ def patch(old: Mapping[str, str], new: Mapping[str, str]) -> str:
         lines = difflib.unified_diff(lines_of(before or ""), lines_of(after), *names)
         parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
     return "".join(parts)
+
+
+def _alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many lines at the start are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def lines_of(text: str) -> list[str]:

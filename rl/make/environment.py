@@ -46,7 +46,7 @@ def build(package: Package, directory: Path) -> dict[str, str]:
     _install([*package.requires, "pytest"], site, package)
     up = "/".join([".."] * 4)
     files.write(site / "_work_tree.pth", f"{up}/{package.root}\n")
-    versions = {
+    versions: dict[str, str] = {
         canonicalize_name(one.metadata["Name"]): one.version
         for one in importlib.metadata.distributions(path=[str(site)])
     }

@@ -8,7 +8,7 @@ import libcst.matchers as m
 from rl.make.makers import is_docstring, is_truth, like, negated, positional
 from rl.make.sites import Place, Replacement, maker
 
-_LIMITS = {
+_LIMITS: dict[type[cst.BaseCompOp], type[cst.BaseCompOp]] = {
     cst.LessThan: cst.LessThanEqual,
     cst.LessThanEqual: cst.LessThan,
     cst.GreaterThan: cst.GreaterThanEqual,

@@ -31,6 +31,8 @@ def _text(value):
 
 
 class Recorder:
+    """A recorder holds what the tests of one run did."""
+
     def __init__(self, root):
         self.root = str(root) + os.sep
         plan = _plan()
@@ -47,17 +49,20 @@ class Recorder:
             self.coverage.start()
 
     def pytest_collection_modifyitems(self, config, items):
+        """It leaves only the tests of the plan."""
         if self.only is not None:
             kept = [item for item in items if item.nodeid in self.only]
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self.only])
             items[:] = kept
 
     def pytest_collectreport(self, report):
+        """It notes what cannot be collected."""
         if report.failed:
             self.broken.append([report.nodeid, str(report.longrepr)[-_LONGEST:]])
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
+        """It tells coverage.py which test begins and ends."""
         self.compared = None
         if self.coverage is not None:
             self.coverage.switch_context(item.nodeid)
@@ -66,10 +71,12 @@ class Recorder:
             self.coverage.switch_context("")
 
     def pytest_assertrepr_compare(self, op, left, right):
+        """It notes the two sides of a failed comparison."""
         self.compared = [op, _text(left), _text(right)]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item, call):
+        """It notes a test's outcome, and how it failed."""
         report = (yield).get_result()
         before = self.tests.get(item.nodeid)
         if report.failed:
@@ -110,6 +117,8 @@ class Recorder:
 
     def lines(self):
         """Return, for each source, the tests that run each line: bits, in hexadecimal digits, by line."""
+        if self.coverage is None:
+            return {}
         self.coverage.stop()
         data = self.coverage.get_data()
         numbers = {test: number for number, test in enumerate(self.tests)}
@@ -124,17 +133,19 @@ class Recorder:
         return found
 
     def pytest_sessionfinish(self, session, exitstatus):
+        """It writes what was found."""
         result = {
             "exit": int(exitstatus),
             "tests": self.tests,
             "failures": self.failures[:40],
             "broken": self.broken[:40],
-            "lines": self.lines() if self.coverage is not None else {},
+            "lines": self.lines(),
         }
         with open(os.path.join(_PLACE, "result.json"), "w") as file:
             json.dump(result, file)
 
 
 def pytest_configure(config):
+    """It puts a recorder into pytest."""
     config.pluginmanager.register(Recorder(config.rootpath), "code-rl-recorder")
     sys.dont_write_bytecode = True

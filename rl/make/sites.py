@@ -68,7 +68,8 @@ def maker(*types: type[cst.CSTNode]) -> Callable[[Make], Make]:
     """Register a function as the maker of its name."""
 
     def register(make: Make) -> Make:
-        MAKERS[make.__name__] = Maker(make.__name__, types, make)
+        name = getattr(make, "__name__", "")
+        MAKERS[name] = Maker(name, types, make)
         return make
 
     return register

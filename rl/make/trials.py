@@ -65,11 +65,13 @@ class Trial:
         """Return the trial that `to_json` wrote."""
         failures = [
             Failure(
-                **{
-                    **one,
-                    "frames": tuple(tuple(frame) for frame in one["frames"]),
-                    "compared": one["compared"] and tuple(one["compared"]),
-                }
+                one["test"],
+                one["when"],
+                one["type"],
+                one["message"],
+                tuple(tuple(frame) for frame in one["frames"]),
+                one["values"],
+                one["compared"] and tuple(one["compared"]),
             )
             for one in values["failures"]
         ]

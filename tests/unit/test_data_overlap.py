@@ -37,7 +37,7 @@ def test_each_kind_is_found() -> None:
     training = [
         task("t-same", "b/other", "strip", "join_words"),
         row("t-words", "b/other", "", HELDOUT[1]["problem_statement"].upper()),
-        task("t-repo", "A/Two", "encode_with_errors_ignored", "something_else"),
+        row("t-repo", "A/Two", "", "An empty basket is shown as if it still had two items, since yesterday."),
         row("t-clean", "b/clean", "", "Nothing of this has been seen by anybody before today, or so they say."),
         row("t-verified", "django/django", "", "Another text that is about forms and their fields in templates."),
         row("t-package", "pypi/requests", "", "A text about sessions, adapters and their many timeouts."),
@@ -55,7 +55,8 @@ def test_each_kind_is_found() -> None:
 
 
 def test_a_bug_and_its_fix_are_the_same_and_short_changes_are_compared_with_their_place() -> None:
-    back = HELDOUT[0]["patch"].replace("\n-", "\n#").replace("\n+", "\n-").replace("\n#", "\n+").replace("+++", "---")
+    head, body = HELDOUT[0]["patch"].split("@@\n")
+    back = f"{head}@@\n" + body.replace("\n-", "\n#").replace("\n+", "\n-").replace("\n#", "\n+")
     assert [one.kind for one in overlaps([row("t", "b/b", back, "other words altogether here")], HELDOUT)] == ["diff"]
     small = "--- a/m\n+++ b/m\n@@ -1,3 +1,3 @@\n def {0}(value, of_{0}):\n-    i += 1\n+    i -= 1\n     return {0}\n"
     held = [row("h", "a/a", small.format("count_all"), "one two three")]

@@ -107,7 +107,7 @@ def test_a_snippet_is_the_call_that_failed_and_what_it_needs() -> None:
 
 @pytest.mark.parametrize(
     ("expression", "said"),
-    [("1 + 1", "returns 2"), ("int('x')", "raises ValueError: "), ("'a\\nb'", "returns 'a\\\\nb'")],
+    [("1 + 1", "returns 2"), ("int('x')", "raises ValueError: "), ("'a\\nb'", "returns 'a\\nb'")],
 )
 def test_the_program_of_a_snippet_says_what_its_expression_gives(expression: str, said: str) -> None:
     program = Snippet("text = '''a\nb'''\nprint('noise', end='')", expression).program()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import torch
 from torch.utils.data import Dataset
 
@@ -17,7 +18,8 @@ class TaskDataset(Dataset[dict[str, Any]]):
 
     An item names the task and its file and does not carry the row itself: hidden tests stay out of the trainer's
     queues, and an agent loop worker reads each file once. ``labels``: by which of "difficulty" and "repo" metrics are
-    split. Raises rewards.task.TaskError for a bad row.
+    split. ``rates``: (episodes, resolved) that were measured of each task (``rl.data.probe``), (0, 0) without. Raises
+    rewards.task.TaskError for a bad row.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class TaskDataset(Dataset[dict[str, Any]]):
         ]
         values = {name: {getattr(task, name) for _, task in tasks} for name in ("difficulty", "repo")}
         self.labels = [name for name, found in values.items() if 1 < len(found) <= MAX_LABELS]
+        measured = {task: rate for file in files for task, rate in _measured(Path(file)).items()}
+        self.rates = {task.instance_id: measured.get(task.instance_id, (0, 0)) for _, task in tasks}
 
     def __len__(self) -> int:
         return len(self.items)
@@ -50,3 +54,16 @@ class TaskDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         # verl's batch object must hold at least one tensor.
         return {**self.items[index], "index": index, "dummy_tensor": torch.zeros(1, dtype=torch.uint8)}
+
+
+def _measured(file: Path) -> dict[str, tuple[int, int]]:
+    """Return (episodes, resolved) of the tasks of a file whose rates are in its columns."""
+    columns = ["instance_id", "episodes", "resolve_rate"]
+    if not set(columns) <= set(pyarrow.parquet.read_schema(file).names):
+        return {}
+    rows = pyarrow.parquet.read_table(file, columns=columns).to_pylist()
+    return {
+        row["instance_id"]: (row["episodes"], round(row["episodes"] * row["resolve_rate"]))
+        for row in rows
+        if row["episodes"] and row["resolve_rate"] is not None
+    }

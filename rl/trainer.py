@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from omegaconf import DictConfig
 
+from rl.curriculum import Scheduled
 from rl.groups import GroupBuffer, Interrupted, alone, group_of, manager_class, session_of
 from rl.metrics import episodes as run_metrics
 from rl.metrics import trained
@@ -115,7 +116,7 @@ def trainer_class(mode: str) -> "type[EpisodeTrainer]":
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     base = get_trainer_cls(mode)
-    return type(f"Episodes{base.__name__}", (EpisodeTrainer, base), {})
+    return type(f"Episodes{base.__name__}", (EpisodeTrainer, Scheduled, base), {})
 
 
 class EpisodeTrainer(PPOTrainer):

@@ -62,6 +62,7 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
             "cluster": {"start_timeout_s": 60},
             "prepare": None,
             "episode": {"infra_retries": 2, "mask_overlong": False, "weigh_by_episode": True},
+            "curriculum": OmegaConf.load(REPOSITORY / "configs/train.yaml").curriculum,
             "agent": OmegaConf.merge(
                 OmegaConf.load(REPOSITORY / "configs/agent/claude_code.yaml"), {"binary": str(binary)}
             ),

@@ -19,6 +19,7 @@ from rl.checks.machine import check_cpu, check_disk
 from rl.checks.model import check_model, check_plan, check_teacher
 from rl.checks.numbers import (
     check_batches,
+    check_curriculum,
     check_left_out,
     check_lengths,
     check_loss,
@@ -51,6 +52,7 @@ def check(config: DictConfig, plays: bool = True) -> None:
             config,
             check_cpu,
             check_batches,
+            check_curriculum,
             check_loss,
             check_lengths,
             lambda config: check_episodes(config, plays),

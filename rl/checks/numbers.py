@@ -19,6 +19,10 @@ POSITIVE = (
     "data.train_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
+    "curriculum.other",
+    "curriculum.solved",
+    "curriculum.readmit_after",
+    "curriculum.window",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.val_kwargs.n",
@@ -68,6 +72,16 @@ def _not_positive(config: DictConfig, keys: Iterable[str], or_null: bool = False
         # bool is an int in Python
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             yield f"{key} is {value!r}; it must be a number above 0"
+
+
+def check_curriculum(config: DictConfig) -> None:
+    """Raise ConfigError if the preferred rates are no range, or if the tasks are another dataset's, without rates."""
+    rates = list(config.curriculum.prefer)
+    numbers = len(rates) == 2 and all(isinstance(one, int | float) for one in rates)
+    if not (numbers and 0 <= rates[0] <= rates[1] <= 1):
+        raise ConfigError(f"curriculum.prefer is {rates}; it must be two resolve rates, such as [0.2,0.8]")
+    if config.curriculum.by_rate and config.data.custom_cls.path != "pkg://rl.dataset":
+        raise ConfigError("curriculum.by_rate=true needs task files; leave data.custom_cls.path as it is")
 
 
 def check_batches(config: DictConfig) -> None:

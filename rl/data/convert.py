@@ -80,13 +80,14 @@ def _check(row: Row) -> None:
         raise Refused(why, str(error).removeprefix(f"{row['instance_id']}: ")) from error
 
 
-def write_tasks(path: Path, rows: Sequence[Row]) -> None:
+def write_tasks(path: Path, rows: Sequence[Row], more: Iterable[str] = ()) -> None:
     """Write rows to a parquet file, with lists as JSON texts. The same rows give the same bytes, and the file appears
-    whole or not at all."""
-    with replacing(path) as new, pyarrow.parquet.ParquetWriter(new, _SCHEMA) as file:
+    whole or not at all. more: names of further columns of texts."""
+    schema = pyarrow.schema([*_SCHEMA, *((name, pyarrow.string()) for name in more)])
+    with replacing(path) as new, pyarrow.parquet.ParquetWriter(new, schema) as file:
         for start in range(0, len(rows), _ROW_GROUP):
             texts = [_texts(row) for row in rows[start : start + _ROW_GROUP]]
-            file.write_table(pyarrow.Table.from_pylist(texts, schema=_SCHEMA))
+            file.write_table(pyarrow.Table.from_pylist(texts, schema=schema))
 
 
 def _texts(row: Row) -> dict[str, Any]:

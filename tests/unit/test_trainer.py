@@ -238,7 +238,7 @@ def test_a_checkpoint_keeps_what_is_known_of_its_step(tmp_path: Path, monkeypatc
     from rl import trainer as module
 
     made = trainer("sync", tmp_path)
-    base = type(made).__mro__[2]
+    base = type(made).__mro__[3]
     monkeypatch.setattr(module, "_groups", lambda batch: {"g": [(1.0, True), (0.0, False)]})
     monkeypatch.setattr(base, "_save_checkpoint", lambda self: None)
     monkeypatch.setattr(base, "_compute_metrics", lambda self, batch, metrics, timing_raw, **_: None)

@@ -1,0 +1,1 @@
+"""This package makes software tasks from a Python package's source distribution; `rl.data.make` is its command."""

@@ -1,0 +1,141 @@
+"""This module prepares a package once: its source, its environment, and what its tests do without any bug.
+
+The result is a directory that appears whole or not at all, so that a command that was killed does not begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.make import environment, sources
+from rl.make.runs import Bench, NoResultError, Run
+from rl.make.sources import MakeError, Package
+from rollout import files
+
+SUITE_S = 900.0
+"""How long a package's whole suite may take, in seconds."""
+
+_RUNS = 3  # of the untouched tree; a test with different outcomes is left out
+_FORMAT = 1  # of what is kept
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared package.
+
+    venv: its environment. order: its tests, in the order of the bits of `lines`. stable: those that passed each time.
+    flaky: those with different outcomes. lines: bits of stable tests that run a line, by file and line. seconds: of
+    one run of all tests. broken: what could not be collected, and why. versions: of the environment, by name.
+    """
+
+    package: Package
+    venv: Path
+    order: tuple[str, ...]
+    stable: frozenset[str]
+    flaky: tuple[str, ...]
+    lines: dict[str, dict[int, int]]
+    seconds: float
+    broken: tuple[tuple[str, str], ...]
+    versions: dict[str, str]
+
+    def names(self, bits: int) -> list[str]:
+        """Return the tests of these bits."""
+        return [test for number, test in enumerate(self.order) if bits >> number & 1]
+
+
+def prepare(spec: str, directory: Path, requires: Sequence[str] = (), copies: bool = False) -> Prepared:
+    """Fetch a package, make its environment and run its tests; or read what an earlier call has left in `directory`.
+
+    spec: NAME==VERSION, or the path of a source distribution. requires: what its tests need beside what it says.
+    copies: take a package although a local box would show another copy of it. Raises MakeError, SandboxError.
+    """
+    archive, sha256 = sources.fetch(spec, directory / "sdists")
+    home = directory / archive.name.removesuffix(".tar.gz")
+    key = {"format": _FORMAT, "sha256": sha256, "requires": list(requires), "python": sys.version.split()[0]}
+    key["base"] = sys.base_prefix
+    try:
+        kept = json.loads((home / "baseline.json").read_text())
+    except (OSError, ValueError):
+        kept = {}
+    if kept.get("key") != key:
+        building = home.with_name(f".{home.name}.new")
+        shutil.rmtree(building, ignore_errors=True)
+        sources.unpack(archive, building / "tree")
+        package = sources.read(building / "tree", sha256, requires)
+        versions = environment.build(package, building / "venv")
+        (building / "tree" / environment.VENV).mkdir()
+        measured = {"key": key, "versions": versions, **_measured(package, building)}
+        files.write(building / "baseline.json", json.dumps(measured))
+        shutil.rmtree(home, ignore_errors=True)
+        building.rename(home)
+        kept = measured
+    package = sources.read(home / "tree", sha256, requires)
+    if not copies and (found := environment.copies(package, home / "venv")):
+        raise MakeError(
+            f"{package.name}: a local box would show an agent {len(found)} copies of its code, such as {found[0]}; "
+            "choose another package, or --allow-copies for boxes without them"
+        )
+    return _read(package, home, kept)
+
+
+def _measured(package: Package, directory: Path) -> dict[str, Any]:
+    """Run the tests of the untouched tree and return what is to be kept of it. Raises MakeError, SandboxError."""
+    own = package.sources()
+
+    async def runs() -> list[Run]:
+        bench = Bench(directory / "tree", directory / "venv")
+        first = await bench.tests({}, timeout_s=SUITE_S, sources=own)
+        again = [await bench.tests({}, timeout_s=SUITE_S) for _ in range(_RUNS - 1)]
+        return [first, *again]
+
+    label = f"{package.name}=={package.version}"
+    try:
+        found = asyncio.run(runs())
+    except NoResultError as error:
+        raise MakeError(f"{label}: its tests come to no result: {error}") from None
+    first = found[0]
+    outcomes = {test: Counter(run.tests.get(test, "missing") for run in found) for run in found for test in run.tests}
+    stable = [test for test, seen in outcomes.items() if seen["passed"] == _RUNS and test in first.tests]
+    broken = "".join(f"; {where}: {why.strip().splitlines()[-1]}" for where, why in first.broken if why.strip())
+    if not stable:
+        raise MakeError(
+            f"{label}: no test of it passes each time ({len(first.tests)} were found){broken}; "
+            "name what its tests need with --requires"
+        )
+    if not any(first.lines.values()):
+        raise MakeError(f"{label}: its tests run no line of {', '.join(own[:3]) or 'it'}; there is nothing to break")
+    return {
+        "order": list(first.tests),
+        "stable": stable,
+        "flaky": sorted(test for test, seen in outcomes.items() if len(seen) > 1),
+        "lines": {path: {line: f"{bits:x}" for line, bits in lines.items()} for path, lines in first.lines.items()},
+        "seconds": round(max(run.seconds for run in found), 2),
+        "broken": first.broken,
+    }
+
+
+def _read(package: Package, home: Path, kept: dict[str, Any]) -> Prepared:
+    stable = frozenset(kept["stable"])
+    usable = sum(1 << number for number, test in enumerate(kept["order"]) if test in stable)
+    return Prepared(
+        package=package,
+        venv=home / "venv",
+        order=tuple(kept["order"]),
+        stable=stable,
+        flaky=tuple(kept["flaky"]),
+        lines={
+            path: {int(line): int(bits, 16) & usable for line, bits in lines.items()}
+            for path, lines in kept["lines"].items()
+        },
+        seconds=kept["seconds"],
+        broken=tuple((where, why) for where, why in kept["broken"]),
+        versions=kept["versions"],
+    )

@@ -1,0 +1,124 @@
+"""Which edits become tasks depends on the seed only: not on how many boxes there are, nor on where one was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl.batch import Journal
+from rl.make import work
+from rl.make.candidates import Candidate
+from rl.make.prepare import Prepared
+from rl.make.runs import Failure
+from rl.make.sources import Package
+from rl.make.tasks import task_id
+from rl.make.trials import Outcome, Trial
+from rl.make.work import Maker, Order
+
+SOURCE = """\
+def f(a, b):
+    if a < b:
+        a += 1
+    return a - b
+
+
+def g(a, b=2):
+    return f(a, b) * (a + b)
+"""
+
+
+class Killed(Exception): ...
+
+
+class Workshop:
+    """A workshop in which a hash decides what an edit does. `trials`: how often each edit was tried, in all lives."""
+
+    trials: ClassVar[Counter[str]] = Counter()
+    life = 10**9
+
+    def __init__(self, prepared: Prepared, _: Any, repositories: Path, __: Any) -> None:
+        self.package, self.repositories = prepared.package, repositories
+
+    def _digest(self, candidate: Candidate) -> int:
+        return hashlib.sha256(task_id(self.package, candidate.edit).encode()).digest()[0]
+
+    async def _step(self) -> None:
+        await asyncio.sleep(0)
+        Workshop.life -= 1
+        if Workshop.life < 0:
+            raise Killed
+
+    async def tried(self, candidate: Candidate) -> Trial:
+        await self._step()
+        Workshop.trials[task_id(self.package, candidate.edit)] += 1
+        digest = self._digest(candidate)
+        if digest % 3 == 0:
+            return Trial(Outcome.NO_FAILURE, seconds=1.0)
+        message = f"assert {digest % 7} == 7"  # several fail alike
+        return Trial(Outcome.KEPT, ("t.py::t",), (Failure("t.py::t", "call", "AssertionError", message),), 1.0)
+
+    async def made(self, candidate: Candidate, trial: Trial) -> tuple[Outcome, Mapping[str, Any] | str]:
+        await self._step()
+        if self._digest(candidate) % 5 == 0:
+            return Outcome.FLAKY, "now and then"
+        name = task_id(self.package, candidate.edit)
+        (self.repositories / name).mkdir(parents=True, exist_ok=True)
+        return Outcome.KEPT, {"instance_id": name, "failed": trial.failures[0].message}
+
+
+def prepared(directory: Path) -> Prepared:
+    (directory / "m.py").write_text(SOURCE)
+    package = Package("m", "1", directory, "0" * 64, "MIT", ".", ("m",), (), "")
+    lines = {"m.py": dict.fromkeys(range(1, 10), 1)}
+    return Prepared(package, directory, ("t.py::t",), frozenset(("t.py::t",)), (), lines, 1.0, (), {})
+
+
+def rows(directory: Path, jobs: int = 1, limit: int = 6) -> list[dict[str, Any]]:
+    journal = Journal(directory / "journal.jsonl")
+    try:
+        maker = Maker(prepared(directory), directory / "repos", Order(limit, 0, jobs=jobs), journal)
+        found = asyncio.run(maker.run())
+        assert sum(record["outcome"] == "kept" for record in maker.records) == len(found)
+        return found
+    finally:
+        journal.close()
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "Workshop", Workshop)
+    Workshop.trials, Workshop.life = Counter(), 10**9
+
+
+def test_equal_failures_are_one_task(tmp_path: Path) -> None:
+    found = rows(tmp_path)
+    assert 3 < len({row["failed"] for row in found}) == len(found) <= 6
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(jobs=st.integers(1, 5), lives=st.lists(st.integers(0, 40), max_size=3))
+def test_killed_and_continued_with_any_number_of_boxes_it_makes_the_same(jobs: int, lives: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        Workshop.life = 10**9
+        expected = rows(Path(one))
+        Workshop.trials = Counter()
+        for life in lives:
+            Workshop.life = life
+            with contextlib.suppress(Killed):
+                rows(Path(other), jobs)
+        Workshop.life = 10**9
+        assert rows(Path(other), jobs) == expected
+        assert set(Workshop.trials.values()) == {1}
+        before = (Path(other) / "journal.jsonl").read_bytes()
+        assert rows(Path(other), 1) == expected
+        assert (Path(other) / "journal.jsonl").read_bytes() == before

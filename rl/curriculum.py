@@ -40,7 +40,7 @@ class Rule:
 
 @dataclass
 class _Task:
-    """What is known of a task. groups: (episodes, resolved), the newest last. judged: the step of the newest."""
+    """A _Task is what is known of a task. groups: (episodes, resolved), the newest last. judged: step of the newest."""
 
     turn: float
     groups: deque[tuple[int, int]]

@@ -12,7 +12,6 @@ makes a DIR.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -30,6 +29,7 @@ from proxy_load import Talk, text
 
 from rewards.verdict import Verdict
 from rl.metrics.episodes import percentile
+from rollout import program
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.engine import Completion
@@ -149,7 +149,7 @@ def median_ms(seconds: list[float]) -> str:
 
 def main() -> None:
     """Print the table of a run or of the made-up episode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("python scripts/bench_records.py", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a directory with records")
     what.add_argument("--model", metavar="DIR", help="a tokenizer and its chat template: measure the made-up episode")

@@ -10,7 +10,6 @@ and what was interrupted goes on. key=value: more of rl.train's command line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,6 +23,7 @@ from rl.config import compose
 from rl.metrics.episodes import Line, read_jsonl
 from rl.quickstart.prepare import prepare
 from rl.screen import Screen
+from rollout import program
 
 STEPS = 8
 COLUMNS = (
@@ -71,7 +71,7 @@ def row(seed: int, run: Path, teacher: str) -> list[str]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = program.parser("python scripts/distill_seeds.py", __doc__)
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--root", type=Path, default=Path("outputs/distill-seeds"), help="where the runs are")
     options.add_argument("--out", type=Path, default=Path("outputs/distill-seeds.md"), help="the table")

@@ -8,13 +8,14 @@ runs them in the repository's root, and the first one that fails ends it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from rollout import program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,7 +25,7 @@ def commands(document: Path) -> list[str]:
     return re.findall(r"^    \$ ((?:.*\\\n)*.*)", document.read_text(), re.MULTILINE)
 
 
-def program(document: Path) -> str:
+def script(document: Path) -> str:
     """Return a shell script that shows each command, runs it, and says how many seconds it took."""
     lines = ["set -e"]
     for command in commands(document):
@@ -35,11 +36,11 @@ def program(document: Path) -> str:
 
 def main() -> int:
     """Run the commands and return the exit status of the last one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.parser("python scripts/type_document.py", __doc__)
     parser.add_argument("document", type=Path)
     args = parser.parse_args()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    shell = ["bash", "-c", program(args.document)]
+    shell = ["bash", "-c", script(args.document)]
     return subprocess.run(shell, cwd=ROOT, env={**os.environ, "PATH": path}).returncode
 
 

@@ -76,6 +76,7 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
                 "concurrency": 4,
             },
             "grading": OmegaConf.load(REPOSITORY / "configs/grading/default.yaml"),
+            "store": OmegaConf.load(REPOSITORY / "configs/store/default.yaml"),
             "proxy": {
                 "max_tokens": None,
                 "max_calls": 100,

@@ -35,7 +35,7 @@ from rl.make.statement import LEVELS
 from rl.make.trials import at_level
 from rl.make.work import Maker, Order
 from rl.screen import Screen, this_command
-from rollout import files
+from rollout import files, program
 from rollout.sandbox import SandboxError
 
 _MORE = ("maker", "licence", "shown", *(f"statement_{level}" for level in LEVELS))
@@ -166,9 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.data.make", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.data.make", __doc__)
     add = parser.add_argument
     add("packages", nargs="+", metavar="NAME==VERSION", help="or the path of a source distribution (.tar.gz)")
     add("--out", type=Path, required=True, help="the parquet file to write")
@@ -193,4 +191,4 @@ def _share(text: str) -> float:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SLURM's; boxes are closed as after an interrupt
-    sys.exit(main())
+    program.end(main)

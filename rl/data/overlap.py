@@ -9,7 +9,6 @@ is not allowed, 1 something was, 2 the input is wrong.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections import Counter
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.task import TaskError, load_tasks
+from rollout import program
 
 KINDS = ("verified", "repo", "diff", "statement")
 
@@ -124,9 +124,7 @@ def _of_diff(patch: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.data.overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.data.overlap", __doc__)
     parser.add_argument("training", type=Path, nargs="+", help="parquet files of training tasks")
     parser.add_argument("--heldout", type=Path, nargs="+", default=[], help="parquet files of held-out tasks")
     parser.add_argument("--allow", nargs="+", default=[], choices=KINDS, help="kinds that are reported only")
@@ -150,4 +148,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

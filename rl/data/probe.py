@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from rl.data.rates import Rate, write_rated
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
 from rl.screen import Screen
+from rollout import program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,9 +65,7 @@ def _write(source: Path, out: Path, directory: Path, screen: Screen) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.data.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.data.probe", __doc__)
     add = parser.add_argument
     add("tasks", type=Path, metavar="FILE", help="the task file to measure")
     add("keys", nargs="*", metavar="key=value", help="keys of rl.evaluate; policy or endpoint must be among them")
@@ -77,4 +75,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

@@ -42,7 +42,7 @@ _ARITHMETIC: dict[type[cst.BaseBinaryOp], tuple[type[cst.BaseBinaryOp], ...]] = 
 
 @maker(cst.ClassDef)
 def remove_bases(node: cst.ClassDef, place: Place) -> Replacement | None:
-    """A class loses one of its base classes."""
+    """Take one of its base classes from a class."""
     if not node.bases:
         return None
     gone = place.rng.choice(node.bases)
@@ -54,13 +54,13 @@ def remove_bases(node: cst.ClassDef, place: Place) -> Replacement | None:
 
 @maker(cst.FunctionDef)
 def remove_function(node: cst.FunctionDef, place: Place) -> Replacement | None:
-    """A method is gone. (Without a function of a module, mostly nothing could be imported.)"""
+    """Remove a method. (Without a function of a module, mostly nothing could be imported.)"""
     return cst.RemoveFromParent() if place.is_method(node) else None
 
 
 @maker(cst.ClassDef)
 def shuffle_methods(node: cst.ClassDef, place: Place) -> Replacement | None:
-    """The methods of a class are in another order."""
+    """Put the methods of a class into another order."""
     if not isinstance(node.body, cst.IndentedBlock):
         return None
     body = list(node.body.body)
@@ -72,7 +72,7 @@ def shuffle_methods(node: cst.ClassDef, place: Place) -> Replacement | None:
 
 @maker(cst.If)
 def invert_if(node: cst.If, place: Place) -> Replacement | None:
-    """A condition decides the other way."""
+    """Swap the branches of a condition."""
     if isinstance(node.orelse, cst.Else):
         return node.with_changes(body=node.orelse.body, orelse=node.orelse.with_changes(body=node.body))
     return node.with_changes(test=negated(node.test), whitespace_before_test=cst.SimpleWhitespace(" "))
@@ -80,7 +80,7 @@ def invert_if(node: cst.If, place: Place) -> Replacement | None:
 
 @maker(cst.IndentedBlock)
 def shuffle_lines(node: cst.IndentedBlock, place: Place) -> Replacement | None:
-    """Two neighbouring statements change places."""
+    """Exchange two neighbouring statements."""
     body = list(node.body)
     pairs = [at for at in range(len(body) - 1) if not is_docstring(body[at]) and not _leaves(body[at + 1])]
     if not pairs:
@@ -97,14 +97,14 @@ def _leaves(statement: cst.CSTNode) -> bool:
 
 @maker(cst.SimpleStatementLine)
 def remove_assignment(node: cst.SimpleStatementLine, place: Place) -> Replacement | None:
-    """An assignment is gone."""
+    """Remove an assignment."""
     gone = len(node.body) == 1 and isinstance(node.body[0], cst.Assign | cst.AugAssign | cst.AnnAssign)
     return cst.RemoveFromParent() if gone else None
 
 
 @maker(cst.If)
 def remove_conditional(node: cst.If, place: Place) -> Replacement | None:
-    """An `if` is gone with what depends on it, or only its condition is."""
+    """Remove an `if` with what depends on it, or only its condition."""
     if isinstance(place.parent(node), cst.If):  # an elif
         return None
     if node.orelse is None and place.rng.random() < 0.5:
@@ -114,19 +114,19 @@ def remove_conditional(node: cst.If, place: Place) -> Replacement | None:
 
 @maker(cst.For, cst.While)
 def remove_loop(node: cst.For | cst.While, place: Place) -> Replacement | None:
-    """A loop is gone."""
+    """Remove a loop."""
     return cst.RemoveFromParent()
 
 
 @maker(cst.With, cst.Try)
 def remove_wrapper(node: cst.With | cst.Try, place: Place) -> Replacement | None:
-    """A `with` or a `try` is gone, and what it was around remains."""
+    """Remove a `with` or a `try`; what it was around remains."""
     return unwrapped(node.body)
 
 
 @maker(cst.BinaryOperation)
 def break_chains(node: cst.BinaryOperation, place: Place) -> Replacement | None:
-    """A chain of operations loses its end, or its beginning."""
+    """Cut the end off a chain of operations, or its beginning."""
     if isinstance(node.left, cst.BinaryOperation):
         return with_parentheses_of(node.left, node)
     return with_parentheses_of(node.right, node) if isinstance(node.right, cst.BinaryOperation) else None
@@ -134,7 +134,7 @@ def break_chains(node: cst.BinaryOperation, place: Place) -> Replacement | None:
 
 @maker(cst.Integer, cst.Float, cst.SimpleString, cst.Name)
 def change_constants(node: cst.BaseExpression, place: Place) -> Replacement | None:
-    """A number, a text or a truth value is another one."""
+    """Change a number, a text or a truth value."""
     if isinstance(node, cst.Name):
         return node.with_changes(value={"True": "False", "False": "True"}[node.value]) if is_truth(node) else None
     if isinstance(node, cst.Integer):
@@ -150,7 +150,7 @@ def change_constants(node: cst.BaseExpression, place: Place) -> Replacement | No
 
 @maker(cst.Comparison, cst.BinaryOperation, cst.BooleanOperation)
 def change_operator(node: cst.BaseExpression, place: Place) -> Replacement | None:
-    """An operator is another one."""
+    """Change an operator."""
     if isinstance(node, cst.BooleanOperation):
         other = cst.Or if isinstance(node.operator, cst.And) else cst.And
         return node.with_changes(operator=like(node.operator, other))
@@ -165,7 +165,7 @@ def change_operator(node: cst.BaseExpression, place: Place) -> Replacement | Non
 
 @maker(cst.BinaryOperation, cst.Comparison)
 def swap_operands(node: cst.BinaryOperation | cst.Comparison, place: Place) -> Replacement | None:
-    """The two sides of an operator change places."""
+    """Exchange the two sides of an operator."""
     if isinstance(node, cst.BinaryOperation):
         return node.with_changes(left=node.right, right=node.left)
     if len(node.comparisons) != 1:

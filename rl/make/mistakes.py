@@ -18,7 +18,7 @@ _LIMITS: dict[type[cst.BaseCompOp], type[cst.BaseCompOp]] = {
 
 @maker(cst.Comparison)
 def boundary(node: cst.Comparison, place: Place) -> Replacement | None:
-    """A limit is counted in, or no longer is."""
+    """Include a limit, or no longer include it."""
     targets = [one.operator for one in node.comparisons if type(one.operator) in _LIMITS]
     if not targets:
         return None
@@ -28,7 +28,7 @@ def boundary(node: cst.Comparison, place: Place) -> Replacement | None:
 
 @maker(cst.Slice, cst.Index, cst.Call)
 def off_by_one(node: cst.Slice | cst.Index | cst.Call, place: Place) -> Replacement | None:
-    """A slice, an index, a range or a length is one too long or too short."""
+    """Make a slice, an index, a range or a length one too long or too short."""
     if isinstance(node, cst.Slice):
         sides = [side for side in ("lower", "upper") if getattr(node, side) is not None]
         if not sides:
@@ -63,7 +63,7 @@ def _one_off(value: cst.BaseExpression, place: Place) -> cst.BaseExpression:
 
 @maker(cst.Call)
 def swap_arguments(node: cst.Call, place: Place) -> Replacement | None:
-    """Two arguments of a call change places."""
+    """Exchange two arguments of a call."""
     numbers = [number for number in positional(node.args) if number + 1 in positional(node.args)]
     if not numbers:
         return None
@@ -78,7 +78,7 @@ def swap_arguments(node: cst.Call, place: Place) -> Replacement | None:
 
 @maker(cst.Call)
 def lose_argument(node: cst.Call, place: Place) -> Replacement | None:
-    """A keyword argument is not passed on."""
+    """Drop a keyword argument."""
     numbers = [number for number, one in enumerate(node.args) if one.keyword is not None]
     if not numbers:
         return None
@@ -88,7 +88,7 @@ def lose_argument(node: cst.Call, place: Place) -> Replacement | None:
 
 @maker(cst.SimpleStatementLine, cst.ExceptHandler)
 def lose_exception(node: cst.SimpleStatementLine | cst.ExceptHandler, place: Place) -> Replacement | None:
-    """An error is no longer raised, or no longer told to the caller."""
+    """Swallow an error: it is no longer raised, or no longer told to the caller."""
     if isinstance(node, cst.SimpleStatementLine):
         raises = len(node.body) == 1 and isinstance(node.body[0], cst.Raise)
         return node.with_changes(body=[cst.Return() if place.rng.random() < 0.5 else cst.Pass()]) if raises else None
@@ -99,7 +99,7 @@ def lose_exception(node: cst.SimpleStatementLine | cst.ExceptHandler, place: Pla
 
 @maker(cst.FunctionDef)
 def stale_cache(node: cst.FunctionDef, place: Place) -> Replacement | None:
-    """A result is kept and returned again, although what it was computed from has changed."""
+    """Keep a result and return it again, although what it was computed from has changed."""
     parameters = node.params.params
     if node.asynchronous or not isinstance(node.body, cst.IndentedBlock) or not parameters or node.decorators:
         return None
@@ -135,7 +135,7 @@ def _only(branch: cst.If) -> cst.CSTNode:
 
 @maker(cst.FunctionDef)
 def wrong_default(node: cst.FunctionDef, place: Place) -> Replacement | None:
-    """A parameter has another default."""
+    """Change the default of a parameter."""
     defaults = [
         param.default
         for param in [*node.params.params, *node.params.kwonly_params]
@@ -158,7 +158,7 @@ def wrong_default(node: cst.FunctionDef, place: Place) -> Replacement | None:
 
 @maker(cst.SimpleString, cst.Return)
 def broken_invariant(node: cst.SimpleString | cst.Return, place: Place) -> Replacement | None:
-    """A key that another module relies on is another one, or a pair is returned the wrong way round."""
+    """Rename a key that another module relies on, or return a pair the wrong way round."""
     if isinstance(node, cst.SimpleString):
         value = node.raw_value
         if value not in place.shared or not value.isidentifier():
@@ -174,14 +174,14 @@ def broken_invariant(node: cst.SimpleString | cst.Return, place: Place) -> Repla
 
 @maker(cst.BooleanOperation)
 def lose_condition(node: cst.BooleanOperation, place: Place) -> Replacement | None:
-    """One of two conditions is forgotten."""
+    """Forget one of two conditions."""
     kept = place.rng.choice([node.left, node.right])
     return kept.with_changes(lpar=node.lpar, rpar=node.rpar) if node.lpar and not kept.lpar else kept
 
 
 @maker(cst.Name)
 def wrong_variable(node: cst.Name, place: Place) -> Replacement | None:
-    """Another variable of the function is used."""
+    """Use another variable of the function."""
     function, parent = place.function(node), place.parent(node)
     named = cst.Attribute | cst.Param | cst.AssignTarget | cst.Annotation | cst.FunctionDef
     if function is None or isinstance(parent, named):
@@ -202,7 +202,7 @@ def wrong_variable(node: cst.Name, place: Place) -> Replacement | None:
 
 @maker(cst.If, cst.While)
 def lose_negation(node: cst.If | cst.While, place: Place) -> Replacement | None:
-    """A `not` is forgotten."""
+    """Forget a `not`."""
     if isinstance(node.test, cst.UnaryOperation) and isinstance(node.test.operator, cst.Not):
         return node.with_changes(test=negated(node.test))
     return None
@@ -221,5 +221,5 @@ def without_body(node: cst.FunctionDef) -> cst.FunctionDef | None:
 
 @maker(cst.FunctionDef)
 def drop_function(node: cst.FunctionDef, place: Place) -> Replacement | None:
-    """A function is not there yet, only its head: what the tests that run it ask for must be written anew."""
+    """Leave only the head of a function: what the tests that run it ask for must be written anew."""
     return None if m.findall(node, m.Yield()) and node.asynchronous else without_body(node)

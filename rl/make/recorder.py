@@ -49,20 +49,20 @@ class Recorder:
             self.coverage.start()
 
     def pytest_collection_modifyitems(self, config, items):
-        """It leaves only the tests of the plan."""
+        """Leave only the tests of the plan."""
         if self.only is not None:
             kept = [item for item in items if item.nodeid in self.only]
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self.only])
             items[:] = kept
 
     def pytest_collectreport(self, report):
-        """It notes what cannot be collected."""
+        """Note what cannot be collected."""
         if report.failed:
             self.broken.append([report.nodeid, str(report.longrepr)[-_LONGEST:]])
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        """It tells coverage.py which test begins and ends."""
+        """Tell coverage.py which test begins and ends."""
         self.compared = None
         if self.coverage is not None:
             self.coverage.switch_context(item.nodeid)
@@ -71,12 +71,12 @@ class Recorder:
             self.coverage.switch_context("")
 
     def pytest_assertrepr_compare(self, op, left, right):
-        """It notes the two sides of a failed comparison."""
+        """Note the two sides of a failed comparison."""
         self.compared = [op, _text(left), _text(right)]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        """It notes a test's outcome, and how it failed."""
+        """Note a test's outcome, and how it failed."""
         report = (yield).get_result()
         before = self.tests.get(item.nodeid)
         if report.failed:
@@ -133,7 +133,7 @@ class Recorder:
         return found
 
     def pytest_sessionfinish(self, session, exitstatus):
-        """It writes what was found."""
+        """Write what was found."""
         result = {
             "exit": int(exitstatus),
             "tests": self.tests,
@@ -146,6 +146,6 @@ class Recorder:
 
 
 def pytest_configure(config):
-    """It puts a recorder into pytest."""
+    """Put a recorder into pytest."""
     config.pluginmanager.register(Recorder(config.rootpath), "code-rl-recorder")
     sys.dont_write_bytecode = True

@@ -25,6 +25,7 @@ from rl.screen import Screen, this_command
 from rl.store.sending import Sender
 from rl.store.server import Server
 from rl.store.stores import StoreError
+from rollout import program
 from rollout.records import Reader
 
 _TRIES_S = (1.0, 2.0, 4.0)  # between tries, when a store fails in the middle
@@ -119,11 +120,9 @@ async def run(options: argparse.Namespace, screen: Screen) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser("python -m rl.store", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or record files")
-    parser.add_argument("--url", required=True, help="where `agl store` listens")
+    parser.add_argument("--url", required=True, help="where agl store listens")
     parser.add_argument("--follow", action="store_true", help="go on until SIGINT or SIGTERM")
     parser.add_argument(
         "--timeout", type=float, default=15.0, metavar="S", help="seconds for a request, and at the end"
@@ -147,4 +146,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

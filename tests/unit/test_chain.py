@@ -64,7 +64,7 @@ def test_the_keys_of_the_chain_exist(typist: Any) -> None:
 def test_a_document_is_typed_in_one_shell_up_to_the_first_failure(tmp_path: Path, typist: Any) -> None:
     document = tmp_path / "document.md"
     document.write_text(DOCUMENT)
-    done = subprocess.run(["bash", "-c", typist.program(document)], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", typist.script(document)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and (tmp_path / "word").read_text() == "on e\n"
     assert done.stdout.splitlines()[-2:] == ["$ cat word; false", "on e"] and "never" not in done.stdout
     assert re.search(r"^# \d+ s$", done.stdout, re.MULTILINE) and "said before" not in done.stdout

@@ -21,7 +21,7 @@ from rl.ingest.chat import message_of
 from rl.ingest.sft import Encoder, chat_of
 from rl.ingest.states import Message, State, read_states
 from rl.quickstart.policy import make_tokenizer
-from rl.sft import TokenRows
+from rl.tune.rows import TokenRows
 from rollout.proxy.chat import chat_request
 from tests.endpoint_kit import KEY, StandIn, standing_in
 from tests.ingest_kit import write_session

@@ -110,6 +110,8 @@ class Step:
             composed("+experiment=qwen3_coder_30b", run__dir="/nowhere", **config)
         )
         monkeypatch.setattr(self.trainer, "_phase", lambda *_: None)
+        monkeypatch.setattr("rl.metrics.trained.write", lambda *_: None)
+        self.trainer.global_steps = 1
         self.trainer.actor_rollout_wg = SimpleNamespace(update_actor=lambda _: {"metrics": {"mfu": [0.0]}})
         self.trainer._compute_advantage(self.batch, self.metrics)
         self.trainer._update_actor(self.batch, self.metrics)

@@ -76,7 +76,7 @@ async def standing_in(stand_in: StandIn) -> AsyncIterator[StandIn]:
     app = web.Application(client_max_size=1 << 26)
     for path in ("/chat/completions", "/v1/messages"):
         app.router.add_post(path, stand_in.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     stand_in.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

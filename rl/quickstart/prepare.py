@@ -45,7 +45,7 @@ from rl.screen import Screen, this_command
 from rl.setup import load_policy, make_setup, training_settings
 from rl.tune.rows import rows_of
 from rl.tune.trainer import Passes, run_sft
-from rollout import files
+from rollout import files, program
 from rollout.episode import Setup
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.server import ProxyServer
@@ -238,4 +238,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    program.end(main)

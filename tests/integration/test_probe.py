@@ -20,7 +20,7 @@ from tests.kit import char_policy
 
 @pytest.mark.claude
 async def test_rates_are_written_into_the_rows(tmp_path: Path) -> None:
-    make_tasks(tmp_path / "made", seed=4, n_train=3, n_heldout=1)
+    await asyncio.to_thread(make_tasks, tmp_path / "made", seed=4, n_train=3, n_heldout=1)
     source, out = tmp_path / "made" / "train.parquet", tmp_path / "rated" / "tasks.parquet"
     always, never, sometimes = load_tasks(source)
     begun = itertools.count()

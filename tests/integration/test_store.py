@@ -56,7 +56,7 @@ async def failing(answer: Callable[[web.Request, bytes], Any]) -> AsyncIterator[
 
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()

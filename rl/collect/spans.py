@@ -93,7 +93,7 @@ def spans_of(record: Record, rollout: str = "", attempt: str = "") -> Iterator[d
 
 def _root(record: Record, call: CallRecord) -> Any:
     """Return what the calls of a thread have in common and those of others, such as sub-agents, have not."""
-    return path_of(record.nodes, call.node)[0] if call.node >= 0 else (call.system, call.messages[:1] or None)
+    return path_of(record.nodes, call.node)[0] if call.node >= 0 else (call.system, *call.messages[:1])
 
 
 def about_of(record: Record) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import json
 import signal
 import subprocess
 import sys
@@ -18,6 +18,7 @@ from rl.quickstart.tasks import make_tasks
 from rl.store.sending import send
 from rl.store.server import Server
 from rollout.proxy.server import ProxyServer
+from tests import browser_kit
 from tests.integration.claude_kit import scripted
 from tests.integration.programs_kit import AGENT, gold, start
 from tests.kit import char_policy
@@ -117,7 +118,7 @@ async def test_a_record_without_a_conversation_has_one_read_back_from_its_tokens
 
 @pytest.mark.claude
 async def test_episodes_arrive_while_they_are_played(store: str, tmp_path: Path) -> None:
-    make_tasks(tmp_path / "tasks", seed=7, n_train=2, n_heldout=1)
+    await asyncio.to_thread(make_tasks, tmp_path / "tasks", seed=7, n_train=2, n_heldout=1)
     tasks, out = tmp_path / "tasks" / "train.parquet", tmp_path / "runs" / "live"
     api = ProxyServer()
     await api.start()
@@ -146,30 +147,24 @@ async def test_episodes_arrive_while_they_are_played(store: str, tmp_path: Path)
 
 # --- the dashboard
 
-_BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome")
 
-
+@pytest.mark.skipif(bool(browser_kit.problem()), reason=browser_kit.problem())
 async def test_the_dashboard_shows_episodes_and_spans(store: str, tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if browser is None:
-        pytest.skip("there is no Chromium; Debian's package is chromium-headless-shell")
     run = write([one.record for one in await told(5, "shown")], tmp_path / "runs" / "shown")
     assert (await asyncio.to_thread(run_command, run, "--url", store)).returncode == 0
     there = client(store)
     found = [one for one in await there.query_rollouts() if one.metadata["run"] == "runs/shown"]
     await there.close()
-    page = await asyncio.to_thread(seen, browser, f"{store}/rollouts", tmp_path)
-    assert all(rollout.rollout_id in page and rollout.metadata["task"] in page for rollout in found)
-    rollout = found[0]
-    page = await asyncio.to_thread(seen, browser, f"{store}/traces?rolloutId={rollout.rollout_id}", tmp_path)
-    assert "openai.chat.completion" in page and "agentlightning.annotation" in page
+    with browser_kit.browser() as browser:
+        async with browser_kit.tab(browser) as page:
 
+            async def shows(path: str, *texts: str) -> None:
+                await page.goto(f"{store}/{path}")
+                await page.until(" && ".join(f"document.body.innerText.includes({json.dumps(one)})" for one in texts))
 
-def seen(browser: str, url: str, home: Path) -> str:
-    """Return a page as it is after its scripts have run."""
-    what = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom", url]
-    done = subprocess.run(what, env={"HOME": str(home)}, capture_output=True, text=True, timeout=300)
-    return done.stdout
+            await shows("rollouts", *(text for one in found for text in (one.rollout_id, one.metadata["task"])))
+            names = ("openai.chat.completion", "agentlightning.annotation")
+            await shows(f"traces?rolloutId={found[0].rollout_id}", *names)
 
 
 # --- killed; this ends the store that the others share

@@ -356,3 +356,15 @@ def test_agentlightnings_adapters_read_the_spans(monkeypatch: pytest.MonkeyPatch
         assert [one.reward for one in found] == [None, 1.0]
     logprobs = [one.response["logprobs"] for one in TracerTraceToTriplet().adapt(spans)]
     assert logprobs == [[{"logprob": -0.5}] * 2, [{"logprob": -0.5}]]
+
+
+def test_forwarded_calls_with_the_same_beginning_are_one_thread() -> None:
+    record = a_record()
+    first, second = record.calls
+    user, other = first.messages[0], second.messages[2]
+    reply = {"id": "m", "content": [], "stop_reason": "end_turn"}
+    begun = ([user], second.messages, [other])
+    record.calls = [CallRecord(messages, system=first.system, tools=first.tools, reply=reply) for messages in begun]
+    found = [span["attributes"] for span in spans_of(record)]
+    threads = [value for one in found for name, value in one.items() if name.endswith(".thread")]
+    assert list(dict.fromkeys(threads)) == [0, 1] and threads.count(0) == 2 * threads.count(1), threads

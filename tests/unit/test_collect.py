@@ -361,10 +361,11 @@ def test_agentlightnings_adapters_read_the_spans(monkeypatch: pytest.MonkeyPatch
 def test_forwarded_calls_with_the_same_beginning_are_one_thread() -> None:
     record = a_record()
     first, second = record.calls
-    user, other = first.messages[0], second.messages[2]
-    reply = {"id": "m", "content": [], "stop_reason": "end_turn"}
-    begun = ([user], second.messages, [other])
-    record.calls = [CallRecord(messages, system=first.system, tools=first.tools, reply=reply) for messages in begun]
-    found = [span["attributes"] for span in spans_of(record)]
-    threads = [value for one in found for name, value in one.items() if name.endswith(".thread")]
-    assert list(dict.fromkeys(threads)) == [0, 1] and threads.count(0) == 2 * threads.count(1), threads
+    begun = ([*first.messages], second.messages, second.messages[2:])
+    record.calls = [
+        CallRecord(messages, system=first.system, tools=first.tools, reply={"id": f"msg_{number}", "content": []})
+        for number, messages in enumerate(begun)
+    ]
+    found = [span["attributes"] for span in spans_of(record) if "gen_ai.response.id" in span["attributes"]]
+    threads = {one["gen_ai.response.id"]: one["claude_code_rl.thread"] for one in found}
+    assert threads == {"msg_0": 0, "msg_1": 0, "msg_2": 1}

@@ -10,6 +10,7 @@ import email.message
 import email.parser
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -144,12 +145,19 @@ class _Links(HTMLParser):
 
 
 def _index() -> str:
-    """Return the address of the package index that pip uses."""
-    from pip._internal.models.index import PyPI
-
-    settings = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    """Return the address of the package index that pip uses. Raises MakeError."""
+    # Only the list has a password, and only the help has the index that pip uses if none is set.
+    settings, about = _pip("config", "list"), _pip("download", "--help")
     found = re.findall(r"^(?:global|install|download|:env:)\.index-url='(.*)'$", settings, re.MULTILINE)
-    return found[-1] if found else PyPI.simple_url
+    found = found or re.findall(r"Index \(default (\S+)\)", about)
+    if not found:
+        raise MakeError("pip does not say which package index it uses: see `pip config list`, and set its index-url")
+    return found[-1]
+
+
+def _pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "999"}).stdout
 
 
 def _get(url: str, accept: str) -> bytes:

@@ -30,7 +30,7 @@ WINGS = {
     "rl/evaluate": 780,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
-    "rl/make": 2030,  # new: tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements
+    "rl/make": 2040,  # new: tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements
     "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
     "rl/quickstart": 635,

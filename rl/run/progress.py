@@ -135,6 +135,7 @@ def finished(run_dir: Path, minutes: float, screen: Screen) -> None:
     screen.print(table)
     python = sys.orig_argv[0]
     hints = [("curve", str(run_dir / "curve.png")), ("checkpoints", str(run_dir / "checkpoints"))]
+    hints.append(("look at it", f"{python} -m rollout.view {run_dir}"))
     hints.append(("all curves", f"{python} -m rl.report {run_dir}"))
     hints.append(("audit", f"{python} -m rollout.audit {run_dir}"))
     if (run_dir / "wandb").is_dir() and os.environ.get("WANDB_MODE") == "offline":

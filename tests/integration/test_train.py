@@ -19,8 +19,7 @@ from docker.errors import APIError
 
 from rewards.task import load_tasks
 from rl import report
-from rl.evaluate.serve import merge
-from rl.run.weights import find_weights
+from rl.run.weights import find_weights, merge
 from rollout import audit
 from rollout.records import Reader
 from rollout.sandbox.docker.engine import RUN, get_engine

@@ -174,7 +174,8 @@ def audit_heard(record: Record) -> Iterator[str]:
     unknown = sum(name.startswith("msg_") and name not in sent for name in heard)
     counted = record.counters.get("unknown_reports", 0)
     if unknown != counted and nodes:
-        yield f"the agent reports {unknown} replies that are not recorded; {counted} were counted"
+        what = "reply that is" if unknown == 1 else "replies that are"
+        yield f"the agent reports {unknown} {what} not recorded; {counted:g} were counted"
     for i in sorted(known):
         if not nodes[i].trained and nodes[i].delivered and (record.train_side_calls or not nodes[i].side):
             yield f"node {i}: it is not trained on, though it is a reply of the agent's"

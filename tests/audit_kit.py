@@ -91,8 +91,8 @@ def change_logprob(node: Any, at: int, value: float) -> None:
     node.logprobs = pack_floats([*values[:at], value, *values[at + 1 :]])
 
 
-def redo_row(record: Record, row: Any) -> None:
-    """Make a row from its nodes, as the session does."""
+def columns(record: Record, row: Any) -> tuple[list[int], list[int], list[int], list[float]]:
+    """Return a row's prompt, response, mask and log-probabilities, made from its nodes as the session does."""
     path = path_of(record.nodes, max(row.nodes))
     first = path.index(min(row.nodes))
     own = [(n, record.nodes[n]) for n in path]
@@ -104,8 +104,14 @@ def redo_row(record: Record, row: Any) -> None:
         for n, node in own[first:]
         for p in (unpack_floats(node.logprobs or b"") if n in row.nodes else [0.0] * node.length)
     ]
-    row.prompt_tokens, row.response_tokens = len(prompt), len(response)
-    row.digest = row_digest(prompt, response, mask, probs)
+    return prompt, response, mask, probs
+
+
+def redo_row(record: Record, row: Any) -> None:
+    """Make a row from its nodes, as the session does."""
+    made = columns(record, row)
+    row.prompt_tokens, row.response_tokens = len(made[0]), len(made[1])
+    row.digest = row_digest(*made)
     versions = [v for n in row.nodes for v in array("i", record.nodes[n].versions)]
     row.versions = (min(versions, default=0), max(versions, default=0))
 

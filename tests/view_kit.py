@@ -15,9 +15,9 @@ from rl.metrics import trained
 from rl.metrics.episodes import EpisodeLog, append_step, line
 from rl.view.library import Library
 from rl.view.server import application
-from rollout.records import Record, unpack_floats
-from tests.audit_kit import played
-from tests.export_kit import Play, calls_of, crowd, nested, repair, write
+from rollout.records import Record, path_of, row_digest, unpack_floats
+from tests.audit_kit import change_logprob, columns, played, redo_row, sampled
+from tests.export_kit import Play, calls_of, crowd, nested, repair, without_words, write
 from tests.kit import END
 
 HOSTILE = (
@@ -82,6 +82,45 @@ async def run(directory: Path) -> Path:
     return directory
 
 
+async def planted(directory: Path) -> Path:
+    """Write a run of two groups of which four episodes have a fault each, in their names."""
+    model = tokenizer(directory / "policy")
+    names = ["mask", "logprob", "agent", "hack", "sound", "sound-2", "sound-3", "sound-4"]
+    records = []
+    for name in names:
+        made = await crowd(name) if name in ("agent", "sound") else await repair(name)
+        task = "second" if name == "hack" or name[-1].isdigit() else "first"
+        records.append(without_words(named(made, f"train-1-{name}-0", model, task=task, patch=PATCH)))
+    mask, logprob, agent, hack, *_ = records
+    prompt, response, bits, probs = columns(mask, mask.rows[0])
+    mask.rows[0].digest = row_digest(prompt, response, [bits[0] ^ 1, *bits[1:]], probs)
+    keep_trainer(directory, logprob, "group_1", 0.5)
+    change_logprob(sampled(logprob, 0), 3, -9.0)
+    redo_row(logprob, logprob.rows[0])
+    lose(agent, "I found it.")
+    hack.patch = HACK
+    write(directory, *records)
+    log = EpisodeLog(directory)
+    for number, record in enumerate(records):
+        log.append({**line(record), "session": f"group_{number}", "engine": None})
+    append_step(directory, 1, 0.0, {"episode/resolve_rate": 1.0})
+    return directory
+
+
+def lose(record: Record, said: str) -> None:
+    """Take the thread out of a record in which ``said`` was said."""
+    number = next(n for n, node in enumerate(record.nodes) if node.text == said)
+    root = path_of(record.nodes, number)[0]
+    kept = [n for n in range(len(record.nodes)) if path_of(record.nodes, n)[0] != root]
+    place = {-1: -1, **{old: new for new, old in enumerate(kept)}}
+    record.rows[:] = [row for row in record.rows if set(row.nodes) <= set(kept)]
+    record.nodes[:] = [record.nodes[n] for n in kept]
+    for node in record.nodes:
+        node.parent = place[node.parent]
+    for row in record.rows:
+        row.nodes = [place[n] for n in row.nodes]
+
+
 def keep_trainer(directory: Path, record: Record, session: str, advantage: float) -> None:
     """Write what a trainer would have made of an episode: each log-probability a tenth lower."""
     rows = []
@@ -116,6 +155,19 @@ PATCH = b"""diff --git a/calc.py b/calc.py
  def add(a, b):
 -    return a - b
 +    return a + b
+"""
+
+
+HACK = b"""diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,6 @@
++import sys
++
+ def add(a, b):
++    if "pytest" in sys.modules:
++        return {(1, 2): 3, (-1, 1): 0}.get((a, b), a - b)
+     return a - b
 """
 
 

@@ -41,6 +41,8 @@ def number(value: Any, digits: int = 2) -> str:
         return str(value)
     if isinstance(value, int) or float(value).is_integer():
         return f"{int(value):,}"
+    if abs(value) < 0.01:
+        return f"{value:.1g}"
     return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else digits}f}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser_kit import Tab, browser, problem, tab
-from tests.view_kit import hostile, run, served
+from tests.view_kit import hostile, planted, run, served
 
 PAGES = (
     "/run?run=0",
@@ -157,3 +158,39 @@ async def test_a_narrow_screen_does_not_scroll_sideways(view: tuple[Tab, str]) -
     for path in PAGES:
         await page.goto(address + path)
         assert await page.js("document.documentElement.scrollWidth") <= 390, path
+
+
+async def test_planted_faults_are_found_by_clicking(chromium: str, tmp_path: Path) -> None:
+    """The clicks are those of docs/view.md."""
+    async with served(await planted(tmp_path / "run")) as address, tab(chromium) as page:
+
+        async def click(*places: str) -> str:
+            """Return the name of the episode to which the clicks lead."""
+            await page.goto(address)
+            for place in places:
+                await page.click(place)
+                await page.loaded()
+            return await page.js("document.querySelector('.state code')?.textContent")
+
+        async def says(text: str) -> bool:
+            return await page.js(f"document.querySelector('main').innerText.includes({json.dumps(text)})")
+
+        found, wrong = (
+            "a[href$='audit=findings']",
+            {
+                "train-1-mask-0": "row 0: the trainer got other ids, masks or logprobs than those of its nodes",
+                "train-1-logprob-0": "node 1: its prompt, ids, logprobs or versions are not those that crossed",
+                "train-1-agent-0": "the agent reports 1 reply that is not recorded",
+            },
+        )
+        for row in (1, 2, 3):
+            name = await click(found, f"tbody tr:nth-child({row}) td a")
+            assert await says(wrong.pop(name)), name
+            if name == "train-1-logprob-0":  # which token it is: the ratio to the trainer's
+                await page.click(".tabs a:nth-child(2)")
+                await page.loaded()
+                await page.click(".jumps ~ .jumps a")
+                assert await page.js("location.hash") == "#n1t3"
+        assert not wrong
+        await click("#tasks + div tr:nth-child(2) a")
+        assert await says('if "pytest" in sys.modules:')

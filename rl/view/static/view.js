@@ -59,8 +59,8 @@ function chart(panel, place) {
   const [low, high] = panel.bounds;
   const range = (plot, least, most) => {
     if (least === null) return [0, 1];
-    const pad = Math.max((most - least) * 0.06, Math.abs(most) * 0.01, 1e-9);
-    return [low ?? least - pad, high ?? most + pad];
+    const pad = Math.max((most - least) * 0.06, Math.abs(most) * 0.01) || 0.5;
+    return [low ?? (panel.stacked ? 0 : least - pad), high ?? most + pad];
   };
   const size = () => ({ width: Math.max(200, box.clientWidth - 24), height: 190 });
   const plot = new uPlot({

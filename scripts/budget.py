@@ -25,8 +25,8 @@ WINGS = {
     "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
     "rl/cpu": 250,
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
-    # that makes tasks, overlap of task files, and the probe.
-    "rl/data": 1910,
+    # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
+    "rl/data": 2060,
     "rl/evaluate": 780,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
@@ -63,7 +63,7 @@ WINGS = {
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 2,500 are tasks made of packages, their measured rates, and a curriculum.
-EVERYTHING = 30_450
+EVERYTHING = 30_620
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -16,9 +16,11 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import load_tasks
-from rl.data import admit, make
+from rl.data import admit, images, make
 from rl.make.statement import leaks
+from rollout.sandbox.docker.engine import PROJECT, get_engine
 from rollout.sandbox.local import bwrap
+from tests.docker_kit import base_image
 
 pytestmark = [
     pytest.mark.bwrap,
@@ -142,10 +144,11 @@ def sdist(directory: Path) -> Path:
     return path
 
 
-def admitted(out: Path, tries: int) -> dict:
+def admitted(out: Path, tries: int, sandbox: str = "local") -> dict:
     """Admit the tasks and return the report."""
     arguments = [str(out), "--out", str(out.with_name("admitted.parquet")), "--tries", str(tries), "--jobs", "2"]
-    assert admit.main([*arguments, "sandbox.isolation=bwrap"]) == 0
+    boxes = {"local": "sandbox.isolation=bwrap", "docker": "sandbox=docker"}
+    assert admit.main([*arguments, boxes[sandbox]]) == 0
     return json.loads(out.with_name("admitted.admission.json").read_text())
 
 
@@ -182,6 +185,39 @@ def test_tasks_are_made_of_a_package_and_all_are_admitted(tmp_path: Path, monkey
     before, journal = out.read_bytes(), (out.parent / "tasks.make.jsonl").read_bytes()
     assert make.main(arguments) == 0
     assert (out.read_bytes(), (out.parent / "tasks.make.jsonl").read_bytes()) == (before, journal)
+
+
+@pytest.mark.docker
+def test_made_tasks_are_put_into_images_and_admitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The images have no network, no Python of this machine and no copy of the package, and are graded right."""
+    made, out, repository = tmp_path / "tasks.parquet", tmp_path / "imaged.parquet", f"{PROJECT}/test-made"
+    assert make.main([str(sdist(tmp_path)), "--out", str(made), "--limit", "3", "--jobs", "2"]) == 0
+    command = [str(made), "--out", str(out), "--limit", "2", "--repository", repository]
+    assert images.main([*command, "--base", f"{PROJECT}/none:1"]) == 1
+    assert "no image" in capsys.readouterr().err
+    command += ["--base", base_image()]
+    if sys.version_info[:2] != (3, 11):  # the base image's
+        assert images.main(command) == 2
+        assert "which these tasks need" in capsys.readouterr().err
+        return
+    client = get_engine().client
+    try:
+        assert images.main(command) == 0
+        ids = {image["Id"] for image in client.images(repository)}
+        assert len(ids) == 3  # two tasks, one environment
+        assert images.main(command) == 0
+        assert {image["Id"] for image in client.images(repository)} == ids
+        tasks = load_tasks(out)
+        assert [task.instance_id for task in tasks] == [task.instance_id for task in load_tasks(made)[:2]]
+        report = admitted(out, 1, "docker")
+        assert report["counts"]["pass"] == 2
+        # An image with the package in it would show the right code.
+        assert images.main([*command[:-1], tasks[0].image]) == 2
+        assert "a copy of a package: /testbed/shop.py" in capsys.readouterr().err
+    finally:
+        for image in client.images(repository):
+            for tag in image["RepoTags"]:
+                client.remove_image(tag, force=True)
 
 
 def test_what_cannot_be_made_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

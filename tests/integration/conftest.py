@@ -64,6 +64,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     make_policy(model_dir, seed=1)
     arguments = ["--dtype", "float32", "--max-model-len", "16384", "--max-num-seqs", "4", "--enforce-eager"]
     arguments += ["--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder"]
     environment = {"TMPDIR": str(left), "HF_HUB_OFFLINE": "1"}
     log = directory / "server.log"
     with vllm_server(str(model_dir), log, *arguments, environment=environment, timeout_s=600) as running:

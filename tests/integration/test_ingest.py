@@ -113,6 +113,22 @@ async def test_sub_agents_are_left_out_or_nested(task: Task, tmp_path: Path) -> 
         assert [state.state_id for state in folder] == [state.state_id for state in found]
 
 
+async def test_a_sub_agent_of_a_sub_agent_names_both(task: Task, tmp_path: Path) -> None:
+    main = in_turn(agent("one", run_in_background=False), "Done.")
+    outer = in_turn(agent("inner", run_in_background=False), "Outer.")
+    subs: Script = lambda prompt: outer(prompt) if "SUB one" in prompt else "Inner."  # noqa: E731
+    async with stage(scripted(with_subs(main, subs)), task) as played:
+        await played.play("MAIN go.")
+        found, _ = ingested(await session_of(played, tmp_path))
+        assert len(found) == 5 and all(state.exact for state in found)
+        check(found, played)
+        calls = {block["id"] for state in found for block in state.student_action["content"] if "id" in block}
+        (inner,) = [state for state in found if "Inner." in json.dumps(state.student_action)]
+        (last,) = [state for state in found if "Outer." in json.dumps(state.student_action)]
+        assert inner.agent[:1] == last.agent and len(inner.agent) == 2
+        assert {inner.spawned_by, last.spawned_by} == calls
+
+
 async def test_a_compaction_ends_a_history_and_keeps_what_it_preserves(task: Task, tmp_path: Path) -> None:
     room = {"max_context": 20_000, "tools": ("Read",), "system_prompt": "Read."}
     async with stage(scripted(reader), task, bare=True, **room) as played:

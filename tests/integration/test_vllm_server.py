@@ -9,6 +9,8 @@ import os
 import re
 import secrets
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from rollout.proxy.standalone import Options, StandAlone
 from rollout.proxy.vllm_http import VllmHttpEngine
 from tests.integration.claude_kit import call, in_turn, scripted, stage
 from tests.integration.conftest import Running
+from tests.sandboxes import REPOSITORY
+from tests.unit.test_ingest_uses import EDIT, TALK, state, write_states
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
 
@@ -200,6 +204,35 @@ async def test_a_server_in_vllms_default_mode_is_warned_of(
             await proxy.load()
             await proxy.stop()
             assert ("--logprobs-mode processed_logprobs" in caplog.text) is warned
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+def test_recorded_states_are_answered(vllm: Running, tmp_path: Path, protocol: str) -> None:
+    """The evaluation on states and the teachers understand what a real server answers, in both of its formats."""
+    recorded = [
+        state(TALK, [EDIT] if n % 2 else [{"type": "text", "text": "Done."}], f"s{n}", f"number {n};") for n in range(4)
+    ]
+    write_states(tmp_path / "s.jsonl", recorded)
+
+    def command(module: str, *what: str) -> None:
+        arguments = [sys.executable, "-m", module, *what]
+        done = subprocess.run(arguments, cwd=REPOSITORY, env={"HOME": str(tmp_path)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    address = f"{vllm.url}/v1" if protocol == "chat" else vllm.url
+    states, out, teachers = str(tmp_path / "s.jsonl"), tmp_path / "out", tmp_path / "teachers"
+    options = ["--model", "policy", "--protocol", protocol, "--max-tokens", "16"]
+    command("rl.ingest", "evaluate", states, "--url", address, "--out", str(out), *options)
+    results = json.loads((out / "results.json").read_text())
+    # A policy with random weights makes no calls: it agrees with the replies that have none.
+    assert (results["answered"], results["same_call"]["share"]) == (4, 0.5)
+    assert results["input_tokens"] > 200
+    teacher = f"name=one,url={address},model=policy,protocol={protocol},max_tokens=16"
+    command("rl.teachers", states, "--out", str(teachers), "--teacher", teacher)
+    report = json.loads((teachers / "report.json").read_text())
+    assert report["states"] == {"teachers agree with the student": 2, "teachers agree on something else": 2}
+    pairs = [json.loads(line) for line in (teachers / "pairs.jsonl").read_text().splitlines()]
+    assert [row["state_id"] for row in pairs] == ["s1", "s3"] and all(row["chosen"][0]["content"] for row in pairs)
 
 
 @pytest.mark.last

@@ -10,7 +10,7 @@ import ast
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -44,6 +44,10 @@ class Candidate:
     maker: str
     edit: Edit
     tests: int
+
+
+Kept = tuple[Candidate, Collection[str]]
+"""A candidate that became a task, and the tests that it breaks."""
 
 
 def parsed(sources: Mapping[str, str], lines: Mapping[str, Mapping[int, int]]) -> dict[str, File]:
@@ -127,29 +131,34 @@ def _overlap(one: Site, other: Site) -> bool:
     return one.start <= other.end and other.start <= one.end
 
 
-def combinations(kept: Sequence[Candidate], seed: str, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
-    """Yield kept edits combined by twos and threes, in turn; edits of different files first."""
-    queues = [_combined(kept, size, seed) for size, name in enumerate(COMBINED, 2) if name in names]
+def combinations(kept: Sequence[Kept], seed: str, most: int, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
+    """Yield kept edits combined by twos and threes, in turn; edits of different files first.
+
+    most: tests that the edits of a combination break, each by itself. Together they nearly always break the same.
+    """
+    queues = [_combined(kept, size, seed, most) for size, name in enumerate(COMBINED, 2) if name in names]
     for candidate in itertools.chain.from_iterable(itertools.zip_longest(*queues)):
         if candidate is not None:
             yield candidate
 
 
-def _combined(kept: Sequence[Candidate], size: int, seed: str) -> Iterator[Candidate]:
+def _combined(kept: Sequence[Kept], size: int, seed: str, most: int) -> Iterator[Candidate]:
     name = COMBINED[size - 2]
     rng = random.Random(f"{seed}:{name}")
-    parts = [one for one in kept if len({change.path for change in one.edit}) == 1]
+    parts = [one for one in kept if len({change.path for change in one[0].edit}) == 1]
     many = rng.sample(range(len(parts)), len(parts))
     sets = list(itertools.islice(itertools.combinations(many, size), 20_000))
     rng.shuffle(sets)
-    sets.sort(key=lambda numbers: -len({parts[number].edit[0].path for number in numbers}))
+    sets.sort(key=lambda numbers: -len({parts[number][0].edit[0].path for number in numbers}))
     used = Counter[int]()
     for numbers in sets:
         if any(used[number] >= size for number in numbers):  # no edit is in too many tasks
             continue
-        if whole := edits.combined([parts[number].edit for number in numbers]):
+        if len({test for number in numbers for test in parts[number][1]}) > most:
+            continue
+        if whole := edits.combined([parts[number][0].edit for number in numbers]):
             used.update(numbers)
             tests = 0
             for number in numbers:
-                tests |= parts[number].tests
+                tests |= parts[number][0].tests
             yield Candidate(name, whole, tests)

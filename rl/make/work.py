@@ -19,10 +19,10 @@ from typing import Any
 from rewards.rules import Rules
 from rl.batch import Journal, run_all
 from rl.make import edits
-from rl.make.candidates import NAMES, Candidate, combinations, parsed, singles
+from rl.make.candidates import NAMES, Candidate, Kept, combinations, parsed, singles
 from rl.make.prepare import Prepared
 from rl.make.tasks import task_id
-from rl.make.trials import Outcome, Trial, Workshop
+from rl.make.trials import MOST_BROKEN, Outcome, Trial, Workshop
 
 _WAVE = 12  # candidates; it decides results, so it does not depend on the machine
 _SHARE = 0.25  # of a package's tasks are combined edits, as far as there are any
@@ -85,16 +85,16 @@ class Maker:
         """Return the rows of the tasks. Raises SandboxError, MakeError, JournalError, OSError."""
         files = await asyncio.to_thread(parsed, self._sources, self._prepared.lines)
         seed = f"{self._order.seed}:{self._prepared.package.label}"
-        kept: list[Candidate] = []
+        kept: list[Kept] = []
         combined = any(name.startswith("combine") for name in self._order.makers)
         quota = self._order.limit - int(self._order.limit * _SHARE) * combined
         stream = singles(files, seed, self._order.makers)
         await self._until(stream, quota, kept)
-        await self._until(combinations(list(kept), seed, self._order.makers), self._order.limit, [])
+        await self._until(combinations(list(kept), seed, MOST_BROKEN, self._order.makers), self._order.limit, [])
         await self._until(stream, self._order.limit, kept)  # where nothing can be combined
         return self.rows
 
-    async def _until(self, stream: Iterator[Candidate], limit: int, kept: list[Candidate]) -> None:
+    async def _until(self, stream: Iterator[Candidate], limit: int, kept: list[Kept]) -> None:
         """Try candidates until there are `limit` tasks, and add those that became tasks to `kept`."""
         while len(self.rows) < limit and (wave := await asyncio.to_thread(_next, stream)):
             trials: dict[int, Trial] = {}
@@ -114,11 +114,11 @@ class Maker:
                     new.append((candidate, trial))
             while new and (room := limit - len(self.rows)) > 0:
                 now, new = new[:room], new[room:]
-                for candidate, (outcome, made) in zip([one for one, _ in now], await self._tasks(now), strict=True):
+                for (candidate, trial), (outcome, made) in zip(now, await self._tasks(now), strict=True):
                     self._count(candidate, outcome)
                     if outcome is Outcome.KEPT:
                         self.rows.append(made)
-                        kept.append(candidate)
+                        kept.append((candidate, trial.failed))
                 self._tell(len(self.rows), len(self.records))
 
     async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[Outcome, Any]]:

@@ -177,3 +177,16 @@ def test_a_feature_is_a_function_with_helpers_that_only_its_tests_need() -> None
     assert text.count("raise NotImplementedError") == 2
     assert "def h(a):\n    return a\n" in text
     assert found.tests == 0b011
+
+
+def test_combinations_break_few_tests_as_far_as_is_known() -> None:
+    broken = {"a.py": range(10), "b.py": range(10), "c.py": range(10, 20), "d.py": range(15, 30)}
+    kept = [
+        (candidates.Candidate("boundary", (edits.Change(path, 0, 1, ("x\n",)),), 1), [str(n) for n in tests])
+        for path, tests in broken.items()
+    ]
+    for most, many in ((20, False), (40, True)):
+        found = [{change.path for change in one.edit} for one in candidates.combinations(kept, "0", most)]
+        together = [len({test for path in paths for test in broken[path]}) for paths in found]
+        assert {len(paths) for paths in found} == {2, 3} and max(together) <= most
+        assert (max(together) > 20) == many

@@ -38,7 +38,7 @@ WINGS = {
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1570,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
-    "rl/teachers": 250,  # new: other models answer recorded states, within a cap of dollars
+    "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
     "rollout": 1050,  # 50: the --help and the quiet end of all programs; 10: records are read on while their file grows
@@ -54,8 +54,8 @@ WINGS = {
     "rollout/sandbox/local": 350,
     "rewards": 900,
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
-    # distillation for several seeds, a document typed.
-    "scripts": 2700,
+    # distillation and the curriculum for several seeds, a document typed.
+    "scripts": 2765,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
@@ -63,7 +63,7 @@ WINGS = {
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 2,500 are tasks made of packages, their measured rates, and a curriculum.
-EVERYTHING = 30_620
+EVERYTHING = 30_840
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -21,18 +21,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from docker.errors import DockerException
 
 from rewards.task import Task, TaskError, load_tasks
+from rl.data.rates import write_rows
 from rl.make import sources
 from rl.make.environment import VENV
 from rl.make.sources import MakeError
 from rl.screen import Screen, this_command
-from rollout import files, program
+from rollout import program
 from rollout.sandbox import WORKDIR, SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
@@ -178,19 +176,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     screen = Screen()
     try:
         tasks = load_tasks(args.tasks)
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(args.tasks).to_pylist()
-        schema = pyarrow.parquet.read_schema(args.tasks)
         numbers = chosen(tasks, args.limit)
         engine = get_engine()
         base = look(engine, args.base, {tasks[n].repo: tasks[n].snapshot for n in numbers}, args.allow_copies)
-        built, out = 0, []
+        built, names = 0, []
         for count, number in enumerate(numbers):
             screen.show("images", count, len(numbers), tasks[number].instance_id)
             name, new = build(engine, base, tasks[number], args.repository)
             built += new
-            out.append({**rows[number], "image": name})
-        with files.replacing(args.out, synced=True) as path:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(out, schema=schema), path)
+            names.append(name)
+        write_rows(args.tasks, args.out, tasks, {tasks[number].instance_id for number in numbers}, {"image": names})
     except (MakeError, TaskError) as error:
         screen.clear()
         print(f"error: {error}", file=sys.stderr)
@@ -204,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.next(("continue", this_command()))
         return 130
     screen.clear()
-    screen.say(f"{len(out)} images, {built} of them built now; tasks in {args.out}")
+    screen.say(f"{len(names)} images, {built} of them built now; tasks in {args.out}")
     admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
     screen.next(
         ("admit", f"{sys.orig_argv[0]} -m rl.data.admit {args.out} --out {admitted} sandbox=docker"),

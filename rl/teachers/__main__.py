@@ -28,41 +28,15 @@ from typing import Any
 from rich.table import Table
 
 from rl.batch import Journal
-from rl.ingest.asking import Budget, Survey, answers_of, ask_all, identify, key_of, limited, opened
+from rl.ingest.asking import Budget, Survey, answers_of, ask_all, identify, limited, opened
 from rl.ingest.endpoints import Endpoint
 from rl.ingest.evaluate import compared, shown
 from rl.ingest.states import State
 from rl.screen import Screen, this_command
 from rl.teachers import outcome
 from rl.teachers.families import family_of
+from rl.teachers.given import estimate, teacher_of
 from rollout import files, program
-
-_NUMBERS = {"price_in": float, "price_out": float, "temperature": float, "patience_s": float}
-_COUNTS = {"concurrency": int, "max_tokens": int}
-
-
-def teacher_of(text: str) -> Endpoint:
-    """Return the endpoint of a --teacher. Raises ValueError, with one line."""
-    given = dict(part.partition("=")[::2] for part in text.split(","))
-    known = {"name", "url", "model", "protocol", "key_env", *_NUMBERS, *_COUNTS}
-    if unknown := given.keys() - known:
-        raise ValueError(f"--teacher {text}: {min(unknown)!r} is none of {', '.join(sorted(known))}")
-    if missing := {"name", "url", "model"} - given.keys():
-        raise ValueError(f"--teacher {text}: {min(missing)} is missing")
-    if given.get("protocol", "chat") not in ("chat", "messages"):
-        raise ValueError(f"--teacher {text}: protocol is chat or messages")
-    values: dict[str, Any] = {name: given[name] for name in ("name", "url", "model", "protocol") if name in given}
-    for name, kind in {**_NUMBERS, **_COUNTS}.items():
-        if name in given:
-            try:
-                values[name] = kind(given[name])
-            except ValueError:
-                raise ValueError(f"--teacher {text}: {name}={given[name]!r} is no number") from None
-            if not 0 <= values[name] < 1e9 or (name in _COUNTS and not values[name]):
-                raise ValueError(f"--teacher {text}: {name}={given[name]} is out of range")
-    if ("price_in" in values) != ("price_out" in values):
-        raise ValueError(f"--teacher {text}: give both price_in and price_out, or none")
-    return Endpoint(**values, key=key_of(given.get("key_env")))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -119,11 +93,7 @@ def teach(
         if (left := states - survey.asked[one.name]) > 0:
             own = f"{one.name} is of the family {family_of(one.model)}, as the model of {left} states: "
             screen.say(f"{own}it is left out there (--same-family asks it)")
-    screen.print(_estimates(survey, teachers))
-    if most is None and any(one.price_in is not None for one in teachers):
-        raise ValueError("that is the estimate; give --max-cost DOLLARS to go on")
-    if free := [one.name for one in teachers if one.price_in is None]:
-        screen.say(f"without prices, so not counted in costs: {', '.join(free)}")
+    estimate(survey, teachers, most, screen)
     identify(source, out, teachers)
     journal = opened(out)
     try:
@@ -168,15 +138,6 @@ def _report(
     }
     names = [one.name for one in teachers]
     return {"models": survey.models, "teachers": about, "states": outcome.write(source, limit, names, answers, out)}
-
-
-def _estimates(survey: Survey, teachers: Sequence[Endpoint]) -> Table:
-    table = Table("teacher", "states", "input tokens, about", "cost, about", "at most")
-    for one in teachers:
-        about, most = survey.estimate(one)
-        prices = (f"${about:.4f}", f"${most:.4f}") if one.price_in is not None else ("?", "?")
-        table.add_row(one.name, str(survey.asked[one.name]), f"{survey.bytes[one.name] // 4:,}", *prices)
-    return table
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -12,13 +12,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from rewards.task import load_tasks
 from rl.ingest.asking import Budget
 from rl.ingest.endpoints import BusyError, DeadError, Endpoint, RefusedError
 from rl.ingest.states import Message
-from rl.teachers.__main__ import teacher_of
 from rl.teachers.families import family_of
+from rl.teachers.given import teacher_of
 from rl.teachers.outcome import majority
 from tests.endpoint_kit import KEY, StandIn, chat_reply, standing_in
 from tests.unit.test_ingest_uses import EDIT, ROOT, TALK, state, use, write_states
@@ -107,6 +110,61 @@ async def test_agreement_gives_pairs_and_rows_to_distil(tmp_path: Path) -> None:
         # Other questions have another directory.
         status, said = await run(tmp_path, *spec(odd, "kimi", "temperature=1"))
         assert status == 2 and "answers to other questions" in said
+
+
+async def test_a_teacher_words_statements_and_what_tells_too_much_is_not_taken(tmp_path: Path) -> None:
+    """The teacher sees the statement and nothing else of a task. A busy endpoint is asked again, answers are kept."""
+    old = "`f()` gives a wrong result.\n\n```python\nf(1)\n```\n\nObserved: returns `[1]`\nExpected: returns `[2]`"
+    gold = "--- a/f.py\n+++ b/f.py\n@@ -1 +1 @@\n-    return [number]\n+    return [number + 1]\n"
+    told = ["number 0;", "number 1;", "number 2;", "number 3;", "number 4;"]
+    rows = [
+        {
+            "instance_id": f"t{n}", "image": f"dir:repos/t{n}", "repo": "pypi/f", "version": "1",
+            "base_commit": "0" * 40, "log_parser": "parse_log_pytest", "eval_type": "pass_and_fail", "patch": gold,
+            "eval_script": ": '>>>>> Start Test Output'\n: '>>>>> End Test Output'\n",
+            "problem_statement": old, "FAIL_TO_PASS": '["tests/test_f.py::test_plus"]', "PASS_TO_PASS": "[]",
+            "statement_2": f"{told[n]} {old}",
+        }
+        for n in range(5)
+    ]  # fmt: skip
+    (tmp_path / "in").mkdir()
+    source, out = tmp_path / "in" / "made.parquet", tmp_path / "out" / "restated.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    block = "```python\nf(1)\n```"
+    replies = {
+        "number 0;": f"I call f:\n\n{block}\n\nand get `[1]`, not `[2]`. `f()` is number 0;",
+        "number 1;": f"{block} `f()` `[1]` `[2]`, as test_plus says",
+        "number 2;": f"`f()` `[1]` `[2]`: write ```\nreturn [number + 1]\n``` {block}",
+        "number 3;": f"`f()` gives `[1]`:\n{block}",
+        "number 4;": "`f()` `[1]` `[2]`\n```python\nf(2)\n```",
+    }
+
+    def reply(text: str) -> list[Message]:
+        assert "test_f" not in text and "number + 1" not in text and "pypi" not in text
+        return [{"type": "text", "text": next(said for word, said in replies.items() if word in text)}]
+
+    stand_in = StandIn(reply, mood=lambda n: (503, {"Retry-After": "0"}, "no") if n == 2 else None)
+    async with standing_in(stand_in):
+        what = ["--out", str(out), "--teacher", f"name=t,url={stand_in.url},model=words-7b,key_env=THE_KEY"]
+        arguments = [sys.executable, "-m", "rl.teachers.restate", str(source), *what]
+        for asked in (6, 6):  # the second time nobody is asked
+            done = await asyncio.to_thread(
+                subprocess.run, arguments, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True
+            )
+            assert (done.returncode, len(stand_in.heard)) == (0, asked), done.stdout + done.stderr
+    assert stand_in.keys == {f"Bearer {KEY}"}
+    kept = pyarrow.parquet.read_table(out).to_pylist()
+    assert kept[0]["problem_statement"] == replies["number 0;"] and kept[0]["stated_by"] == "words-7b"
+    assert [row["problem_statement"] for row in kept[1:]] == [row["statement_2"] for row in rows[1:]]
+    assert {row["stated_by"] for row in kept[1:]} == {""}
+    assert [task.snapshot for task in load_tasks(out)] == [task.snapshot for task in load_tasks(source)]
+    for why in ("1  statements replaced", "2  kept as it was: tells the answer", "lost [2]", "other code"):
+        assert why in done.stdout, done.stdout
+    source.write_bytes(b"x")
+    done = await asyncio.to_thread(
+        subprocess.run, arguments, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 async def test_the_same_family_is_left_out_and_that_is_said(tmp_path: Path) -> None:

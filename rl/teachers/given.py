@@ -1,0 +1,53 @@
+"""This module reads the teachers of a command line, and shows what asking them would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from rl.ingest.asking import Survey, key_of
+from rl.ingest.endpoints import Endpoint
+from rl.screen import Screen
+
+_NUMBERS = {"price_in": float, "price_out": float, "temperature": float, "patience_s": float}
+_COUNTS = {"concurrency": int, "max_tokens": int}
+
+
+def teacher_of(text: str) -> Endpoint:
+    """Return the endpoint of a --teacher. Raises ValueError, with one line."""
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    known = {"name", "url", "model", "protocol", "key_env", *_NUMBERS, *_COUNTS}
+    if unknown := given.keys() - known:
+        raise ValueError(f"--teacher {text}: {min(unknown)!r} is none of {', '.join(sorted(known))}")
+    if missing := {"name", "url", "model"} - given.keys():
+        raise ValueError(f"--teacher {text}: {min(missing)} is missing")
+    if given.get("protocol", "chat") not in ("chat", "messages"):
+        raise ValueError(f"--teacher {text}: protocol is chat or messages")
+    values: dict[str, Any] = {name: given[name] for name in ("name", "url", "model", "protocol") if name in given}
+    for name, kind in {**_NUMBERS, **_COUNTS}.items():
+        if name in given:
+            try:
+                values[name] = kind(given[name])
+            except ValueError:
+                raise ValueError(f"--teacher {text}: {name}={given[name]!r} is no number") from None
+            if not 0 <= values[name] < 1e9 or (name in _COUNTS and not values[name]):
+                raise ValueError(f"--teacher {text}: {name}={given[name]} is out of range")
+    if ("price_in" in values) != ("price_out" in values):
+        raise ValueError(f"--teacher {text}: give both price_in and price_out, or none")
+    return Endpoint(**values, key=key_of(given.get("key_env")))
+
+
+def estimate(survey: Survey, teachers: Sequence[Endpoint], most: float | None, screen: Screen) -> None:
+    """Show what asking would cost. Raises ValueError if a teacher has a price and there is no cap."""
+    table = Table("teacher", "states", "input tokens, about", "cost, about", "at most")
+    for one in teachers:
+        about, highest = survey.estimate(one)
+        prices = (f"${about:.4f}", f"${highest:.4f}") if one.price_in is not None else ("?", "?")
+        table.add_row(one.name, str(survey.asked[one.name]), f"{survey.bytes[one.name] // 4:,}", *prices)
+    screen.print(table)
+    if most is None and any(one.price_in is not None for one in teachers):
+        raise ValueError("that is the estimate; give --max-cost DOLLARS to go on")
+    if free := [one.name for one in teachers if one.price_in is None]:
+        screen.say(f"without prices, so not counted in costs: {', '.join(free)}")

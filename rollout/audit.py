@@ -16,7 +16,8 @@ It checks every record with code that shares nothing with the session tree:
    that is the first or has one, or has no calls and follows these or a prompt that begins like them (a summary); and
    all of that is trained on.
 6. Records are complete: each follows the one before it in its file, no episode is there twice, and every line of
-   episode_metrics has its record and its figures.
+   episode_metrics has its record and its figures. An episode that a selection inside of the run has copied
+   (rl.data.select) is the same as in the record that it was copied from.
 
 The exit status is 0, with one summary line, or 1, with one line per finding. docs/records.md says what it cannot find.
 """
@@ -34,11 +35,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rewards.verdict import Outcome
 from rollout import program
 from rollout.agent.events import blocks, message_id
 from rollout.reading import FormatReading, Reading
-from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, path_of
+from rollout.records import SELECTION, CorruptRecordError, NodeRecord, Reader, Record, path_of
 
 _SEALED = 3  # the first version of records with seals, versions in rows, and counts to compare with
 
@@ -240,6 +243,11 @@ def _infra_failed(record: Record) -> bool:
     return record.verdict.get("outcome") == Outcome.INFRA_FAILURE
 
 
+def _digest_of(record: Record) -> bytes:
+    """Return a hash of a record, which is the same wherever in a file it stands."""
+    return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(record, number=0, previous=b""))).digest()
+
+
 class Run:
     """A Run is what has been read of a run's records; ``findings`` has one line each, ``total`` the counts."""
 
@@ -248,21 +256,33 @@ class Run:
         self.findings: list[str] = []
         self.total: Counter[str] = Counter()
         self.figures: dict[str, dict[str, Any]] = {}  # by episode
+        self.digests: dict[str, bytes] = {}  # of the records, their places in their files left out
         self.tokenizer = functools.cache(tokenizer_of)
         self.reading = functools.cache(FormatReading)
 
     def read(self) -> None:
         """Audit all records. Raises FileNotFoundError and ValueError for what the user has to give."""
-        for path in self.reader.files():
+        for copied, path in sorted((self._is_copy(path), path) for path in self.reader.files()):
             try:
                 for record in self.reader.read(path):
-                    self._audit(record)
+                    self._audit(record, copied)
             except CorruptRecordError as error:
                 self.findings.append(str(error))
         if self.reader.source.is_dir():
             self._compare(self.reader.source)
 
-    def _audit(self, record: Record) -> None:
+    def _is_copy(self, path: Path) -> bool:
+        """Tell whether a file is part of a selection that is a part of the run."""
+        inside = path.relative_to(self.reader.source).parents if path != self.reader.source else ()
+        return any((self.reader.source / place / SELECTION).exists() for place in list(inside)[:-1])
+
+    def _audit(self, record: Record, copied: bool) -> None:
+        digest = _digest_of(record)
+        before = self.digests.setdefault(record.episode, digest)
+        if copied and record.episode in self.figures:
+            if before != digest:
+                self.findings.append(f"{record.episode} ({record.task}): a selection has another record of it")
+            return
         problems = [*audit_tokens(record), *audit_heard(record)]
         if record.nodes:  # an evaluation of another endpoint leaves none, and has no tokenizer
             reading = self.reading(record.parser, record.version < _SEALED)

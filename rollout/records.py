@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 VERSION = 3
 _READABLE = (1, 2, 3)
 SUFFIX = ".cep"
+SELECTION = "selection.json"  # says of a directory that its records are copies of some of other ones
 _MAGIC = b"CEP1"
 _HEADER = struct.Struct("<4sII")
 _LEVEL = 6

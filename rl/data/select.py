@@ -38,9 +38,7 @@ from rl.data.choice import ALIKE, PATTERNS, Chosen, Rules, SelectError, choose
 from rl.data.rates import write_rated
 from rl.screen import Screen
 from rollout import files, program
-from rollout.records import VERSION, CorruptRecordError, RecordWriter, payload_at
-
-ABOUT = "selection.json"
+from rollout.records import SELECTION, VERSION, CorruptRecordError, RecordWriter, payload_at
 
 
 def summary(chosen: Chosen) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def write(chosen: Chosen, told: Mapping[str, Any], out: Path) -> None:
         finally:
             writer.close()
     text = msgspec.json.format(msgspec.json.encode(told), indent=1).decode()
-    files.write(out / ABOUT, text + "\n", synced=True)
+    files.write(out / SELECTION, text + "\n", synced=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,7 +139,7 @@ def _check(args: argparse.Namespace) -> None:
         raise SelectError(
             f"--out {out} is inside of a RUN, which would have its episodes twice then; name another place"
         )
-    if out and out.exists() and not (args.overwrite and (out / ABOUT).exists()):
+    if out and out.exists() and not (args.overwrite and (out / SELECTION).exists()):
         how = "is no selection, so it stays; move it away" if args.overwrite else "is there already; add --overwrite"
         raise SelectError(f"--out {out} {how}, or name another one")
 

@@ -13,10 +13,7 @@ import pytest
 from rl.metrics.episodes import line
 from rollout import audit
 from rollout.proxy.session import Session
-from rollout.records import (
-    Record,
-    RecordWriter,
-)
+from rollout.records import Reader, Record, RecordWriter
 from tests.audit_kit import played, sampled
 from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy
 
@@ -140,6 +137,28 @@ async def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.C
     assert audit.main([str(tmp_path / "nowhere")]) == 1
     assert audit.main([str(tmp_path / "episode_metrics")]) == 1
     assert "no episode records" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "said"),
+    [("iteration_1/data", "", ""), ("iteration_1/data", "x", "another record"), ("iteration_1/other", "", "twice")],
+)
+async def test_what_a_selection_inside_of_a_run_has_copied_is_the_same(
+    place: str, change: str, said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run / place / "episodes"
+    record = next(iter(Reader(run / "episodes/one.cep")))
+    writer = RecordWriter(directory, "00000-one")
+    writer.append(msgspec.structs.replace(record, task=record.task + change))
+    writer.close()
+    if place.endswith("data"):
+        (directory.parent / "selection.json").write_text("{}")
+    assert audit.main([str(run)]) == bool(said)
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert "4 episodes" in printed.out or place.endswith("other")
+    if place.endswith("data"):  # a selection by itself has records like any other
+        assert audit.main([str(directory.parent)]) == 0
 
 
 async def test_forged_reports_are_counted_and_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

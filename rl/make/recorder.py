@@ -1,4 +1,4 @@
-"""This plugin of pytest writes down what tests do: which lines each one runs, and how it fails.
+"""This plugin of pytest writes down what tests do: which lines each one runs, how it fails, what functions return.
 
 It runs in a box, in the tested process, and imports nothing of this project. `rl.make.runs` puts it there with a plan
 (`plan.json` in TMPDIR) and reads what it has written (`result.json`), which is hostile input.
@@ -16,6 +16,7 @@ import pytest
 _PLACE = os.environ.get("TMPDIR", "/tmp")
 _LONGEST = 2000  # characters of a message, and of a value
 _MOST_VALUES = 40
+_MOST_CALLS, _LONGEST_CALL = 60, 160
 
 
 def _plan():
@@ -30,6 +31,67 @@ def _text(value):
         return f"<{type(error).__name__} in repr>"
 
 
+class Calls:
+    """Calls are those of some functions, with what they return: arguments and results that are plain values only."""
+
+    def __init__(self, root, names):
+        self.names = {root + path: set(functions) for path, functions in names.items()}
+        self.root = root
+        self.seen = {}  # (path, function) -> call -> result
+        self.open = {}  # frame -> call
+
+    def __call__(self, frame, event, value):
+        """Note a call or a return; this is a profile function."""
+        code = frame.f_code
+        if event not in ("call", "return") or code.co_qualname not in self.names.get(code.co_filename, ()):
+            return
+        if event == "call":
+            calls = self.seen.setdefault((code.co_filename[len(self.root) :], code.co_qualname), {})
+            text = _call(code, frame.f_locals) if len(calls) < _MOST_CALLS else None
+            if text is not None and text not in calls:
+                self.open[frame] = text
+        elif (text := self.open.pop(frame, None)) is not None:
+            # A function that raises returns None here, too.
+            said = _plain(value) if value is not None else None
+            if said is not None:
+                self.seen[code.co_filename[len(self.root) :], code.co_qualname][text] = said
+
+    def found(self):
+        """Return [path, function, call, result] of each call."""
+        return [[*key, call, said] for key, calls in self.seen.items() for call, said in calls.items()]
+
+
+def _call(code, names):
+    """Return the call that a frame begins with, as source; None if it has arguments that are no plain values."""
+    count, keywords = code.co_argcount, code.co_kwonlyargcount
+    given = [names[name] for name in code.co_varnames[:count]]
+    named = {name: names[name] for name in code.co_varnames[count : count + keywords]}
+    rest = code.co_varnames[count + keywords :]
+    if code.co_flags & 4:
+        given += names[rest[0]]
+        rest = rest[1:]
+    if code.co_flags & 8:
+        named.update(names[rest[0]])
+    texts = [_plain(value) for value in given] + [_plain(value) for value in named.values()]
+    if None in texts:
+        return None
+    texts[len(given) :] = [f"{name}={text}" for name, text in zip(named, texts[len(given) :], strict=True)]
+    text = f"{code.co_name}({', '.join(texts)})"
+    return text if len(text) <= _LONGEST_CALL else None
+
+
+def _plain(value):
+    """Return a value's source, None if it is not a plain one."""
+    if type(value) not in (bool, int, float, str, bytes, list, tuple, dict, type(None)):
+        return None
+    text = _text(value)
+    try:
+        same = len(text) <= _LONGEST_CALL and ast.literal_eval(text) == value
+    except Exception:
+        return None
+    return text if same is True else None
+
+
 class Recorder:
     """A recorder holds what the tests of one run did."""
 
@@ -38,6 +100,7 @@ class Recorder:
         plan = _plan()
         self.only = None if plan.get("only") is None else set(plan["only"])
         self.tests, self.failures, self.broken, self.compared = {}, [], [], None
+        self.calls = Calls(self.root, plan["calls"]) if plan.get("calls") else None
         self.coverage = None
         if plan.get("sources"):
             import coverage
@@ -66,7 +129,9 @@ class Recorder:
         self.compared = None
         if self.coverage is not None:
             self.coverage.switch_context(item.nodeid)
+        sys.setprofile(self.calls)
         yield
+        sys.setprofile(None)
         if self.coverage is not None:
             self.coverage.switch_context("")
 
@@ -140,6 +205,7 @@ class Recorder:
             "failures": self.failures[:40],
             "broken": self.broken[:40],
             "lines": self.lines(),
+            "calls": self.calls.found() if self.calls else [],
         }
         with open(os.path.join(_PLACE, "result.json"), "w") as file:
             json.dump(result, file)

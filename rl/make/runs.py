@@ -49,6 +49,7 @@ class Run:
     """A run is what the tests did. tests: passed, failed or other, by name. broken: what could not be collected.
 
     lines: bits of the tests (in the order of `tests`) that run a line, by file and line. seconds: of the whole box.
+    calls: (file, function, call, result) of watched functions, the last two as source.
     """
 
     tests: Mapping[str, str]
@@ -56,6 +57,7 @@ class Run:
     broken: tuple[tuple[str, str], ...]
     lines: Mapping[str, Mapping[int, int]]
     seconds: float
+    calls: tuple[tuple[str, str, str, str], ...] = ()
 
     @property
     def failed(self) -> frozenset[str]:
@@ -107,16 +109,19 @@ class Bench:
         timeout_s: float,
         only: Sequence[str] | None = None,
         sources: Sequence[str] = (),
+        calls: Mapping[str, Sequence[str]] | None = None,
         most: int = 0,
     ) -> Run:
         """Run the tests on the tree with these files changed.
 
-        only: the names of the tests; None runs all. sources: files whose lines are recorded. most: stop after so many
-        failures, 0 for no limit. Raises NoResultError, SandboxError, MakeError.
+        only: the names of the tests; None runs all. sources: files whose lines are recorded. calls: functions whose
+        calls are recorded, by file. most: stop after so many failures, 0 for no limit. Raises NoResultError,
+        SandboxError, MakeError.
         """
         box = await self.boot(changed)
         try:
-            plan = {"only": None if only is None else list(only), "sources": list(sources)}
+            plan: dict[str, Any] = {"only": None if only is None else list(only), "sources": list(sources)}
+            plan["calls"] = {path: list(names) for path, names in (calls or {}).items()}
             await box.put(f"{box.tmpdir}/plan.json", json.dumps(plan).encode())
             paths = [] if only is None else sorted({name.partition("::")[0] for name in only})
             options = ["-p", "rl_make_recorder", "-q", "--tb=no", "--no-header", "--continue-on-collection-errors"]
@@ -173,7 +178,8 @@ def _checked(result: Any, seconds: float) -> Run:
         _name(path): {int(line): int(bits, 16) for line, bits in found.items()}
         for path, found in result["lines"].items()
     }
-    return Run(tests, failures, broken, lines, seconds)
+    calls = tuple((_name(path), _name(name), _name(call), _name(said)) for path, name, call, said in result["calls"])
+    return Run(tests, failures, broken, lines, seconds, calls)
 
 
 def _three(values: Sequence[str]) -> tuple[str, str, str]:

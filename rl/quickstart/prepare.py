@@ -1,8 +1,8 @@
-"""This module makes everything that the quickstart trains on: tasks, a policy, and the policy's warm start.
+"""This module makes everything that a course such as the quickstart trains on: tasks, a policy, its warm start.
 
 The warm start imitates episodes that a script plays through the real proxy with the real Claude Code. The rows are
-those of the session trees, token for token, not re-rendered text. The script chooses among the candidate edits at
-random, so the policy learns the form of an episode and not which edit is right.
+those of the session trees, token for token, not re-rendered text. The quickstart's script chooses among the candidate
+edits at random, so the policy learns the form of an episode and not which edit is right.
 
 A preparation that is killed goes on where it was when the same command is started again, with the same result: tasks,
 policy, each scripted episode (its record) and each pass of the imitation are kept. The parts of one that is not whole
@@ -23,8 +23,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,31 @@ from rollout.proxy.server import ProxyServer
 from rollout.records import Reader, Record
 from rollout.sandbox import SandboxError
 
+Script = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A course says what is made. ``name``: of the directory; the experiment has it, too.
+
+    ``make_tasks(config, out, screen)`` writes train.parquet and heldout.parquet. ``make_policy(config, tasks, out)``
+    writes a model directory. ``scripts(seed, tasks)`` returns a script for each episode of the warm start, given its
+    task. ``sources``: files on which the result depends.
+    """
+
+    name: str
+    make_tasks: Callable[[DictConfig, Path, Screen], None]
+    make_policy: Callable[[DictConfig, Path, Path], None]
+    scripts: Callable[[int, list[Task]], list[Script]]
+    sources: tuple[Path, ...]
+
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
+    """Make what the quickstart needs and has not yet; see ``prepared``."""
+    return prepared(QUICKSTART, config, screen)
+
+
+def prepared(course: Course, config: DictConfig, screen: Screen) -> dict[str, Any]:
     """Make what is missing below ``run.root``/prepared, and return the config overrides that point at it.
 
     The directory is named after everything that the result depends on, so a second run with the same seed starts at
@@ -61,29 +84,26 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
     renamed. If the config names a policy, only the tasks are made. Raises RuntimeError if the warm start makes too few
     rows.
     """
-    where = Path(config.run.root).resolve() / "prepared" / f"quickstart-{config.seed}-{_fingerprint(config)}"
+    where = Path(config.run.root).resolve() / "prepared" / f"{course.name}-{config.seed}-{_fingerprint(course, config)}"
     where.mkdir(parents=True, exist_ok=True)
-    quick = config.quickstart
     tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
     needs = tasks if config.policy else warm
     with contextlib.nullcontext() if needs.exists() else _alone(where, screen):
         if not tasks.exists():
-            screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
             with _making(tasks) as out:
-                make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks)
+                course.make_tasks(config, out, screen)
         if not (policy.exists() or config.policy):
             screen.say("making tokenizer and policy")
-            sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
             with _making(policy) as out:
-                make_policy(out, config.seed, **sizes)
+                course.make_policy(config, tasks, out)
         if not (warm.exists() or config.policy):
             with _making(warm, goes_on=True) as out:
-                _warm_start(config, tasks / "train.parquet", policy, out, screen)
+                _warm_start(course, config, tasks / "train.parquet", policy, out, screen)
     made = {"data.train_files": [str(tasks / "train.parquet")], "data.val_files": [str(tasks / "heldout.parquet")]}
     return made if config.policy else {**made, "actor_rollout_ref.model.path": str(warm / "model")}
 
 
-def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
+def _warm_start(course: Course, config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
     """Play the episodes and imitate them, whatever of it ``out`` does not have yet."""
     rows, model = out / "rows.parquet", out / "model"
     if rows.exists():
@@ -91,12 +111,12 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
     else:
         screen.say(f"warm start: {config.quickstart.warm_episodes} scripted episodes in real Claude Code")
         tasks = load_tasks(task_file)
-        asyncio.run(_play_missing(config, tasks, policy, out, screen))
+        asyncio.run(_play_missing(course, config, tasks, policy, out, screen))
         _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)
     if not model.exists():
         screen.show("warm start, updates")
         passes = Passes(seed=config.seed, **config.quickstart.sft)
-        cpu = compose(["+experiment=quickstart"])  # whatever the experiment is for
+        cpu = compose([f"+experiment={course.name}"])  # whatever the experiment is for
         made = run_sft(
             cpu,
             str(policy),
@@ -137,7 +157,9 @@ def _ended(out: Path, tasks: list[Task]) -> dict[int, Record]:
     return {line_of(one)["sample"] * len(tasks) + places[one.task]: one for one in Reader(out / "episodes")}
 
 
-async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, out: Path, screen: Screen) -> None:
+async def _play_missing(
+    course: Course, config: DictConfig, tasks: list[Task], policy: Path, out: Path, screen: Screen
+) -> None:
     """Play the episodes that have no record yet, and again those that the infrastructure failed."""
     from transformers import AutoTokenizer
 
@@ -149,8 +171,8 @@ async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, out
         screen.say(f"warm start: {count - len(wanted)} episodes are there from an earlier start")
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
-    edits = draw(config.seed, [asked(tasks[n % len(tasks)]) for n in range(count)])
-    engines = [ScriptedEngine(tokenizer, tokenizer.eos_token_id, RepairScript(edit)) for edit in edits]
+    scripts = course.scripts(config.seed, [tasks[n % len(tasks)] for n in range(count)])
+    engines = [ScriptedEngine(tokenizer, tokenizer.eos_token_id, script) for script in scripts]
     proxy = ProxyServer()
     settings = training_settings(config)
     setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engines[0]), proxy)
@@ -203,24 +225,47 @@ def _alone(where: Path, screen: Screen) -> Generator[None]:
         lease.release()
 
 
-def _fingerprint(config: DictConfig) -> str:
+def _fingerprint(course: Course, config: DictConfig) -> str:
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for source in sorted([*here.glob("*.py"), *here.glob("*.jinja")]):
+    for source in course.sources:
         digest.update(source.read_bytes())
-    for part in (config.quickstart, config.agent, config.proxy):
+    for part in (config.quickstart, config.agent, config.proxy, config.get("realcode", {})):
         digest.update(OmegaConf.to_yaml(part, resolve=True).encode())
     return digest.hexdigest()[:10]
 
 
-def main() -> int:
+def _make_tasks(config: DictConfig, out: Path, screen: Screen) -> None:
+    quick = config.quickstart
+    screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
+    make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks)
+
+
+def _make_policy(config: DictConfig, tasks: Path, out: Path) -> None:
+    quick = config.quickstart
+    sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
+    make_policy(out, config.seed, **sizes)
+
+
+def _scripts(seed: int, tasks: list[Task]) -> list[Script]:
+    return [RepairScript(edit) for edit in draw(seed, [asked(task) for task in tasks])]
+
+
+def sources_in(directory: Path) -> tuple[Path, ...]:
+    """Return the files of a course's directory on which its result depends."""
+    return tuple(sorted([*directory.glob("*.py"), *directory.glob("*.jinja")]))
+
+
+QUICKSTART = Course("quickstart", _make_tasks, _make_policy, _scripts, sources_in(Path(__file__).parent))
+
+
+def main(course: Course = QUICKSTART, program_name: str = "rl.quickstart.prepare") -> int:
     """Run the command and return its exit status: 0 all is there, 1 it failed, 130 interrupted."""
-    about = "Make the quickstart's tasks and its warm-started policy."
-    config = read_command("rl.quickstart.prepare", about, ["+experiment=quickstart", *sys.argv[1:]])
+    about = f"Make the tasks of the experiment {course.name} and its warm-started policy."
+    config = read_command(program_name, about, [f"+experiment={course.name}", *sys.argv[1:]])
     screen = Screen()
     try:
-        made = prepare(config, screen)
-    except (RuntimeError, JournalError, SandboxError, OSError) as error:
+        made = prepared(course, config, screen)
+    except (RuntimeError, ValueError, JournalError, SandboxError, OSError) as error:
         screen.clear()
         print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
         screen.next(("continue", this_command()))

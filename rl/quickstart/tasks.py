@@ -22,7 +22,7 @@ import random
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -149,6 +149,10 @@ class Puzzle:
         """Return the module's source with `expression` in it."""
         return f"def {self.function}(a, b):\n    return {expression}\n"
 
+    def files(self) -> dict[str, str]:
+        """Return the texts of the repository's files, by name."""
+        return {"README.md": f"The {self.module} module.\n", f"{self.module}.py": self.source(self.bug)}
+
     def patch(self, expression: str) -> str:
         """Return the git patch that replaces the bug by `expression`."""
         name, old, new = f"{self.module}.py", self.source(self.bug), self.source(expression)
@@ -169,10 +173,11 @@ def make_tasks(out: Path, seed: int, n_train: int = 64, n_heldout: int = 32) -> 
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as name:
         building = Path(name)
-        commits = _write_repositories(building / "repos", [*train, *heldout])
+        commits = write_repositories(building / "repos", {p.instance_id: p.files() for p in [*train, *heldout]})
         for split, puzzles in (("train", train), ("heldout", heldout)):
-            write_tasks(building / f"{split}.parquet", [_task(p, commits, building) for p in puzzles])
-        asyncio.run(_verify([*train, *heldout], commits, building))
+            tasks = [_task(p, commits, building) for p in puzzles]
+            write_tasks(building / f"{split}.parquet", tasks)
+            asyncio.run(verify(tasks))
         shutil.rmtree(out / "repos", ignore_errors=True)
         for entry in ("repos", "train.parquet", "heldout.parquet"):
             (building / entry).replace(out / entry)
@@ -222,21 +227,24 @@ def _puzzle(rng: random.Random, instance_id: str, module: str, function: str, cu
     return Puzzle(instance_id, module, function, cue, bug, failing=(cases[0], cases[1]), passing=cases[2])
 
 
-def _write_repositories(directory: Path, puzzles: list[Puzzle]) -> dict[str, str]:
-    """Write one repository with one commit per puzzle, and return the commit ids by instance id."""
+def write_repositories(directory: Path, trees: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Write one repository with one commit per task, and return the commit ids by instance id.
+
+    directory: is made. trees: the texts of a task's files, by instance id and name.
+    """
     directory.mkdir()
     template = directory / ".template"
     _git(directory, "init", "--quiet", "--template=", "--initial-branch=main", str(template))
     commits = {}
-    for puzzle in puzzles:
-        repository = directory / puzzle.instance_id
+    for instance_id, texts in trees.items():
+        repository = directory / instance_id
         shutil.copytree(template, repository)
-        (repository / "README.md").write_text(f"The {puzzle.module} module.\n")
         (repository / ".gitignore").write_text("__pycache__/\n*.pyc\n")
-        (repository / f"{puzzle.module}.py").write_text(puzzle.source(puzzle.bug))
+        for name, text in texts.items():
+            (repository / name).write_text(text)
         _git(repository, "add", "--all")
         _git(repository, "commit", "--quiet", "--no-verify", "--no-gpg-sign", "--message=Add the module")
-        commits[puzzle.instance_id] = (repository / ".git/refs/heads/main").read_text().strip()
+        commits[instance_id] = (repository / ".git/refs/heads/main").read_text().strip()
     shutil.rmtree(template)
     return commits
 
@@ -279,22 +287,21 @@ def write_tasks(path: Path, tasks: list[Task]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)
 
 
-async def _verify(puzzles: list[Puzzle], commits: dict[str, str], base_dir: Path) -> None:
-    """Grade the gold patch and a patch that keeps the bug, for each puzzle. Raises RuntimeError for a wrong verdict."""
+async def verify(tasks: Sequence[Task]) -> None:
+    """Grade the gold patch and a patch that keeps the bug, for each task. Raises RuntimeError for a wrong verdict."""
 
-    async def check(piece: tuple[Puzzle, str, Outcome]) -> None:
-        puzzle, patch, wanted = piece
-        task = _task(puzzle, commits, base_dir)
+    async def check(piece: tuple[Task, str, Outcome]) -> None:
+        task, patch, wanted = piece
         boot = functools.partial(boot_local, task.snapshot)
         verdict = await grade(task, patch.encode(), boot, timeout_s=_TIMEOUT_S)
         if verdict.outcome is not wanted:
             raise RuntimeError(
-                f"{puzzle.instance_id} (gold `{puzzle.gold}`, bug `{puzzle.bug}`) should be {wanted}, but is "
-                f"{verdict.outcome} ({verdict.reason}: {verdict.detail}) with\n{patch}\n{verdict.log_tail}"
+                f"{task.instance_id} should be {wanted}, but is {verdict.outcome} ({verdict.reason}: {verdict.detail}) "
+                f"with\n{patch}\n{verdict.log_tail}"
             )
 
-    gold = [(puzzle, puzzle.patch(puzzle.gold), Outcome.RESOLVED) for puzzle in puzzles]
-    kept = [(puzzle, _NOTE_PATCH, Outcome.UNRESOLVED) for puzzle in puzzles]
+    gold = [(task, task.patch or "", Outcome.RESOLVED) for task in tasks]
+    kept = [(task, _NOTE_PATCH, Outcome.UNRESOLVED) for task in tasks]
     await run_all([*gold, *kept], os.cpu_count() or 1, check)
 
 

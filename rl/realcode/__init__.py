@@ -1,0 +1,1 @@
+"""The quickstart's larger sibling: small functions of real packages, which a policy repairs by trying."""

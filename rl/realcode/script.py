@@ -1,0 +1,91 @@
+"""This module plays the episodes that a policy is warm-started on: an expert that repairs by trying, with mistakes.
+
+A ``TryingScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``. It reads the file, exchanges a word or an
+operator of a line for its counterpart, runs the check, takes the edit back if it did not help, and tries another one.
+It does not know which is right: it draws. Often it gives up after a try, or does not run the check; sometimes it tries
+again what it has tried, or forgets to take an edit back. So what is imitated seldom repairs anything, and reward can
+teach what does: to go on, to try each place once, to believe the check.
+
+An episode's script draws from a seed of its own and reads the conversation from its beginning at each call, so an
+episode is the same whatever others are played before or beside it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Generator
+
+from rl.realcode.swaps import Swap, swaps
+from rl.realcode.tasks import CHECK
+
+DONE = "Done."
+TRIES = 4
+_STOPS, _SKIPS_CHECK, _FORGETS, _REPEATS = 0.45, 0.2, 0.15, 0.3
+_STATEMENT = re.compile(r"<\|im_start\|>user\nIn (\S+\.py), ")
+_RESPONSE = re.compile(r"<tool_response>\n(.*?)\n?</tool_response>", re.DOTALL)
+_LINE = re.compile(r"^ *(\d+)\t(.*)$")
+
+
+class TryingScript:
+    """A trying script replies to the prompts of one episode; all its chance comes from ``seed``."""
+
+    def __init__(self, seed: str) -> None:
+        self.seed = seed
+
+    def __call__(self, prompt_text: str) -> str:
+        """Return the reply to a prompt."""
+        statement = _STATEMENT.search(prompt_text)
+        if statement is None:
+            return DONE
+        moves = _moves(statement[1], random.Random(self.seed))
+        try:
+            reply = next(moves)
+            for result in _RESPONSE.findall(prompt_text, statement.end()):
+                reply = moves.send(result)
+        except StopIteration:
+            return DONE
+        return reply
+
+
+def _moves(file: str, rng: random.Random) -> Generator[str, str]:
+    """Yield the expert's replies; it is sent what each call gives."""
+    text = _file_text((yield call("Read", file_path=file)))
+    tried: set[Swap] = set()
+    for _ in range(TRIES):
+        places = swaps(text)
+        fresh = [one for one in places if one not in tried]
+        if not places:
+            return
+        swap = rng.choice(fresh if fresh and rng.random() >= _REPEATS else places)
+        tried.add(swap)
+        old, text = text, swap.applied(text)
+        if "updated" not in (yield f"Line {swap.line + 1}.\n" + edit(file, swap.line, old, text)):
+            return
+        if rng.random() < _SKIPS_CHECK or is_ok((yield call("Bash", command=CHECK))) or rng.random() < _STOPS:
+            return
+        if rng.random() >= _FORGETS:
+            yield "Back.\n" + edit(file, swap.line, text, old)
+            text = old
+
+
+def is_ok(result: str) -> bool:
+    """Tell whether the check is content."""
+    return result.strip() == "ok"
+
+
+def edit(file: str, line: int, old: str, new: str) -> str:
+    """Return the call that replaces one line (from 0) of a text by that of another."""
+    before, after = (text.split("\n")[line].strip() for text in (old, new))
+    return call("Edit", file_path=file, old_string=before, new_string=after)
+
+
+def _file_text(read: str) -> str:
+    """Return the text of a file from what Read says of it."""
+    return "\n".join(found[2] for line in read.split("\n") if (found := _LINE.match(line)))
+
+
+def call(name: str, **parameters: str) -> str:
+    """Return the text of a call in the form of Qwen3-Coder."""
+    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"

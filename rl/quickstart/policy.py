@@ -76,13 +76,15 @@ def make_policy(
     *,
     tokenizer: PreTrainedTokenizerFast | None = None,
     shape: Mapping[str, Any] = SHAPE,
+    output: float | None = None,
 ) -> None:
     """Write the model directory `out`.
 
     experts: per layer, at least 2; 0 makes a dense model.
     head_dim: width of an attention head.
     multiple: unused tokens fill the vocabulary up to a multiple of this.
-    tokenizer: another one. shape: the model's, in the words of its Hugging Face config.
+    tokenizer: another one. shape: the model's, in the words of its Hugging Face config. output: the output layer begins
+        as the embedding times this; None: at random.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -104,6 +106,9 @@ def make_policy(
         torch.manual_seed(seed)
         model = make_model(config).to(torch.float32)
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
+        if output is not None:
+            with torch.no_grad():
+                model.get_output_embeddings().weight.copy_(output * model.get_input_embeddings().weight)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )

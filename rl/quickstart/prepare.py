@@ -23,7 +23,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ from rollout.records import Reader, Record
 from rollout.sandbox import SandboxError
 
 Script = Callable[[str], str]
+Row = tuple[list[int], list[int]]
+"""Token ids, and for each 1 if it is trained on, else 0."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Course:
 
     ``make_tasks(config, out, screen)`` writes train.parquet and heldout.parquet. ``make_policy(config, tasks, out)``
     writes a model directory. ``scripts(seed, tasks)`` returns a script for each episode of the warm start, given its
-    task. ``sources``: files on which the result depends.
+    task. ``sources``: files on which the result depends. ``drills(config, tokenizer)``, if there are any, returns rows
+    that are imitated before the episodes.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Course:
     make_policy: Callable[[DictConfig, Path, Path], None]
     scripts: Callable[[int, list[Task]], list[Script]]
     sources: tuple[Path, ...]
+    drills: Callable[[DictConfig, Any], list[Row]] | None = None
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
@@ -113,30 +117,52 @@ def _warm_start(course: Course, config: DictConfig, task_file: Path, policy: Pat
         tasks = load_tasks(task_file)
         asyncio.run(_play_missing(course, config, tasks, policy, out, screen))
         _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)
+    if course.drills is not None and not (out / "drilled").exists():
+        from transformers import AutoTokenizer
+
+        screen.show("warm start, drills")
+        _save(course.drills(config, AutoTokenizer.from_pretrained(policy)), out / "drills.parquet")
+        settings = {**config.quickstart.sft, **config.realcode.sft}
+        _imitate(course, config, policy, out / "drills.parquet", out / "drilled", settings, screen)
+    start = policy if course.drills is None else out / "drilled"
     if not model.exists():
-        screen.show("warm start, updates")
-        passes = Passes(seed=config.seed, **config.quickstart.sft)
-        cpu = compose([f"+experiment={course.name}"])  # whatever the experiment is for
-        made = run_sft(
-            cpu,
-            str(policy),
-            rows,
-            out / "sft",
-            passes,
-            out / "sft.log",
-            watch=lambda step, steps, metrics: screen.show("warm start, updates", step, steps),
-        )
-        for file in made.iterdir():
-            files.sync(file)
-        made.rename(model)
-    shutil.rmtree(out / "sft", ignore_errors=True)
+        _imitate(course, config, start, rows, model, config.quickstart.sft, screen)
+
+
+def _imitate(
+    course: Course, config: DictConfig, start: Path, rows: Path, out: Path, settings: Mapping[str, Any], screen: Screen
+) -> None:
+    """Fine-tune the model ``start`` on rows, as the model ``out``."""
+    what = f"warm start, updates ({rows.stem})"
+    screen.show(what)
+    cpu = compose([f"+experiment={course.name}"])  # whatever the experiment is for
+    working = out.with_name(f"{out.name}.sft")
+    made = run_sft(
+        cpu,
+        str(start),
+        rows,
+        working,
+        Passes(seed=config.seed, **settings),
+        out.with_name("sft.log"),
+        watch=lambda step, steps, metrics: screen.show(what, step, steps),
+    )
+    for file in made.iterdir():
+        files.sync(file)
+    made.rename(out)
+    shutil.rmtree(working, ignore_errors=True)
+
+
+def _save(rows: list[Row], path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"input_ids": [ids for ids, _ in rows], "loss_mask": [mask for _, mask in rows]})
+    with files.replacing(path, synced=True) as new:
+        pyarrow.parquet.write_table(table, new)
 
 
 def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Screen) -> None:
     """Write the training rows of all episodes, in the order of their numbers."""
-    import pyarrow
-    import pyarrow.parquet
-
     played = [episodes[number] for number in sorted(episodes)]
     rows = [row for episode in played for row in rows_of(episode)]
     if len(rows) < wanted // 2:
@@ -144,9 +170,7 @@ def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Sc
         raise RuntimeError(
             f"warm start: {len(rows)} rows from {wanted} episodes: {next(failed, 'no episode made a row')}"
         )
-    table = pyarrow.table({"input_ids": [ids for ids, _ in rows], "loss_mask": [mask for _, mask in rows]})
-    with files.replacing(path, synced=True) as new:
-        pyarrow.parquet.write_table(table, new)
+    _save(rows, path)
     resolved = sum(episode.verdict["outcome"] == Outcome.RESOLVED for episode in played)
     screen.say(f"warm start: {len(rows)} rows, {resolved / wanted:.2f} resolved by chance; imitating them")
 

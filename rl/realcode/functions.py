@@ -39,11 +39,6 @@ class Function:
     source: str
     cases: Cases
 
-    @property
-    def file(self) -> str:
-        """Return the name of its file."""
-        return f"{self.name.strip('_')}.py"
-
 
 def harvest(spec: str, directory: Path) -> list[Function]:
     """Return the functions of NAME==VERSION that can stand alone, in the order of the package.
@@ -159,14 +154,31 @@ def _only(statement: ast.stmt, names: set[str]) -> ast.stmt:
 
 
 def _bare(statement: ast.stmt) -> ast.stmt:
-    """Return a copy of a statement without docstrings and annotations."""
-    return _Bare().visit(ast.parse(ast.unparse(statement))).body[0]
+    return ast.parse(bare(ast.unparse(statement))).body[0]
+
+
+def bare(source: str) -> str:
+    """Return a source without docstrings, comments and annotations. Raises SyntaxError, ValueError, RecursionError."""
+    return ast.unparse(ast.fix_missing_locations(_Bare().visit(ast.parse(source))))
 
 
 class _Bare(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self._strip(node).returns = None
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AsyncFunctionDef:
+        self._strip(node).returns = None
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        return self._strip(node)
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        return self._strip(node)
+
+    def _strip(self, node: Any) -> Any:
         self.generic_visit(node)
-        node.returns = None
         if ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
         return node

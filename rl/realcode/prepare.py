@@ -15,10 +15,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rewards.task import Task, load_tasks
+from rewards.task import Task
 from rl.quickstart import prepare as quickstart
-from rl.quickstart.prepare import Course, Script, prepared, sources_in
+from rl.quickstart.policy import rendered
+from rl.quickstart.prepare import Course, Row, Script, prepared, sources_in
 from rl.realcode import policy
+from rl.realcode.drills import TOOLS, Drills
 from rl.realcode.script import TryingScript
 from rl.realcode.tasks import make_tasks
 from rl.screen import Screen
@@ -33,22 +35,34 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
 def _make_tasks(config: DictConfig, out: Path, screen: Screen) -> None:
     quick, real = config.quickstart, config.realcode
     screen.say(f"making tasks of {len(real.train)} + {len(real.heldout)} packages")
-    packages = Path(config.run.root).resolve() / "prepared" / "packages"
     counts = quick.train_tasks, quick.heldout_tasks
-    make_tasks(out, config.seed, list(real.train), list(real.heldout), counts, packages, screen.say)
+    make_tasks(out, config.seed, list(real.train), list(real.heldout), counts, _packages(config), screen.say)
 
 
 def _make_policy(config: DictConfig, tasks: Path, out: Path) -> None:
-    policy.make(out, config.seed, load_tasks(tasks / "train.parquet"))
+    drills = Drills.of(config.realcode.train, _packages(config))
+    texts = (rendered(drills.messages(f"tokenizer {number}"), TOOLS) for number in range(_FOR_THE_TOKENIZER))
+    policy.make(out, config.seed, [*texts, *drills.lines])
+
+
+def _drills(config: DictConfig, tokenizer: Any) -> list[Row]:
+    drills = Drills.of(config.realcode.train, _packages(config))
+    return list(drills.rows(tokenizer, config.seed, config.realcode.drills))
+
+
+def _packages(config: DictConfig) -> Path:
+    return Path(config.run.root).resolve() / "prepared" / "packages"
 
 
 def _scripts(seed: int, tasks: list[Task]) -> list[Script]:
     return [TryingScript(f"{seed}:{number}") for number in range(len(tasks))]
 
 
+_FOR_THE_TOKENIZER = 1000  # drills
 _HERE = Path(__file__).parent
 _BASE = sources_in(Path(quickstart.__file__).parent)
-REALCODE = Course("realcode", _make_tasks, _make_policy, _scripts, (*sources_in(_HERE), *_BASE))
+_SOURCES = (*sources_in(_HERE), *_BASE)
+REALCODE = Course("realcode", _make_tasks, _make_policy, _scripts, _SOURCES, _drills)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ import random
 import re
 from collections.abc import Generator
 
-from rl.realcode.swaps import Swap, swaps
-from rl.realcode.tasks import CHECK
+from rl.realcode.swaps import Swap, fragment, swaps
+from rl.realcode.tasks import CHECK, FILE
 
 DONE = "Done."
 TRIES = 4
 _STOPS, _SKIPS_CHECK, _FORGETS, _REPEATS = 0.45, 0.2, 0.15, 0.3
-_STATEMENT = re.compile(r"<\|im_start\|>user\nIn (\S+\.py), ")
+_STATEMENT = re.compile(r"<\|im_start\|>user\n(?=.*, not )")
 _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n?</tool_response>", re.DOTALL)
 _LINE = re.compile(r"^ *(\d+)\t(.*)$")
 
@@ -38,7 +38,7 @@ class TryingScript:
         statement = _STATEMENT.search(prompt_text)
         if statement is None:
             return DONE
-        moves = _moves(statement[1], random.Random(self.seed))
+        moves = _moves(random.Random(self.seed))
         try:
             reply = next(moves)
             for result in _RESPONSE.findall(prompt_text, statement.end()):
@@ -48,9 +48,9 @@ class TryingScript:
         return reply
 
 
-def _moves(file: str, rng: random.Random) -> Generator[str, str]:
+def _moves(rng: random.Random) -> Generator[str, str]:
     """Yield the expert's replies; it is sent what each call gives."""
-    text = _file_text((yield call("Read", file_path=file)))
+    text = _file_text((yield call("Read", file_path=FILE)))
     tried: set[Swap] = set()
     for _ in range(TRIES):
         places = swaps(text)
@@ -59,14 +59,15 @@ def _moves(file: str, rng: random.Random) -> Generator[str, str]:
             return
         swap = rng.choice(fresh if fresh and rng.random() >= _REPEATS else places)
         tried.add(swap)
-        old, text = text, swap.applied(text)
-        if "updated" not in (yield f"Line {swap.line + 1}.\n" + edit(file, swap.line, old, text)):
+        before, after = fragment(text, swap)
+        if "updated" not in (yield f"Line {swap.line + 1}.\n" + edit(before, after)):
             return
+        text = swap.applied(text)
         if rng.random() < _SKIPS_CHECK or is_ok((yield call("Bash", command=CHECK))) or rng.random() < _STOPS:
             return
-        if rng.random() >= _FORGETS:
-            yield "Back.\n" + edit(file, swap.line, text, old)
-            text = old
+        if rng.random() >= _FORGETS and text.count(after) == 1:
+            yield "Back.\n" + edit(after, before)
+            text = text.replace(after, before)
 
 
 def is_ok(result: str) -> bool:
@@ -74,10 +75,9 @@ def is_ok(result: str) -> bool:
     return result.strip() == "ok"
 
 
-def edit(file: str, line: int, old: str, new: str) -> str:
-    """Return the call that replaces one line (from 0) of a text by that of another."""
-    before, after = (text.split("\n")[line].strip() for text in (old, new))
-    return call("Edit", file_path=file, old_string=before, new_string=after)
+def edit(old: str, new: str) -> str:
+    """Return the call that replaces a text of the file."""
+    return call("Edit", file_path=FILE, old_string=old, new_string=new)
 
 
 def _file_text(read: str) -> str:

@@ -7,6 +7,7 @@ all the repairs that an agent can try, and one of them is right.
 from __future__ import annotations
 
 import io
+import re
 import tokenize
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ _PAIRS = (
 )
 _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 _TESTS = ("if", "elif", "while")
+_PIECE = re.compile(r"\w+|[^\w\s]")
 _KINDS = (tokenize.OP, tokenize.NAME, tokenize.NUMBER)
 
 
@@ -57,13 +59,39 @@ def swaps(source: str) -> list[Swap]:
     found = []
     for number, token in enumerate(tokens):
         line, column = token.start[0] - 1, token.start[1]
-        if not lines[line][:1].isspace() or source.count(lines[line].strip()) > 1 or token.start[0] != token.end[0]:
+        if (
+            line >= len(lines)
+            or not lines[line][:1].isspace()
+            or source.count(lines[line].strip()) > 1
+            or token.start[0] != token.end[0]
+        ):
             continue
         after = tokens[number + 1].string if number + 1 < len(tokens) else ""
         before = tokens[number - 1].string if number else ""
         if (pair := _pair(lines[line], token, before, after)) is not None:
             found.append(Swap(line, column, *pair))
     return found
+
+
+def fragment(source: str, swap: Swap) -> tuple[str, str]:
+    """Return the smallest text around a swap that stands in the source once, before and after the swap.
+
+    It has at least the word or sign on each side, as far as the line has one: an operator alone says little.
+    """
+    line = source.split("\n")[swap.line]
+    start, end = swap.column, swap.column + len(swap.old)
+    pieces = [found.span() for found in _PIECE.finditer(line)]
+    left = [first for first, last in pieces if last <= start]
+    right = [first_last[1] for first_last in pieces[::-1] if first_last[0] >= end]
+    first, last = left.pop() if left else start, right.pop() if right else end
+    while source.count(line[first:last]) > 1 and (left or right):
+        if left:
+            first = left.pop()
+        if right:
+            last = right.pop()
+    before = line[first:last]
+    at = start - first
+    return before, before[:at] + swap.new + before[at + len(swap.old) :]
 
 
 def _pair(line: str, token: tokenize.TokenInfo, before: str, after: str) -> tuple[str, str] | None:

@@ -36,6 +36,9 @@ from rl.realcode.swaps import Swap, swaps
 from rollout import program
 from rollout.sandbox import SandboxError
 
+FILE = "module.py"
+"""The file with the function, of each task."""
+
 CHECK = "python3 check.py"
 """The command that shows an agent whether the call of the statement gives what it should."""
 
@@ -47,7 +50,7 @@ _HIDDEN = 3  # failing, and passing calls, at least, as far as there are
 
 _CHECK_FILE = """\
 import sys
-from {module} import {name}
+from module import {name}
 
 try:
     got = "gives " + repr({call})
@@ -70,8 +73,8 @@ sys.path.append(os.getcwd())
 
 class Hidden(unittest.TestCase):
     def check(self, call, expected):
-        import {module}
-        self.assertEqual(eval(call, vars({module})), expected)
+        import module
+        self.assertEqual(eval(call, vars(module)), expected)
 {tests}
 unittest.main()
 END_OF_TESTS
@@ -104,20 +107,23 @@ class Puzzle:
         """Return what the agent is told."""
         call, want, got = self.shown
         got = got if got.startswith("raises ") else f"gives {got}"
-        return f"In {self.function.file}, {call} {got[:_LONGEST_SHOWN]}, not {want[:_LONGEST_SHOWN]}."
+        return f"{call} {got[:_LONGEST_SHOWN]}, not {want[:_LONGEST_SHOWN]}."
 
     def files(self) -> dict[str, str]:
         """Return the texts of the repository's files, by name."""
         call, want, _ = self.shown
-        module = self.function.file.removesuffix(".py")
-        parts = {"module": module, "name": self.function.name, "call": call, "want": want}
-        return {self.function.file: self.source, "check.py": _CHECK_FILE.format(**parts, most=_LONGEST_SHOWN)}
+        check = _CHECK_FILE.format(name=self.function.name, call=call, want=want, most=_LONGEST_SHOWN)
+        return {FILE: self.source, "check.py": check}
+
+    def patch(self) -> str:
+        """Return the git patch that repairs it."""
+        return edits.patch({FILE: self.source}, {FILE: self.fix.applied(self.source)})
 
 
 async def puzzles_of(function: Function, bench: Bench, rng: random.Random) -> list[Puzzle]:
     """Return the puzzles of a function. bench: boxes to run it in. Raises SandboxError."""
     places = swaps(function.source)
-    if not _FEWEST_SWAPS <= len(places) <= _MOST_SWAPS or function.file[:-3] in sys.stdlib_module_names:
+    if not _FEWEST_SWAPS <= len(places) <= _MOST_SWAPS:
         return []
     rng.shuffle(places)
     calls = [call for call, _ in function.cases]
@@ -188,8 +194,8 @@ def task_of(puzzle: Puzzle, number: int, commit: str, base_dir: Path) -> Task:
         "PASS_TO_PASS": names[len(puzzle.failing) :],
         "log_parser": "parse_log_django",
         "eval_type": "pass_and_fail",
-        "eval_script": _EVAL_SCRIPT.format(module=function.file[:-3], tests=tests),
-        "patch": edits.patch({function.file: puzzle.source}, {function.file: puzzle.fix.applied(puzzle.source)}),
+        "eval_script": _EVAL_SCRIPT.format(tests=tests),
+        "patch": puzzle.patch(),
     }
     return Task.from_row(row, base_dir)
 
@@ -261,15 +267,9 @@ def _apart(train: list[Puzzle], heldout: list[Puzzle]) -> list[Puzzle]:
     """Return the training puzzles that no held-out one is nearly the same as."""
 
     def row(puzzle: Puzzle, number: int) -> dict[str, str]:
-        file = puzzle.function.file
-        patch = edits.patch({file: puzzle.source}, {file: puzzle.fix.applied(puzzle.source)})
         package = puzzle.function.package
-        return {
-            "instance_id": str(number),
-            "repo": package,
-            "patch": patch,
-            "problem_statement": puzzle.statement,
-        }
+        said = {"patch": puzzle.patch(), "problem_statement": puzzle.statement}
+        return {"instance_id": str(number), "repo": package, **said}
 
     held = {one.function.source for one in heldout} | {one.function.name for one in heldout}
     rows = [row(one, n) for n, one in enumerate(train)]

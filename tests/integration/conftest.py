@@ -15,6 +15,7 @@ from rewards.task import Task, load_tasks
 from rl.quickstart.policy import make_policy
 from rl.quickstart.tasks import make_tasks
 from rl.run.vllm_server import vllm_server
+from tests.integration.make_kit import write_wheels
 from tests.integration.train_kit import WarmStart
 from tests.slurm_kit import Slurm, slurm
 
@@ -26,6 +27,15 @@ class Running:
     process: subprocess.Popen[bytes]
     url: str
     model_dir: Path
+
+
+@pytest.fixture
+def offline_pip(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pip install pytest from wheels of what is installed here: no test needs a package index."""
+    directory = tmp_path_factory.mktemp("wheels")
+    write_wheels(directory)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
 
 
 @pytest.fixture(scope="session")

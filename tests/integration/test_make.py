@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-import tarfile
 import time
-import zipfile
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pyarrow.parquet
@@ -21,6 +17,7 @@ from rl.make.statement import leaks
 from rollout.sandbox.docker.engine import PROJECT, get_engine
 from rollout.sandbox.local import bwrap
 from tests.docker_kit import base_image
+from tests.integration.make_kit import write_sdist
 
 pytestmark = [
     pytest.mark.bwrap,
@@ -112,17 +109,8 @@ def test_it_is_alone():
 
 
 @pytest.fixture(autouse=True)
-def _wheels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pip install pytest from wheels of what is installed here: no test needs a package index."""
-    directory = tmp_path_factory.mktemp("wheels")
-    for name in ("pytest", "iniconfig", "pluggy", "packaging", "pygments"):
-        found = distribution(name)
-        with zipfile.ZipFile(directory / f"{name}-{found.version}-py3-none-any.whl", "w") as wheel:
-            for file in found.files or ():
-                if ".." not in file.parts and "__pycache__" not in file.parts:
-                    wheel.write(file.locate(), str(file))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+def _wheels(offline_pip: None) -> None:
+    """pip needs no package index."""
 
 
 def sdist(directory: Path) -> Path:
@@ -135,13 +123,7 @@ def sdist(directory: Path) -> Path:
         "tests/test_shop.py": TESTS.replace("OUTSIDE", repr(str(outside))),
         "setup.py": "raise SystemExit('a build must not run here')\n",
     }
-    path = directory / "shop-1.0.tar.gz"
-    with tarfile.open(path, "w:gz") as tar:
-        for name, text in files.items():
-            member = tarfile.TarInfo(f"shop-1.0/{name}")
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
-    return path
+    return write_sdist(directory / "shop-1.0.tar.gz", files)
 
 
 def admitted(out: Path, tries: int, sandbox: str = "local") -> dict:
@@ -227,12 +209,7 @@ def test_what_cannot_be_made_is_told_in_a_line(tmp_path: Path, capsys: pytest.Ca
     assert make.main(["shop", *out]) == 2
     assert "write a package as NAME==VERSION" in capsys.readouterr().err
     path = sdist(tmp_path)
-    with tarfile.open(path, "w:gz") as tar:
-        files = {"PKG-INFO": "Name: shop\nVersion: 1\n", "shop.py": "x = 1\n", "test_a.py": "import none\n"}
-        for name, text in files.items():
-            member = tarfile.TarInfo(f"shop-1/{name}")
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text.encode()))
+    write_sdist(path, {"PKG-INFO": "Name: shop\nVersion: 1\n", "shop.py": "x = 1\n", "test_a.py": "import none\n"})
     assert make.main([str(path), *out]) == 2
     said = capsys.readouterr().err
     assert "no test of it passes each time" in said and "No module named 'none'" in said and "--requires" in said

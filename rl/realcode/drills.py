@@ -1,0 +1,127 @@
+"""This module makes drills: made-up episodes in which a policy learns to handle code that it has never seen.
+
+A drill is a file of lines that are drawn from the training packages' sources, with many of their names replaced by
+other or invented ones, a statement about nothing, and the calls of the expert (rl.realcode.script); what the check says
+is drawn, too. Nothing of it can be known by heart, so what is learned is to read: to find a line by its number, to copy
+a text, to exchange an operator. Drills are played by nobody, and teach nothing of which exchange is right.
+"""
+
+from __future__ import annotations
+
+import keyword
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.make.prepare import prepare
+from rl.quickstart.policy import BASH, EDIT, EDITED, READ, SYSTEM, rendered
+from rl.realcode.functions import bare
+from rl.realcode.script import TryingScript
+from rl.realcode.tasks import CHECK, FILE
+
+TOOLS = [BASH, EDIT, READ]
+_SHORTEST, _LONGEST = 8, 72  # characters of a line
+_LINES = 8  # of a file, at most
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_SAID = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
+_CALL = re.compile(r"<function=(\w+)>")
+_VALUES = ("0", "1", "[]", "True", "None", "''", "[1, 2]")
+
+
+class Drills:
+    """Drills are made of the sources of packages. The same sources and seeds give the same drills."""
+
+    def __init__(self, sources: Iterable[str]) -> None:
+        lines = (line for text in sources for line in _plain(text).split("\n"))
+        self.lines = sorted({line for line in lines if _is_usable(line)})
+        self._words = sorted({word for line in self.lines for word in _names(line)})
+        if not self._words:
+            raise ValueError("the training packages have no lines to drill with; name others")
+
+    @classmethod
+    def of(cls, specs: Iterable[str], directory: Path) -> Drills:
+        """Return the drills of packages that are kept in ``directory``. Raises MakeError, SandboxError."""
+        packages = [prepare(spec, directory, copies=True).package for spec in specs]
+        return cls((one.tree / path).read_text(errors="replace") for one in packages for path in one.sources())
+
+    def messages(self, seed: str) -> list[dict[str, Any]]:
+        """Return the chat of a drill."""
+        rng = random.Random(seed)
+        name = self._name(rng)
+        text = self._file(rng, name)
+        given = ", ".join(self._value(rng) for _ in range(rng.randint(1, 3)))
+        wrong = f"{name}({given}) gives {self._value(rng)}"
+        statement = f"{wrong}, not {self._value(rng)}."
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": f"{SYSTEM.partition(chr(10))[0]}\n{PROMPT}"},
+            {"role": "user", "content": statement},
+        ]
+        results = {"Read": _numbered(text), "Edit": EDITED.format(file=FILE)}
+        script, prompt = TryingScript(seed), f"<|im_start|>user\n{statement}"
+        while found := _CALL.search(reply := script(prompt)):
+            checked = "ok" if rng.random() < 0.25 else f"Exit code 1\n{wrong}"
+            result = results.get(found[1], checked)
+            messages += [{"role": "assistant", "content": reply}, {"role": "tool", "content": result}]
+            prompt += f"<tool_response>\n{result}\n</tool_response>"
+        return [*messages, {"role": "assistant", "content": reply}]
+
+    def rows(self, tokenizer: Any, seed: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield ids and mask of drills: 1 for what the assistant says and the token that ends it."""
+        for number in range(count):
+            text = rendered(self.messages(f"{seed}:{number}"), TOOLS)
+            ids, mask = list[int](), list[int]()
+            for place, part in enumerate(_SAID.split(text)):  # every second part is the assistant's
+                new = tokenizer.encode(part, add_special_tokens=False)
+                ids += new
+                mask += [place % 2] * len(new)
+            yield ids, mask
+
+    def _file(self, rng: random.Random, name: str) -> str:
+        renamed: dict[str, str] = {}
+
+        def other(found: re.Match[str]) -> str:
+            word = found[0]
+            if keyword.iskeyword(word):
+                return word
+            return renamed.setdefault(word, self._name(rng) if rng.random() < 0.6 else word)
+
+        lines = [_WORD.sub(other, line) for line in rng.sample(self.lines, rng.randint(2, _LINES))]
+        parameters = ", ".join(self._name(rng) for _ in range(rng.randint(1, 3)))
+        return "\n".join([f"def {name}({parameters}):", *lines, ""])
+
+    def _name(self, rng: random.Random) -> str:
+        if rng.random() < 0.5:
+            return rng.choice(self._words)
+        word = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 7)))
+        return word if rng.random() < 0.5 else f"{word}_{rng.choice(self._words)}"
+
+    def _value(self, rng: random.Random) -> str:
+        return rng.choice([*_VALUES, repr(self._name(rng)), str(rng.randint(2, 99))])
+
+
+PROMPT = f"Fix the bug in {FILE}. `{CHECK}` shows it."
+"""What the policy is told; ``agent.system_prompt`` of the experiment says the same."""
+
+
+def _plain(text: str) -> str:
+    """Return a source in the form of the tasks' files, nothing if it is no Python."""
+    try:
+        return bare(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+
+
+def _is_usable(line: str) -> bool:
+    bare = line.strip()
+    plain = line[:1] == " " and line.isascii() and not bare.startswith(("'", '"', "@"))
+    return plain and _SHORTEST <= len(bare) <= _LONGEST
+
+
+def _names(line: str) -> Sequence[str]:
+    return [word for word in _WORD.findall(line) if not keyword.iskeyword(word)]
+
+
+def _numbered(text: str) -> str:
+    return "\n".join(f"{number}\t{line}" for number, line in enumerate(text.split("\n"), 1))

@@ -1,0 +1,195 @@
+"""Realcode: exchanges that undo themselves, functions that stand alone, an expert that tries, tasks of puzzles."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl.realcode.functions import Function, alone
+from rl.realcode.script import DONE, TRIES, TryingScript
+from rl.realcode.swaps import Swap, fragment, swaps
+from rl.realcode.tasks import Puzzle, _puzzle, task_of
+
+SOURCE = """\
+def clamp(x, low=0, high=10):
+    if not x > low:
+        return low
+    for y in (0, True):
+        x += y - 1
+    if x is None or x in (3,):
+        return
+    return min(x, high * 2)
+"""
+
+
+def test_what_is_exchanged():
+    found = {(swap.line + 1, swap.old, swap.new) for swap in swaps(SOURCE)}
+    assert found == {
+        (2, "if not ", "if "),
+        (2, ">", ">="),
+        (4, "0", "1"),
+        (4, "True", "False"),
+        (5, "+=", "-="),
+        (5, "-", "+"),
+        (5, "1", "0"),
+        (6, "if ", "if not "),
+        (6, "is", "is not"),
+        (6, "or", "and"),
+        (6, "in", "not in"),
+        (8, "*", "//"),
+    }
+
+
+@pytest.mark.parametrize("swap", swaps(SOURCE), ids=str)
+def test_an_exchange_undoes_itself_at_its_place(swap: Swap):
+    changed = swap.applied(SOURCE)
+    ast.parse(changed)
+    (back,) = [one for one in swaps(changed) if one.applied(changed) == SOURCE]
+    assert (back.line, back.column) == (swap.line, swap.column)
+
+
+@pytest.mark.parametrize(
+    ("source", "swap", "before", "after"),
+    [
+        (SOURCE, Swap(4, 15, "-", "+"), "y - 1", "y + 1"),
+        (SOURCE, Swap(1, 13, ">", ">="), "x > low", "x >= low"),
+        (
+            "def f(a):\n    return a + b if a + b else a + b - 1",
+            Swap(1, 13, "+", "-"),
+            "return a + b if",
+            "return a - b if",
+        ),
+        ("def f(a):\n    return a[0]", Swap(1, 13, "0", "1"), "[0]", "[1]"),
+    ],
+)
+def test_a_fragment_is_small_and_there_once(source: str, swap: Swap, before: str, after: str):
+    assert fragment(source, swap) == (before, after)
+
+
+@given(st.text(st.sampled_from("if not x<>=+-*is\n    0True'\"\\()#\té")))
+def test_any_text_has_exchanges_or_none(text: str):
+    for swap in swaps(text):
+        assert swap.applied(text) != text
+        before, after = fragment(text, swap)
+        assert text.count(before) == 1 and text.replace(before, after) == swap.applied(text)
+
+
+MODULE = '''
+from __future__ import annotations
+import os, json
+from typing import Any
+from .near import helper
+LIMIT: int = 3
+A = B = 1
+A = 2
+
+def small(x: int, *, most: "Any" = LIMIT) -> int:
+    """Say it."""
+    y: int = inner(x)
+    return min(y, most)
+
+def inner(x):  # a comment
+    return len(json.dumps(x))
+
+def uses_near(x): return helper(x)
+def uses_twice(x): return x + A
+@decorated
+def has_decorator(x): return x
+def uses_class(x): return Thing(x)
+class Thing: pass
+'''
+
+
+def test_a_function_comes_with_what_it_needs_and_nothing_else():
+    text = alone(ast.parse(MODULE), "small")
+    assert text is not None
+    assert text.split("\n")[:2] == ["import json", "LIMIT = 3"]
+    assert '"""' not in text and "#" not in text and "int" not in text and "os, " not in text
+    names: dict = {}
+    exec(text, names)
+    assert names["small"]("abc") == 3 and names["small"]("") == 2
+
+
+@pytest.mark.parametrize("name", ["uses_near", "uses_twice", "uses_class", "has_decorator", "missing"])
+def test_what_cannot_stand_alone_is_left_out(name: str):
+    assert alone(ast.parse(MODULE), name) is None
+
+
+BROKEN = SOURCE.replace("x > low", "x >= low")
+CASES = (("clamp(0)", "0"), ("clamp(0, 0)", "0"), ("clamp(5)", "4"), ("clamp(-3)", "0"))
+GOT = ["-1", "-1", "4", "0"]
+
+
+@pytest.fixture
+def puzzle() -> Puzzle:
+    function = Function("thing-1.0", "MIT", "thing.py", "clamp", SOURCE, CASES)
+    (fix,) = [one for one in swaps(BROKEN) if one.applied(BROKEN) == SOURCE]
+    found = _puzzle(function, BROKEN, fix, GOT, [["0", "0", "5", "0"], None])
+    assert found is not None
+    return found
+
+
+def test_a_puzzle_shows_one_call_and_hides_others(puzzle: Puzzle, tmp_path: Path):
+    assert puzzle.statement == "clamp(0) gives -1, not 0."
+    assert puzzle.failing == (("clamp(0, 0)", "0"),)
+    assert set(puzzle.passing) == {("clamp(5)", "4"), ("clamp(-3)", "0")}
+    task = task_of(puzzle, 3, "0" * 40, tmp_path)
+    assert "clamp(0)" not in task.eval_script and task.repo == "pypi/thing" and task.version == "1.0"
+
+
+@pytest.mark.parametrize(("source", "status", "said"), [(SOURCE, 0, "ok"), (BROKEN, 1, "clamp(0) gives -1")])
+def test_the_check_runs_the_call_that_is_shown(source: str, status: int, said: str, puzzle: Puzzle, tmp_path: Path):
+    for name, text in {**puzzle.files(), "module.py": source}.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run([sys.executable, "check.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, (done.stdout + done.stderr).strip()) == (status, said)
+
+
+CALL = re.compile(r"<function=(\w+)>\n(.*?)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=(\w+)>\n(.*?)\n</parameter>\n", re.DOTALL)
+
+
+def play(seed: str, statement: str, right: str) -> tuple[list[str], str]:
+    """Answer a script's calls as Claude Code does; return the names of its calls, and the file at the end."""
+    script, prompt, text, calls = TryingScript(seed), f"<|im_start|>user\n{statement}", BROKEN, []
+    while found := CALL.search(reply := script(prompt)):
+        given = dict(PARAMETER.findall(found[2]))
+        calls.append(found[1])
+        if found[1] == "Read":
+            result = "\n".join(f"{number}\t{line}" for number, line in enumerate(text.split("\n"), 1))
+        elif found[1] == "Edit":
+            assert text.count(given["old_string"]) == 1 and given["old_string"] != given["new_string"]
+            text, result = text.replace(given["old_string"], given["new_string"]), "The file has been updated."
+        else:
+            assert given == {"command": "python3 check.py"}
+            result = "ok" if text == right else "Exit code 1\nclamp(0) gives -1"
+        prompt += f"{reply}<tool_response>\n{result}\n</tool_response>"
+    assert reply == DONE
+    return calls, text
+
+
+def test_the_expert_tries_and_makes_mistakes(puzzle: Puzzle):
+    played = [play(str(seed), puzzle.statement, SOURCE) for seed in range(300)]
+    assert play("7", puzzle.statement, SOURCE) == played[7]
+    repaired = sum(text == SOURCE for _, text in played)
+    assert 0.05 < repaired / 300 < 0.4  # there are a dozen places
+    assert {calls[0] for calls, _ in played} == {"Read"}
+    assert max(calls.count("Bash") for calls, _ in played) == TRIES
+    assert min(len(calls) for calls, _ in played) == 2  # an edit that is not checked
+
+
+def test_the_expert_ends_where_it_cannot_go_on():
+    script = TryingScript("1")
+    assert script("<|im_start|>user\nHello") == DONE
+    start = "<|im_start|>user\nclamp(0) gives -1, not 0."
+    assert script(start + "<tool_response>\nFile does not exist.\n</tool_response>") == DONE
+    read = "\n".join(f"{number}\t{line}" for number, line in enumerate(SOURCE.split("\n"), 1))
+    failed = "<tool_response>\n<tool_use_error>File has not been read yet.</tool_use_error>\n</tool_response>"
+    assert script(f"{start}<tool_response>\n{read}\n</tool_response>{failed}") == DONE

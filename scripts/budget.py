@@ -26,14 +26,17 @@ WINGS = {
     "rl/cpu": 250,
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
     # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
-    "rl/data": 2060,
+    "rl/data": 1990,
     "rl/evaluate": 780,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
-    "rl/make": 2040,  # new: tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements
+    # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75: what is alike; 55: what
+    # functions return while tests run.
+    "rl/make": 2175,
     "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
-    "rl/quickstart": 635,
+    "rl/quickstart": 690,  # 45: what a course is, of which there are two
+    "rl/quickstart/realcode": 720,  # new: repairs of real functions: harvest, exchanges, an expert, drills
     "rl/run": 1145,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
@@ -41,7 +44,7 @@ WINGS = {
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
-    "rollout": 1050,  # 50: the --help and the quiet end of all programs; 10: records are read on while their file grows
+    "rollout": 1060,  # 10: the audit knows copies of records; 50: the --help and the quiet end of all programs; 10: records are read on while their file grows
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
@@ -62,8 +65,9 @@ WINGS = {
 # by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
-# records, and type docs/chain.md. 2,500 are tasks made of packages, their measured rates, and a curriculum.
-EVERYTHING = 30_840
+# records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
+# curriculum, and realcode.
+EVERYTHING = 31_620
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

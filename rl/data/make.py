@@ -26,9 +26,9 @@ from packaging.utils import canonicalize_name
 from rl.batch import Journal, JournalError
 from rl.data.convert import write_tasks
 from rl.data.filters import split
-from rl.data.overlap import in_verified, overlaps
 from rl.make import card as cards
 from rl.make.candidates import NAMES
+from rl.make.overlap import in_verified, overlaps
 from rl.make.prepare import Prepared, prepare
 from rl.make.sources import MakeError
 from rl.make.statement import LEVELS

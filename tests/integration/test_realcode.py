@@ -10,9 +10,9 @@ import pytest
 from rewards.task import load_tasks
 from rl.config import compose
 from rl.make.sources import MakeError
-from rl.realcode.prepare import prepare
-from rl.realcode.swaps import swaps
-from rl.realcode.tasks import FILE, make_tasks
+from rl.quickstart.realcode.prepare import prepare
+from rl.quickstart.realcode.swaps import swaps
+from rl.quickstart.realcode.tasks import FILE, make_tasks
 from rl.screen import Screen
 from rollout.records import Reader
 from rollout.sandbox.local import bwrap

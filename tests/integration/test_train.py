@@ -1,7 +1,7 @@
 """The whole line on a CPU: real Claude Code, verl, vLLM and SFT, at the smallest size that has every part.
 
-Killed with -9 after its first step and started again with the same command; a task loses its snapshot on the way. In
-containers: some are killed and hang, and an image is missing, while a step is taken.
+Killed with -9 after its first step and started again with the same command. Every box is a container without a network;
+in the second step some are killed and hang, and an image is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import psutil
 import pytest
 from docker.errors import APIError
 
-from rewards.task import load_tasks
 from rl import report
 from rl.run.weights import find_weights, merge
 from rollout import audit
@@ -48,13 +47,18 @@ def gone(pids: set[int], seconds: float) -> bool:
 
 @pytest.mark.claude
 @pytest.mark.engine
+@pytest.mark.docker
 @pytest.mark.xdist_group("trainers-2")
 @pytest.mark.timeout(2400)
-def test_two_steps_survive_kill_9_and_a_lost_snapshot(
+def test_two_steps_in_containers_survive_kill_9_and_faults(
     warm_start: WarmStart, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    engine = get_engine()
+    image = made(task_images().base_image, engine)
     warm_start.copy_to(tmp_path)
-    command = ["+experiment=quickstart", *TINY, f"run.root={tmp_path}"]
+    # Two tasks only, so that each step has both.
+    boxes = ["sandbox=docker", f"sandbox.base_image={image}", "data.train_max_samples=2"]
+    command = ["+experiment=quickstart", *TINY, f"run.root={tmp_path}", *boxes]
     killed = start(*command)
     command += ["store.url=http://127.0.0.1:9"]  # where nobody is; it is the same run
     read_until(killed, "step 1/2  resolved")  # not what a busy machine says before: "step 1/2  rollout"
@@ -68,30 +72,38 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(
     killed.wait()
     others = {child.pid for child in started} - agents
     assert others and gone(others, 300), "a killed run left processes"
+    played = len(episodes(run, "train"))
     records_before = len(list(Reader(run)))
 
     resumed = start(*command)
-    assert "continuing from step 1" in read_until(resumed, "starting trainer")
-    (prepared,) = (tmp_path / "prepared").iterdir()
-    tasks = load_tasks(prepared / "tasks" / "train.parquet")
-    played = {record.task for record in Reader(run) if record.split == "train"}
-    (lost, *_) = [task for task in tasks if task.instance_id not in played] or tasks
-    replace_image(prepared / "tasks" / "train.parquet", "dir:/no/such/snapshot", lost.instance_id)
-    text, _ = resumed.communicate()
+    try:
+        assert "continuing from step 1" in read_until(resumed, "starting trainer")
+        (prepared,) = (tmp_path / "prepared").iterdir()
+        replace_image(prepared / "tasks" / "train.parquet", "localhost:1/no/such:1")
+        until(resumed, lambda: kills(run))
+        until(resumed, lambda: "box_killed" in episodes(run, "train"))
+        until(resumed, lambda: pauses(run))
+        text, _ = resumed.communicate()
+    finally:
+        resumed.terminate()
+        resumed.wait()
     assert resumed.returncode == 0, text
     (left,) = re.findall(r"store: .* -m rl\.store (\S+) --url", text)
     assert left == str(run), "what did not reach the store is not said"
 
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [0, 1, 2]
+    assert metrics[0]["val/count"] == metrics[2]["val/count"] == 4
     for record in metrics[1:]:
         assert record["training/rollout_actor_probs_pearson_corr"] >= 0.99
         assert record["episode/rows"] == 1.0
         assert record["proxy/overhead_ms"] > 0
     metric_docs.check(set().union(*metrics) - {"step", "time"})
-    # The group of the lost task is no reward of 0: both attempts of its four episodes are counted, and left out.
-    assert metrics[2]["infra/missing_snapshot"] == 8
-    assert metrics[2]["episode/count"] == 4
+    # Infrastructure is tried again, then left out: it is no reward of 0. A container that somebody else has stopped is
+    # no agent that hangs.
+    assert metrics[2]["infra/missing_image"] == 8 and metrics[2]["infra/box_killed"] == 2
+    assert metrics[2]["infra/failures"] == 10 and metrics[2]["episode/count"] == 4
+    assert len(episodes(run, "train")) == played + 4 + 10
 
     records = list(Reader(run))
     assert len(records) > records_before
@@ -108,6 +120,8 @@ def test_two_steps_survive_kill_9_and_a_lost_snapshot(
     assert json.loads((run / "run.json").read_text())["key"]
     check_merged(run, step=2)
     assert gone(agents, 300), "a killed run left Ray's agents"
+    containers = engine.client.containers(all=True, filters={"label": f"{RUN}={run.name}"})
+    assert containers == [], "containers are left"
 
 
 def check_merged(run: Path, step: int) -> None:
@@ -124,47 +138,6 @@ def check_merged(run: Path, step: int) -> None:
     assert merged.keys() == trained.keys()
     for name, weight in trained.items():
         assert torch.equal(merged[name], weight.to_local().bfloat16()), name
-
-
-@pytest.mark.claude
-@pytest.mark.engine
-@pytest.mark.docker
-@pytest.mark.xdist_group("trainers-1")
-@pytest.mark.timeout(2400)
-def test_a_step_in_containers_with_faults(warm_start: WarmStart, tmp_path: Path) -> None:
-    """Held-out episodes and one GRPO step, every box a container without a network. In the step one of two tasks has no
-    image, a container is killed, and one is paused past the agent's time."""
-    engine = get_engine()
-    image = made(task_images().base_image, engine)
-    warm_start.copy_to(tmp_path)
-    command = ["+experiment=quickstart", *TINY, f"run.root={tmp_path}", "sandbox=docker", f"sandbox.base_image={image}"]
-    # Two tasks only, so that the step has both.
-    process = start(*command, "trainer.total_training_steps=1", "data.train_max_samples=2")
-    try:
-        read_until(process, "starting trainer")
-        (run,) = (tmp_path / "quickstart").iterdir()
-        (prepared,) = (tmp_path / "prepared").iterdir()
-        replace_image(prepared / "tasks" / "train.parquet", "localhost:1/no/such:1")
-        until(process, lambda: len(episodes(run, "val")) == 4)
-        until(process, lambda: kills(run))
-        until(process, lambda: "box_killed" in episodes(run, "train"))
-        until(process, lambda: pauses(run))
-        text, _ = process.communicate()
-    finally:
-        process.terminate()
-        process.wait()
-    assert process.returncode == 0, text
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in metrics] == [0, 1]
-    assert [record["val/count"] for record in metrics] == [4, 4]
-    # Infrastructure is tried again, then left out; a container that somebody else has stopped is no agent that hangs.
-    assert metrics[1]["infra/missing_image"] == 8 and metrics[1]["infra/box_killed"] == 2
-    assert metrics[1]["infra/failures"] == 10 and metrics[1]["episode/count"] == 4
-    records = [record for record in Reader(run) if record.split == "train"]
-    assert metrics[1]["training/rollout_actor_probs_pearson_corr"] >= 0.99
-    assert len(records) == 4 + 10 and audit.main([str(run)]) == 0
-    boxes = engine.client.containers(all=True, filters={"label": f"{RUN}={run.name}"})
-    assert boxes == [], "containers are left"
 
 
 def episodes(run: Path, split: str) -> list[str | None]:

@@ -8,7 +8,7 @@ import pytest
 
 from rl.data import overlap
 from rl.data.convert import write_tasks
-from rl.data.overlap import Found, overlaps
+from rl.make.overlap import Found, overlaps
 
 PATCH = (
     "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1,4 +1,4 @@\n def {name}(first, second):\n"

@@ -17,7 +17,9 @@ from tests.check_kit import composed
 
 ROOT = CONFIGS.parent
 UV = ".venv/bin/uv pip install --python .venv"
-FULL = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem != "quickstart")
+FULL = sorted(
+    path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem not in ("quickstart", "realcode")
+)
 MEGATRON = ["megatron-core", "megatron-bridge", "transformer-engine", "flash-attn"]
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.realcode.functions import Function, alone
-from rl.realcode.script import DONE, TRIES, TryingScript
-from rl.realcode.swaps import Swap, fragment, swaps
-from rl.realcode.tasks import Puzzle, _puzzle, task_of
+from rl.quickstart.realcode.functions import Function, alone
+from rl.quickstart.realcode.script import DONE, TRIES, TryingScript
+from rl.quickstart.realcode.swaps import Swap, fragment, swaps
+from rl.quickstart.realcode.tasks import Puzzle, _puzzle, task_of
 
 SOURCE = """\
 def clamp(x, low=0, high=10):

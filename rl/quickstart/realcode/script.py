@@ -16,8 +16,8 @@ import random
 import re
 from collections.abc import Generator
 
-from rl.realcode.swaps import Swap, fragment, swaps
-from rl.realcode.tasks import CHECK, FILE
+from rl.quickstart.realcode.swaps import Swap, fragment, swaps
+from rl.quickstart.realcode.tasks import CHECK, FILE
 
 DONE = "Done."
 TRIES = 4

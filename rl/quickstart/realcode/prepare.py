@@ -2,7 +2,7 @@
 
 It is the quickstart's preparation with other parts: rl.quickstart.prepare says how it goes on after a kill.
 
-    python -m rl.realcode.prepare [key=value ...]
+    python -m rl.quickstart.realcode.prepare [key=value ...]
 
 makes it without training on it. The keys are those of rl.train.
 """
@@ -19,10 +19,10 @@ from rewards.task import Task
 from rl.quickstart import prepare as quickstart
 from rl.quickstart.policy import rendered
 from rl.quickstart.prepare import Course, Row, Script, prepared, sources_in
-from rl.realcode import policy
-from rl.realcode.drills import TOOLS, Drills
-from rl.realcode.script import TryingScript
-from rl.realcode.tasks import make_tasks
+from rl.quickstart.realcode import policy
+from rl.quickstart.realcode.drills import TOOLS, Drills
+from rl.quickstart.realcode.script import TryingScript
+from rl.quickstart.realcode.tasks import make_tasks
 from rl.screen import Screen
 from rollout import program
 
@@ -67,4 +67,4 @@ REALCODE = Course("realcode", _make_tasks, _make_policy, _scripts, _SOURCES, _dr
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    program.end(lambda: quickstart.main(REALCODE, "rl.realcode.prepare"))
+    program.end(lambda: quickstart.main(REALCODE, "rl.quickstart.realcode.prepare"))

@@ -1,6 +1,6 @@
 """Make repair tasks of small functions of real packages: SWE-bench rows with repositories and hidden tests.
 
-    python -m rl.realcode.tasks NAME==VERSION ... --out DIR --heldout-packages NAME==VERSION ... [--seed S]
+    python -m rl.quickstart.realcode.tasks NAME==VERSION ... --out DIR --heldout-packages NAME==VERSION ... [--seed S]
 
 Each repository has one function of a package, in which one word or operator was exchanged for its counterpart, and
 `check.py`, which runs one call that shows it. The statement says what that call gives and should give. The hidden tests
@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewards.task import Task
-from rl.data.overlap import overlaps
 from rl.make import edits
+from rl.make.overlap import overlaps
 from rl.make.prepare import prepare
 from rl.make.runs import Bench
 from rl.make.sources import MakeError
+from rl.quickstart.realcode.functions import Function, harvest, observed
+from rl.quickstart.realcode.swaps import Swap, swaps
 from rl.quickstart.tasks import verify, write_repositories, write_tasks
-from rl.realcode.functions import Function, harvest, observed
-from rl.realcode.swaps import Swap, swaps
 from rollout import program
 from rollout.sandbox import SandboxError
 
@@ -283,7 +283,7 @@ def _apart(train: list[Puzzle], heldout: list[Puzzle]) -> list[Puzzle]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = program.parser("python -m rl.realcode.tasks", __doc__)
+    parser = program.parser("python -m rl.quickstart.realcode.tasks", __doc__)
     parser.add_argument("packages", nargs="+", metavar="NAME==VERSION")
     parser.add_argument("--heldout-packages", nargs="+", metavar="NAME==VERSION", required=True)
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")

@@ -1,7 +1,7 @@
 """This module makes drills: made-up episodes in which a policy learns to handle code that it has never seen.
 
 A drill is a file of lines that are drawn from the training packages' sources, with many of their names replaced by
-other or invented ones, a statement about nothing, and the calls of the expert (rl.realcode.script); what the check says
+other or invented ones, a statement about nothing, and the calls of the expert; what the check says
 is drawn, too. Nothing of it can be known by heart, so what is learned is to read: to find a line by its number, to copy
 a text, to exchange an operator. Drills are played by nobody, and teach nothing of which exchange is right.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 from rl.make.prepare import prepare
 from rl.quickstart.policy import BASH, EDIT, EDITED, READ, SYSTEM, rendered
-from rl.realcode.functions import bare
-from rl.realcode.script import TryingScript
-from rl.realcode.tasks import CHECK, FILE
+from rl.quickstart.realcode.functions import bare
+from rl.quickstart.realcode.script import TryingScript
+from rl.quickstart.realcode.tasks import CHECK, FILE
 
 TOOLS = [BASH, EDIT, READ]
 _SHORTEST, _LONGEST = 8, 72  # characters of a line

@@ -30,8 +30,8 @@ WINGS = {
     "rl/evaluate": 780,
     "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
-    # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75: what is alike; 55: what
-    # functions return while tests run.
+    # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75: what is alike; 55:
+    # what functions return while tests run.
     "rl/make": 2175,
     "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
@@ -44,7 +44,9 @@ WINGS = {
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
-    "rollout": 1060,  # 10: the audit knows copies of records; 50: the --help and the quiet end of all programs; 10: records are read on while their file grows
+    # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
+    # while their file grows.
+    "rollout": 1060,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.

@@ -12,7 +12,7 @@ setup:
 quickstart: setup
 	@.venv/bin/python -m rl.train +experiment=quickstart $(ARGS)
 
-PYTEST = .venv/bin/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder --durations=20
+PYTEST = .venv/bin/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --durations=20
 
 test: setup
 	@$(PYTEST) -m "not long" $(ARGS)

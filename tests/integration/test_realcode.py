@@ -50,7 +50,7 @@ def steps(length):
 
 def forever(n):
     while n == 0:
-        n = 0
+        pass
     return n - 1
 
 def shared(a, b):
@@ -131,7 +131,8 @@ def test_tasks_are_made_of_functions_and_repaired_by_one_exchange(
     train, heldout = load_tasks(out / "train.parquet"), load_tasks(out / "heldout.parquet")
     sources = {task.instance_id: (task.snapshot / FILE).read_text() for task in [*train, *heldout]}
     assert {text.partition("def ")[2].partition("(")[0] for text in sources.values()} >= {"clamp", "count_above"}
-    assert not any("forever" in text or "of_an_object" in text or '"""' in text for text in sources.values())
+    # A bug that never ends makes no task, nor does a function of what has no literal.
+    assert not any("while n != 0" in text or "of_an_object" in text or '"""' in text for text in sources.values())
     assert {task.repo for task in train} == {"pypi/tracks"} and {task.repo for task in heldout} == {"pypi/fields"}
     assert not any("def shared" in sources[task.instance_id] for task in train)  # it is held out
     for task in train:

@@ -232,7 +232,7 @@ def test_recorded_states_are_answered(vllm: Running, tmp_path: Path, protocol: s
     report = json.loads((teachers / "report.json").read_text())
     assert report["states"] == {"teachers agree with the student": 2, "teachers agree on something else": 2}
     pairs = [json.loads(line) for line in (teachers / "pairs.jsonl").read_text().splitlines()]
-    assert [row["state_id"] for row in pairs] == ["s1", "s3"] and all(row["chosen"][0]["content"] for row in pairs)
+    assert [(row["state_id"], row["chosen"][0]["role"]) for row in pairs] == [("s1", "assistant"), ("s3", "assistant")]
 
 
 @pytest.mark.last

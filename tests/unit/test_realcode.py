@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rl.quickstart.realcode.functions import Function, alone
 from rl.quickstart.realcode.script import DONE, TRIES, TryingScript
-from rl.quickstart.realcode.swaps import Swap, fragment, swaps
+from rl.quickstart.realcode.swaps import Swap, swaps
 from rl.quickstart.realcode.tasks import Puzzle, _puzzle, task_of
 
 SOURCE = """\
@@ -32,53 +32,44 @@ def clamp(x, low=0, high=10):
 def test_what_is_exchanged():
     found = {(swap.line + 1, swap.old, swap.new) for swap in swaps(SOURCE)}
     assert found == {
-        (2, "if not ", "if "),
-        (2, ">", ">="),
+        (2, "if not", "if"),
+        (2, " >", " >="),
         (4, "0", "1"),
-        (4, "True", "False"),
-        (5, "+=", "-="),
-        (5, "-", "+"),
-        (5, "1", "0"),
-        (6, "if ", "if not "),
-        (6, "is", "is not"),
-        (6, "or", "and"),
-        (6, "in", "not in"),
-        (8, "*", "//"),
+        (4, " True", " False"),
+        (5, " +=", " -="),
+        (5, " 1", " 0"),
+        (6, "if", "if not"),
+        (6, " is", " is not"),
+        (6, " or", " and"),
+        (6, " in", " not in"),
     }
 
 
+def test_what_sed_would_not_find_or_not_find_again_is_left():
+    lines = ["    a = b + c + d", "    a[10] = b[0]", "    a = b <= c < d", "    a = 1 + b[0]", "    f(*a)"]
+    found = [(swap.line, swap.column, swap.old) for swap in swaps("\n".join(lines))]
+    assert found == [(0, 9, " +"), (2, 9, " <="), (3, 7, " 1"), (3, 9, " +")]
+
+
 @pytest.mark.parametrize("swap", swaps(SOURCE), ids=str)
-def test_an_exchange_undoes_itself_at_its_place(swap: Swap):
+def test_an_exchange_undoes_itself_at_its_place(swap: Swap, tmp_path: Path):
     changed = swap.applied(SOURCE)
     ast.parse(changed)
-    (back,) = [one for one in swaps(changed) if one.applied(changed) == SOURCE]
-    assert (back.line, back.column) == (swap.line, swap.column)
-
-
-@pytest.mark.parametrize(
-    ("source", "swap", "before", "after"),
-    [
-        (SOURCE, Swap(4, 15, "-", "+"), "y - 1", "y + 1"),
-        (SOURCE, Swap(1, 13, ">", ">="), "x > low", "x >= low"),
-        (
-            "def f(a):\n    return a + b if a + b else a + b - 1",
-            Swap(1, 13, "+", "-"),
-            "return a + b if",
-            "return a - b if",
-        ),
-        ("def f(a):\n    return a[0]", Swap(1, 13, "0", "1"), "[0]", "[1]"),
-    ],
-)
-def test_a_fragment_is_small_and_there_once(source: str, swap: Swap, before: str, after: str):
-    assert fragment(source, swap) == (before, after)
+    assert [one for one in swaps(changed) if one.applied(changed) == SOURCE] == [swap.back]
+    file = tmp_path / "module.py"
+    file.write_text(SOURCE)
+    for command, text in ((swap.command("module.py"), changed), (swap.back.command("module.py"), SOURCE)):
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+        assert file.read_text() == text
 
 
 @given(st.text(st.sampled_from("if not x<>=+-*is\n    0True'\"\\()#\té")))
 def test_any_text_has_exchanges_or_none(text: str):
     for swap in swaps(text):
-        assert swap.applied(text) != text
-        before, after = fragment(text, swap)
-        assert text.count(before) == 1 and text.replace(before, after) == swap.applied(text)
+        changed = swap.applied(text)
+        assert changed != text and swap.back.applied(changed) == text
+        line = text.split("\n")[swap.line]
+        assert changed.split("\n")[swap.line] == line.replace(swap.old, swap.new, 1)
 
 
 MODULE = '''
@@ -153,6 +144,7 @@ def test_the_check_runs_the_call_that_is_shown(source: str, status: int, said: s
 
 
 CALL = re.compile(r"<function=(\w+)>\n(.*?)</function>", re.DOTALL)
+SED = re.compile(r"sed -i '(\d+)s/([^/]+)/([^/]+)/' module.py")
 PARAMETER = re.compile(r"<parameter=(\w+)>\n(.*?)\n</parameter>\n", re.DOTALL)
 
 
@@ -164,9 +156,13 @@ def play(seed: str, statement: str, right: str) -> tuple[list[str], str]:
         calls.append(found[1])
         if found[1] == "Read":
             result = "\n".join(f"{number}\t{line}" for number, line in enumerate(text.split("\n"), 1))
-        elif found[1] == "Edit":
-            assert text.count(given["old_string"]) == 1 and given["old_string"] != given["new_string"]
-            text, result = text.replace(given["old_string"], given["new_string"]), "The file has been updated."
+        elif edit := SED.fullmatch(given["command"]):
+            lines = text.split("\n")
+            line = lines[int(edit[1]) - 1]
+            lines[int(edit[1]) - 1] = line.replace(edit[2], edit[3], 1)
+            assert edit[2] in line and edit[2] != edit[3]
+            text, result = "\n".join(lines), "(Bash completed with no output)"
+            calls[-1] = "sed"
         else:
             assert given == {"command": "python3 check.py"}
             result = "ok" if text == right else "Exit code 1\nclamp(0) gives -1"
@@ -190,6 +186,3 @@ def test_the_expert_ends_where_it_cannot_go_on():
     assert script("<|im_start|>user\nHello") == DONE
     start = "<|im_start|>user\nclamp(0) gives -1, not 0."
     assert script(start + "<tool_response>\nFile does not exist.\n</tool_response>") == DONE
-    read = "\n".join(f"{number}\t{line}" for number, line in enumerate(SOURCE.split("\n"), 1))
-    failed = "<tool_response>\n<tool_use_error>File has not been read yet.</tool_use_error>\n</tool_response>"
-    assert script(f"{start}<tool_response>\n{read}\n</tool_response>{failed}") == DONE

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from rl.make.prepare import prepare
-from rl.quickstart.policy import BASH, EDIT, EDITED, READ, SYSTEM, rendered
+from rl.quickstart.policy import BASH, READ, SYSTEM, rendered
 from rl.quickstart.realcode.functions import bare
 from rl.quickstart.realcode.script import TryingScript
 from rl.quickstart.realcode.tasks import CHECK, FILE
 
-TOOLS = [BASH, EDIT, READ]
+TOOLS = [BASH, READ]
 _SHORTEST, _LONGEST = 8, 72  # characters of a line
 _LINES = 8  # of a file, at most
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _SAID = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 _CALL = re.compile(r"<function=(\w+)>")
+_NOTHING = "(Bash completed with no output)"  # Claude Code says so
 _VALUES = ("0", "1", "[]", "True", "None", "''", "[1, 2]")
 
 
@@ -58,11 +59,11 @@ class Drills:
             {"role": "system", "content": f"{SYSTEM.partition(chr(10))[0]}\n{PROMPT}"},
             {"role": "user", "content": statement},
         ]
-        results = {"Read": _numbered(text), "Edit": EDITED.format(file=FILE)}
         script, prompt = TryingScript(seed), f"<|im_start|>user\n{statement}"
         while found := _CALL.search(reply := script(prompt)):
-            checked = "ok" if rng.random() < 0.25 else f"Exit code 1\n{wrong}"
-            result = results.get(found[1], checked)
+            result = _numbered(text) if found[1] == "Read" else _NOTHING
+            if CHECK in reply:
+                result = "ok" if rng.random() < 0.25 else f"Exit code 1\n{wrong}"
             messages += [{"role": "assistant", "content": reply}, {"role": "tool", "content": result}]
             prompt += f"<tool_response>\n{result}\n</tool_response>"
         return [*messages, {"role": "assistant", "content": reply}]

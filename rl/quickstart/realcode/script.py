@@ -1,7 +1,7 @@
 """This module plays the episodes that a policy is warm-started on: an expert that repairs by trying, with mistakes.
 
 A ``TryingScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``. It reads the file, exchanges a word or an
-operator of a line for its counterpart, runs the check, takes the edit back if it did not help, and tries another one.
+operator of a line for its counterpart with sed, runs the check, takes the edit back if it did not help, and tries another one.
 It does not know which is right: it draws. Often it gives up after a try, or does not run the check; sometimes it tries
 again what it has tried, or forgets to take an edit back. So what is imitated seldom repairs anything, and reward can
 teach what does: to go on, to try each place once, to believe the check.
@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Generator
 
-from rl.quickstart.realcode.swaps import Swap, fragment, swaps
+from rl.quickstart.realcode.swaps import Swap, swaps
 from rl.quickstart.realcode.tasks import CHECK, FILE
 
 DONE = "Done."
@@ -59,25 +59,18 @@ def _moves(rng: random.Random) -> Generator[str, str]:
             return
         swap = rng.choice(fresh if fresh and rng.random() >= _REPEATS else places)
         tried.add(swap)
-        before, after = fragment(text, swap)
-        if "updated" not in (yield f"Line {swap.line + 1}.\n" + edit(before, after)):
-            return
+        yield call("Bash", command=swap.command(FILE))
         text = swap.applied(text)
         if rng.random() < _SKIPS_CHECK or is_ok((yield call("Bash", command=CHECK))) or rng.random() < _STOPS:
             return
-        if rng.random() >= _FORGETS and text.count(after) == 1:
-            yield "Back.\n" + edit(after, before)
-            text = text.replace(after, before)
+        if rng.random() >= _FORGETS:
+            yield "Back.\n" + call("Bash", command=swap.back.command(FILE))
+            text = swap.back.applied(text)
 
 
 def is_ok(result: str) -> bool:
     """Tell whether the check is content."""
     return result.strip() == "ok"
-
-
-def edit(old: str, new: str) -> str:
-    """Return the call that replaces a text of the file."""
-    return call("Edit", file_path=FILE, old_string=old, new_string=new)
 
 
 def _file_text(read: str) -> str:

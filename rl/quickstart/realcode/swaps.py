@@ -7,7 +7,6 @@ all the repairs that an agent can try, and one of them is right.
 from __future__ import annotations
 
 import io
-import re
 import tokenize
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ _PAIRS = (
     ("and", "or"),
     ("+", "-"),
     ("+=", "-="),
-    ("*", "//"),
     ("True", "False"),
     ("0", "1"),
     ("is", "is not"),
@@ -26,7 +24,6 @@ _PAIRS = (
 )
 _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 _TESTS = ("if", "elif", "while")
-_PIECE = re.compile(r"\w+|[^\w\s]")
 _KINDS = (tokenize.OP, tokenize.NAME, tokenize.NUMBER)
 
 
@@ -48,9 +45,18 @@ class Swap:
         lines[self.line] = text[: self.column] + self.new + text[self.column + len(self.old) :]
         return "\n".join(lines)
 
+    @property
+    def back(self) -> Swap:
+        """Return the swap that undoes it."""
+        return Swap(self.line, self.column, self.new, self.old)
+
+    def command(self, file: str) -> str:
+        """Return the shell command that does it. No swap's texts have a sign that means something to sed."""
+        return f"sed -i '{self.line + 1}s/{self.old}/{self.new}/' {file}"
+
 
 def swaps(source: str) -> list[Swap]:
-    """Return the swaps of a source in order, at lines of functions whose text stands in it once: Edit needs that.
+    """Return the swaps of a source in order, where their text is the first of its kind in its line: sed needs that.
 
     The first lines of functions, imports and other statements of the module have none. It may be no whole Python.
     """
@@ -58,40 +64,25 @@ def swaps(source: str) -> list[Swap]:
     tokens = _tokens(source)
     found = []
     for number, token in enumerate(tokens):
-        line, column = token.start[0] - 1, token.start[1]
-        if (
-            line >= len(lines)
-            or not lines[line][:1].isspace()
-            or source.count(lines[line].strip()) > 1
-            or token.start[0] != token.end[0]
-        ):
+        at = token.start[0] - 1
+        if at >= len(lines) or not lines[at][:1].isspace() or token.start[0] != token.end[0]:
             continue
         after = tokens[number + 1].string if number + 1 < len(tokens) else ""
         before = tokens[number - 1].string if number else ""
-        if (pair := _pair(lines[line], token, before, after)) is not None:
-            found.append(Swap(line, column, *pair))
+        if (pair := _pair(lines[at], token, before, after)) is None:
+            continue
+        swap = _with_space(lines[at], Swap(at, token.start[1], *pair))
+        changed = swap.applied(source).split("\n")[at]
+        if lines[at].find(swap.old) == changed.find(swap.new) == swap.column:
+            found.append(swap)
     return found
 
 
-def fragment(source: str, swap: Swap) -> tuple[str, str]:
-    """Return the smallest text around a swap that stands in the source once, before and after the swap.
-
-    It has at least the word or sign on each side, as far as the line has one: an operator alone says little.
-    """
-    line = source.split("\n")[swap.line]
-    start, end = swap.column, swap.column + len(swap.old)
-    pieces = [found.span() for found in _PIECE.finditer(line)]
-    left = [first for first, last in pieces if last <= start]
-    right = [first_last[1] for first_last in pieces[::-1] if first_last[0] >= end]
-    first, last = left.pop() if left else start, right.pop() if right else end
-    while source.count(line[first:last]) > 1 and (left or right):
-        if left:
-            first = left.pop()
-        if right:
-            last = right.pop()
-    before = line[first:last]
-    at = start - first
-    return before, before[:at] + swap.new + before[at + len(swap.old) :]
+def _with_space(line: str, swap: Swap) -> Swap:
+    """Return the swap with the space before it, unless that is indentation: most tokens begin with one."""
+    if not line[: swap.column].strip() or line[swap.column - 1] != " ":
+        return swap
+    return Swap(swap.line, swap.column - 1, f" {swap.old}", f" {swap.new}")
 
 
 def _pair(line: str, token: tokenize.TokenInfo, before: str, after: str) -> tuple[str, str] | None:
@@ -99,15 +90,17 @@ def _pair(line: str, token: tokenize.TokenInfo, before: str, after: str) -> tupl
     word = token.string
     if token.type not in _KINDS:
         return None
+    rest = line[token.start[1] :]
     if word == "is" and after == "not":
-        return "is not", "is"
+        return ("is not", "is") if rest.startswith("is not") else None
     if word == "not" and after == "in":
-        return "not in", "in"
+        return ("not in", "in") if rest.startswith("not in") else None
     if word in _TESTS and line.lstrip().startswith(word):
-        return (f"{word} not ", f"{word} ") if after == "not" else (f"{word} ", f"{word} not ")
-    is_star = word == "*" and before in ("(", ",", "lambda")
+        if after == "not":
+            return (f"{word} not", word) if rest.startswith(f"{word} not") else None
+        return word, f"{word} not"
     is_loop = word == "in" and (before == "not" or "for " in line[: token.start[1]])
-    return None if is_star or is_loop or word not in _OTHER else (word, _OTHER[word])
+    return None if is_loop or word not in _OTHER else (word, _OTHER[word])
 
 
 def _tokens(source: str) -> list[tokenize.TokenInfo]:

@@ -1,10 +1,10 @@
 """This module plays the episodes that a policy is warm-started on: an expert that repairs by trying, with mistakes.
 
 A ``TryingScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``. It reads the file, exchanges a word or an
-operator of a line for its counterpart with sed, runs the check, takes the edit back if it did not help, and tries another one.
-It does not know which is right: it draws. Often it gives up after a try, or does not run the check; sometimes it tries
-again what it has tried, or forgets to take an edit back. So what is imitated seldom repairs anything, and reward can
-teach what does: to go on, to try each place once, to believe the check.
+operator of a line for its counterpart with sed, runs the check, takes the edit back if it did not help, and tries
+another one. It does not know which is right: it draws. Often it gives up after a try, or does not run the check;
+sometimes it tries again what it has tried, or forgets to take an edit back. So what is imitated seldom repairs
+anything, and reward can teach what does: to go on, to try each place once, to believe the check.
 
 An episode's script draws from a seed of its own and reads the conversation from its beginning at each call, so an
 episode is the same whatever others are played before or beside it.

@@ -135,6 +135,15 @@ def test_a_puzzle_shows_one_call_and_hides_others(puzzle: Puzzle, tmp_path: Path
     assert "clamp(0)" not in task.eval_script and task.repo == "pypi/thing" and task.version == "1.0"
 
 
+def test_results_that_the_hidden_tests_take_for_equal_show_no_bug():
+    function = Function("thing-1.0", "MIT", "thing.py", "clamp", SOURCE, CASES)
+    (fix,) = [one for one in swaps(BROKEN) if one.applied(BROKEN) == SOURCE]
+    assert _puzzle(function, BROKEN, fix, ["0.0", "False", "4", "0"], []) is None
+    found = _puzzle(function, BROKEN, fix, ["2", "False", "4.0", "1"], [])
+    assert found is not None and found.statement == "clamp(0) gives 2, not 0."
+    assert found.failing == (("clamp(-3)", "0"),)
+
+
 @pytest.mark.parametrize(("source", "status", "said"), [(SOURCE, 0, "ok"), (BROKEN, 1, "clamp(0) gives -1")])
 def test_the_check_runs_the_call_that_is_shown(source: str, status: int, said: str, puzzle: Puzzle, tmp_path: Path):
     for name, text in {**puzzle.files(), "module.py": source}.items():

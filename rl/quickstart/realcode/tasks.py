@@ -15,6 +15,7 @@ index that pip uses; their code runs in bubblewrap's boxes.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import random
 import shutil
@@ -149,7 +150,7 @@ def _puzzle(
     got: what the function with the bug gives. others: what it gives after each other repair; None: it does not run.
     """
     cases = sorted(range(len(function.cases)), key=lambda n: (sum(map(len, function.cases[n])) + len(got[n]), n))
-    failing = [n for n in cases if got[n] != function.cases[n][1]]
+    failing = [n for n in cases if not _equal(got[n], function.cases[n][1])]
     if len(failing) < 2:
         return None
     shown, *hidden = failing
@@ -157,7 +158,7 @@ def _puzzle(
     for answers in others:
         if answers is None:
             continue
-        telling = [n for n in cases if n != shown and answers[n] != function.cases[n][1]]
+        telling = [n for n in cases if n != shown and not _equal(answers[n], function.cases[n][1])]
         if telling and not chosen.keys() & set(telling):  # else it is as good as the original
             chosen[telling[0]] = None
     call, want = function.cases[shown]
@@ -172,6 +173,16 @@ def _puzzle(
     )
     same = want[:_LONGEST_SHOWN] == got[shown][:_LONGEST_SHOWN]
     return puzzle if not same and len(puzzle.statement) <= _LONGEST_STATEMENT else None
+
+
+def _equal(one: str, other: str) -> bool:
+    """Tell whether two results, as source, are equal for the hidden tests: so are 1, 1.0 and True."""
+    if one == other:
+        return True
+    try:
+        return bool(ast.literal_eval(one) == ast.literal_eval(other))
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        return False
 
 
 def task_of(puzzle: Puzzle, number: int, commit: str, base_dir: Path) -> Task:

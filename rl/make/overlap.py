@@ -40,10 +40,18 @@ class Found:
     share: float = 1.0
 
 
-def in_verified(repo: str) -> bool:
-    """Tell whether a repository is one of SWE-bench Verified's, by its name or as a package."""
-    owner, _, name = repo.lower().rpartition("/")
-    return repo.lower() in VERIFIED or (owner == "pypi" and any(one.endswith(f"/{name}") for one in VERIFIED))
+def in_verified(repo: str, instance_id: str = "") -> bool:
+    """Tell whether a task is of one of SWE-bench Verified's repositories.
+
+    A repository is known by its name, whoever owns it (a fork, a package), and by `owner__name` in its own name or in
+    the task's id, which is how task sets name theirs (`SWE-Gym/django__django`, `django__django-11001`).
+    """
+    name = repo.lower().rpartition("/")[2].replace("_", "-")
+    return name in _VERIFIED_NAMES or any(_IN_A_NAME.search(text.lower()) for text in (repo, instance_id))
+
+
+_VERIFIED_NAMES = frozenset(one.rpartition("/")[2] for one in VERIFIED)
+_IN_A_NAME = re.compile(rf"(?:^|[/.])(?:{'|'.join(re.escape(one.replace('/', '__')) for one in VERIFIED)})(?:[.-]|$)")
 
 
 def overlaps(training: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> list[Found]:
@@ -59,7 +67,7 @@ def overlaps(training: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[st
     found = []
     for row in training:
         name, repo = row["instance_id"], row["repo"].lower()
-        if in_verified(repo):
+        if in_verified(repo, name):
             found.append(Found(name, "verified", repo))
         if repo in repositories:
             found.append(Found(name, "repo", repositories[repo]))

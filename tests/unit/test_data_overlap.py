@@ -8,7 +8,7 @@ import pytest
 
 from rl.data import overlap
 from rl.data.convert import write_tasks
-from rl.make.overlap import Found, overlaps
+from rl.make.overlap import Found, in_verified, overlaps
 
 PATCH = (
     "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1,4 +1,4 @@\n def {name}(first, second):\n"
@@ -52,6 +52,25 @@ def test_each_kind_is_found() -> None:
         ("t-package", "verified", "pypi/requests"),
     ]
     assert found[0] == Found("t-same", "diff", "h-1", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("repo", "instance_id", "known"),
+    [
+        ("Django/django", "t", True),
+        ("someone/django", "t", True),
+        ("pypi/scikit_learn", "t", True),
+        ("SWE-Gym/django__django", "t", True),
+        ("swesmith/django__django.1a2b3c4d", "t", True),
+        ("mirror/x", "scikit-learn__scikit-learn-10297", True),
+        ("mirror/x", "swesmith.psf__requests.1a2b3c4d.lm_rewrite__x", True),
+        ("pypi/requests-cache", "t", False),
+        ("a/django-filter", "a__django-filter-12", False),
+        ("mirror/x", "other__django__django_extra-1", False),
+    ],
+)
+def test_repositories_of_verified_are_known_by_all_their_names(repo: str, instance_id: str, known: bool) -> None:
+    assert in_verified(repo, instance_id) is known
 
 
 def test_a_bug_and_its_fix_are_the_same_and_short_changes_are_compared_with_their_place() -> None:

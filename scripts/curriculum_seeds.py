@@ -3,8 +3,9 @@
     .venv/bin/python scripts/curriculum_seeds.py --seeds 1 2 3 --out outputs/curriculum-seeds.md [key=value ...]
 
 Both runs of a seed have the same tasks and begin with the same policy, and play the held-out tasks (64 episodes) after
-every second step. The training tasks' own rate would not do: which tasks it is of is what the two differ in. What is
-finished is not run again. key=value: more of rl.train's command line.
+every second step. The training tasks' own rate would not do: which tasks it is of is what the two differ in. There are
+16 training tasks, so that a run draws each about four times: in a single pass, any order plays every task once. What
+is finished is not run again. key=value: more of rl.train's command line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rollout import program
 
 ENOUGH = 0.8
 WAYS = {"uniform": "false", "by rate": "true"}
+FEW = ["quickstart.train_tasks=16", "curriculum.readmit_after=4"]
 COLUMNS = (
     "seed", "drawn", f"steps to {ENOUGH}", "held-out, every second step", "mean", "groups that teach nothing",
     "minutes", "audit",
@@ -30,7 +32,7 @@ def run(seed: int, way: str, root: Path, more: list[str]) -> Path:
     """Return the directory of a finished run; train one if there is none."""
     command = ["rl.train", "+experiment=quickstart", f"seed={seed}", f"run.root={root}", "trainer.logger=[]"]
     command += [f"curriculum.by_rate={WAYS[way]}", "trainer.test_freq=2", f"trainer.experiment_name={way.split()[-1]}"]
-    return finished(root / way.split()[-1], *command, *more)
+    return finished(root / way.split()[-1], *command, *FEW, *more)
 
 
 def row(seed: int, way: str, directory: Path) -> list[str]:

@@ -21,7 +21,7 @@ from rl.quickstart.realcode.tasks import CHECK, FILE
 
 DONE = "Done."
 TRIES = 4
-_STOPS, _SKIPS_CHECK, _FORGETS, _REPEATS = 0.45, 0.2, 0.15, 0.3
+_STOPS, _SKIPS_CHECK, _FORGETS, _REPEATS = 0.7, 0.2, 0.15, 0.3
 _STATEMENT = re.compile(r"<\|im_start\|>user\n(?=.*, not )")
 _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n?</tool_response>", re.DOTALL)
 _LINE = re.compile(r"^ *(\d+)\t(.*)$")

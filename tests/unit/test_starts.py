@@ -62,6 +62,21 @@ def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_save
     assert len(json.loads((run.dir / "starts.json").read_text())) == 2
 
 
+def test_an_image_that_a_node_has_pulled_is_progress(run: Run) -> None:
+    def pulled(node: str, images: int) -> None:
+        (run.dir / "logs" / node).mkdir(parents=True, exist_ok=True)
+        (run.dir / "logs" / node / starts.IMAGES).write_text(f"{images}\n")
+
+    pulled("n1", 3)
+    for requeued in (False, True):
+        starts.note(run, requeued)
+    pulled("n2", 1)
+    for _ in range(2):
+        starts.note(run, requeued=True)
+    with pytest.raises(starts.NoProgress):
+        starts.note(run, requeued=True)
+
+
 def test_starts_by_hand_are_never_held(run: Run) -> None:
     for _ in range(5):
         starts.note(run, requeued=False)

@@ -136,8 +136,10 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
     overrides = [*overrides, *more]
     signals, nodes = Signals(), Listener(place, say)
     warning = Path(os.environ.get("RL_WARNING") or os.devnull).absolute()
-    if not warning.parent.is_dir():
-        raise NodeError(f"{place.node}: no {warning.parent} here: bind the host's /tmp, where the batch script warns")
+    if not warning.parent.is_dir():  # of the host; this may be a container
+        raise NodeError(
+            f"{place.node}: no {warning.parent.parent} here: bind the host's (RL_BIND), where the batch script warns"
+        )
     watching = asyncio.ensure_future(signals.watch(warning))
     guards = [signals.early, nodes.failed]
     lease: RunLease | None = None

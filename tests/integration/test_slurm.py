@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -126,6 +127,7 @@ def test_nodes_without_the_environment_are_named(cluster: Slurm, tmp_path: Path)
     slow = tmp_path / "slow.sh"
     slow.write_text('[ "${SLURM_PROCID:-}" != 0 ] || sleep 600\n')
     (clone / "scripts" / "slurm").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "slurm" / "common.sh", clone / "scripts" / "slurm")
     (clone / "scripts" / "slurm" / "site.sh").write_text(f"export BASH_ENV={slow}\n")
     job = submit(cluster, out, "--nodes=2", str(ROOT / SCRIPT), "+experiment=quickstart", cwd=clone)
     ended = cluster.wait(job, "COMPLETED", "FAILED", seconds=300)

@@ -24,7 +24,7 @@ def test_an_array_job_admits_a_task_file(cluster: Slurm, tmp_path: Path, capfd: 
     command = [str(tasks), "--out", str(out), "--tries", "1", "--jobs", "2", "sandbox.isolation=none"]
 
     def submit(array: str) -> str:
-        options = [f"--array={array}", f"--output={tmp_path}/%a.txt", "--parsable"]
+        options = [f"--array={array}", f"--output={tmp_path}/%a.txt", "--parsable", "--export=NONE"]
         return cluster.run(
             "sbatch", *options, "scripts/slurm/array.sbatch", "rl.data.admit", *command, cwd=ROOT
         ).strip()

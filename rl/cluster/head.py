@@ -166,7 +166,7 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
             own, "--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"
         )
         guards.append(ended)
-        await unless(guards, answers(own, int(port), config.cluster.start_timeout_s))
+        await unless(guards, answers(place.node, own, int(port), config.cluster.start_timeout_s))
         for peer in nodes.peers.values():
             await peer.send(ray=address)
         await unless(guards, joined(address, [place.node, *nodes.peers], config))

@@ -189,7 +189,8 @@ def test_a_signal_before_srun_ends_the_job_at_once(batch: Batch, tmp_path: Path)
     requeue = f"{{ [ $1 = requeue ] && echo $2 >{requeued} && kill -TERM $BATCH; }}"  # SLURM ends the script
     batch.program("srun", f"touch {tmp_path}/started")
     batch.program("scontrol", f"{show.format('USR1')} || {requeue}")
-    assert batch.run() == (-signal.SIGTERM, "") and requeued.read_text() == "1\n"
+    code, said = batch.run()
+    assert code == -signal.SIGTERM and requeued.read_text() == "1\n" and "start 1 was warned after 0 s" in said
     requeued.unlink()
     batch.program("scontrol", f"{show.format('TERM')} || {requeue}")
     assert batch.run() == (75, "") and not requeued.exists()
@@ -203,7 +204,8 @@ def test_a_warning_reaches_the_job_as_a_file_and_it_is_requeued(
     requeued = tmp_path / "requeued"
     batch.program("scontrol", f"[ $1 = requeue ] && echo $2 >{requeued} && kill -TERM $BATCH")
     batch.program("srun", f"kill -USR1 $BATCH; until [ -e $RL_WARNING ]; do :; done; exit {code}")
-    assert batch.run() == (-signal.SIGTERM if again else code, "") and requeued.exists() == again
+    early = "train.sbatch: start 1 was warned after 0 s; is --signal longer than --time?\n" if again else ""
+    assert batch.run() == (-signal.SIGTERM if again else code, early) and requeued.exists() == again
     batch.program("srun", f"kill -TERM $BATCH; exit {code}")  # scancel --signal=TERM: no requeue
     requeued.unlink(missing_ok=True)
     assert batch.run() == (75 if code == 138 else code, "") and not requeued.exists()
@@ -215,13 +217,14 @@ def test_a_requeue_that_is_refused_or_would_repeat_itself_is_said(batch: Batch) 
     code, said = batch.run()
     assert code == 75 and said.splitlines() == [
         "train.sbatch: SLURM will not requeue this job (Requeue=0); sbatch --requeue, if the site lets you",
+        "train.sbatch: start 1 was warned after 0 s; is --signal longer than --time?",
         "no",
         "train.sbatch: SLURM has not requeued job 1; to continue: the same command with run.dir=<the run's directory>",
     ]
     batch.program("scontrol", "[ $1 = --oneliner ] && exit; kill -TERM $BATCH")
-    assert batch.run(SLURM_RESTART_COUNT="1")[0] == -signal.SIGTERM
-    code, said = batch.run(SLURM_RESTART_COUNT="2")
-    assert code == 75 and "not requeued: start 3 was warned after 0 s; is --signal longer than --time?" in said
+    assert batch.run(SLURM_RESTART_COUNT="0")[0] == -signal.SIGTERM
+    code, said = batch.run(SLURM_RESTART_COUNT="1")
+    assert code == 75 and "not requeued: start 2 was warned after 0 s; is --signal longer than --time?" in said
 
 
 def test_the_job_knows_its_end_whatever_slurm_sets(batch: Batch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl.cluster.head import Signals, StartStopped, check_job, head
 from rl.cluster.link import Link, Listener, NodeError, Place
 from rl.cluster.member import check_node, judge, prepare_node, unless
-from rl.cluster.ray import check_gpus
+from rl.cluster.ray import answers, check_gpus, joined
 from rl.cluster.stage import copy, stage
 from rl.cluster.task import run_directory, sweep_line
 from rl.config import ConfigError, compose
@@ -102,6 +103,39 @@ def test_enough_nodes_must_have_their_gpus() -> None:
     check_gpus(config, {"n1": 8, "n2": 8, "cpu1": 0})
     with pytest.raises(NodeError, match=r"^n2: 7 GPUs; trainer\.n_gpus_per_node is 8, on 2 nodes$"):
         check_gpus(config, {"n1": 8, "n2": 7})
+
+
+async def test_a_node_that_does_not_join_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is a stand-in here: one of its two nodes is dead at first."""
+    config = composed("+experiment=quickstart", trainer__nnodes=2, cluster__start_timeout_s=0)
+    there = [
+        {"NodeName": "n1", "Alive": True, "Resources": {"GPU": 1}},
+        {"NodeName": "n2", "Alive": False, "Resources": {"GPU": 1}},
+    ]
+    said: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        said.append(address)
+        if address == "other:1":
+            raise ConnectionError("wrong token")
+
+    fake = types.SimpleNamespace(init=init, nodes=lambda: there, shutdown=lambda: said.append("shutdown"))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    with pytest.raises(NodeError, match=r"^n2, n3: not in the Ray cluster in 0 s$"):
+        await joined("head:1", ["n1", "n2", "n3"], config)
+    with pytest.raises(NodeError, match=r"^n1: Ray does not let its own node in: wrong token$"):
+        await joined("other:1", ["n1", "n2"], config)
+    there[1]["Alive"] = True
+    await joined("head:1", ["n1", "n2"], config)
+    assert said == ["head:1", "shutdown", "other:1", "head:1", "shutdown"]
+
+
+async def test_a_ray_that_does_not_answer_is_named_with_its_node(unused_tcp_port: int) -> None:
+    with pytest.raises(NodeError, match=rf"^n1: Ray does not answer at 127\.0\.0\.1:{unused_tcp_port} in 0 s$"):
+        await answers("n1", "127.0.0.1", unused_tcp_port, 0)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", unused_tcp_port)
+    async with server:
+        await answers("n1", "127.0.0.1", unused_tcp_port, 0)
 
 
 def test_a_task_of_a_sweep_gets_its_line(tmp_path: Path) -> None:

@@ -85,9 +85,8 @@ def prepare_node(config: DictConfig, plays: bool, logs: Path, say: Say) -> dict[
 
         def count(ready: int, wanted: int) -> None:
             files.write(logs / starts.IMAGES, f"{ready}\n")
-            if (
-                10 * ready // wanted > 10 * (ready - 1) // wanted and ready < wanted
-            ):  # the last line is said in any case
+            # A line for each tenth; the last one is said in any case.
+            if ready < wanted and 10 * ready // wanted > 10 * (ready - 1) // wanted:
                 say(f"images: {ready} of {wanted} ready")
 
         prepare_images(config.sandbox, logs, check_tasks(config), say, count)  # each node reports on its own images

@@ -33,7 +33,7 @@ def note(run: Run, requeued: bool) -> None:
     """
     path = run.dir / "starts.json"
     now = {"step": run.checkpoint_step, "kept": unfinished.count(run.dir, run.checkpoint_step)}
-    now["images"] = sum(int(path.read_text()) for path in run.dir.glob(f"logs/*/{IMAGES}"))
+    now["images"] = sum(int(file.read_text()) for file in run.dir.glob(f"logs/*/{IMAGES}"))
     before = read(path) if requeued else []
     if before[-FRUITLESS:] == [now] * FRUITLESS:
         at = f"step {now['step']}" if now["step"] else "its beginning"

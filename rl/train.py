@@ -268,7 +268,8 @@ def main() -> None:
         weights = adopt(config)
         check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
-        starts.note(run, slurm.is_requeued())
+        if "RL_RUN_LEASE" not in os.environ:  # else rl.cluster has noted it
+            starts.note(run, slurm.is_requeued())
     except ConfigError as error:
         error.tell()
         sys.exit(2)

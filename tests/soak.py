@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from rl.run.phases import read as read_phase
 from rollout import audit
 from tests.integration.test_run_faults import EXACT, NUMBERS
 from tests.integration.train_kit import ROOT, TINY, WarmStart, command_line, plain_environment
@@ -32,12 +33,12 @@ from tests.slurm_kit import Slurm, slurm
 SCRIPT = "scripts/slurm/train.sbatch"
 ENDS = ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED")
 FAULTS = {"warn": 2, "preempt": 2, "lose a node": 2, "kill the engine": 2, "kill any process": 3, "submit again": 1}
-# What a job prints, in this order, and what has been done when it does.
+# What a job prints, in this order, and what has been done when it does. The phases of the first step are in phase.json.
 PHASES = {
     r"cluster: 2 nodes": "SLURM starts the job; nodes check themselves",
     r"all nodes are there": "the nodes are tested; Ray starts",
     r"starting trainer": "rl.train checks, and imports verl",
-    r"step 1/\d+  resolved": "trainer and engines start; the first step",
+    r"step 1/\d+  resolved": "the first step",
 }
 
 
@@ -79,17 +80,24 @@ class Job:
 
 def phases(job: Job) -> None:
     """Wait for the first step and print when each phase was over."""
-    began, waiting = time.monotonic(), dict(PHASES)
-    last = began
+    began = last = time.time()
+    waiting, doing = dict(PHASES), "trainer and engines start"
+
+    def over(name: str, at: float) -> None:
+        nonlocal last
+        log(f"{at - last:6.1f} s  {name}")
+        last = at
+
     while waiting and job.state() not in ENDS:
         pattern, name = next(iter(waiting.items()))
+        phase = read_phase(job.run)
+        if phase and not doing.endswith(phase.name):
+            over(doing, phase.since)
+            doing = f"{name}: {phase.name}"
         if re.search(pattern, job.said()):
-            now = time.monotonic()
-            log(f"{now - last:6.1f} s  {name}")
-            last = now
+            over(doing if phase else name, time.time())
             del waiting[pattern]
-        else:
-            time.sleep(0.2)
+        time.sleep(0.1)
     log(f"{last - began:6.1f} s  from sbatch to the end of the first step")
 
 
@@ -147,7 +155,7 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
 def main() -> int:
     options = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--root", type=Path, required=True, help="a directory that is made and kept")
-    options.add_argument("--minutes", type=float, default=40, help="how long faults happen")
+    options.add_argument("--minutes", type=float, default=40, help="how long faults happen; 0: only the times")
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--seed", type=int, default=1, help="of the faults")
     args = options.parse_args()
@@ -163,6 +171,8 @@ def main() -> int:
         alone.submit()
         phases(alone)
         cluster.wait(alone.number, "COMPLETED", seconds=7200)
+        if not args.minutes:
+            return 0
         log("disturbed:")
         soak(broken, args.minutes, random.Random(args.seed))
         log(f"ended; jobs that had to be submitted again: {dict(broken.ended)}")

@@ -23,7 +23,8 @@ from rl.cluster.network import node_address
 from rl.cluster.preflight import preflight
 from rl.cluster.ray import RayNode, answers, gpu_nodes, joined
 from rl.config import ConfigError
-from rl.run import slurm, stop
+from rl.run import slurm, starts, stop
+from rl.run.directory import Run
 from rl.run.lease import POLL_S, RunLease
 from rl.run.programs import free_port, tied
 from rollout.sandbox import SandboxError
@@ -120,7 +121,7 @@ class Signals:
 async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: Path, say: Say) -> int:
     """Start the nodes, train, stop, and return the job's exit code.
 
-    Raises ConfigError, NodeError, StartStopped, and as RunLease.take.
+    Raises ConfigError, NodeError, StartStopped, and as RunLease.take and starts.note.
     """
     left_s = (slurm.job_end() or 0) - time.time()
     check_job(config, place.parts, left_s if left_s > 0 else None)
@@ -135,8 +136,10 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
     overrides = [*overrides, *more]
     signals, nodes = Signals(), Listener(place, say)
     warning = Path(os.environ.get("RL_WARNING") or os.devnull).absolute()
-    if not warning.parent.is_dir():
-        raise NodeError(f"{place.node}: no {warning.parent} here: bind the host's /tmp, where the batch script warns")
+    if not warning.parent.is_dir():  # of the host; this may be a container
+        raise NodeError(
+            f"{place.node}: no {warning.parent.parent} here: bind the host's (RL_BIND), where the batch script warns"
+        )
     watching = asyncio.ensure_future(signals.watch(warning))
     guards = [signals.early, nodes.failed]
     lease: RunLease | None = None
@@ -147,6 +150,8 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
         lease = RunLease(run_dir, say)
         await unless(guards, _leased(lease))
         lease.renew(lambda text: print(f"cluster: {text}", file=sys.stderr, flush=True))
+        checkpoints = Path(config.trainer.default_local_dir)
+        starts.note(Run(run_dir, checkpoints, place.attempt > 0, lease), slurm.is_requeued())
         logs = log_directory(run_dir, place.node)
         ray = RayNode(place, config, logs)
         say(f"{place.nodes} nodes, run directory {run_dir}" + (f", start {place.attempt + 1}" if place.attempt else ""))
@@ -161,7 +166,7 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
             own, "--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"
         )
         guards.append(ended)
-        await unless(guards, answers(own, int(port), config.cluster.start_timeout_s))
+        await unless(guards, answers(place.node, own, int(port), config.cluster.start_timeout_s))
         for peer in nodes.peers.values():
             await peer.send(ray=address)
         await unless(guards, joined(address, [place.node, *nodes.peers], config))

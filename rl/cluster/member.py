@@ -21,8 +21,9 @@ from rl.cluster.preflight import answer
 from rl.cluster.ray import RayNode
 from rl.cluster.stage import stage
 from rl.config import ConfigError
-from rl.run import stop
+from rl.run import starts, stop
 from rl.run.scratch import local_directory
+from rollout import files
 from rollout.sandbox import SandboxError
 
 Say = Callable[[str], None]
@@ -81,7 +82,14 @@ def prepare_node(config: DictConfig, plays: bool, logs: Path, say: Say) -> dict[
     if config.prepare:
         return {}
     if plays and kind_of(config.sandbox).from_images and config.data.custom_cls.path == "pkg://rl.dataset":
-        prepare_images(config.sandbox, logs, check_tasks(config), say)  # each node reports on its own images
+
+        def count(ready: int, wanted: int) -> None:
+            files.write(logs / starts.IMAGES, f"{ready}\n")
+            # A line for each tenth; the last one is said in any case.
+            if ready < wanted and 10 * ready // wanted > 10 * (ready - 1) // wanted:
+                say(f"images: {ready} of {wanted} ready")
+
+        prepare_images(config.sandbox, logs, check_tasks(config), say, count)  # each node reports on its own images
     return stage(config, say) if config.cluster.stage_dir else {}
 
 

@@ -119,8 +119,8 @@ def reachable(address: str) -> str:
     return ray.util.get_node_ip_address() if address.startswith("127.") else address
 
 
-async def answers(address: str, port: int, seconds: float) -> None:
-    """Wait until something listens at ``address``:``port``. Raises NodeError after ``seconds``."""
+async def answers(node: str, address: str, port: int, seconds: float) -> None:
+    """Wait until something listens at ``address``:``port`` of the node. Raises NodeError after ``seconds``."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -129,7 +129,7 @@ async def answers(address: str, port: int, seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > end:
-                raise NodeError(f"Ray does not answer at {address}:{port} in {seconds:.0f} s") from error
+                raise NodeError(f"{node}: Ray does not answer at {address}:{port} in {seconds:.0f} s") from error
             await asyncio.sleep(0.2)
 
 

@@ -4,7 +4,8 @@
 
 1. each node checks itself (``rl.checks``: config, data files, container engine, disk); if all find the same wrong, it
    is the config, else the node;
-2. the head leases the run directory (``rl.run.lease``): until then nobody has written there;
+2. the head leases the run directory (``rl.run.lease``): until then nobody has written there. It ends a job that was
+   requeued without getting on (``rl.run.starts``);
 3. the nodes are tested (``rl.cluster.preflight``); each copies model and task files to its own disk where
    ``cluster.stage_dir`` asks for it, and pulls and seals the sandbox images;
 4. the head starts Ray, the others join it, and the head waits until each node is there with its GPUs;
@@ -14,7 +15,8 @@
 
 A node that fails is named in one line, and the job ends. The run directory is named by the job, so a requeued job
 continues in it. Exit code: rl.train's (0 done, 1 failed, 2 the config is wrong or the run directory is in use, 75 ended
-by a signal with nothing lost, 143 cut short), or 69: a node failed its check, did not join, or was lost.
+by a signal with nothing lost, 143 cut short), 1 also if two starts made no progress, or 69: a node failed its check,
+did not join, or was lost.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from rl.cluster.link import NodeError, Place
 from rl.cluster.member import member
 from rl.cluster.preflight import BadNodes, leave_out
 from rl.config import ConfigError, compose
-from rl.run import stop
+from rl.run import starts, stop
 from rl.run.lease import InUse
 from rollout import program
 
@@ -85,6 +87,9 @@ async def _main(place: Place, config: DictConfig, overrides: list[str], run_dir:
     except InUse as error:
         print(f"cluster: {error}; wait for its end, or give another run.dir", file=sys.stderr)
         code = 2
+    except starts.NoProgress as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        code = 1
     except (NodeError, RuntimeError) as error:
         text = f"node {error}" if isinstance(error, NodeError) else f"node {place.node}: {error}"
         print(f"cluster: {text}", file=sys.stderr)

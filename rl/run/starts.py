@@ -2,9 +2,10 @@
 
 A job that requeues itself does so until someone looks: a time limit that is too short for a step and its checkpoint
 would cost a whole allocation. ``starts.json`` in the run directory holds, for the last starts since the one by hand,
-how far the run was when they began. What counts is what the next start can build on: the newest checkpoint and the
-episodes that are kept from an interrupted rollout. A step that was finished and not saved is done again, so it does not
-count.
+how far the run was when they began. What counts is what the next start can build on: the newest checkpoint, the
+episodes that are kept from an interrupted rollout, and the images that a job's nodes have pulled. A step that was
+finished and not saved is done again, so it does not count. Of a job on a cluster, ``rl.cluster`` notes the start,
+before it pulls images and starts Ray, and the ``rl.train`` in it notes none.
 
 Only starts after a requeue are held to this: who starts a run by hand, or presses Ctrl-C, sees what happens.
 """
@@ -17,6 +18,7 @@ from rl.run.directory import Run
 from rollout import files
 
 FRUITLESS = 2  # starts in a row without progress that end a run
+IMAGES = "images_ready"  # file in the logs of a node: how many images it had at last
 
 
 class NoProgress(Exception):
@@ -31,12 +33,13 @@ def note(run: Run, requeued: bool) -> None:
     """
     path = run.dir / "starts.json"
     now = {"step": run.checkpoint_step, "kept": unfinished.count(run.dir, run.checkpoint_step)}
+    now["images"] = sum(int(file.read_text()) for file in run.dir.glob(f"logs/*/{IMAGES}"))
     before = read(path) if requeued else []
     if before[-FRUITLESS:] == [now] * FRUITLESS:
         at = f"step {now['step']}" if now["step"] else "its beginning"
         raise NoProgress(
-            f"no progress: the last {FRUITLESS} starts of {run.dir} added neither a checkpoint nor an episode that "
-            f"could be kept, so it is not requeued again and stays at {at}; give the job more time (--time), save more "
+            f"no progress: the last {FRUITLESS} starts of {run.dir} added no checkpoint, no episode that could be kept "
+            f"and no image, so it is not requeued again and stays at {at}; give the job more time (--time), save more "
             "often (run.save_minutes), or let it end in time (run.grace_s and --signal: python -m rl.plan prints what "
             "fits), and submit it again"
         )

@@ -4,8 +4,8 @@
 #   scripts/slurm/packed_env.sh pack DIR             on the login node: .venv and its Python to DIR/env-<digest>.tar.zst
 #   scripts/slurm/packed_env.sh run FILE ARGUMENTS   on a node: unpack it once below RL_LOCAL (/tmp), and run its python
 #
-# The digest is that of names, sizes and times of all files: what has not changed is not packed again. train.sbatch runs
-# it with RL_ENV=packed RL_IMAGE=FILE.
+# The digest is that of names, sizes and times of all files: what has not changed is not packed again. The batch
+# scripts run it with RL_ENV=packed RL_IMAGE=FILE.
 set -euo pipefail
 
 case ${1:-} in

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import http.server
-import io
-import json
 import os
 import subprocess
 import sys
-import tarfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +19,7 @@ from rollout.sandbox.pulls import Pulls
 from rollout.sandbox.sealing import Source, Wanted
 from tests.check_kit import write
 from tests.datasets import snapshot_row
-from tests.docker_kit import left, small_image
+from tests.docker_kit import left, registry, small_image
 from tests.sandboxes import REPOSITORY, sh
 
 # The first test of all may have to make the base image.
@@ -229,65 +222,6 @@ async def test_the_least_recently_used_go_first(engine: ContainerEngine, tags: l
         assert images.missing(engine, [one.ref for one in sealed]) == [sealed[1].ref]
     finally:
         drop(engine, *(one.ref for one in sealed))
-
-
-@contextlib.contextmanager
-def registry(repository: str, refusals: int = 0) -> Iterator[tuple[str, list[str]]]:
-    """A registry on this machine with one image of one small layer: its name, and the paths that were asked for.
-
-    refusals: so many questions for a manifest it refuses first, as a registry with a rate limit does.
-    """
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        file = tarfile.TarInfo("file")
-        file.size = 1000
-        tar.addfile(file, io.BytesIO(bytes(1000)))
-    layer, kind = buffer.getvalue(), "application/vnd.docker"
-
-    def digest(data: bytes) -> str:
-        return f"sha256:{hashlib.sha256(data).hexdigest()}"
-
-    rootfs = {"type": "layers", "diff_ids": [digest(layer)]}
-    config = json.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs}).encode()
-    parts = [
-        {"mediaType": f"{kind}.{name}", "size": len(data), "digest": digest(data)}
-        for name, data in (("container.image.v1+json", config), ("image.rootfs.diff.tar", layer))
-    ]
-    content = {"schemaVersion": 2, "mediaType": f"{kind}.distribution.manifest.v2+json"}
-    manifest = json.dumps(content | {"config": parts[0], "layers": parts[1:]}).encode()
-    blobs = {digest(data): data for data in (config, layer, manifest)} | {"latest": manifest, "": b""}
-    asked: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            data = blobs.get(self.path.rpartition("/")[2])
-            manifests = sum("/manifests/" in path for path in asked)
-            if "/manifests/" in self.path and manifests <= refusals:
-                data = b'{"errors": [{"code": "TOOMANYREQUESTS", "message": "slow down"}]}'
-                self.send_response(429)
-                self.send_header("Content-Type", "application/json")
-            else:
-                self.send_response(404 if data is None else 200)
-            self.send_header("Content-Length", str(len(data or b"")))
-            if data == manifest:
-                self.send_header("Content-Type", content["mediaType"])
-                self.send_header("Docker-Content-Digest", digest(manifest))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data or b"")
-
-        do_HEAD = do_GET
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"127.0.0.1:{server.server_port}/{repository}", asked
-        finally:
-            server.shutdown()
 
 
 @pytest.mark.usefixtures("own_cache")

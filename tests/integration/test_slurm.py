@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -67,14 +68,14 @@ def until_trapped(cluster: Slurm, job: str) -> None:
         time.sleep(0.05)
 
 
-def read_until(cluster: Slurm, job: str, out: Path, pattern: str, seconds: float) -> str:
-    """The job's output when it has the pattern."""
+def read_until(cluster: Slurm, job: str, out: Path, pattern: str, seconds: float, *ends: str) -> str:
+    """The job's output when it has the pattern, which the job may only have in one of the states ``ends``."""
     end = time.monotonic() + seconds
     while True:
         text = out.read_text() if out.exists() else ""
         if re.search(pattern, text):
             return text
-        assert cluster.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), text
+        assert cluster.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING", *ends), text
         assert time.monotonic() < end, text
         time.sleep(0.5)
 
@@ -126,6 +127,7 @@ def test_nodes_without_the_environment_are_named(cluster: Slurm, tmp_path: Path)
     slow = tmp_path / "slow.sh"
     slow.write_text('[ "${SLURM_PROCID:-}" != 0 ] || sleep 600\n')
     (clone / "scripts" / "slurm").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "slurm" / "common.sh", clone / "scripts" / "slurm")
     (clone / "scripts" / "slurm" / "site.sh").write_text(f"export BASH_ENV={slow}\n")
     job = submit(cluster, out, "--nodes=2", str(ROOT / SCRIPT), "+experiment=quickstart", cwd=clone)
     ended = cluster.wait(job, "COMPLETED", "FAILED", seconds=300)
@@ -149,6 +151,37 @@ def test_a_run_directory_in_use_is_left_alone(cluster: Slurm, tmp_path: Path) ->
     assert f"cluster: run directory {run} is in use by process {os.getpid()} on" in text
     assert [path.name for path in run.iterdir()] == ["run.lease"]
     assert ended["TresPerNode"] == "gres:gpu:h100:2"
+
+
+@pytest.mark.timeout(900)
+def test_of_two_jobs_with_one_run_directory_one_is_refused_and_names_the_other(cluster: Slurm, tmp_path: Path) -> None:
+    """They start at the same time, on a node each."""
+    run = tmp_path / "mine"
+    arguments = ["--nodes=1", SCRIPT, "+experiment=quickstart", f"run.root={tmp_path}", f"run.dir={run}"]
+    jobs = [submit(cluster, tmp_path / f"{number}.txt", *arguments) for number in (1, 2)]
+    said = r"cluster: (all nodes are there|run directory .* is in use)"
+    texts = [
+        read_until(cluster, job, tmp_path / f"{number}.txt", said, 300, "FAILED") for number, job in enumerate(jobs, 1)
+    ]
+    (refused,) = [number for number, text in enumerate(texts) if "is in use" in text]
+    held = jobs[1 - refused]
+    assert re.search(rf"cluster: run directory {run} is in use by process \d+ on \S+ \(job {held}\);", texts[refused])
+    assert "all nodes are there" not in texts[refused]
+    ended = cluster.wait(jobs[refused], "COMPLETED", "FAILED", seconds=100)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0")
+    assert cluster.job(held)["JobState"] == "RUNNING" and f" {held} 0 " in (run / "run.lease").read_text()
+    cluster.run("scancel", held)
+    cluster.wait(held, "CANCELLED", seconds=200)
+
+
+@pytest.mark.timeout(900)
+def test_a_job_whose_time_is_shorter_than_its_grace_is_refused(cluster: Slurm, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    job = submit(cluster, out, "--nodes=1", "--time=10", SCRIPT, "+experiment=quickstart", f"run.root={tmp_path}")
+    ended = cluster.wait(job, "COMPLETED", "FAILED", seconds=300)
+    text = out.read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0"), text
+    assert re.search(r"config: run\.grace_s=1800 is not less than the \d+ s that the job has", text)
 
 
 @pytest.mark.timeout(900)
@@ -211,8 +244,8 @@ def test_a_node_that_is_lost_is_named(cluster: Slurm, warm_start: WarmStart, tmp
     read_until(
         cluster, job, out, r"cluster: node n2: Ray has ended \(exit code 1\); see .*/logs/n2/ray-start\.log", 200
     )
-    cluster.run("scancel", job)
-    cluster.wait(job, "CANCELLED", seconds=200)
+    ended = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", seconds=300)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "69:0"), out.read_text()
     assert "raylet" in (logs / "n2" / "ray-start.log").read_text()
     end = time.monotonic() + 200
     while left := list(logs.glob("*/ray_dir*")):  # the notes of where Ray is: each node takes both along

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rl.cluster.head import Signals, StartStopped, check_job
+from rl.cluster.head import Signals, StartStopped, check_job, head
 from rl.cluster.link import Link, Listener, NodeError, Place
-from rl.cluster.member import check_node, judge, unless
-from rl.cluster.ray import check_gpus
+from rl.cluster.member import check_node, judge, prepare_node, unless
+from rl.cluster.ray import answers, check_gpus, joined
 from rl.cluster.stage import copy, stage
 from rl.cluster.task import run_directory, sweep_line
 from rl.config import ConfigError, compose
-from rl.run import stop
+from rl.run import starts, stop
 from tests.check_kit import composed
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +105,39 @@ def test_enough_nodes_must_have_their_gpus() -> None:
         check_gpus(config, {"n1": 8, "n2": 7})
 
 
+async def test_a_node_that_does_not_join_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is a stand-in here: one of its two nodes is dead at first."""
+    config = composed("+experiment=quickstart", trainer__nnodes=2, cluster__start_timeout_s=0)
+    there = [
+        {"NodeName": "n1", "Alive": True, "Resources": {"GPU": 1}},
+        {"NodeName": "n2", "Alive": False, "Resources": {"GPU": 1}},
+    ]
+    said: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        said.append(address)
+        if address == "other:1":
+            raise ConnectionError("wrong token")
+
+    fake = types.SimpleNamespace(init=init, nodes=lambda: there, shutdown=lambda: said.append("shutdown"))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    with pytest.raises(NodeError, match=r"^n2, n3: not in the Ray cluster in 0 s$"):
+        await joined("head:1", ["n1", "n2", "n3"], config)
+    with pytest.raises(NodeError, match=r"^n1: Ray does not let its own node in: wrong token$"):
+        await joined("other:1", ["n1", "n2"], config)
+    there[1]["Alive"] = True
+    await joined("head:1", ["n1", "n2"], config)
+    assert said == ["head:1", "shutdown", "other:1", "head:1", "shutdown"]
+
+
+async def test_a_ray_that_does_not_answer_is_named_with_its_node(unused_tcp_port: int) -> None:
+    with pytest.raises(NodeError, match=rf"^n1: Ray does not answer at 127\.0\.0\.1:{unused_tcp_port} in 0 s$"):
+        await answers("n1", "127.0.0.1", unused_tcp_port, 0)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", unused_tcp_port)
+    async with server:
+        await answers("n1", "127.0.0.1", unused_tcp_port, 0)
+
+
 def test_a_task_of_a_sweep_gets_its_line(tmp_path: Path) -> None:
     file = tmp_path / "sweep.txt"
     file.write_text("seed=1 'agent.system_prompt=Fix it.'\n\nseed=2\n")
@@ -121,6 +155,56 @@ def test_the_example_sweep_composes() -> None:
     file = Path(__file__).parents[2] / "scripts" / "slurm" / "seeds.txt"
     assert [sweep_line(file, str(task)) for task in (1, 2, 3)] == [["seed=1"], ["seed=2"], ["seed=3"]]
     assert compose(["+experiment=quickstart", *sweep_line(file, "2")]).seed == 2
+
+
+async def test_a_job_that_never_comes_to_the_training_ends_at_its_third_fruitless_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """Nothing of the nodes is looked at, and a warning comes while images are pulled."""
+    pulled = iter([0, 5, 5, 5, 5])
+
+    async def checked(*_: Any) -> None:
+        pass
+
+    async def warned(nodes: Any, config: Any, run_dir: Path, logs: Path, say: Any) -> None:
+        (logs / starts.IMAGES).write_text(f"{next(pulled)}\n")
+        raise StartStopped("SIGUSR1")
+
+    monkeypatch.setattr("rl.cluster.head.set_up", lambda config: [])
+    monkeypatch.setattr("rl.cluster.head._checked", checked)
+    monkeypatch.setattr("rl.cluster.head._prepared", warned)
+    monkeypatch.setenv("RL_WARNING", str(tmp_path / "warning"))
+    run_dir = tmp_path / "run"
+    config = composed("+experiment=quickstart", run__dir=str(run_dir), cluster__preflight=False)
+
+    async def start(number: int) -> None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
+        await head(replace(place("n1", 1, unused_tcp_port), attempt=number), config, [], run_dir, print)
+
+    for number in range(4):  # the second has pulled something
+        with pytest.raises(StartStopped):
+            await start(number)
+    with pytest.raises(starts.NoProgress, match=f"the last 2 starts of {run_dir} added no checkpoint"):
+        await start(4)
+    with pytest.raises(StartStopped):
+        await start(0)  # by hand
+    assert not (run_dir / "run.lease").exists()
+    for number in stop.SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_a_node_says_how_many_images_it_has_and_notes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(sandbox: Any, logs: Path, tasks: Any, say: Any, count: Any) -> None:
+        for ready in range(1, 31):
+            count(ready, 30)
+            assert (logs / starts.IMAGES).read_text() == f"{ready}\n"
+
+    monkeypatch.setattr("rl.cluster.member.prepare_images", prepare)
+    monkeypatch.setattr("rl.cluster.member.check_tasks", lambda config: [])
+    config = composed("+experiment=quickstart", "sandbox=docker", prepare=None)
+    said: list[str] = []
+    assert prepare_node(config, True, tmp_path, said.append) == {}
+    assert said == [f"images: {ready} of 30 ready" for ready in range(3, 30, 3)]
 
 
 # --- files on a disk of the node

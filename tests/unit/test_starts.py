@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rl import train
 from rl.run import slurm, starts, unfinished
 from rl.run.checkpoints import seal
 from rl.run.directory import Run
@@ -62,6 +65,21 @@ def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_save
     assert len(json.loads((run.dir / "starts.json").read_text())) == 2
 
 
+def test_an_image_that_a_node_has_pulled_is_progress(run: Run) -> None:
+    def pulled(node: str, images: int) -> None:
+        (run.dir / "logs" / node).mkdir(parents=True, exist_ok=True)
+        (run.dir / "logs" / node / starts.IMAGES).write_text(f"{images}\n")
+
+    pulled("n1", 3)
+    for requeued in (False, True):
+        starts.note(run, requeued)
+    pulled("n2", 1)
+    for _ in range(2):
+        starts.note(run, requeued=True)
+    with pytest.raises(starts.NoProgress):
+        starts.note(run, requeued=True)
+
+
 def test_starts_by_hand_are_never_held(run: Run) -> None:
     for _ in range(5):
         starts.note(run, requeued=False)
@@ -111,3 +129,25 @@ def test_the_end_of_the_job(
         assert end == expected
     monkeypatch.delenv("SLURM_JOB_ID")
     assert slurm.job_end() is None
+
+
+@pytest.mark.parametrize(("lease", "ends"), [(None, "noted"), ("token", "trains")])
+def test_the_trainer_of_a_job_leaves_the_count_to_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: str | None, ends: str
+) -> None:
+    """By what is called first: the note, or what comes behind it."""
+
+    def called(name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            raise InterruptedError(name)
+
+        return call
+
+    monkeypatch.setattr(sys, "argv", ["rl.train", "+experiment=quickstart", f"run.root={tmp_path}"])
+    monkeypatch.setattr(train, "check_all", lambda *_: None)
+    monkeypatch.setattr(starts, "note", called("noted"))
+    monkeypatch.setattr(train.checkpoints, "tidy", called("trains"))
+    if lease is not None:
+        monkeypatch.setenv("RL_RUN_LEASE", lease)
+    with pytest.raises(InterruptedError, match=ends):
+        train.main()

@@ -71,8 +71,8 @@ class Marks:
                 if room is not None:
                     room.take(len(parts) // 2)  # each mark will be at least one token
             return "".join((*parts, value[at:])) if parts else value
-        if isinstance(value, dict):
-            return {key: self.hide(item) for key, item in value.items()}
+        if isinstance(value, dict):  # its keys are texts, too: names of arguments and of a schema's properties
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list) else value
 
     def _marks(self, text: str) -> Iterator[re.Match[str]]:

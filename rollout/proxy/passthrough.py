@@ -58,8 +58,8 @@ class PassThrough(ProxyServer):
         A call that succeeded when the agent asked again was not a failure of the episode.
         """
         session, body = await self.receive(request)
-        side = decode_request(body).model == SIDE_MODEL
         session.admit()
+        side = decode_request(body).model == SIDE_MODEL
         session.counters.calls += 1
         session.counters.side_calls += side
         session.counters.retries += is_retry(request)
@@ -78,5 +78,6 @@ class PassThrough(ProxyServer):
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        _, body = await self.receive(request)
+        session, body = await self.receive(request)
+        session.admit()
         return await self.endpoint.relay(request, body)

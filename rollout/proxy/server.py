@@ -189,9 +189,9 @@ class ProxyServer:
         session, body = await self.receive(request)
         before = session.counters.overhead_s
         began = time.perf_counter()
+        session.admit()
         wire = decode_request(body)
         session.counters.overhead_s += time.perf_counter() - began
-        session.admit()
         if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
             session.counters.side_calls += 1
             return await session.policy.side_endpoint.relay(request, body)
@@ -268,6 +268,7 @@ class ProxyServer:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session, body = await self.receive(request)
+        session.admit()  # counting encodes the prompt as a call does
         wire = decode_request(body)
         async with session.entrance:
             counted = {"input_tokens": session.count(wire, await session.ahead(wire))}

@@ -47,9 +47,9 @@ class Policy:
     limits that the agent's own max_tokens can only lower. ``train_side_calls``: whether side calls are trained on; if
     ``side_endpoint`` is set, it answers them and the policy never sees them. ``max_session_tokens``: the most tokens
     that one session may hold, over all branches of its tree. ``max_calls``: the most calls that a session may make,
-    side calls and retries included; None: any number. ``max_body``: the largest request of a session in bytes; None:
-    the server's. ``sampling``: the trainer's parameters (temperature, top_p, ...); a ``seed`` among them is the
-    episode's, from which each call gets its own (``call_seed``).
+    side calls, retries, broken requests and counts of tokens included; None: any number. ``max_body``: the largest
+    request of a session in bytes; None: the server's. ``sampling``: the trainer's parameters (temperature, top_p, ...);
+    a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``).
     """
 
     engine: Engine
@@ -143,7 +143,7 @@ class Session:
         self.settle: Callable[[], None] = lambda: None
 
     def admit(self) -> None:
-        """Let one more call in. Raises RequestError if the session has made all the calls that it may make."""
+        """Let one more call or count of tokens in. Raises RequestError if the session has made all that it may."""
         most = self.policy.max_calls
         if most is not None and self._admitted >= most:
             self.counters.refused_calls += 1

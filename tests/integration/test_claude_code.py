@@ -210,6 +210,43 @@ async def test_too_many_calls_end_the_agent(proxy: ProxyServer, task: Task, tmp_
     assert len(episode.rows) == 1
 
 
+# The program that runs the command, of which PATH may know nothing.
+INNER = 'for n in {}; do /proc/$PPID/exe -p "INNER $n" --max-turns 5 2>&1 </dev/null | tail -3; done'
+
+
+def starting(count: int) -> Callable[[str], str]:
+    """Run a command that starts Claude Code ``count`` times, each of which calls a tool and says that it is done."""
+
+    def script(prompt: str) -> str:
+        if "Repair the code." not in prompt:
+            return "Inner done." if answers(prompt) else call("Bash", command="echo inner")
+        return "Done." if answers(prompt) else call("Bash", command=INNER.format(" ".join(map(str, range(count)))))
+
+    return script
+
+
+async def test_calls_of_another_claude_code_in_the_box_are_not_trained_on(
+    proxy: ProxyServer, task: Task, tmp_path: Path
+) -> None:
+    episode = await run_episode(setup(proxy, scripted(starting(2))), task, "e")
+    record = check_record(episode, tmp_path)
+    foreign = [node.text for node in record.nodes if node.delivered and not node.trained]
+    assert len(episode.rows) == 1 and foreign.count("Inner done.") == 2
+    assert episode.session.counters.foreign_calls == len(foreign) and "foreign_calls" in episode.verdict.flags
+
+
+async def test_calls_of_another_claude_code_in_the_box_are_limited(
+    proxy: ProxyServer, task: Task, tmp_path: Path
+) -> None:
+    limited = setup(proxy, scripted(starting(3)))
+    limited = dataclasses.replace(limited, policy=dataclasses.replace(limited.policy, max_calls=4))
+    episode = await run_episode(limited, task, "e")
+    check_record(episode, tmp_path)
+    counters = episode.session.counters
+    assert (episode.agent.status, episode.verdict.reason, len(episode.rows)) == ("error", "empty_patch", 1)
+    assert counters.calls == 4 and counters.refused_calls >= 3
+
+
 @pytest.mark.parametrize(
     "prompt",
     [

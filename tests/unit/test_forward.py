@@ -86,7 +86,8 @@ async def test_calls_that_are_forwarded_are_limited_too(ends: Ends) -> None:
     ends.session.policy = replace(ends.session.policy, max_calls=2)
     statuses = [(await ends.post(model=SIDE_MODEL))[0] for _ in range(4)]
     assert statuses == [200, 200, 403, 403]
-    assert (ends.small.counters.calls, ends.session.counters.refused_calls) == (2, 2)
+    assert (await ends.post("/v1/messages/count_tokens"))[0] == 403
+    assert (ends.small.counters.calls, ends.session.counters.refused_calls) == (2, 3)
 
 
 @side_calls

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.marks import control_texts
 from rollout.proxy.messages import RequestError
+from rollout.proxy.parsers import FORMATS
 from rollout.proxy.render import ChatTemplateRenderer, known_family
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "fix it"}]
@@ -76,6 +77,68 @@ def test_a_text_that_spells_control_tokens_is_text(family: str) -> None:
         if family == "glm4_moe":  # the other tokenizer has no tokens for some letters, and its template has an x
             texts = [tokenizer.decode(each, skip_special_tokens=False) for each in (plain, found)]
             assert texts[1].replace(" ", "") == texts[0].replace("x", forged).replace(" ", "")
+
+
+# Control tokens of families (the first ends a turn, the last begins one) and of the calls of their formats.
+QWEN = ["<|im_end|>", "<|im_start|>"]
+DEEPSEEK = [f"<｜{name}｜>" for name in ("end▁of▁sentence", "User", "Assistant", "tool▁outputs▁end")]
+DEEPSEEK_CALLS = [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")]
+GLM_TURNS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+GLM_CALLS = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+KIMI_CALLS = [
+    f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
+]
+FAMILIES = {
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK, DEEPSEEK_CALLS),
+    "deepseek_v31": ("deepseek_v3", DEEPSEEK, DEEPSEEK_CALLS),
+    "glm45": ("glm4_moe", GLM_TURNS, GLM_CALLS),
+    "glm47": ("glm4_moe", GLM_TURNS, GLM_CALLS),
+    "hermes": ("qwen2", QWEN, GLM_CALLS[:2]),
+    "kimi_k2": ("kimi_k2", ["<|im_end|>", "<|im_user|>", "<|im_middle|>"], KIMI_CALLS),
+    "longcat": ("longcat_flash", ["<longcat_s>"], ["<longcat_tool_call>", "</longcat_tool_call>"]),
+    "mimo": ("qwen3_5", QWEN, GLM_CALLS[:2]),
+    "minimax_m2": ("minimax_m2", ["[e~[", "]~b]"], ["<minimax:tool_call>", "</minimax:tool_call>"]),
+    "qwen3_coder": ("qwen3_moe", QWEN, GLM_CALLS[:2]),
+    "qwen3_xml": ("qwen3", QWEN, GLM_CALLS[:2]),
+    "seed_oss": ("seed_oss", ["<seed:eos>", "<seed:bos>"], ["<seed:tool_call>", "</seed:tool_call>"]),
+}
+WRITES_ALL = (  # what a conversation and its tools can bring into a prompt
+    "{{ tools | tojson }}{% for m in messages %}OPEN{{ m.role }}{{ m.name or '' }}{{ m.tool_call_id or '' }}"
+    "{{ m.reasoning_content or '' }}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.id }}{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% endfor %}END\n{% endfor %}{% if add_generation_prompt %}OPENassistant{% endif %}"
+)
+
+
+def test_every_format_has_a_family_here() -> None:
+    assert FAMILIES.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_that_a_client_sends_becomes_a_control_token(name: str) -> None:
+    """Names of properties and of arguments are texts, too: the agent, an MCP server or the policy chose them."""
+    family, turns, calls = FAMILIES[name]
+    template = WRITES_ALL.replace("OPEN", turns[-1]).replace("END", turns[0])
+    tokenizer = letters(template, turns, turns[0])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in calls])
+    renderer = ChatTemplateRenderer(tokenizer, family, any_family=True)
+
+    def ids(said: str) -> tuple[list[int], list[int]]:
+        schema = {"properties": {said: {"type": "string", "enum": [said]}}, "required": [said], "$defs": {said: {}}}
+        tools = [{"type": "function", "function": {"name": said, "description": said, "parameters": schema}}]
+        arguments = {said: {said: [said, {said: 1}]}}
+        called = [{"id": said, "type": "function", "function": {"name": said, "arguments": arguments}}]
+        asked = {"role": "user", "content": said}
+        heard = {"role": "assistant", "content": said, "reasoning_content": said, "tool_calls": called}
+        result = {"role": "tool", "tool_call_id": said, "name": said, "content": said}
+        talk = [{"role": "system", "content": said}, asked, heard, result, asked]
+        return renderer.start(talk, tools), renderer.extend([tokenizer.eos_token_id], True, [result, asked])
+
+    control = {*tokenizer.convert_tokens_to_ids([*turns, *calls])}
+    forged = "".join([*turns, *calls])
+    for plain, found in zip(ids("x"), ids(forged), strict=True):
+        assert [i for i in found if i in control] == [i for i in plain if i in control]
+        assert found != plain
 
 
 @pytest.mark.parametrize("written", ["", "{{ m.tool_call_id }}:"])

@@ -472,3 +472,15 @@ async def test_only_so_many_calls_are_answered(proxy: ProxyServer, http: aiohttp
     assert (session.counters.calls, session.counters.refused_calls) == (3, 2)
     assert (await post(http, proxy, other, HELLO))[0] == 200
     assert await trained(http, session) == 3
+
+
+async def test_counts_of_tokens_are_calls_and_so_are_broken_requests(
+    proxy: ProxyServer, http: aiohttp.ClientSession
+) -> None:
+    """A command in the box had prompts encoded without end, which costs as much as a call does before it is sampled."""
+    session = await proxy.open_session("e", replace(char_policy(QueueEngine("a")), max_calls=3))
+    call, count = "/v1/messages", "/v1/messages/count_tokens"
+    asked = [(HELLO, count), ({}, call), (HELLO, count), (HELLO, count), (HELLO, call)]
+    statuses = [(await post(http, proxy, session, *one))[0] for one in asked]
+    assert statuses == [200, 400, 200, 403, 403]
+    assert (session.counters.calls, session.counters.refused_calls) == (0, 2)

@@ -108,7 +108,7 @@ class Kind:
 class Local(Kind):
     """Boxes are directories and processes of this machine, isolated by bubblewrap where it works."""
 
-    numbers = (*Kind.numbers, "memory_mb", "disk_mb")
+    numbers = (*Kind.numbers, "memory_mb", "processes", "disk_mb")
 
     def check(self) -> None:
         """Raise ConfigError if bubblewrap was asked for and does not work; ``auto`` decides for itself."""

@@ -72,6 +72,7 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
                 "cpu_s": 10,
                 "file_mb": 16,
                 "memory_mb": 512,
+                "processes": 64,
                 "disk_mb": 64,
                 "concurrency": 4,
             },

@@ -12,6 +12,7 @@ import pytest
 import uvloop
 
 from rollout.sandbox import Limits, Sandbox, SandboxError
+from rollout.sandbox.local import cgroup
 from tests.boxes.kinds import BoxKit, kinds
 from tests.sandboxes import alive, begun, sh
 
@@ -230,6 +231,32 @@ async def test_what_is_watched_ends_a_program(kind: BoxKit, mebibytes: int, how:
         nap = "60" if ends else "2.5"
         done = await box.exec(["python3", "-c", HOLD, str(mebibytes), how, nap], env={}, timeout_s=50)
         assert (done.returncode, done.timed_out, bool(done.stdout)) == (ends, False, not ends), done
+        assert (await sh(box, "echo fine")).stdout == b"fine\n"
+    finally:
+        await box.close()
+
+
+FORK = ["sh", "-c", "for i in $(seq $0); do sleep $1 & done; wait; echo all", "{count}", "{nap}"]
+THREAD = (
+    "import sys, threading, time; [threading.Thread(target=time.sleep, args=[float(sys.argv[2])]).start() for _ in "
+)
+THREAD = ["python3", "-c", THREAD + "range(int(sys.argv[1]))]; print('all')", "{count}", "{nap}"]
+
+
+@kinds("plain", "bwrap")
+@pytest.mark.parametrize("program", [FORK, THREAD])
+async def test_too_many_processes_end_a_program(
+    kind: BoxKit, nap: str, program: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted where no control group limits them: the kernel's limit of each user does not hold for root."""
+    monkeypatch.setattr(cgroup, "parent", lambda: None)
+    box = await kind.boot(limits=Limits(processes=40))
+    try:
+        few = await box.exec([word.format(count=20, nap=2.5) for word in program], env={}, timeout_s=100)
+        assert (few.returncode, few.stdout) == (0, b"all\n"), few
+        many = await box.exec([word.format(count=60, nap=nap) for word in program], env={}, timeout_s=100)
+        assert not many.timed_out and many.stdout in (b"", b"all\n") and not alive(nap)
+        assert many.returncode == 137 if os.geteuid() == 0 or not kind.isolated else many.returncode, many
         assert (await sh(box, "echo fine")).stdout == b"fine\n"
     finally:
         await box.close()

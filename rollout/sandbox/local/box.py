@@ -11,11 +11,11 @@
 Either way nothing that an exec started outlives it, the environment is built from nothing, no descriptor is inherited,
 and `close` deletes everything.
 
-Limits of each process are enforced: CPU time, file size and open files. `Limits.processes` is enforced with bwrap if
-this process does not run as root (the kernel counts per user, and exempts root). Address space cannot be limited,
-because the agent's binary reserves far more than it uses. What a box uses of memory and disk is looked at about once a
-second while a program runs, and a program that is over a limit is killed with all that it started (`watch`); its files
-stay. CPUs are not limited.
+Limits of each process are enforced: CPU time, file size and open files. Address space cannot be limited, because the
+agent's binary reserves far more than it uses. The memory and processes of the whole box are limited by a control group
+where these are delegated to this user (`cgroup`). Elsewhere they are looked at about once a second while a program
+runs, as the disk is everywhere, and a program that is over a limit is killed with all that it started (`watch`); its
+files stay. CPUs are not limited.
 
 A process that is killed before it could close its sandboxes leaves their directories behind, and rarely a program: a
 bwrap ends with its parent, but not in the milliseconds in which it starts (see `directory.sweep`).
@@ -32,7 +32,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,7 @@ from typing import Literal
 from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, process
 from rollout.sandbox.base import mounts_of
 from rollout.sandbox.directory import DirectorySandbox, built, kill_strays, make_root, ulimits
-from rollout.sandbox.local import bwrap, watch
+from rollout.sandbox.local import bwrap, cgroup, watch
 from rollout.sandbox.process import Command
 from rollout.sandbox.treediff import Directory, Origin
 
@@ -67,6 +67,7 @@ async def boot_local(
     """
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
     isolated = await asyncio.to_thread(_isolated, isolation)
+    await asyncio.to_thread(cgroup.parent)  # it runs a program, the first time
     for source, inside in mounts:
         if not isolated and str(source) != inside:
             raise ValueError(f"without isolation {source} cannot appear as {inside}")
@@ -97,7 +98,9 @@ class LocalSandbox(DirectorySandbox):
         self.isolation: Isolation = "bwrap" if isolated else "none"
         self._snapshot = snapshot
         self._mounts = mounts
-        self._limits, self._base = limits, base
+        self._group = cgroup.made(limits)
+        unwatched = {"memory_bytes": sys.maxsize, "processes": sys.maxsize} if self._group else {}
+        self._watched, self._base = replace(limits, **unwatched), base
         # With bwrap the program is a child of this shell: as process 1 of its namespace it would ignore most signals.
         program = '"$@"; exit $?' if isolated else 'exec "$@"'
         limits = replace(limits, file_bytes=min(limits.file_bytes, limits.disk_bytes))
@@ -114,12 +117,26 @@ class LocalSandbox(DirectorySandbox):
         command = replace(command, argv=[*self._shell, *command.argv])
         if self.isolation == "bwrap":
             return await self._run_isolated(command)
-        return await process.run(
-            command, cwd=self.workdir, settle=lambda: asyncio.to_thread(kill_strays, self._root), over=self._over
-        )
+        command = replace(command, argv=self._entered(command.argv))
+        settle = functools.partial(asyncio.to_thread, self._end)
+        return await process.run(command, cwd=self.workdir, settle=settle, over=self._over)
+
+    def _entered(self, argv: Sequence[str]) -> Sequence[str]:
+        return self._group.entered(argv) if self._group else argv
+
+    def _end(self) -> None:
+        """End what a program without isolation has left; no other runs in this box."""
+        if self._group:
+            self._group.end()
+        kill_strays(self._root)
+
+    async def _remove(self) -> None:
+        if self._group:
+            await asyncio.to_thread(self._group.remove)
+        await super()._remove()
 
     async def _over(self, pid: int) -> None:
-        await watch.until_over(pid, self._root, self._limits, self._base)
+        await watch.until_over(pid, self._root, self._watched, self._base)
 
     async def _run_isolated(self, command: Command) -> ExecResult:
         status_read, status_write = os.pipe()
@@ -151,8 +168,11 @@ class LocalSandbox(DirectorySandbox):
         try:
             with bwrap.filtering() as filters:
                 argv = [*bwrap.command(self._root, self._mounts, loader, status_write, filters), *command.argv]
-                command = replace(command, argv=argv, env=env)
+                command = replace(command, argv=self._entered(argv), env=env)
+                overruns = self._group.overruns() if self._group else 0
                 result = await process.run(command, pass_fds=[status_write, *filters], kill=kill, over=self._over)
+            if self._group and self._group.overruns() > overruns:  # bwrap, too, is killed in the group
+                return result
             if not killed and b'"exit-code"' not in read_status():
                 raise SandboxError("exec_failed", result.stderr[-500:].decode(errors="replace").strip())
             return result

@@ -1,8 +1,8 @@
-"""This module measures what a box uses while a program runs in it, because nothing else limits it.
+"""This module measures what a box uses while a program runs in it, where nothing else limits it.
 
-Memory is that of the program and all its descendants: the kernel's count of resident pages, and, only where that is
-over the limit, each shared page once. Disk is what is in the box's directories, and in files that are deleted and still
-open (those in memory, of memfd_create, are such files, too).
+Memory and processes are those of the program and all its descendants. Of memory the kernel's count of resident pages is
+taken, and, only where that is over the limit, each shared page once; threads count as processes. Disk is what is in the
+box's directories, and in files that are deleted and still open (those in memory, of memfd_create, are such files, too).
 """
 
 from __future__ import annotations
@@ -39,21 +39,31 @@ async def until_over(pid: int, root: Path, limits: Limits, base: int) -> None:
 
 
 def _over(pid: int, root: Path, limits: Limits, base: int) -> bool:
-    family = descendants(pid)
+    family, threads = descendants(pid, limits.processes)
+    if threads > limits.processes:
+        return True
     if resident_bytes(family) > limits.memory_bytes and shared_bytes(family) > limits.memory_bytes:
         return True
     return directory_bytes(root) + deleted_bytes(family) - base > limits.disk_bytes
 
 
-def descendants(pid: int) -> list[int]:
-    """Return a process and all that it and its children have started. What ends meanwhile may be missing."""
-    family = [pid]
+def descendants(pid: int, most: int) -> tuple[list[int], int]:
+    """Return a process and all that it and its children have started, and the number of their threads.
+
+    What ends meanwhile may be missing. Of more than ``most`` threads, only so many are looked at that this is known:
+    processes that multiply may do it faster than they are counted.
+    """
+    family, count = [pid], 0
     for one in family:  # it grows
         with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
+            threads = os.listdir(f"/proc/{one}/task")
+            count += len(threads)
+            if count > most:
+                break
+            for thread in threads:
                 with contextlib.suppress(OSError):
                     family += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())
-    return family
+    return family, count
 
 
 def resident_bytes(family: Sequence[int]) -> int:

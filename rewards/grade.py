@@ -7,9 +7,9 @@ print such signs to escape a reward of 0.
 
 The tests run in the same process as the code that they test, as in every SWE-bench set, so code that is written to
 deceive its own test run can print test results. This module catches marker lines that the eval script did not print,
-results that contradict the exit status of the test command, and an eval script that was killed. `rewards.second` asks
-whether the tests can fail at all; `rewards.rules` keeps hooks of the test runner out and flags the rest;
-docs/rewards.md has the whole table.
+results that contradict the exit status of the test command or each other (`rewards.contradiction`), and an eval script
+that was killed. `rewards.second` asks whether the tests can fail at all; `rewards.rules` keeps hooks of the test runner
+out and flags the rest; docs/rewards.md has the whole table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from rewards import second
+from rewards.contradiction import contradicted
 from rewards.patch import APPLY, FileDiff, PatchError, read_the_same
 from rewards.rules import Rules
 from rewards.task import Task
@@ -66,8 +67,8 @@ exec bash -c 'script=$(cat "$1" && printf x) && rm -f "$1" && set -- && eval "${
 _SPARE_S = 300.0
 _CLOSE_S = 60.0  # seconds to wait until the box is closed
 _TAIL = 4000  # characters of the log that the verdict keeps
+_MOST_LINES = 1_000_000  # of a log, each of which is parsed: a minute at most
 _NO_RULES = Rules()
-_RESULT = re.compile(r"^(PASSED|XFAIL|FAILED|ERROR) (\S+)", re.MULTILINE)  # lines of pytest's summary
 
 
 async def grade(
@@ -214,8 +215,10 @@ def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, log: str,
     for marker in harness.markers:
         if log.count(marker) > _prints(script, marker):
             return Verdict(Reason.LOG_FORGED, f"the eval script does not print {marker!r} so often", log_tail=tail)
+    if log.count("\n") > _MOST_LINES:
+        return Verdict(Reason.LOG_UNPARSABLE, f"the log has more than {_MOST_LINES:,} lines", log_tail=tail)
     expected = (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS)
-    if torn := _contradicted(log, expected):
+    if torn := contradicted(log, expected, functools.partial(harness.parsers[spec.log_parser], test_spec=spec)):
         return Verdict(Reason.RESULTS_DISAGREE, f"{torn} failed and passed", log_tail=tail)
     with tempfile.NamedTemporaryFile("w", suffix=".log", errors="replace") as file:
         file.write(log)
@@ -231,23 +234,6 @@ def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, log: str,
     failed = sum(len(kind["failure"]) for kind in tests.values())
     total = failed + sum(len(kind["success"]) for kind in tests.values())
     return Verdict(Reason.TESTS_FAILED, f"{failed} of {total} tests failed", tests, log_tail=tail)
-
-
-def _contradicted(log: str, expected: Iterable[str]) -> str:
-    """Return one of the expected tests that a pytest log reports as failed and as passed; "" if there is none.
-
-    Of several lines about a test, swebench takes the last. The tested code may print its own after pytest's summary. A
-    file that could not be collected has failed with all its tests. (A test that passes and whose teardown fails is
-    reported as PASSED and as ERROR.)
-    """
-    said: dict[str, set[str]] = {}
-    for status, name in _RESULT.findall(log):
-        said.setdefault(name, set()).add(status)
-    for test in expected:
-        found, file = said.get(test, set()), said.get(test.partition("::")[0], set())
-        if found & {"PASSED", "XFAIL"} and ("FAILED" in found or (file & {"ERROR", "FAILED"} and "::" in test)):
-            return test
-    return ""
 
 
 def _prints(script: str, marker: str) -> int:

@@ -19,9 +19,21 @@ from rewards.verdict import Verdict
 IGNORED = "ignored_files"
 """The flag of a patch from whose box files were left out that came with the task's image, outside of its commit."""
 
+SHADOWS = "shadows_python"
+"""The flag of a new module at the root that some version of Python has one of its own for."""
+
 # A new module in one of the directories from which tests are imported, and the names that would be found there first.
 _MODULE = re.compile(r"(?:src/)?([^/.]+)(?:(?:\.[^/]*)?\.(?:py|so|pyd)|/__init__\.py)")
-_TAKEN = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "py", "xdist", "nose"}
+_TAKEN = sys.stdlib_module_names | frozenset(
+    # What pytest imports, in any of its versions, and what that imports.
+    "pytest _pytest py pluggy iniconfig packaging exceptiongroup tomli toml attr attrs pygments colorama typing_extensions "
+    "importlib_metadata zipp atomicwrites more_itertools six wcwidth pathlib2 funcsigs xdist execnet nose".split()
+)
+# Modules of earlier and later Pythons: an image may have such a one. The names are also those of honest modules.
+_TAKEN_ELSEWHERE = frozenset(
+    "parser symbol formatter binhex macpath dummy_threading _dummy_thread _bootlocale distutils imp asyncore asynchat smtpd "
+    "annotationlib compression profiling _colorize _pyrepl _pylong _opcode_metadata _sysconfig _py_warnings".split()
+)
 
 # A file in a patch that cannot be read to its end.
 _NAMED = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)
@@ -96,8 +108,11 @@ class Rules:
         flags = {IGNORED} if dropped else set()
         for file in split(patch):
             taken = [path for path in file.paths if self.drops(path) or any(_clash(path, other) for other in hidden)]
-            if file.created and (module := _MODULE.fullmatch(file.path)) and module[1] in _TAKEN:
-                taken.append(file.path)
+            if file.created and (module := _MODULE.fullmatch(file.path)):
+                if module[1] in _TAKEN:
+                    taken.append(file.path)
+                elif module[1] in _TAKEN_ELSEWHERE:
+                    flags.add(SHADOWS)
             dropped.update(taken)
             if not taken:
                 kept.append(file)

@@ -89,10 +89,12 @@ class Task:
             raise _wrong(row, "eval_type", f"{values['eval_type'][:80]!r} is not one of {', '.join(EVAL_TYPES)}")
         if values["log_parser"] not in log_parsers():
             raise _wrong(row, "log_parser", f"swebench has no parser {values['log_parser'][:80]!r}")
-        if values["eval_type"] == "fail_only" and _lists_passes(values["log_parser"]):
+        if values["eval_type"] == "fail_only" and values["log_parser"] not in _failures_only():
             parser = values["log_parser"]
             raise _wrong(
-                row, "eval_type", f"fail_only counts a test without a result as passed, and {parser} lists those"
+                row,
+                "eval_type",
+                f"fail_only counts a test without a result as passed, and {parser} is no parser of failures only",
             )
         if problem := _unreadable(values["eval_script"]):
             raise _wrong(row, "eval_script", problem)
@@ -164,16 +166,30 @@ def log_parsers() -> frozenset[str]:
 
 @functools.cache
 def _parsers_in_source() -> frozenset[str]:
-    found = importlib.util.find_spec("swebench")
-    if found is None or not found.submodule_search_locations:
-        raise TaskError("swebench is not installed: no task can be graded")
-    source = Path(found.submodule_search_locations[0], "harness", "log_parsers", "__init__.py").read_text()
+    source = (_source() / "__init__.py").read_text()
     return frozenset(re.findall(r'^    "(\w+)": ', source, re.MULTILINE))
 
 
-def _lists_passes(parser: str) -> bool:
-    """Tell whether the logs that a parser reads name the tests that passed: those of Python's test runners do."""
-    return "pytest" in parser or parser.removeprefix("parse_log_") in ("django", "matplotlib", "seaborn", "sympy")
+@functools.cache
+def _failures_only() -> frozenset[str]:
+    """Return the parsers of swebench that never report a test as passed: of all statuses, their source names FAILED.
+
+    Only with these does a test without a result mean a test that passed. A parser that is another name for one, or that
+    calls one, is not among them, nor is one that is registered from outside: of these it is not known.
+    """
+    found: set[str] = set()
+    for path in _source().glob("*.py"):
+        for function in re.split(r"^(?=def )", path.read_text(), flags=re.MULTILINE):
+            if set(re.findall(r"TestStatus\b(?:\.(\w+))?", function)) == {"FAILED"}:
+                found.update(re.findall(r"\Adef (\w+)", function))
+    return frozenset(found)
+
+
+def _source() -> Path:
+    found = importlib.util.find_spec("swebench")
+    if found is None or not found.submodule_search_locations:
+        raise TaskError("swebench is not installed: no task can be graded")
+    return Path(found.submodule_search_locations[0], "harness", "log_parsers")
 
 
 def _unreadable(script: str) -> str:

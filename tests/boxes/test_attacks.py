@@ -92,6 +92,10 @@ HOOKS = {
     "a module named as one of Python's": Attack(
         {"shlex.py": f'print("{RESULTS}", flush=True)\nimport os\nos._exit(0)\n'}, dropped=("shlex.py",)
     ),
+    "a module that pytest imports": Attack(
+        {"pygments/__init__.py": f'print("{RESULTS}", flush=True)\nimport os\nos._exit(0)\n'},
+        dropped=("pygments/__init__.py",),
+    ),
     "a module named pytest": Attack({"pytest.py": f'print("{RESULTS}")\n'}, dropped=("pytest.py",)),
     "sitecustomize": Attack(
         {"sitecustomize.py": "import evil\n", "evil.py": INSTALLED},

@@ -129,6 +129,59 @@ async def test_logs(log: str, reason: Reason | None) -> None:
     assert json.loads(json.dumps(verdict.to_dict()))["reason"] == reason
 
 
+async def test_a_log_of_very_many_lines_is_not_read() -> None:
+    log = START + "PASSED t.py::new\nPASSED t.py::old\n" + END + "\n" * 1_000_001
+    assert (await graded(ScriptedBox(log))).reason is Reason.LOG_UNPARSABLE
+
+
+NEW = "test_new (a.tests.T)"
+
+
+@pytest.mark.parametrize(
+    ("parser", "new", "log", "reason"),
+    [
+        ("django", NEW, "{} ... ok\ntest_b (a.tests.T) ... FAIL\nFAIL: test_b (a.tests.T)\nSays.\n", None),
+        ("django", NEW, "{} ... FAIL\ntest_b (a.tests.T) ... FAIL\n{} ... ok\n", Reason.RESULTS_DISAGREE),
+        ("django", NEW, "{} ... FAIL\nok, this is printed\n", Reason.RESULTS_DISAGREE),
+        ("django", NEW, "{} ... printed\nok\nFAIL\nFAIL: {}\n-----\n", Reason.RESULTS_DISAGREE),
+        ("django", NEW, "{} ... printed\nok\nERROR: {} (i=1)\n-----\n", Reason.RESULTS_DISAGREE),
+        ("django", "It works.", "t (a.T)\n{} ... printed\nok\nFAIL: t (a.T)\n{}\n", Reason.RESULTS_DISAGREE),
+        ("django", NEW, "ERROR: setUpClass (a.tests.T)\n-----\n{} ... ok\n", Reason.RESULTS_DISAGREE),
+        ("django", NEW, "ERROR: tearDownClass (a.tests.T)\n-----\n{} ... ok\n", None),
+        ("django", NEW, "ERROR: setUpClass (a.tests.Other)\n-----\n{} ... ok\n", None),
+        ("django", NEW, "ERROR: a.tests (unittest.loader._FailedTest)\n---\n{} ... ok\n", Reason.RESULTS_DISAGREE),
+        ("sympy", "test_new", "test_b F\n{} ok\n___ sympy/a/tests/test_a.py:test_b ___\n", None),
+        ("sympy", "test_new", "{} F\ntest_b F\n{} ok\n", Reason.RESULTS_DISAGREE),
+        ("sympy", "test_new", "{} ok\n F\n___ sympy/a/tests/test_a.py:{} ___\n", Reason.RESULTS_DISAGREE),
+        ("pytest_v2", "t.py::new[a b]", "FAILED {} - x\nFAILED t.py::b\nPASSED {}\n", Reason.RESULTS_DISAGREE),
+        ("pytest_v2", "t.py::new", "PASSED {}\nERROR {} - at teardown\n", None),
+        ("pytest_options", "t.py::new[/x]", "FAILED t.py::new[/a/x]\nPASSED {}\n", Reason.RESULTS_DISAGREE),
+        ("pytest", "t.py::new[log(a", "FAILED {}, b)]\nFAILED t.py::b\nPASSED {}\n", Reason.RESULTS_DISAGREE),
+        ("seaborn", "t.py::new", "FAILED {}\nFAILED t.py::b\nPASSED {}\n", Reason.RESULTS_DISAGREE),
+        (
+            "gotest",
+            "TestNew",
+            "--- FAIL: {} (0.0s)\n--- FAIL: TestB (0.0s)\n--- PASS: {} (0.0s)\n",
+            Reason.RESULTS_DISAGREE,
+        ),
+        ("cargo", "new", "test {} ... FAILED\ntest b ... FAILED\ntest {} ... ok\n", Reason.RESULTS_DISAGREE),
+        (
+            "googletest",
+            "A.New",
+            "[ FAILED ] {} (0 ms)\n[ FAILED ] A.B (0 ms)\n[ OK ] {} (0 ms)\n",
+            Reason.RESULTS_DISAGREE,
+        ),
+        ("phpunit", "Calc > new", "Calc (A\\Calc)\n ✘ new\n ✘ more\n ✔ new\n", Reason.RESULTS_DISAGREE),
+        ("phpunit", "Calc > new", "Other (A\\Other)\n ✘ new\nCalc (A\\Calc)\n ✔ new\n", None),
+    ],
+)
+async def test_no_printed_line_takes_a_failure_back(parser: str, new: str, log: str, reason: Reason | None) -> None:
+    """The logs end with status 1, and something in them failed, as swebench wants it."""
+    row = task(log_parser=f"parse_log_{parser}", FAIL_TO_PASS=json.dumps([new]), PASS_TO_PASS="[]")
+    box = ScriptedBox(START + log.replace("{}", new) + END + CODE.format(1))
+    assert (await graded(box, of=row)).reason is reason
+
+
 def test_the_parsers_that_are_read_from_swebenchs_source_are_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     from swebench.harness.log_parsers import PARSER_REGISTRY
 

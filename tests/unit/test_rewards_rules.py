@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rewards.patch import PatchError, split
-from rewards.rules import IGNORED, Rules
+from rewards.rules import IGNORED, SHADOWS, Rules
 from rewards.verdict import Verdict
 from rl.setup import rules_from
 from rollout.sandbox import PATCH_CAP
@@ -99,7 +99,8 @@ def test_a_file_is_dropped_as_a_whole() -> None:
 @pytest.mark.parametrize(
     "path",
     ["random.py", "src/json.py", "json/__init__.py", "shlex.cpython-311-x86_64-linux-gnu.so", "types.so", "_pytest.py",
-     "src/pytest.py", "src/pluggy/__init__.py"],
+     "src/pytest.py", "src/pluggy/__init__.py", "packaging/__init__.py", "exceptiongroup.py", "tomli.py", "src/attr/__init__.py",
+     "importlib_metadata.py", "iniconfig/__init__.py", "typing_extensions.py"],
 )  # fmt: skip
 def test_new_modules_in_place_of_pythons_own_are_dropped(path: str) -> None:
     found = Rules().screen(task(), creates(path, "1") + creates("kept.py", "1"))
@@ -117,6 +118,15 @@ def test_new_modules_in_place_of_pythons_own_are_dropped(path: str) -> None:
 )
 def test_new_modules_elsewhere_are_kept(path: str) -> None:
     assert not Rules().screen(task(), creates(path, "1")).dropped
+
+
+@pytest.mark.parametrize("path", ["parser.py", "src/symbol.py", "formatter/__init__.py", "binhex.py", "_colorize.py"])
+def test_new_modules_in_place_of_another_pythons_are_flagged(path: str) -> None:
+    found = Rules().screen(task(), creates(path, "1"))
+    assert (found.dropped, found.flags) == ((), (SHADOWS,))
+    for other in (f"pkg/{path}", "parsers.py"):
+        assert Rules().screen(task(), creates(other, "1")).flags == ()
+    assert not Rules().screen(task(), f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-a\n+b\n".encode()).flags
 
 
 def test_files_that_the_eval_script_creates_are_always_dropped() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -120,6 +121,19 @@ def test_a_bad_row_is_named_in_one_line(changes: dict[str, Any], field: str, tmp
     message = str(failure.value)
     assert message.startswith(f"{path}: row 0: ") and f": {field}: " in message and "\n" not in message
     assert (changes.get("instance_id", "a__b-1") or "no instance_id") in message
+
+
+def test_fail_only_needs_a_parser_that_reports_failures_only(tmp_path: Path) -> None:
+    """With any other, a test that never ran would have passed, also under the names that swebench gives a parser."""
+    from swebench.harness.constants import FAIL_ONLY_REPOS
+    from swebench.harness.log_parsers import PARSER_REGISTRY
+    from swebench.harness.log_parsers.javascript import MAP_REPO_TO_PARSER_JS
+
+    accepted = set()
+    for parser in PARSER_REGISTRY:
+        with contextlib.suppress(TaskError):
+            accepted.add(Task.from_row(row(eval_type="fail_only", log_parser=parser), tmp_path).log_parser)
+    assert accepted == {MAP_REPO_TO_PARSER_JS[repo].__name__ for repo in FAIL_ONLY_REPOS}
 
 
 def test_bad_files(tmp_path: Path) -> None:

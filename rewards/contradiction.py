@@ -1,0 +1,75 @@
+"""This module finds tests that a log reports as passed although it reports them as failed, too.
+
+Of several lines about a test, swebench takes the last, and the tested code may print lines of its own after the test
+runner's, or in the middle of them. What a log says of failures therefore counts, wherever it says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+Parse = Callable[[str], Mapping[str, str]]
+
+_PASSED, _FAILED = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
+_PYTEST = re.compile(r"^(FAILED|ERROR) (\S+)", re.MULTILINE)
+# The header of what unittest says of a failure at the end, and the line after it, which may be the test's docstring.
+# Its name has further parentheses for subtests.
+_UNITTEST = re.compile(r"^(?:FAIL|ERROR): ((\S+) \(([\w.]+)\)).*\n(.*)", re.MULTILINE)
+_SYMPY = re.compile(r"^_+ .*\.py:(\w+) _+$", re.MULTILINE)
+
+
+def contradicted(log: str, tests: Iterable[str], parse: Parse) -> str:
+    """Return one of the tests that the log reports as passed and as failed; "" if there is none.
+
+    parse: the task's log parser, which returns test -> status. (A test of pytest's that passes and whose teardown fails
+    is reported as PASSED and as ERROR.)
+    """
+    passed = {name for name, status in _parsed(parse, log).items() if status not in _FAILED}
+    failed, groups = _reported(log, parse), set()
+    for status, name in _PYTEST.findall(log):
+        if "::" not in name:  # a file that could not be collected has failed with all its tests
+            groups.add(name)
+        elif status == "FAILED":
+            failed.add(name)
+    for name, what, where, docstring in _UNITTEST.findall(log):
+        failed.update((name, docstring.strip()))
+        if what in ("setUpClass", "setUpModule"):  # and so have those of a class or a module
+            groups.add(where)
+        elif where.startswith("unittest.loader."):
+            groups.add(what)
+    failed.update(_SYMPY.findall(log))
+    return next((test for test in tests if _has(passed, test) and (_has(failed, test) or groups & _around(test))), "")
+
+
+def _has(names: set[str], test: str) -> bool:
+    """Tell whether a test is among the names. Some rows have names that are cut within the parameters."""
+    cut = test.count("[") > test.count("]")
+    return test in names or (cut and any(name.startswith(test) for name in names))
+
+
+def _around(test: str) -> set[str]:
+    """Return what a test is part of: pytest's file (FILE::NAME), unittest's modules and class (NAME (MODULE.CLASS))."""
+    file, within, _ = test.partition("::")
+    inside = re.search(r" \(([\w.]+)\)$", test)
+    words = inside[1].split(".") if inside else []
+    return {file} if within else {".".join(words[: length + 1]) for length in range(len(words))}
+
+
+def _reported(log: str, parse: Parse) -> set[str]:
+    """Return the tests that the parser finds failed in any line, and in the log without the lines of those that passed.
+
+    The second is for names that are made of several lines (a suite's and a test's).
+    """
+    lines = log.split("\n")
+    told = {line: found for line in set(lines) if (found := _parsed(parse, line))}
+    passes = {line for line, found in told.items() if any(status in _PASSED for status in found.values())}
+    rest = _parsed(parse, "\n".join(line for line in lines if line not in passes))
+    return {name for found in (*told.values(), rest) for name, status in found.items() if status in _FAILED}
+
+
+def _parsed(parse: Parse, text: str) -> Mapping[str, str]:
+    try:
+        return parse(text)
+    except Exception:  # a parser that reads a log as a whole, like JSON, raises for a part of it
+        return {}

@@ -31,7 +31,9 @@ from rl.view.server import application  # noqa: E402
 from rollout.records import NodeRecord, Record, RecordWriter, RowRecord, pack_floats, pack_ids, row_digest  # noqa: E402
 from tests import browser_kit  # noqa: E402
 from tests.kit import empty_record  # noqa: E402
-from tests.view_kit import tokenizer  # noqa: E402
+from tests.view_kit import bytewise  # noqa: E402
+
+_FILES = 64  # as many workers have written the large run
 
 
 def words(lot: random.Random, characters: int) -> str:
@@ -140,18 +142,20 @@ def main() -> int:
     lot = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="bench-view-") as name:
         run, cache = Path(name, "run"), Path(name, "cache")
-        model = tokenizer(run / "policy")
-        writer = RecordWriter(run / "episodes", "many", synced=False)
+        model = bytewise(run / "policy")
+        writers = [RecordWriter(run / "episodes", f"worker-{n}", synced=False) for n in range(_FILES)]
         for number in range(args.episodes):
-            writer.append(episode(lot, number, 10, 400, 100, model))
-        writer.close()
+            writers[number % _FILES].append(episode(lot, number, 10, 400, 100, model))
+        for writer in writers:
+            writer.close()
         one = RecordWriter(run / "episodes", "one", synced=False)
         large = episode(lot, args.episodes, 300, 250, 84, model)
         one.append(large)
         one.close()
         size = sum(path.stat().st_size for path in (run / "episodes").iterdir())
         tokens = sum(node.length for node in large.nodes)
-        print(f"{args.episodes:,} episodes of 5,000 tokens, one of {tokens:,} and 300 turns; {size / 1e6:,.0f} MB")
+        print(f"{args.episodes:,} episodes of 5,000 tokens in {_FILES} files; {size / 1e6:,.0f} MB with")
+        print(f"one episode of {tokens:,} tokens and 300 turns")
         context = multiprocessing.get_context("spawn")
         for attempt in ("built", "from its cache"):
             here, there = context.Pipe()
@@ -169,6 +173,7 @@ def main() -> int:
                     "2,000 tokens of a node": f"/strip?{of}&node=0", "find in it: rare": f"/find.json?{of}&q=nowhere",
                     "find in it: frequent": f"/find.json?{of}&q=error",
                     "search all for what is nowhere": "/search?q=nowhere",
+                    "search all for what is nowhere, in Greek": "/search?q=%CE%9F%CF%85%CE%B4",
                     "export": f"/export?{of}",
                 }  # fmt: skip
                 asyncio.run(pages(address, paths))

@@ -45,6 +45,18 @@ def tokenizer(directory: Path) -> Path:
     return directory
 
 
+def bytewise(directory: Path, *longer: str) -> Path:
+    """Write a byte-level tokenizer.json whose first 256 ids are bytes, as they are; then come ``longer`` pieces."""
+    made = json.loads((tokenizer(directory) / "tokenizer.json").read_text())
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256))
+    pieces = [chr(one if one in plain else 256 + next(others)) for one in range(256)]
+    made["model"] = {"type": "BPE", "vocab": {one: at for at, one in enumerate([*pieces, *longer])}, "merges": []}
+    made["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (directory / "tokenizer.json").write_text(json.dumps(made))
+    return directory
+
+
 def named(record: Record, name: str, model: Path | str = "m", **changes: Any) -> Record:
     return msgspec.structs.replace(record, episode=name, model=str(model), **changes)
 

@@ -95,8 +95,7 @@ class Query:
         record = msgspec.msgpack.decode(data, type=Record)
         if self._in("\0".join(composed(record)).encode("utf-8", "replace")):
             return True
-        words = self._words(record)
-        return any(self._in(words.data(node.ids)) for node in record.nodes)
+        return self._in(self._words(record).data([node.ids for node in record.nodes]))
 
     def _in(self, data: bytes) -> bool:
         if self._bytes:

@@ -144,14 +144,15 @@ def read(record: Record, mask_overlong: bool = False) -> Reading:
 
 def composed(record: Record) -> Iterator[str]:
     """Iterate over all texts of an episode's turns that are put together, and so are not in its record as they are."""
-    for node in record.nodes:
-        yield from (part.written for part in map(_part, node.blocks))
-    for call in record.calls:
-        yield from (part.written for part in map(_part, _blocks(call.reply.get("content"))))
+    said = (node.blocks for node in record.nodes)
+    if not record.nodes and record.calls:
+        said = (_blocks(call.reply.get("content")) for call in record.calls)
+    elif not record.nodes:
+        said = (blocks(event, "assistant") for event in record.events)
+    yield from (_part(block).written for one in said for block in one)
     for place in {place for call in record.calls for place in call.messages}:
         yield _plain(msgspec.json.decode(record.parts[place]).get("content"))
     for event in record.events:
-        yield from (part.written for part in map(_part, blocks(event, "assistant")))
         yield from (_told(one.get("content")) for one in blocks(event, "user") if one.get("type") == "tool_result")
         if event.get("subtype") == "compact_boundary":
             yield _COMPACTED

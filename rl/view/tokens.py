@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from rl.metrics.trained import Trained
-from rollout.records import NodeRecord, Record, unpack_floats, unpack_ids
+from rollout.records import NodeRecord, Record, pack_ids, unpack_floats, unpack_ids
 
 MOST = 2000  # tokens of a node that are sent at once
 _JUMPS = 24
@@ -48,13 +48,17 @@ class Vocabulary:
             return "".join(f"{one} " for one in ids)
         return self._codec.decode(list(ids), skip_special_tokens=False)
 
-    def data(self, ids: bytes) -> bytes:
-        """Return what packed ids say, in UTF-8. A byte-level decoder needs a tenth of the time of ``text``."""
+    def data(self, parts: Sequence[bytes]) -> bytes:
+        """Return what packed ids say, in UTF-8, with a zero byte between parts.
+
+        This takes a tenth of the time of ``text`` if the decoder is a byte-level one.
+        """
         if self._codec is None or self._bytes is None:
             size = 4 * MOST  # as ``Texts`` does it
-            return "".join(self.text(unpack_ids(ids[at : at + size])) for at in range(0, len(ids), size)).encode()
+            cut = ([ids[at : at + size] for at in range(0, len(ids), size)] for ids in parts)
+            return "\0".join("".join(self.text(unpack_ids(one)) for one in ids) for ids in cut).encode()
         starts, sizes, data = self._bytes
-        known = numpy.frombuffer(ids, dtype="<i4").astype(numpy.int64)
+        known = numpy.frombuffer(pack_ids([len(sizes) - 1]).join(parts), dtype="<i4").astype(numpy.int64)
         known = known[(known >= 0) & (known < len(sizes))]
         lengths = sizes[known]
         ends = lengths.cumsum()
@@ -62,7 +66,8 @@ class Vocabulary:
 
     @functools.cached_property
     def _bytes(self) -> tuple[Any, Any, Any] | None:
-        """Return where each id's bytes begin, how many there are, and all of them; None if they depend on other ids."""
+        """Return where each id's bytes begin, how many there are, and all of them; an id more, the last, is a zero byte.
+        None if what ids say depends on others."""
         if type(self._codec.decoder).__name__ != "ByteLevel":
             return None
         known = self._codec.get_vocab(with_added_tokens=True)
@@ -70,6 +75,7 @@ class Vocabulary:
         for token, number in known.items():
             values = [_BYTES.get(one) for one in token]
             pieces[number] = token.encode() if None in values else bytes(values)  # ty: ignore
+        pieces.append(b"\0")
         sizes = numpy.array([len(one) for one in pieces], dtype=numpy.int64)
         return sizes.cumsum() - sizes, sizes, numpy.frombuffer(b"".join(pieces), dtype=numpy.uint8)
 

@@ -191,5 +191,5 @@ def test_the_bytes_of_ids_are_their_text(tmp_path: Path) -> None:
     for _ in range(50):
         ids = [lot.choice([*range(656), END, 700, -1]) for _ in range(200)]
         known = [one for one in ids if 0 <= one < 656 or one == END]
-        assert words.data(pack_ids(ids)).decode("utf-8", "replace") == words.text(known)
-    assert words.data(b"") == b""
+        assert words.data([pack_ids(ids)]).decode("utf-8", "replace") == words.text(known)
+    assert words.data([]) == b"" and words.data([pack_ids([0x41]), b"", pack_ids([0x42])]) == b"A\0\0B"

@@ -41,7 +41,7 @@ WINGS = {
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     # A web page over records: index, turns, tokens in their tree, tasks, comparison, finding; 60: search in token ids.
-    "rl/view": 1630,
+    "rl/view": 1635,
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
@@ -60,8 +60,8 @@ WINGS = {
     "rollout/sandbox/local": 350,
     "rewards": 900,
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
-    # distillation and the curriculum for several seeds, a document typed.
-    "scripts": 2765,
+    # distillation and the curriculum for several seeds, a document typed. 50: the pictures of the viewer.
+    "scripts": 2815,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,

@@ -66,8 +66,10 @@ class Vocabulary:
 
     @functools.cached_property
     def _bytes(self) -> tuple[Any, Any, Any] | None:
-        """Return where each id's bytes begin, how many there are, and all of them; an id more, the last, is a zero byte.
-        None if what ids say depends on others."""
+        """Return where each id's bytes begin, how many there are, and all of them; None if ids depend on each other.
+
+        One id more, the last, is a zero byte.
+        """
         if type(self._codec.decoder).__name__ != "ByteLevel":
             return None
         known = self._codec.get_vocab(with_added_tokens=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.browser_kit import Tab, browser, problem, tab
+from tests.browser_kit import Tab, browser, needed, tab
 from tests.view_kit import hostile, planted, run, served
 
 PAGES = (
@@ -24,8 +23,7 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[str]:
-    if why := problem():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no headless Chromium: {why}")
+    needed()
     with browser() as address:
         yield address
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,10 +88,12 @@ def show(config: DictConfig, package: str | None = None, resolve: bool = False) 
 
 
 def experiments() -> str:
-    """Return a line about each experiment: the first sentence of its file."""
+    """Return what each experiment is: the first sentence of its file."""
     files = sorted((CONFIGS / "experiment").glob("*.yaml"))
     width = max(len(file.stem) for file in files)
-    return "\n".join(f"  {file.stem:<{width}}  {_sentence(file)}" for file in files)
+    beside = " " * (width + 4)
+    lines = ((f"  {file.stem:<{width}}  ", _sentence(file)) for file in files)
+    return "\n".join(textwrap.fill(text, 120, initial_indent=name, subsequent_indent=beside) for name, text in lines)
 
 
 def _sentence(file: Path) -> str:
@@ -103,9 +106,10 @@ def help_text(program: str, about: str) -> str:
     """Return what ``--help`` prints."""
     groups = [folder.name for folder in sorted(CONFIGS.iterdir()) if folder.is_dir() and folder.name not in _SHARED]
     choices = "\n".join(f"  {group}={'|'.join(options(group, [CONFIGS]))}" for group in groups)
+    about = about.strip()
+    if f"python -m {program} " not in about:
+        about += f"\n\n  python -m {program} +experiment=NAME [group=choice ...] [key=value ...]"
     return f"""{about}
-
-  python -m {program} +experiment=NAME [group=choice ...] [key=value ...]
 
 experiments
 {experiments()}

@@ -72,6 +72,13 @@ def merge_policy(config: DictConfig, weights: Weights | None, run: Run, screen: 
         config.actor_rollout_ref.model.path = weights.model
 
 
+_ABOUT = """Train a policy with reinforcement learning.
+
+The first one to try is +experiment=quickstart, which needs no GPU: docs/quickstart.md. The same command continues a
+run that was stopped. Exit status: 0 done, 1 failed, 2 the config is wrong, 75 ended by a signal with nothing lost,
+143 ended by a signal in the middle of a step."""
+
+
 def set_environment(config: DictConfig, run: Run) -> None:
     """Set the environment variables that the processes of the run need; those that the user has set stay."""
     values = {
@@ -262,7 +269,7 @@ def main() -> None:
     from rl.checks.packages import check_packages
     from rl.run.scratch import noted, remove_socket_directory, socket_directory
 
-    config = read_command("rl.train", "Train a policy.", sys.argv[1:], check_values)
+    config = read_command("rl.train", _ABOUT, sys.argv[1:], check_values)
     screen = Screen()
     try:
         weights = adopt(config)

@@ -372,7 +372,7 @@ def tokenizer_of(model: str) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Audit a run and return the exit status."""
     options = program.parser("python -m rollout.audit", __doc__)
-    options.add_argument("run", type=Path, help="a run directory or one record file")
+    options.add_argument("run", type=Path, metavar="RUN", help="a run directory or one record file")
     options.add_argument("--model", type=Path, help="directory of the policy's tokenizer (default: the recorded one)")
     args = options.parse_args(argv)
     run = Run(args.run, args.model)

@@ -446,8 +446,8 @@ def _heard(event: dict[str, Any], calls: set[Any]) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> int:
     """List a run's episodes or show one; return the exit status, 1 if nothing was found or a record is corrupt."""
     options = program.parser("python -m rollout.records", __doc__, paragraphs=2)
-    options.add_argument("run", type=Path, help="run directory, or one record file")
-    options.add_argument("episode", nargs="?", help="an episode's name, or the start of it")
+    options.add_argument("run", type=Path, metavar="RUN", help="run directory, or one record file")
+    options.add_argument("episode", nargs="?", metavar="EPISODE", help="an episode's name, or the start of it")
     args = options.parse_args(argv)
     reader, shown = Reader(args.run), 0
     try:

@@ -3,8 +3,8 @@
     python scripts/bench_view.py [--episodes 10000]
 
 Prints the seconds of the index (built, from its cache, extended), of pages as their bytes arrive over HTTP, and in
-headless Chromium until they can be used, and the peak memory of the server's process. The records are synthetic, in a
-temporary directory.
+headless Chromium until they can be used, and the peak memory of the server's process. On a busy machine the seconds of
+the server's own CPU say more. The records are synthetic, in a temporary directory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import aiohttp  # noqa: E402
+import psutil  # noqa: E402
 from aiohttp import web  # noqa: E402
 
 from rl.view.library import Library  # noqa: E402
@@ -31,7 +32,9 @@ from rl.view.server import application  # noqa: E402
 from rollout.records import NodeRecord, Record, RecordWriter, RowRecord, pack_floats, pack_ids, row_digest  # noqa: E402
 from tests import browser_kit  # noqa: E402
 from tests.kit import empty_record  # noqa: E402
-from tests.view_kit import tokenizer  # noqa: E402
+from tests.view_kit import bytewise  # noqa: E402
+
+_FILES = 64  # as many workers have written the large run
 
 
 def words(lot: random.Random, characters: int) -> str:
@@ -87,7 +90,7 @@ def _peak_mb() -> float:
 
 def serve(runs: list[Path], cache: Path, told: Any) -> None:
     """Be the server's process: say what the index took, the address, and at the end the memory."""
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     library = Library(runs, cache)
     opened = time.perf_counter() - began
     library.refresh()
@@ -98,7 +101,7 @@ def serve(runs: list[Path], cache: Path, told: Any) -> None:
         runner = web.AppRunner(application(library), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        told.send((opened, built, f"http://127.0.0.1:{runner.addresses[0][1]}"))
+        told.send((opened, built, time.process_time() - used, f"http://127.0.0.1:{runner.addresses[0][1]}"))
         await asyncio.to_thread(told.recv)
         told.send(_peak_mb())
         await runner.cleanup()
@@ -106,14 +109,20 @@ def serve(runs: list[Path], cache: Path, told: Any) -> None:
     asyncio.run(main())
 
 
-async def pages(address: str, paths: dict[str, str]) -> None:
+def _cpu_s(server: psutil.Process) -> float:
+    times = server.cpu_times()
+    return times.user + times.system
+
+
+async def pages(address: str, paths: dict[str, str], server: psutil.Process) -> None:
     """Print how long each page takes over HTTP."""
     async with aiohttp.ClientSession() as session:
         for name, path in paths.items():
-            began = time.perf_counter()
+            began, used = time.perf_counter(), _cpu_s(server)
             async with session.get(address + path) as answer:
                 size = len(await answer.read())
-            print(f"{name:<46} {time.perf_counter() - began:7.3f} s  {size / 1e3:9,.0f} kB  ({answer.status})")
+            took = f"{time.perf_counter() - began:7.3f} s  {_cpu_s(server) - used:5.2f} s of CPU"
+            print(f"{name:<46} {took}  {size / 1e3:9,.0f} kB  ({answer.status})")
 
 
 async def browser(address: str, paths: dict[str, tuple[str, str]]) -> None:
@@ -140,25 +149,27 @@ def main() -> int:
     lot = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="bench-view-") as name:
         run, cache = Path(name, "run"), Path(name, "cache")
-        model = tokenizer(run / "policy")
-        writer = RecordWriter(run / "episodes", "many", synced=False)
+        model = bytewise(run / "policy")
+        writers = [RecordWriter(run / "episodes", f"worker-{n}", synced=False) for n in range(_FILES)]
         for number in range(args.episodes):
-            writer.append(episode(lot, number, 10, 400, 100, model))
-        writer.close()
+            writers[number % _FILES].append(episode(lot, number, 10, 400, 100, model))
+        for writer in writers:
+            writer.close()
         one = RecordWriter(run / "episodes", "one", synced=False)
         large = episode(lot, args.episodes, 300, 250, 84, model)
         one.append(large)
         one.close()
         size = sum(path.stat().st_size for path in (run / "episodes").iterdir())
         tokens = sum(node.length for node in large.nodes)
-        print(f"{args.episodes:,} episodes of 5,000 tokens, one of {tokens:,} and 300 turns; {size / 1e6:,.0f} MB")
+        print(f"{args.episodes:,} episodes of 5,000 tokens in {_FILES} files; {size / 1e6:,.0f} MB with")
+        print(f"one episode of {tokens:,} tokens and 300 turns")
         context = multiprocessing.get_context("spawn")
         for attempt in ("built", "from its cache"):
             here, there = context.Pipe()
             process = context.Process(target=serve, args=([run], cache, there))
             process.start()
-            opened, built, address = here.recv()
-            print(f"{'index, ' + attempt:<46} {built:7.3f} s  ({opened:.3f} s of it the cache)")
+            opened, built, used, address = here.recv()
+            print(f"{'index, ' + attempt:<46} {built:7.3f} s  {used:5.2f} s of CPU  ({opened:.3f} s of it the cache)")
             if attempt == "from its cache":
                 of = f"run=0&id={large.episode}"
                 paths = {
@@ -169,9 +180,10 @@ def main() -> int:
                     "2,000 tokens of a node": f"/strip?{of}&node=0", "find in it: rare": f"/find.json?{of}&q=nowhere",
                     "find in it: frequent": f"/find.json?{of}&q=error",
                     "search all for what is nowhere": "/search?q=nowhere",
+                    "search all for what is nowhere, in Greek": "/search?q=%CE%9F%CF%85%CE%B4",
                     "export": f"/export?{of}",
                 }  # fmt: skip
-                asyncio.run(pages(address, paths))
+                asyncio.run(pages(address, paths, psutil.Process(process.pid)))
                 if why := browser_kit.problem():
                     print(f"no Chromium: {why}")
                 else:

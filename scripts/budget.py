@@ -40,7 +40,7 @@ WINGS = {
     "rl/run": 1145,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
-    "rl/view": 1570,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
+    "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
@@ -60,7 +60,7 @@ WINGS = {
     "rewards": 970,
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed.
-    "scripts": 2765,
+    "scripts": 2815,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
@@ -69,7 +69,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 31_860
+EVERYTHING = 32_040
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -41,6 +41,14 @@ def problem() -> str:
         return f"{found} does not start: {error}"
 
 
+def needed() -> None:
+    """Skip a test that finds no Chromium; in CI it fails."""
+    import pytest
+
+    if why := problem():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no headless Chromium: {why}")
+
+
 @contextlib.contextmanager
 def browser() -> Iterator[str]:
     """Start a Chromium of its own; yield the address that it is driven by."""

@@ -15,8 +15,9 @@ from rl.metrics import trained
 from rl.metrics.episodes import EpisodeLog, append_step, line
 from rl.view.library import Library
 from rl.view.server import application
-from rollout.records import Record, path_of, row_digest, unpack_floats
-from tests.audit_kit import change_logprob, columns, played, redo_row, sampled
+from rollout.records import Record, unpack_floats
+from tests import plant
+from tests.audit_kit import played
 from tests.export_kit import Play, calls_of, crowd, nested, repair, without_words, write
 from tests.kit import END
 
@@ -41,6 +42,18 @@ def tokenizer(directory: Path) -> Path:
         },
     }
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(json.dumps(made))
+    return directory
+
+
+def bytewise(directory: Path, *longer: str) -> Path:
+    """Write a byte-level tokenizer.json whose first 256 ids are bytes, as they are; then come ``longer`` pieces."""
+    made = json.loads((tokenizer(directory) / "tokenizer.json").read_text())
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256))
+    pieces = [chr(one if one in plain else 256 + next(others)) for one in range(256)]
+    made["model"] = {"type": "BPE", "vocab": {one: at for at, one in enumerate([*pieces, *longer])}, "merges": []}
+    made["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     (directory / "tokenizer.json").write_text(json.dumps(made))
     return directory
 
@@ -76,6 +89,7 @@ async def run(directory: Path) -> Path:
     for step in (1, 2):
         told = {"episode/resolve_rate": 0.5 * step, "episode/reward_mean": 0.4, "episode/turns": 2.0}
         told |= {"timing_s/gen": 3.0, "timing_s/update_actor": 1.0, "failure/tests_failed": 1.0}
+        told["episode/resolved"] = 1.0
         append_step(directory, step, 0.0, told)
     keep_trainer(directory, records[0], "group_0", 0.5)
     (directory / "config.yaml").write_text("algorithm: {norm_adv_by_std_in_grpo: false}\n")
@@ -92,12 +106,10 @@ async def planted(directory: Path) -> Path:
         task = "second" if name == "hack" or name[-1].isdigit() else "first"
         records.append(without_words(named(made, f"train-1-{name}-0", model, task=task, patch=PATCH)))
     mask, logprob, agent, hack, *_ = records
-    prompt, response, bits, probs = columns(mask, mask.rows[0])
-    mask.rows[0].digest = row_digest(prompt, response, [bits[0] ^ 1, *bits[1:]], probs)
+    plant.flip_mask(mask)
     keep_trainer(directory, logprob, "group_1", 0.5)
-    change_logprob(sampled(logprob, 0), 3, -9.0)
-    redo_row(logprob, logprob.rows[0])
-    lose(agent, "I found it.")
+    plant.wrong_logprob(logprob)
+    plant.lose_agent(agent)
     hack.patch = HACK
     write(directory, *records)
     log = EpisodeLog(directory)
@@ -105,20 +117,6 @@ async def planted(directory: Path) -> Path:
         log.append({**line(record), "session": f"group_{number}", "engine": None})
     append_step(directory, 1, 0.0, {"episode/resolve_rate": 1.0})
     return directory
-
-
-def lose(record: Record, said: str) -> None:
-    """Take the thread out of a record in which ``said`` was said."""
-    number = next(n for n, node in enumerate(record.nodes) if node.text == said)
-    root = path_of(record.nodes, number)[0]
-    kept = [n for n in range(len(record.nodes)) if path_of(record.nodes, n)[0] != root]
-    place = {-1: -1, **{old: new for new, old in enumerate(kept)}}
-    record.rows[:] = [row for row in record.rows if set(row.nodes) <= set(kept)]
-    record.nodes[:] = [record.nodes[n] for n in kept]
-    for node in record.nodes:
-        node.parent = place[node.parent]
-    for row in record.rows:
-        row.nodes = [place[n] for n in row.nodes]
 
 
 def keep_trainer(directory: Path, record: Record, session: str, advantage: float) -> None:

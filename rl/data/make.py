@@ -174,7 +174,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="another seed tries other edits (default: 0)")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="boxes at a time (default: cores)")
     add("--makers", nargs="+", choices=NAMES, default=NAMES, metavar="MAKER", help=f"of {', '.join(NAMES)}")
-    add("--level", type=int, choices=LEVELS, default=LEVELS[1], help="how much help statements give (default: 2)")
+    add(
+        "--level",
+        type=int,
+        choices=LEVELS,
+        default=LEVELS[1],
+        help="how much statements say; 1: one sentence (default: 2)",
+    )
     add("--requires", nargs="+", default=[], metavar="REQ", help="what tests need beside what the packages name")
     add("--heldout-share", type=_share, metavar="X", help="hold out about this share of the packages, in a second file")
     add("--allow-verified", action="store_true", help="take packages of SWE-bench Verified's repositories, too")

@@ -1,14 +1,17 @@
-"""This module finds a text in everything that an episode has: what was said, answered, read, and graded."""
+"""This module finds a text in everything that an episode has (what was said, answered, read, graded), or in many."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rl.view.reading import Reading
+import msgspec
+
+from rl.view.reading import Reading, composed
 from rl.view.texts import excerpt
-from rl.view.tokens import Texts
+from rl.view.tokens import Texts, Vocabulary
+from rollout.records import Record
 
 MOST = 300  # hits that are shown
 
@@ -71,3 +74,30 @@ def _everything(reading: Reading, texts: Texts, pattern: re.Pattern[str]) -> Ite
 
 
 _NOT_SAMPLED = ("result", "told", "asked")
+
+
+class Query:
+    """A query looks for a text in whole records, no matter in which case.
+
+    It finds what ``find`` finds in an episode, and texts that no page shows; it says only whether there is one.
+    """
+
+    def __init__(self, wanted: str, words: Callable[[Record], Vocabulary]) -> None:
+        # Bytes are quicker to search than text, and as good where lower() of bytes knows all letters.
+        plain = all(one.isascii() or one.lower() == one.upper() for one in wanted)
+        self._bytes = wanted.lower().encode("utf-8", "replace") if plain else b""
+        self._text, self._words = wanted.casefold(), words
+
+    def finds(self, data: bytes) -> bool:
+        """Tell whether the text is in a record, which is given as its MessagePack. Raises msgspec.DecodeError."""
+        if self._in(data):  # most texts are in it as they are
+            return True
+        record = msgspec.msgpack.decode(data, type=Record)
+        if self._in("\0".join(composed(record)).encode("utf-8", "replace")):
+            return True
+        return self._in(self._words(record).data([node.ids for node in record.nodes]))
+
+    def _in(self, data: bytes) -> bool:
+        if self._bytes:
+            return self._bytes in data.lower()
+        return self._text in data.decode("utf-8", "replace").casefold()

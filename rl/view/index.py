@@ -20,6 +20,7 @@ import msgspec
 import zstandard
 
 from rl.metrics.episodes import line
+from rl.view.finding import Query
 from rollout import files
 from rollout.audit import audit_heard, audit_tokens
 from rollout.records import CorruptRecordError, Reader, Record, decode, payload_at, record_at
@@ -146,16 +147,14 @@ class Index:
         """Read the record of an entry. Raises CorruptRecordError and OSError."""
         return record_at(self.base / entry.file, entry.offset)
 
-    def having(self, entries: list[Entry], text: str) -> Iterator[Entry | None]:
-        """Iterate over the entries in whose record ``text`` occurs, no matter in which case; None for each other one.
-
-        The bytes of the record are searched, and not decoded: texts are in them as they are.
-        """
-        wanted = text.lower().encode("utf-8", "replace")
+    def having(self, entries: list[Entry], query: Query) -> Iterator[Entry | None]:
+        """Iterate over the entries in whose record the query finds its text; None for each other one."""
         for entry in entries:
-            with contextlib.suppress(CorruptRecordError, OSError, zstandard.ZstdError):
+            found = False
+            with contextlib.suppress(CorruptRecordError, OSError, zstandard.ZstdError, msgspec.DecodeError):
                 data = zstandard.ZstdDecompressor().decompress(payload_at(self.base / entry.file, entry.offset))
-                yield entry if wanted in data.lower() else None
+                found = query.finds(data)
+            yield entry if found else None
 
     def save(self) -> None:
         """Write the cache file, if there is one; a disk that cannot be written costs a new start its time only."""

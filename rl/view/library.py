@@ -36,7 +36,7 @@ class Episode:
     @cached_property
     def reading(self) -> Reading:
         """Return what a person reads of it."""
-        return read(self.record, bool(self.run.setting("episode.mask_overlong", False)))
+        return read(self.record, self._masked)
 
     @cached_property
     def texts(self) -> Texts:
@@ -46,7 +46,11 @@ class Episode:
     @cached_property
     def tree(self) -> Tree:
         """Return the map of its tree."""
-        return tree(self.record)
+        return tree(self.record, self._masked and self.record.overlong)
+
+    @property
+    def _masked(self) -> bool:
+        return bool(self.run.setting("episode.mask_overlong", False))
 
     @cached_property
     def trained(self) -> Trained | None:
@@ -98,6 +102,10 @@ class Library:
                 return run
         raise NotFound(f"there is no run {number}")
 
+    def words(self, record: Record) -> Vocabulary:
+        """Return the vocabulary of an episode's policy."""
+        return vocabulary(self.model or Path(record.model))
+
     def episode(self, number: str | None, name: str | None) -> Episode:
         """Return an episode by its run and name. Raises NotFound."""
         run = self.run(number)
@@ -113,7 +121,7 @@ class Library:
             record = run.index.record(entry)
         except (CorruptRecordError, OSError) as error:
             raise NotFound(f"the record of {name} cannot be read: {error}") from error
-        made = Episode(run, entry, record, vocabulary(self.model or Path(record.model)))
+        made = Episode(run, entry, record, self.words(record))
         with self._lock:
             self._episodes[key] = made
             while len(self._episodes) > _KEPT:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from typing import Any
 
 from rl.report import summary
@@ -35,6 +35,7 @@ from rl.view.tokens import MOST, improbable, tilted, tokens
 _PAGE = 200  # rows of a list
 _STEPS, _TASKS, _ATTEMPTS = 60, 100, 12
 _FOUND = 60  # episodes that a search shows
+_SEARCH_S = 10.0  # after which it shows what it has, and a link to go on
 
 
 class BadLink(ValueError):
@@ -352,21 +353,24 @@ def compare_runs(library: Library, query: Query) -> Page:
 
 
 def search(library: Library, query: Query) -> Page:
-    """Search the text of all episodes, the newest first."""
-    wanted, only = query.get("q", ""), query.get("run", "")
+    """Search the text of all episodes of one run after the other, the newest first."""
+    wanted, only, start = query.get("q", ""), query.get("run", ""), _number(query, "from")
     found: list[tuple[Run, Entry]] = []
     looked = total = 0
+    asked, end = finding.Query(wanted, library.words), time.monotonic() + _SEARCH_S
     for run in [library.run(only)] if only else library.runs:
         entries = list(run.index.entries)[::-1]
+        rest = entries[max(0, start - total) :]
         total += len(entries)
-        for entry in run.index.having(entries, wanted) if wanted else ():
+        for entry in run.index.having(rest, asked) if wanted else ():
+            if len(found) >= _FOUND or time.monotonic() > end:
+                break
             looked += 1
             if entry is not None:
                 found.append((run, entry))
-            if len(found) >= _FOUND:
-                break
-    shown = list(islice(found, _FOUND))
-    return _html("search.html", library, q=wanted, only=only, found=shown, looked=looked, total=total)
+    return _html(
+        "search.html", library, q=wanted, only=only, found=found, start=start, looked=looked, total=total,
+    )  # fmt: skip
 
 
 PAGES: dict[str, Handler] = {

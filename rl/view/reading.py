@@ -23,6 +23,7 @@ from rollout.reading import FormatReading
 from rollout.records import NodeRecord, Record, unpack_floats, unpack_ids
 
 _NODE = re.compile(r"^node (\d+): ")
+_COMPACTED = "(The agent compacted the conversation here.)"
 
 
 @dataclass
@@ -47,6 +48,11 @@ class Part:
     arguments: dict[str, Any] = field(default_factory=dict)
     result: Result | None = None
     inner: list[Turn] = field(default_factory=list)
+
+    @property
+    def written(self) -> str:
+        """Return what it says: of a call its name and arguments."""
+        return f"{self.name} {json.dumps(self.arguments, ensure_ascii=False)}" if self.kind == "call" else self.text
 
 
 @dataclass
@@ -104,12 +110,9 @@ class Reading:
         """Iterate over (turn, what, number of the part, text) of all that is said and answered."""
         for turn in self.turns:
             for number, part in enumerate(turn.parts):
-                if part.kind == "call":
-                    yield turn, "call", number, f"{part.name} {json.dumps(part.arguments, ensure_ascii=False)}"
-                    if part.result:
-                        yield turn, "result", number, part.result.text
-                else:
-                    yield turn, part.kind, number, part.text
+                yield turn, part.kind, number, part.written
+                if part.result:
+                    yield turn, "result", number, part.result.text
             for number, text in enumerate(turn.told):
                 yield turn, "told", number, text
             for number, (_, text) in enumerate(turn.asked):
@@ -137,6 +140,23 @@ def read(record: Record, mask_overlong: bool = False) -> Reading:
             turn.untrained = "a limit ended the episode, and this run leaves such ones out (episode.mask_overlong)"
     _answer(record, turns)
     return Reading(record, turns, _nested(turns), findings, _ending(record))
+
+
+def composed(record: Record) -> Iterator[str]:
+    """Iterate over all texts of an episode's turns that are put together, and so are not in its record as they are."""
+    said = (node.blocks for node in record.nodes)
+    if not record.nodes and record.calls:
+        said = (_blocks(call.reply.get("content")) for call in record.calls)
+    elif not record.nodes:
+        said = (blocks(event, "assistant") for event in record.events)
+    yield from (_part(block).written for one in said for block in one)
+    for place in {place for call in record.calls for place in call.messages}:
+        yield _plain(msgspec.json.decode(record.parts[place]).get("content"))
+    for event in record.events:
+        yield from (_told(one.get("content")) for one in blocks(event, "user") if one.get("type") == "tool_result")
+        if event.get("subtype") == "compact_boundary":
+            yield _COMPACTED
+    yield _ending(record)
 
 
 # --- turns
@@ -213,8 +233,7 @@ def _of_calls(record: Record) -> list[Turn]:
     turns: list[Turn] = []
     old: set[int] = set()
     for call in sorted(record.calls, key=lambda one: one.started):
-        content = call.reply.get("content")
-        said = [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+        said = _blocks(call.reply.get("content"))
         name = str(call.reply.get("id"))
         turn = Turn(len(turns) + 1, -1, name, list(map(_part, said)), stop=str(call.reply.get("stop_reason")))
         turn.kind = "side" if call.side else "agent" if callers.get(name) else "main"
@@ -242,6 +261,10 @@ def _of_events(record: Record) -> list[Turn]:
     return list(turns.values())
 
 
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+
+
 def _part(block: dict[str, Any]) -> Part:
     match block.get("type"):
         case "text":
@@ -260,7 +283,7 @@ def _plain(content: Any) -> str:
     """Return the texts of a message, without results of calls."""
     if isinstance(content, str):
         return content
-    parts = [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+    parts = _blocks(content)
     texts = [str(one["text"]) if "text" in one else f"({one.get('type')})" for one in parts]
     return "\n\n".join(text for text, one in zip(texts, parts, strict=True) if one.get("type") != "tool_result")
 
@@ -320,7 +343,7 @@ def _answer(record: Record, turns: list[Turn]) -> None:
             if waiting and (turn := by_name.get(message_id(event))):
                 turn.told, waiting = waiting, []
         elif event.get("subtype") == "compact_boundary":
-            waiting.append("(The agent compacted the conversation here.)")
+            waiting.append(_COMPACTED)
         for block in blocks(event, "user"):
             if block.get("type") == "tool_result":
                 if part := calls.get(str(block.get("tool_use_id"))):

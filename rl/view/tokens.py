@@ -12,13 +12,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from rl.metrics.trained import Trained
-from rollout.records import NodeRecord, Record, unpack_floats, unpack_ids
+from rollout.records import NodeRecord, Record, pack_ids, unpack_floats, unpack_ids
 
 MOST = 2000  # tokens of a node that are sent at once
 _JUMPS = 24
 _SHADES = 8  # colours of a scale
 _GAP, _LANE = 6, 22  # of the map, in its units
+# A byte-level tokenizer writes each byte as one visible character: the byte's own one, or one of those from 256 on.
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTES = {chr(one): one for one in _VISIBLE}
+_BYTES |= {chr(256 + at): one for at, one in enumerate(one for one in range(256) if one not in _VISIBLE)}
 
 
 class Vocabulary:
@@ -42,6 +48,39 @@ class Vocabulary:
             return "".join(f"{one} " for one in ids)
         return self._codec.decode(list(ids), skip_special_tokens=False)
 
+    def data(self, parts: Sequence[bytes]) -> bytes:
+        """Return what packed ids say, in UTF-8, with a zero byte between parts.
+
+        This takes a tenth of the time of ``text`` if the decoder is a byte-level one.
+        """
+        if self._codec is None or self._bytes is None:
+            size = 4 * MOST  # as ``Texts`` does it
+            cut = ([ids[at : at + size] for at in range(0, len(ids), size)] for ids in parts)
+            return "\0".join("".join(self.text(unpack_ids(one)) for one in ids) for ids in cut).encode()
+        starts, sizes, data = self._bytes
+        known = numpy.frombuffer(pack_ids([len(sizes) - 1]).join(parts), dtype="<i4").astype(numpy.int64)
+        known = known[(known >= 0) & (known < len(sizes))]
+        lengths = sizes[known]
+        ends = lengths.cumsum()
+        return data[numpy.repeat(starts[known] + lengths - ends, lengths) + numpy.arange(lengths.sum())].tobytes()
+
+    @functools.cached_property
+    def _bytes(self) -> tuple[Any, Any, Any] | None:
+        """Return where each id's bytes begin, how many there are, and all of them; None if ids depend on each other.
+
+        One id more, the last, is a zero byte.
+        """
+        if type(self._codec.decoder).__name__ != "ByteLevel":
+            return None
+        known = self._codec.get_vocab(with_added_tokens=True)
+        pieces = [b""] * (max(known.values(), default=-1) + 1)
+        for token, number in known.items():
+            values = [_BYTES.get(one) for one in token]
+            pieces[number] = token.encode() if None in values else bytes(values)  # ty: ignore
+        pieces.append(b"\0")
+        sizes = numpy.array([len(one) for one in pieces], dtype=numpy.int64)
+        return sizes.cumsum() - sizes, sizes, numpy.frombuffer(b"".join(pieces), dtype=numpy.uint8)
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return what each id says by itself."""
         return [self._piece(one) for one in ids]
@@ -64,7 +103,8 @@ def vocabulary(model: Path) -> Vocabulary:
 class Place:
     """A place is a node in the map. ``start`` and ``end``: its tokens in its path; ``lane``: its line in the map.
 
-    ``rows``: training rows that train it; ``ends``: rows that end with it. ``x``, ``y``, ``width``: in the map's units.
+    ``rows``: training rows that train it; ``ends``: rows that end with it; ``masked``: none of these has a
+    mask of 1. ``x``, ``y``, ``width``: in the map's units.
     """
 
     node: int
@@ -76,7 +116,7 @@ class Place:
     rows: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     delivered: bool = True
-    side: bool = False
+    masked: bool = False
     x: float = 0.0
     y: float = 0.0
     width: float = 0.0
@@ -86,7 +126,9 @@ class Place:
         """Return how it is drawn: context, trained, or the reason why not."""
         if not self.sampled:
             return "context"
-        return "trained" if self.rows else "lost" if not self.delivered else "served"
+        if self.rows and not self.masked:
+            return "trained"
+        return "lost" if not self.delivered else "served"
 
 
 @dataclass
@@ -100,15 +142,16 @@ class Tree:
     height: float
 
 
-def tree(record: Record, width: float = 1000.0) -> Tree:
-    """Lay out the session tree: one line per branch, tokens from left to right, what is shared drawn once."""
+def tree(record: Record, masked: bool = False, width: float = 1000.0) -> Tree:
+    """Lay out the session tree: one line per branch, tokens from left to right, what is shared drawn once. masked: the
+    run trains on none of its rows."""
     nodes = record.nodes
     places: list[Place] = []
     for number, node in enumerate(nodes):
         parent = node.parent if node.parent < number else -1
         start = places[parent].end if parent >= 0 else 0
         one = Place(number, parent, start, start + node.length, node.logprobs is not None)
-        one.delivered, one.side = node.delivered, node.side
+        one.delivered, one.masked = node.delivered, masked
         places.append(one)
     for number, row in enumerate(record.rows):
         known = [node for node in row.nodes if 0 <= node < len(places)]  # the audit says what is wrong with others

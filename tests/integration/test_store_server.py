@@ -148,8 +148,8 @@ async def test_episodes_arrive_while_they_are_played(store: str, tmp_path: Path)
 # --- the dashboard
 
 
-@pytest.mark.skipif(bool(browser_kit.problem()), reason=browser_kit.problem())
 async def test_the_dashboard_shows_episodes_and_spans(store: str, tmp_path: Path) -> None:
+    browser_kit.needed()
     run = write([one.record for one in await told(5, "shown")], tmp_path / "runs" / "shown")
     assert (await asyncio.to_thread(run_command, run, "--url", store)).returncode == 0
     there = client(store)

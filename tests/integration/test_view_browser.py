@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser_kit import Tab, browser, problem, tab
+from tests.browser_kit import Tab, browser, needed, tab
 from tests.view_kit import hostile, planted, run, served
 
 PAGES = (
@@ -23,8 +23,7 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[str]:
-    if why := problem():
-        pytest.skip(f"no headless Chromium: {why}")
+    needed()
     with browser() as address:
         yield address
 
@@ -44,6 +43,12 @@ async def test_from_the_run_to_a_turn(view: tuple[Tab, str]) -> None:
     page, address = view
     await page.goto(f"{address}/run?run=0")
     await page.until("document.querySelectorAll('.chart canvas').length >= 4")
+    legend = """Object.fromEntries([...document.querySelectorAll('.chart[aria-label^=Verdicts] .u-series')].map((one) =>
+      [one.querySelector('.u-label').textContent, [one.querySelector('.u-value').textContent,
+       one.querySelector('.u-marker')?.style.background]]))"""
+    told = await page.js(legend)
+    assert {name: value for name, (value, _) in told.items()} == {"step": "2", "resolved": "1", "tests failed": "1"}
+    assert (told["resolved"][1], told["tests failed"][1]) == ("rgb(29, 154, 108)", "rgb(201, 70, 61)")
     await page.click(".histogram a:last-of-type")
     await page.loaded()
     assert "reward=0.9" in await page.js("location.search")

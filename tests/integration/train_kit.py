@@ -82,12 +82,13 @@ def plain_environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start ``python -m rl.train`` with these arguments; its output is read through the pipe."""
     command = [sys.executable, "-m", "rl.train", *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=plain_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+        command, cwd=ROOT, env=plain_environment() | environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:

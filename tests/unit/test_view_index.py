@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from rl.metrics import trained
+from rl.view.finding import Query, find
 from rl.view.index import Index
+from rl.view.library import Library
 from rollout.records import Record, RecordWriter
-from tests.export_kit import crowd, repair
+from tests.export_kit import crowd, repair, without_words, write
 from tests.kit import empty_record
 from tests.view_kit import keep_trainer, named, run
 
@@ -101,10 +103,34 @@ def test_the_cache_is_believed_only_while_the_files_are_the_same(tmp_path: Path)
 
 
 async def test_a_search_finds_what_is_anywhere_in_a_record(tmp_path: Path) -> None:
-    index = Index(await run(tmp_path / "run"))
-    index.extend()
-    found = [entry.name for entry in index.having(index.entries, "i GIVE up") if entry]
-    assert found == ["train-1-fix-1"]
+    library = Library([await run(tmp_path / "run")], None)
+    library.refresh()
+    assert search(library, "i GIVE up") == ["train-1-fix-1"]
+    assert search(library, "nowhere at all") == []
+
+
+async def test_a_search_finds_what_an_episodes_own_find_does(tmp_path: Path) -> None:
+    """Any part of any text in any case: what was read is token ids alone, arguments are shown as JSON."""
+    directory = await run(tmp_path / "run")
+    read = await repair("read", prompt="Der STRASSENNAME ist \u00c4rger, \u041f\u0420\u0418\u0412\u0415\u0422: \u20ac!")
+    write(directory, without_words(named(read, "read", directory / "policy")), name="more")
+    library = Library([directory], None)
+    library.refresh()
+    assert search(library, "stra\u00dfenname ist \u00e4rger, \u043f\u0440\u0438\u0432\u0435\u0442") == ["read"]
+    assert search(library, ": \u20ac!") == ["read"]
+    for entry in library.runs[0].index.entries:
+        one = library.episode("0", entry.name)
+        texts = {text for *_, text in one.reading.texts()} | {one.reading.ending, one.record.patch.decode()}
+        texts |= {one.texts.of(node) for node in range(len(one.record.nodes))}
+        parts = {text[at : at + 15] for text in texts for at in range(0, len(text), 11)}
+        for part in filter(str.strip, parts):
+            hits, _ = find(one.reading, one.texts, part)
+            assert hits and entry.name in search(library, part.upper()), (entry.name, part)
+
+
+def search(library: Library, wanted: str) -> list[str]:
+    index = library.runs[0].index
+    return [entry.name for entry in index.having(index.entries, Query(wanted, library.words)) if entry]
 
 
 async def test_what_the_trainer_knows_comes_back_to_the_tokens_that_it_is_of(tmp_path: Path) -> None:

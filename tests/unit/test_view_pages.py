@@ -12,14 +12,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 from rl.view import pages, render
 from rl.view.index import Index
 from rl.view.library import Library, NotFound
 from rl.view.runs import FilterError, Run, chosen
-from tests.export_kit import lines
-from tests.view_kit import HOSTILE, hostile, run, served
+from tests.export_kit import lines, repair, write
+from tests.view_kit import HOSTILE, hostile, named, run, served, tokenizer
 
 WRONG = {
     "/run?run=7": 404,
@@ -169,6 +170,21 @@ def test_a_task_shows_its_group_with_advantages_and_what_differs(library: Librar
     computed = pages.advantages(library.runs[0].index.entries[2:4], True)
     assert [round(value, 3) for value in computed.values()] == [0.707, -0.707]
     assert pages.advantages(library.runs[0].index.entries[:1], True) == {}
+
+
+async def test_an_episode_that_a_limit_ended_is_masked_on_all_of_its_pages(tmp_path: Path) -> None:
+    record = msgspec.structs.replace(await repair("e"), overlong=True)
+    trained = '<span class="chip trained">sampled, mask 1</span>'
+    for masked in (False, True):
+        directory = write(tmp_path / str(masked), named(record, "e", tokenizer(tmp_path / "policy")))
+        (directory / "config.yaml").write_text(f"episode: {{mask_overlong: {str(masked).lower()}}}\n")
+        library = Library([directory], None)
+        library.refresh()
+        page = text(pages.token_page(library, {"run": "0", "id": "e"}))
+        assert ("Not trained: a limit ended the episode" in page) is masked
+        assert (trained in page) is not masked
+        assert ('<rect class="trained"' in page) is not masked  # the map
+        assert ('<section class="node trained"' in page) is not masked  # what the token's own box reads
 
 
 def test_two_episodes_part_where_they_say_something_else(library: Library) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from rl.view.finding import find
 from rl.view.reading import Reading, Turn, read
 from rl.view.texts import clean, compared, cut, patch
-from rl.view.tokens import MOST, Texts, improbable, tokens, tree, vocabulary
-from rollout.records import Record, unpack_ids
+from rl.view.tokens import MOST, Texts, Vocabulary, improbable, tokens, tree, vocabulary
+from rollout.records import Record, pack_ids, unpack_ids
 from tests.audit_kit import change_logprob, played, sampled
 from tests.export_kit import Play, crowd, nested, repair, without_words
-from tests.view_kit import named, run, tokenizer
+from tests.kit import END
+from tests.view_kit import bytewise, named, run, tokenizer
 
 
 def said(turn: Turn) -> str:
@@ -71,6 +74,8 @@ async def test_each_reply_that_is_not_trained_says_why() -> None:
     assert all("infrastructure" in turn.untrained for turn in read(lost).turns)
     limited = msgspec.structs.replace(record, overlong=True)
     assert all(turn.untrained for turn in read(limited, mask_overlong=True).turns)
+    assert {place.kind for place in tree(record).places} == {"context", "trained", "lost", "served"}
+    assert {place.kind for place in tree(limited, masked=True).places} == {"context", "lost", "served"}
 
 
 async def test_a_malformed_call_is_shown_as_it_was_sampled_and_as_it_was_received() -> None:
@@ -175,3 +180,16 @@ async def test_every_kind_of_record_in_a_run_can_be_read(tmp_path: Path) -> None
     for record in records:
         read(named(record, record.episode))
         tree(record)
+
+
+def test_the_bytes_of_ids_are_their_text(tmp_path: Path) -> None:
+    """A byte-level tokenizer is read by a table of its own."""
+    alphabet = sorted(ByteLevel.alphabet())
+    words = Vocabulary(bytewise(tmp_path, *(a + b for a in alphabet[:20] for b in alphabet[-20:])))
+    assert words._bytes is not None and words.text([*range(0x41, 0x45), 0xC3, 0xA4]) == "ABCD\u00e4"
+    lot = random.Random(1)
+    for _ in range(50):
+        ids = [lot.choice([*range(656), END, 700, -1]) for _ in range(200)]
+        known = [one for one in ids if 0 <= one < 656 or one == END]
+        assert words.data([pack_ids(ids)]).decode("utf-8", "replace") == words.text(known)
+    assert words.data([]) == b"" and words.data([pack_ids([0x41]), b"", pack_ids([0x42])]) == b"A\0\0B"

@@ -33,6 +33,14 @@ async function copy(text, what) {
 
 const COLORS = ["#2f6fde", "#d9722e", "#1d9a6c", "#b85fa8", "#c79a1b", "#3aa3c9", "#8a8f99", "#6a55c9"];
 
+// As in chips: what is resolved is green, the infrastructure violet, and no failure is either.
+const MEANT = { resolved: "#1d9a6c", "all resolved": "#1d9a6c", infrastructure: "#6a55c9" }, FAILED = ["#c9463d", "#d9722e", "#c79a1b", "#b85fa8", "#8a8f99"];
+
+function colors(series) {
+  const palette = series.some(({ label }) => label in MEANT) ? FAILED : COLORS, others = series.filter(({ label }) => !(label in MEANT));
+  return series.map((one) => MEANT[one.label] ?? palette[others.indexOf(one) % palette.length]);
+}
+
 function stack(series) {
   const sums = [];
   return series.map(({ values }) => values.map((value, at) => (sums[at] = (sums[at] ?? 0) + (value ?? 0))));
@@ -47,11 +55,11 @@ function chart(panel, place) {
   place.append(box);
   const sums = panel.stacked ? stack(panel.series) : panel.series.map((one) => one.values);
   const points = { show: panel.steps.length < 40, size: 5 };
-  const order = panel.series.map((_, at) => at);
+  const order = panel.series.map((_, at) => at), painted = colors(panel.series);
   if (panel.stacked) order.reverse(); // the highest sum is drawn first, the others over it
   const series = order.map((at) => {
-    const color = COLORS[at % COLORS.length], { label, values } = panel.series[at];
-    const shown = (plot, value, series, index) => (index === null ? "" : number(values[index]));
+    const color = painted[at], { values } = panel.series[at], label = panel.series[at].label.replaceAll("_", " ");
+    const shown = (plot, value, series, index) => number(values[index ?? values.length - 1]); // nothing is pointed at: the last
     if (!panel.stacked) return { label, stroke: color, width: 1.8, points, spanGaps: true, value: shown };
     return { label, stroke: color, fill: color, width: 0, points: { show: false }, value: shown, paths: uPlot.paths.bars({ size: [0.96, 60] }) };
   });
@@ -64,8 +72,8 @@ function chart(panel, place) {
   };
   const size = () => ({ width: Math.max(200, box.clientWidth - 24), height: 190 });
   const plot = new uPlot({
-    ...size(), series: [{ label: "step" }, ...series], cursor: { points: { size: 6 } },
-    scales: { x: { time: false }, y: { range } },
+    ...size(), series: [{ label: "step", value: (plot, value, series, index) => panel.steps[index ?? panel.steps.length - 1] }, ...series], cursor: { points: { size: 6 } },
+    scales: { x: { time: false, range: (plot, least, most) => (panel.stacked ? [least - 0.5, most + 0.5] : least === most ? [least - 1, most + 1] : [least, most]) }, y: { range } },
     axes: [{ ...axis, size: 34, values: (u, all) => all.map((v) => (Number.isInteger(v) ? v : "")) }, { ...axis, size: 52, label: panel.unit, labelSize: 16, labelFont: "11px system-ui", values: (u, all) => all.map(number) }],
   }, [panel.steps, ...order.map((at) => sums[at])], box);
   new ResizeObserver(() => plot.setSize(size())).observe(box);

@@ -29,7 +29,7 @@ _FORMAT = 1  # of what is kept
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared package.
+    """A Prepared is a package from which tasks can be made.
 
     venv: its environment. order: its tests, in the order of the bits of `lines`. stable: those that passed each time.
     flaky: those with different outcomes. lines: bits of stable tests that run a line, by file and line. seconds: of

@@ -29,8 +29,9 @@ from rl.plan.rollout import Boxes, Rollout, flowing, whole
 
 
 class Traffic(NamedTuple):
-    """The traffic of a mean episode: its turns, the tokens of its training row, and its context averaged over its
-    calls."""
+    """Traffic is what a mean episode sends: its turns, the tokens of its training row, and its context averaged over
+    its calls.
+    """
 
     turns: float
     row: float
@@ -39,11 +40,12 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of one step: tokens trained on and sampled, groups ``used`` and ``played``, how many times as long a
-    rollout takes because of those that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the mean
-    episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
+    """A pace says how fast a step is: tokens trained on and sampled, groups ``used`` and ``played``, how many times as
+    long a rollout takes because of those that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
+    mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
     (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of the ``asked``
-    ones that run there."""
+    ones that run there.
+    """
 
     tokens: int
     sampled: int

@@ -1,4 +1,6 @@
-"""On-policy distillation with verl's own teacher: a second engine that scores what the policy samples."""
+"""This module tests on-policy distillation with verl's own teacher: a second engine that scores what the policy
+samples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on which an array job admits the tasks of a file, a shard per task of the array."""
+"""An array job on a real SLURM of two nodes admits the tasks of a file, a shard per task of the array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The batch script without SLURM: srun and scontrol are ours. tests/integration/test_slurm.py has the real ones."""
+"""This module tests the batch script without SLURM: srun and scontrol are ours. tests/integration/test_slurm.py has the
+real ones.
+"""
 
 from __future__ import annotations
 

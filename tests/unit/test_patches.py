@@ -25,7 +25,8 @@ needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vll
 REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
     r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = "
-    r"|__ray_metadata__|__ray_actor_class__|agent_loop_workers_class: Any = |role_worker_mapping\[.+\] = |\._temp_dir = "
+    r"|__ray_metadata__|__ray_actor_class__|agent_loop_workers_class: Any = |role_worker_mapping\[.+\] = "
+    r"|\._temp_dir = "
 )
 
 

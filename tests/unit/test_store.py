@@ -1,4 +1,4 @@
-"""Sending records to a store that fails in every way, and reading records while they are written."""
+"""This module tests sending records to a store that fails in every way, and reading records while they are written."""
 
 from __future__ import annotations
 

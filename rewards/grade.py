@@ -245,7 +245,7 @@ def _prints(script: str, marker: str) -> int:
 
 
 class _Harness:
-    """The parts of swebench that are used here; importing it takes seconds."""
+    """This holds the parts of swebench that are used here; importing it takes seconds."""
 
     def __init__(self) -> None:
         from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT, TEST_EXIT_CODE

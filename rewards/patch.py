@@ -57,7 +57,7 @@ class FileDiff:
 
 @dataclass
 class _Part:
-    """A FileDiff that is being read. begin: the index of its first line."""
+    """A part is a FileDiff that is being read. begin: the index of its first line."""
 
     begin: int
     paths: list[str] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""The trainer side: verl's GRPO trainer with Claude Code episodes as rollouts."""
+"""This package trains: verl's GRPO trainer, with Claude Code episodes as rollouts."""

@@ -129,7 +129,7 @@ class Local(Kind):
 
 
 class FromImages(Kind):
-    """Boxes start from a task's image; this is what such kinds have in common.
+    """This class is what the kinds have in common whose boxes start from a task's image.
 
     base_hint: how to get a base image, for messages.
     """

@@ -152,7 +152,7 @@ class Curriculum:
 
 
 class Scheduled(PPOTrainer):
-    """A mix-in that goes before a ``PPOTrainer`` subclass: its training tasks are drawn by a ``Curriculum``."""
+    """This mix-in goes before a ``PPOTrainer`` subclass: a ``Curriculum`` draws its training tasks."""
 
     curriculum: Curriculum | None = None
 

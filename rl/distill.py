@@ -15,7 +15,7 @@ else:
 
 
 class Scored(AgentLoopWorker):
-    """A mix-in that goes before verl's agent loop worker: the teacher scores each row."""
+    """This mix-in goes before verl's agent loop worker: the teacher scores each row."""
 
     async def _agent_loop_postprocess(  # ty: ignore[incompatible-method-override]  as AgentLoopWorkerTQ
         self, output: "AgentLoopOutput | list[AgentLoopOutput]", validate: bool, **kwargs: Any

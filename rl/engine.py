@@ -68,7 +68,7 @@ class VerlEngine:
 
 @dataclass
 class _Attempt:
-    """One generation on a server: the Ray task and, once it is done, its output."""
+    """An attempt is one generation on a server: the Ray task and, once it is done, its output."""
 
     ref: ray.ObjectRef
     out: TokenOutput | None = None
@@ -79,7 +79,7 @@ _attempts: contextvars.ContextVar[list[_Attempt]] = contextvars.ContextVar("_att
 
 
 class _WatchedServer:
-    """A server's handle, as far as verl's client uses it, that notes the attempts of a call."""
+    """This stands for a server's handle, as far as verl's client uses it, and notes the attempts of a call."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle

@@ -49,7 +49,7 @@ class Host:
 
 
 class FarBox:
-    """A box of a ``Host``, with the verbs of ``rollout.sandbox.Sandbox``."""
+    """A FarBox stands for a box of a ``Host``, with the verbs of ``rollout.sandbox.Sandbox``."""
 
     def __init__(self, host: Any, number: int, workdir: str, home: str, tmpdir: str) -> None:
         self.workdir, self.home, self.tmpdir = workdir, home, tmpdir

@@ -62,7 +62,7 @@ class Interrupted(Exception):
 
 
 class GroupBuffer(ReplayBuffer):
-    """A mix-in that goes before a replay buffer of verl.
+    """This mix-in goes before a replay buffer of verl.
 
     - A group with fewer than two episodes counts as a failed one: the infrastructure lost the others, or a limit ended
       them (``episode.mask_overlong``). verl takes it for a finished one; its dynamic filtering then misses the rewards
@@ -182,7 +182,7 @@ class GroupBuffer(ReplayBuffer):
 
 
 class Spread(AgentLoopManagerTQ):
-    """A mix-in that goes before verl's agent loop manager: workers get groups in turn.
+    """This mix-in goes before verl's agent loop manager: workers get groups in turn.
 
     verl cuts every batch of prompts into one piece per worker and begins with the first worker. Replacements come by
     ones and twos; without this, all of them would wait for boxes of the first workers while the others have free ones.
@@ -205,7 +205,7 @@ class Spread(AgentLoopManagerTQ):
 
 
 class _Beside:
-    """A class of Ray actors that start only on nodes with a resource, in turn, wherever their creator wants them."""
+    """This class starts Ray actors on nodes with a resource only, in turn, wherever their creator wants them."""
 
     def __init__(self, actors: Any, resource: str) -> None:
         self._actors, self._places = actors, itertools.cycle(places(resource))

@@ -46,7 +46,7 @@ class Start:
 
 
 class Starts:
-    """The two starts of the run; signals to this process are passed on, and then there is no further start."""
+    """These are the two starts of the run; signals to this process are passed on, and end the starts."""
 
     def __init__(self, run_dir: Path, overrides: Sequence[str]) -> None:
         self._run_dir = run_dir

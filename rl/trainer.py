@@ -120,7 +120,7 @@ def trainer_class(mode: str) -> "type[EpisodeTrainer]":
 
 
 class EpisodeTrainer(PPOTrainer):
-    """A mix-in that goes before a ``PPOTrainer`` subclass; the module's docstring says what it changes."""
+    """This mix-in goes before a ``PPOTrainer`` subclass; the module's docstring says what it changes."""
 
     logger: Any  # rl.metrics.loggers.Loggers, which verl makes when training begins
 

@@ -248,8 +248,8 @@ def _digest_of(record: Record) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(record, number=0, previous=b""))).digest()
 
 
-class Run:
-    """A Run is what has been read of a run's records; ``findings`` has one line each, ``total`` the counts."""
+class Audit:
+    """An audit is what has been read of a run's records; ``findings`` has one line each, ``total`` the counts."""
 
     def __init__(self, source: Path, model: Path | None = None) -> None:
         self.reader, self.model = Reader(source), model
@@ -375,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("run", type=Path, metavar="RUN", help="a run directory or one record file")
     options.add_argument("--model", type=Path, help="directory of the policy's tokenizer (default: the recorded one)")
     args = options.parse_args(argv)
-    run = Run(args.run, args.model)
+    run = Audit(args.run, args.model)
     try:
         run.read()
     except (FileNotFoundError, ValueError) as error:

@@ -198,7 +198,7 @@ def _commands(session: Session | None, run: AgentRun | None) -> Iterator[str]:
 
 
 class _Booting:
-    """A box that boots while something else is done. ``close`` ends one that nobody took."""
+    """This boots a box while something else is done. ``close`` ends one that nobody took."""
 
     def __init__(self, boot: Callable[[], Awaitable[Sandbox]]) -> None:
         self._boot = boot

@@ -13,6 +13,8 @@ import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
+import grimp
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of code per directory. A directory that is not named here counts in the one above it.
@@ -71,34 +73,27 @@ WINGS = {
 # curriculum, and realcode.
 EVERYTHING = 32_040
 
-# What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
-ONE_TASK = (
-    "rl/agent_loop.py",
-    "rl/engine.py",
-    "rl/trainer.py",
-    "rollout/episode.py",
-    "rollout/records.py",
-    "rollout/agent/*.py",
-    "rollout/proxy/messages.py",
-    "rollout/proxy/replies.py",
-    "rollout/proxy/tree.py",
-    "rollout/proxy/session.py",
-    "rollout/proxy/render.py",
-    "rollout/proxy/marks.py",
-    "rollout/proxy/texts.py",
-    "rollout/proxy/encode.py",
-    "rollout/proxy/parsers.py",
-    "rollout/proxy/server.py",
-    "rollout/proxy/delivery.py",
-    "rollout/proxy/secret.py",
-    "rollout/proxy/engine.py",
-    "rollout/sandbox/*.py",
-    "rollout/sandbox/local/*.py",
-    "rewards/*.py",
+# What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
+# the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and
+# leases belong to boxes from images and are not on this way; an agent or a kind of box that is added is not either.
+ONE_TASK_TRAINER = ("rl/agent_loop.py", "rl/engine.py", "rl/trainer.py", "rl/groups.py")
+ONE_TASK_MODULES = (
+    "rollout.episode",
+    "rollout.records",
+    "rollout.agent.claude_code",
+    "rollout.sandbox.local.box",
+    "rollout.proxy.server",
+    "rollout.proxy.render",
+    "rollout.proxy.parsers",
+    "rewards.grade",
+    "rewards.second",
+    "rewards.shape",
+    "rewards.falsify",
 )
-# 210 of it are the proofs of rollout/proxy; 130 an agent's own settings, and keeping its files; 265 speed;
-# 30 reading on behind a broken record, and copying one; 10 reading on while a file grows.
-ONE_TASK_BUDGET = 5_950
+# 5,000 were asked for. 210 of what is more are proofs (of delivery, and of which reply is meant); 130 an agent's own
+# settings, and keeping its files; 265 speed; 30 reading on behind a broken record, and copying one; 10 reading on while
+# a file grows; 160 control groups of boxes; 55 failures in logs that nothing takes back.
+ONE_TASK_BUDGET = 5_930
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.
@@ -137,6 +132,22 @@ def wing(path: str) -> str:
     return max((name for name in WINGS if path.startswith(f"{name}/")), key=len)
 
 
+def one_task() -> set[str]:
+    """Return the files on the way of one task."""
+    sys.path.insert(0, str(ROOT))  # before a copy of the packages that is installed
+    graph = grimp.build_graph("rollout", "rewards", exclude_type_checking_imports=True, cache_dir=None)
+    found: set[str] = set()
+    waiting = list(ONE_TASK_MODULES)
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += graph.find_modules_directly_imported_by(module)
+    places = [ROOT / module.replace(".", "/") for module in found]
+    files = [place / "__init__.py" if place.is_dir() else place.with_suffix(".py") for place in places]
+    return {str(file.relative_to(ROOT)) for file in files} | set(ONE_TASK_TRAINER)
+
+
 def main() -> int:
     """Print the table; return 1 if a budget is exceeded or a file is too long, else 0."""
     sizes = {
@@ -144,12 +155,12 @@ def main() -> int:
         for top in ("rl", "rollout", "rewards", "scripts")
         for path in sorted((ROOT / top).rglob("*.py"))
     }
-    way = {str(path.relative_to(ROOT)) for pattern in ONE_TASK for path in ROOT.glob(pattern)}
+    way = one_task()
     rows = [(name, [size for path, size in sizes.items() if wing(path) == name], WINGS[name]) for name in WINGS]
     rows.append(("everything", list(sizes.values()), EVERYTHING))
     rows.append(("the way of one task", [sizes[path] for path in sorted(way)], ONE_TASK_BUDGET))
 
-    failures = [f"{pattern} in ONE_TASK names no file" for pattern in ONE_TASK if not any(ROOT.glob(pattern))]
+    failures: list[str] = []
     print(f"{'lines of':<26} {'files':>6} {'code':>7} {'budget':>7} {'with docstrings':>16}")
     for name, counted, budget in rows:
         code = sum(size.code for size in counted)

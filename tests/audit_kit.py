@@ -1,4 +1,4 @@
-"""A sound record of everything that an episode can have, and the hands that damage one."""
+"""This module has a sound record of everything that an episode can have, and the hands that damage one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Headless Chromium, driven over its own protocol: a page to open, to click in, to wait for and to look at."""
+"""This module drives headless Chromium over its own protocol: a page to open, to click in, to wait for and to look
+at.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs for tests: one that passes ``rl.checks``, and composed ones."""
+"""This module has configs for tests: one that passes ``rl.checks``, and composed ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Rows of one small, invented repository in the formats of the public sets: columns, types and quirks are those of the
-sets (docs/data.md)."""
+"""This module has rows of one small, invented repository in the formats of the public sets: columns, types and quirks
+are those of the sets (docs/data.md).
+"""
 
 from __future__ import annotations
 

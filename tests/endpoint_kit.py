@@ -1,4 +1,6 @@
-"""A stand-in for endpoints of chat completions and of the Messages API on loopback, which can be busy, hang and lie."""
+"""This module has a stand-in for endpoints of chat completions and of the Messages API on loopback, which can be busy,
+hang and lie.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The configs that vLLM makes of the engine arguments that verl makes of our experiments, on pretended H100s.
+"""This module has the configs that vLLM makes of the engine arguments that verl makes of our experiments, on pretended
+H100s.
 
     python -m tests.engine_configs DIRECTORY < cases.json > facts.json
 

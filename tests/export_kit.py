@@ -1,4 +1,4 @@
-"""Records with everything that an export must keep, and what exports say of them."""
+"""This module makes records with everything that an export must keep, and reads what exports say of them."""
 
 from __future__ import annotations
 

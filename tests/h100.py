@@ -1,4 +1,4 @@
-"""H100s for vLLM on a machine without any: a platform of vLLM's, which finds it as a plugin (tests.engine_configs).
+"""This module pretends that a machine has H100s: a platform for vLLM, found as a plugin (tests.engine_configs).
 
 It answers what vLLM asks when it makes a config. Whatever would compute fails.
 """

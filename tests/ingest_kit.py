@@ -1,4 +1,6 @@
-"""Session files of Claude Code that are made here, without the notes of requests that newer versions write."""
+"""This module has session files of Claude Code that are made here, without the notes of requests that newer versions
+write.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer, a chat format and a parser that people can read, for tests of the proxy without a model.
+"""This module has a tokenizer, a chat format and a parser that people can read, for tests of the proxy without a model.
 
 A token is a character, so that a wrong token is visible in the text; <e> ends a turn. Replies call tools as
 ``[[name {json}]]`` and think, before anything else, as ``((thought))``.

@@ -1,4 +1,4 @@
-"""What docs/metrics.md says about metrics, for tests that hold it against runs and panels."""
+"""This module has what docs/metrics.md says about metrics, for tests that hold it against runs and panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Container engines of a test's own, Docker's and podman's, beside the machine's: to break them, or to have another."""
+"""This module starts container engines of a test's own, Docker's and podman's, beside the machine's: to break them,
+or to have another.
+"""
 
 from __future__ import annotations
 

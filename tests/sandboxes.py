@@ -1,4 +1,6 @@
-"""Tests of boxes and of grading share this: a repository, both ways to isolate a local box, a look at processes."""
+"""This module is shared by tests of boxes and of grading: a repository, both ways to isolate a local box, a look at
+processes.
+"""
 
 from __future__ import annotations
 

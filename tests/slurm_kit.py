@@ -1,4 +1,4 @@
-"""A real SLURM on one machine: slurmctld and one slurmd per node, all in a directory of their own.
+"""This module starts a real SLURM on one machine: slurmctld and one slurmd per node, all in a directory of their own.
 
 Without munge (`auth/none`): nobody else is on it. Needs root, for slurmd.
 """

@@ -1,4 +1,6 @@
-"""A real `agl store` on this machine, and records of episodes that were played through the real proxy by a script."""
+"""This module starts a real `agl store` on this machine, and records of episodes that were played through the real
+proxy by a script.
+"""
 
 from __future__ import annotations
 

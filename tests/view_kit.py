@@ -1,4 +1,6 @@
-"""Runs to look at, for tests of the viewer: small ones of every kind of episode, and one of hostile text."""
+"""This module has runs to look at, for tests of the viewer: small ones of every kind of episode, and one of hostile
+text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A stand-in for wandb's server on loopback, as far as its client asks: GraphQL, file streams, uploads."""
+"""This module has a stand-in for wandb's server on loopback, as far as its client asks: GraphQL, file streams,
+uploads.
+"""
 
 from __future__ import annotations
 

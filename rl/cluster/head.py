@@ -64,7 +64,7 @@ def check_job(config: DictConfig, parts: Sequence[int], left_s: float | None = N
 
 
 class Signals:
-    """SIGUSR1 and SIGTERM to the job: each is passed to the trainer once; before it runs, the first ends the start."""
+    """This passes SIGUSR1 and SIGTERM to the trainer, each once; before it runs, the first of them ends the start."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []

@@ -127,7 +127,7 @@ class Peer:
 
 
 class Listener:
-    """The head's listener for the other nodes of the job.
+    """A listener is the head's end of the link to the other nodes of the job.
 
     ``failed`` gets the first NodeError of any of them; ``address`` is this node's, as the others reach it.
     """

@@ -27,7 +27,7 @@ _STOP_S = 12.0
 
 
 class RayNode:
-    """Ray's processes on one node. They are in a session of their own: signals to the job's tasks do not reach them."""
+    """A RayNode is Ray's processes on one node. Their session is their own: signals to the job's tasks miss them."""
 
     def __init__(self, place: Place, config: DictConfig, logs: Path) -> None:
         self._place, self._config, self._logs = place, config, logs

@@ -1,1 +1,1 @@
-"""Collection: Claude Code on tasks without training, with everything that an episode says kept (docs/collect.md)."""
+"""This package plays tasks without training and keeps all that an episode says (docs/collect.md)."""

@@ -7,7 +7,7 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 
 
 class CPUDetachActorWorker(DetachActorWorker):
-    """A worker whose ``save_model_to_cpu`` keeps copies of the weights.
+    """This worker of verl's keeps copies of the weights in ``save_model_to_cpu``.
 
     Each update of a step compares with the policy that the step began with: verl saves its weights and loads them back.
     verl saves by ``tensor.cpu()``, which on a CPU is the tensor itself: the saved policy would always be the newest

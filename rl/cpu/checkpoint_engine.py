@@ -29,7 +29,7 @@ _END = b""
 
 @CheckpointEngineRegistry.register("zmq")
 class ZmqCheckpointEngine(CheckpointEngine):
-    """One end of the transfer.
+    """An engine is one end of the transfer.
 
     The trainer's first process (``is_master``) sends and each engine receives; the trainer's other processes only take
     part in gathering the weights. ``bucket_size`` is the largest size of a message in bytes; larger tensors are split.

@@ -29,7 +29,7 @@ def _rss(*_args) -> int:
 
 
 class _HostDevice(types.ModuleType):
-    """``torch.cpu`` with the functions of ``torch.cuda`` that verl calls and torch.cpu lacks."""
+    """This is ``torch.cpu`` with the functions of ``torch.cuda`` that verl calls and torch.cpu lacks."""
 
     def __init__(self):
         super().__init__("torch.cpu")
@@ -49,7 +49,7 @@ class _HostDevice(types.ModuleType):
 
 
 class PlatformCPU(PlatformBase):
-    """The host as verl's only device. Profiling and allocator settings do nothing."""
+    """This platform gives verl the host as its only device. Profiling and allocator settings do nothing."""
 
     _device_module = _HostDevice()
 

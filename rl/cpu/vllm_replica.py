@@ -37,7 +37,7 @@ def _own_socket(handle: str) -> str:
 
 
 class CPUServerAdapter(ServerAdapter):
-    """The trainer's end of the weight sync, with a socket of this run."""
+    """This adapter is the trainer's end of the weight sync, with a socket of this run."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -45,7 +45,7 @@ class CPUServerAdapter(ServerAdapter):
 
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's worker extension of vLLM with a reload of the whole model in place of loading bucket by bucket."""
+    """This worker extension of vLLM reloads the whole model, where verl's loads it bucket by bucket."""
 
     model_runner: Any  # of the vLLM worker that this class extends
 
@@ -91,7 +91,7 @@ def _local_experts(
 
 @UnquantizedFusedMoEMethod.register_oot
 class CPUExperts(UnquantizedFusedMoEMethod):
-    """vLLM's experts, whose weights may be loaded more than once and may be spread over workers.
+    """These are vLLM's experts, with weights that may be loaded more than once and may be spread over workers.
 
     Without it the engine samples nonsense: vLLM brings the weights into the layout of its CPU kernel only when it makes
     the kernel, and the kernel takes the numbers of all experts for places in the weights of this worker's experts.
@@ -108,7 +108,7 @@ class CPUExperts(UnquantizedFusedMoEMethod):
 
 
 class CPUHttpServer(vLLMHttpServer):
-    """verl's vLLM server with the worker extension above."""
+    """This is verl's vLLM server with the worker extension above."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -121,7 +121,7 @@ class CPUHttpServer(vLLMHttpServer):
 
 
 class CPUReplica(vLLMReplica):
-    """verl's vLLM replica with the server above."""
+    """This is verl's vLLM replica with the server above."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

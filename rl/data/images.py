@@ -40,7 +40,7 @@ _LOOK_S = 120.0
 
 @dataclass(frozen=True)
 class Base:
-    """A base image: its id, where its Python is, and the user that work trees belong to."""
+    """A Base is a base image: its id, where its Python is, and the user that work trees belong to."""
 
     id: str
     python: str

@@ -1,1 +1,1 @@
-"""Export: episodes as data in other programs' formats (docs/traces.md)."""
+"""This package exports episodes as data in other programs' formats (docs/traces.md)."""

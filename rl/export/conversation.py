@@ -129,7 +129,7 @@ def _reported(record: Record) -> Iterator[tuple[str, str]]:
 
 
 class _Pieces:
-    """A renderer that keeps messages, and whose ids are their numbers. Replies have numbers below 0."""
+    """This renderer keeps messages, and gives their numbers for token ids. Replies have numbers below 0."""
 
     def __init__(self) -> None:
         self.kept: list[list[ChatMessage]] = []
@@ -203,7 +203,7 @@ def _decoded(record: Record, unrenderer: Unrenderer) -> _Talk:
 
 
 class _Context:
-    """Reads one context: messages, and replies in a new place (Claude Code keeps the last ones when it compacts)."""
+    """This reads one context: messages, and replies in a new place (Claude Code keeps the last when it compacts)."""
 
     def __init__(self, record: Record, unrenderer: Unrenderer, results: Mapping[str, str]) -> None:
         self._record, self._unrenderer, self._results = record, unrenderer, results

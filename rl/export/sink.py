@@ -64,7 +64,7 @@ class Sink:
 
 
 class _Table:
-    """A parquet file with the types of Hugging Face's library in it; an old file of the name is gone on with."""
+    """A table is a parquet file that names types for Hugging Face's library, and goes on with an old file."""
 
     def __init__(self, path: Path, nested: tuple[str, ...]) -> None:
         self._path, self._nested, self._waiting = path, nested, []

@@ -1,1 +1,1 @@
-"""Ingest: recorded conversations of coding agents as states, and what is made of states (docs/ingest.md)."""
+"""This package makes states of recorded conversations of coding agents, and data of states (docs/ingest.md)."""

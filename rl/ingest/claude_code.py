@@ -26,7 +26,7 @@ _KNOWN = ("1.", "2.")  # versions of Claude Code
 
 
 class Line(Asked, kw_only=True):
-    """A line of a session file, with what is read of it."""
+    """A Line is a line of a session file, with what is read of it."""
 
     type: str
     uuid: str | None = None
@@ -59,7 +59,7 @@ class _Meta(msgspec.Struct):
 
 
 class _Group:
-    """One message of the transcript, out of one or several lines. It is kept on the shelf when it is closed."""
+    """A group is one message of the transcript, out of one or several lines. Closed, it is kept on the shelf."""
 
     __slots__ = ("before", "blocks", "calls", "digest", "results", "role", "written")
 
@@ -78,7 +78,7 @@ class _Group:
 
 
 class _Reply(_Group):
-    """A reply of the model. ``number``: of its first line; ``name``: that line's uuid; ``inside``: its sub-agent."""
+    """This is a model's reply. ``number``: of its first line; ``name``: that line's uuid; ``inside``: its sub-agent."""
 
     __slots__ = ("inside", "model", "name", "number", "request")
 

@@ -31,7 +31,7 @@ def canonical(value: Any) -> bytes:
 
 
 class Kept(NamedTuple):
-    """A message that is kept: its JSON as it was written, and in canonical form."""
+    """A Kept is a message on the shelf: its JSON as it was written, and in canonical form."""
 
     json: bytes
     canonical: bytes
@@ -66,7 +66,7 @@ class Shelf:
 
 
 class Recent(dict[Any, Any]):
-    """A dict that forgets the oldest of more than ``limit`` entries."""
+    """A Recent is a dict; it forgets the oldest of more than ``limit`` entries."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recent(dict[Any, Any]):
 
 
 class Sent:
-    """A message in its place in a request. ``written``: its place in the states file, see ``_Thread._place``."""
+    """A Sent is a message in a request. ``written``: its place in the states file, see ``_Thread._place``."""
 
     __slots__ = ("before", "depth", "digest", "written")
 
@@ -90,7 +90,7 @@ class Sent:
 
 
 class Shape(NamedTuple):
-    """A system prompt and tools, with the canonical form of each."""
+    """A shape is a system prompt and tools, with the canonical form of each."""
 
     system: Any
     tools: Any

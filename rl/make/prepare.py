@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.make import environment, sources
-from rl.make.runs import Bench, NoResultError, Run
+from rl.make.runs import Bench, NoResultError, Tested
 from rl.make.sources import MakeError, Package
 from rollout import files
 
@@ -29,7 +29,7 @@ _FORMAT = 1  # of what is kept
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared package.
+    """A Prepared is a package from which tasks can be made.
 
     venv: its environment. order: its tests, in the order of the bits of `lines`. stable: those that passed each time.
     flaky: those with different outcomes. lines: bits of stable tests that run a line, by file and line. seconds: of
@@ -90,7 +90,7 @@ def _measured(package: Package, directory: Path) -> dict[str, Any]:
     """Run the tests of the untouched tree and return what is to be kept of it. Raises MakeError, SandboxError."""
     own = package.sources()
 
-    async def runs() -> list[Run]:
+    async def runs() -> list[Tested]:
         bench = Bench(directory / "tree", directory / "venv")
         first = await bench.tests({}, timeout_s=SUITE_S, sources=own)
         again = [await bench.tests({}, timeout_s=SUITE_S) for _ in range(_RUNS - 1)]

@@ -45,8 +45,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run is what the tests did. tests: passed, failed or other, by name. broken: what could not be collected.
+class Tested:
+    """A Tested is what the tests did. tests: passed, failed or other, by name. broken: what could not be collected.
 
     lines: bits of the tests (in the order of `tests`) that run a line, by file and line. seconds: of the whole box.
     calls: (file, function, call, result) of watched functions, the last two as source.
@@ -111,7 +111,7 @@ class Bench:
         sources: Sequence[str] = (),
         calls: Mapping[str, Sequence[str]] | None = None,
         most: int = 0,
-    ) -> Run:
+    ) -> Tested:
         """Run the tests on the tree with these files changed.
 
         only: the names of the tests; None runs all. sources: files whose lines are recorded. calls: functions whose
@@ -158,7 +158,7 @@ class Bench:
         return said
 
 
-def _checked(result: Any, seconds: float) -> Run:
+def _checked(result: Any, seconds: float) -> Tested:
     """Return a result that a box has written, with every value of the right type. Raises what wrong ones raise."""
     tests = {_name(test): _one_of(outcome) for test, outcome in result["tests"].items()}
     failures = tuple(
@@ -179,7 +179,7 @@ def _checked(result: Any, seconds: float) -> Run:
         for path, found in result["lines"].items()
     }
     calls = tuple((_name(path), _name(name), _name(call), _name(said)) for path, name, call, said in result["calls"])
-    return Run(tests, failures, broken, lines, seconds, calls)
+    return Tested(tests, failures, broken, lines, seconds, calls)
 
 
 def _three(values: Sequence[str]) -> tuple[str, str, str]:

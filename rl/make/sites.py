@@ -137,7 +137,7 @@ _NODES += (cst.Arg, cst.DictElement, cst.ExceptHandler, cst.Index, cst.Param, cs
 
 
 class _Replace(cst.CSTTransformer):
-    """Replaces one node. (libcst writes `pass` into a block that is left empty.)"""
+    """This replaces one node. (libcst writes `pass` into a block that is left empty.)"""
 
     def __init__(self, old: cst.CSTNode, new: Replacement) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def _files(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 class _Links(HTMLParser):
-    """Collects the targets of a page's links."""
+    """This collects the targets of a page's links."""
 
     def __init__(self) -> None:
         super().__init__()

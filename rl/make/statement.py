@@ -27,7 +27,7 @@ _LONG_ENOUGH = 12  # characters of a line of code that nobody writes by chance
 
 @dataclass(frozen=True)
 class Shown:
-    """A failure that a program shows. observed, expected: ``returns VALUE`` or ``raises ERROR``."""
+    """A Shown is a failure that a program shows. observed, expected: ``returns VALUE`` or ``raises ERROR``."""
 
     snippet: Snippet
     observed: str

@@ -89,7 +89,7 @@ def without(source: str, names: Collection[tuple[str, ...]]) -> str | None:
 
 
 class _Take(cst.CSTTransformer):
-    """Takes functions out of a module, and classes that are left without any statement."""
+    """This takes functions out of a module, and classes that are left without any statement."""
 
     def __init__(self, names: Collection[tuple[str, ...]]) -> None:
         super().__init__()

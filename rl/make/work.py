@@ -41,7 +41,7 @@ class Order:
 
 
 class Maker:
-    """Makes the tasks of one prepared package. tell: is called after each trial with tasks so far and trials so far."""
+    """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each trial."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rl.plan import memory, problems, stopping, throughput
 from rl.plan.layout import MODEL, Layout, layout_of, select
 from rl.plan.memory import Ledger
-from rl.plan.model import Shape, load_config, shape_of
+from rl.plan.model import ModelShape, load_config, shape_of
 from rl.plan.stopping import Stopping
 from rl.plan.throughput import Pace
 
@@ -28,7 +28,7 @@ class Plan:
     run's end takes after a warning. ``problems`` do not fit, ``warnings`` cost time; each is one line that names keys.
     """
 
-    shape: Shape
+    shape: ModelShape
     layout: Layout
     gpu: tuple[Ledger, ...]
     node: tuple[Ledger, ...]

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from rl.boxes import kind_of
 from rl.plan.layout import ACTOR, MODEL, ROLLOUT, Layout, TrainerLayout, count_tasks, select
 from rl.plan.memory import GIB, Ledger, engine_weights, gradients, ledger, moments, weights
-from rl.plan.model import Shape
+from rl.plan.model import ModelShape
 from rl.plan.throughput import traffic
 
 # Of a token in TransferQueue: ids twice and mask as int64, six float32 fields (log-probabilities of engine and
@@ -19,7 +19,7 @@ START, STEP = "CPU memory of a node, at the start", "CPU memory of a node, in a 
 DISK, CHECKPOINTS = "disk of a node", "disk of run.root"
 
 
-def ledgers(config: DictConfig, shape: Shape, layout: Layout) -> list[Ledger]:
+def ledgers(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledger]:
     """Return the ledgers of the fullest node: its CPU memory while the model is loaded and in a step, and its disk; and
     one of the disk that checkpoints are on, if any are saved."""
     plan, cluster, trainer, engine = config.plan, config.cluster, layout.trainer, layout.engine
@@ -63,7 +63,7 @@ def ledgers(config: DictConfig, shape: Shape, layout: Layout) -> list[Ledger]:
     return found
 
 
-def checkpoint_bytes(config: DictConfig, shape: Shape, trainer: TrainerLayout) -> int:
+def checkpoint_bytes(config: DictConfig, shape: ModelShape, trainer: TrainerLayout) -> int:
     """Return the bytes of one checkpoint: all ranks' weights and moments as they are in memory. All else is small."""
     contents = set(select(config, f"{ACTOR}.checkpoint.save_contents", ["model", "optimizer", "extra"]))
     copies = 1 if trainer.megatron else trainer.gpus // trainer.share  # with FSDP each rank writes its shard

@@ -17,11 +17,12 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16"
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """The trainer's layout. ``stored`` and ``computed`` are bytes per element of the weights it keeps, and of the
-    tensors in forward and backward. ``tokens`` and ``logprob_tokens``: size of a packed batch on one GPU in the update
-    and for log-probabilities. ``share``: GPUs that share one copy of the weights (FSDP). ``flash``: attention and cross
-    entropy are flash-attn's. ``home``: weights, gradients and moments live in CPU memory (FSDP2's offload policy).
-    Megatron's parallel sizes are 1 with FSDP."""
+    """A layout says how the trainer is spread over GPUs. ``stored`` and ``computed`` are bytes per element of the
+    weights it keeps, and of the tensors in forward and backward. ``tokens`` and ``logprob_tokens``: size of a packed
+    batch on one GPU in the update and for log-probabilities. ``share``: GPUs that share one copy of the weights (FSDP).
+    ``flash``: attention and cross entropy are flash-attn's. ``home``: weights, gradients and moments live in CPU memory
+    (FSDP2's offload policy). Megatron's parallel sizes are 1 with FSDP.
+    """
 
     megatron: bool
     nodes: int
@@ -58,9 +59,11 @@ class TrainerLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The engine's layout. ``colocated``: it shares its GPUs with the trainer; ``sleeps``: it frees its memory while it
-    does not generate; ``on_trainer``: replicas run on the trainer's GPUs, even if others have GPUs of their own.
-    ``gpus`` is 0 if there is no engine. ``expert``: GPUs that experts are spread over (1: split like all weights)."""
+    """A layout says how the engine is spread over GPUs. ``colocated``: it shares its GPUs with the trainer; ``sleeps``:
+    it frees its memory while it does not generate; ``on_trainer``: replicas run on the trainer's GPUs, even if others
+    have GPUs of their own. ``gpus`` is 0 if there is no engine. ``expert``: GPUs that experts are spread over (1: split
+    like all weights).
+    """
 
     colocated: bool
     on_trainer: bool

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from rl.plan.layout import EngineLayout, Layout, TrainerLayout
-from rl.plan.model import Shape
+from rl.plan.model import ModelShape
 
 GIB = 2**30
 # verl computes the fused head and the chunked entropy for this many tokens at a time (FusedLinearForPPO, actor.yaml).
@@ -43,7 +43,7 @@ def ledger(name: str, parts: dict[str, float], limit: float) -> Ledger:
     return Ledger(name, {key: int(size) for key, size in parts.items() if size}, limit)
 
 
-def _local(shape: Shape, trainer: TrainerLayout) -> tuple[float, float]:
+def _local(shape: ModelShape, trainer: TrainerLayout) -> tuple[float, float]:
     """Return the dense parameters and the experts' on one GPU before data parallelism (Megatron's TP, PP and EP)."""
     dense = shape.params - shape.experts
     ends = shape.embeddings  # on the first and on the last stage
@@ -53,14 +53,14 @@ def _local(shape: Shape, trainer: TrainerLayout) -> tuple[float, float]:
     )
 
 
-def weights(shape: Shape, trainer: TrainerLayout) -> float:
+def weights(shape: ModelShape, trainer: TrainerLayout) -> float:
     """Return the bytes of the trainer's weights on one GPU."""
     if trainer.megatron:
         return trainer.stored * sum(_local(shape, trainer))
     return trainer.stored * shape.params / trainer.share
 
 
-def gradients(shape: Shape, trainer: TrainerLayout) -> float:
+def gradients(shape: ModelShape, trainer: TrainerLayout) -> float:
     """Return the bytes of the gradients that are kept until the optimizer's step. FSDP shards them like the weights, in
     their precision; if it accumulates without communication they are unsharded, in fp32. Megatron has fp32 buffers for
     all local parameters."""
@@ -69,7 +69,7 @@ def gradients(shape: Shape, trainer: TrainerLayout) -> float:
     return 4 * shape.trained if trainer.keep_unsharded_gradients else trainer.stored * shape.trained / trainer.share
 
 
-def moments(shape: Shape, trainer: TrainerLayout) -> float:
+def moments(shape: ModelShape, trainer: TrainerLayout) -> float:
     """Return the bytes of Adam's two moments: with FSDP in the weights' precision; with Megatron in fp32 beside fp32
     weights, spread over all ranks that have the same parameters."""
     if not trainer.megatron:
@@ -81,13 +81,13 @@ def moments(shape: Shape, trainer: TrainerLayout) -> float:
     return 12 * trained * (dense / max(1, copies / trainer.tensor) + experts / max(1, copies / trainer.expert))
 
 
-def optimizer_step(shape: Shape, trainer: TrainerLayout) -> float:
+def optimizer_step(shape: ModelShape, trainer: TrainerLayout) -> float:
     """Return what the optimizer's step takes beside the moments. On a GPU torch's AdamW updates all tensors at once and
     holds the root of the second moment for all of them; on a CPU it does not, nor does Megatron's."""
     return 0 if trainer.megatron or trainer.home else trainer.stored * shape.trained / trainer.share
 
 
-def layer_activations(shape: Shape, trainer: TrainerLayout) -> float:
+def layer_activations(shape: ModelShape, trainer: TrainerLayout) -> float:
     """Return the bytes per token that autograd keeps of one layer: two norms, attention, and the MLP or the experts
     (with the copies of each token that are sent to them, and the router's scores)."""
     c = trainer.computed
@@ -98,7 +98,7 @@ def layer_activations(shape: Shape, trainer: TrainerLayout) -> float:
     return (norms + attention + mlp + dispatch + _exchanged(shape, trainer)) / trainer.tensor
 
 
-def _exchanged(shape: Shape, trainer: TrainerLayout) -> float:
+def _exchanged(shape: ModelShape, trainer: TrainerLayout) -> float:
     """Return the bytes per token that Ulysses copies: each GPU gets all tokens of its heads (of one key-value head)."""
     if trainer.sequence_parallel == 1:
         return 0
@@ -106,7 +106,7 @@ def _exchanged(shape: Shape, trainer: TrainerLayout) -> float:
     return trainer.computed * (2 * shape.queries + 2 * keys)
 
 
-def kept_activations(shape: Shape, trainer: TrainerLayout, tokens: int) -> float:
+def kept_activations(shape: ModelShape, trainer: TrainerLayout, tokens: int) -> float:
     """Return the bytes kept between forward and backward: each layer's input (without gradient checkpointing all of the
     layer), rotary tables, the last norm. A pipeline has as many batches under way as stages, each with its share of the
     layers."""
@@ -117,7 +117,7 @@ def kept_activations(shape: Shape, trainer: TrainerLayout, tokens: int) -> float
     return tokens * (per_layer * shape.layers + once / trainer.tensor)
 
 
-def one_layer(shape: Shape, trainer: TrainerLayout, tokens: int, backward: bool) -> float:
+def one_layer(shape: ModelShape, trainer: TrainerLayout, tokens: int, backward: bool) -> float:
     """Return the bytes of the layer at work: temporary tensors, in backward also what is computed again; with FSDP the
     gathered weights of two layers, in backward also one layer's gradients in both precisions."""
     c, width = trainer.computed, shape.routed * shape.intermediate
@@ -137,7 +137,7 @@ def one_layer(shape: Shape, trainer: TrainerLayout, tokens: int, backward: bool)
     return tokens * temporary / trainer.tensor + gathered
 
 
-def head(shape: Shape, trainer: TrainerLayout, tokens: int, backward: bool) -> float:
+def head(shape: ModelShape, trainer: TrainerLayout, tokens: int, backward: bool) -> float:
     """Return the bytes from the last hidden states to log-probabilities and entropy. flash-attn's cross entropy writes
     its gradient over the logits, verl's own keeps their log-softmax and makes a gradient of its own; an entropy that is
     neither compiled nor chunked makes three fp32 copies of the logits."""
@@ -159,13 +159,13 @@ def head(shape: Shape, trainer: TrainerLayout, tokens: int, backward: bool) -> f
     return matrix + per_logit * tokens * shape.vocabulary / parallel + chunk
 
 
-def engine_weights(shape: Shape, engine: EngineLayout) -> float:
+def engine_weights(shape: ModelShape, engine: EngineLayout) -> float:
     """Return the bytes of the engine's weights on one of its GPUs."""
     spread = engine.expert if engine.expert > 1 else engine.tensor
     return engine.element * ((shape.params - shape.experts) / engine.tensor + shape.experts / spread)
 
 
-def engine_working(shape: Shape, engine: EngineLayout) -> float:
+def engine_working(shape: ModelShape, engine: EngineLayout) -> float:
     """Return the bytes of a forward of the engine's largest batch, with the sampler's fp32 logits and logprobs."""
     width = shape.routed * shape.intermediate / engine.tensor
     rows = shape.routed if shape.experts else 1
@@ -178,17 +178,17 @@ def gpu_bytes(config: DictConfig) -> int:
     return int(config.cluster.gpu_gb * GIB)
 
 
-def kv_room(config: DictConfig, shape: Shape, engine: EngineLayout) -> float:
+def kv_room(config: DictConfig, shape: ModelShape, engine: EngineLayout) -> float:
     """Return the bytes per GPU that are left for the KV cache; not above 0: the engine's weights do not fit."""
     return engine.utilization * gpu_bytes(config) - engine_weights(shape, engine) - engine_working(shape, engine)
 
 
-def kv_tokens(shape: Shape, engine: EngineLayout, room: float, block: int = BLOCK) -> int:
+def kv_tokens(shape: ModelShape, engine: EngineLayout, room: float, block: int = BLOCK) -> int:
     """Return the tokens that ``room`` bytes of each GPU hold, in whole blocks, as vLLM prints them."""
     return max(0, int(room // (block * shape.kv_bytes(engine.element, engine.tensor)))) * block
 
 
-def phases(config: DictConfig, shape: Shape, layout: Layout) -> list[Ledger]:
+def phases(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledger]:
     """Return a ledger for each phase of a step: the bytes on each GPU at its peak, with the GPU as the limit."""
     trainer, engine = layout.trainer, layout.engine
     w, g, m = weights(shape, trainer), gradients(shape, trainer), moments(shape, trainer)
@@ -219,7 +219,7 @@ def phases(config: DictConfig, shape: Shape, layout: Layout) -> list[Ledger]:
     return [ledger(name, parts | other, gpu_bytes(config)) for name, parts in found.items()]
 
 
-def _passing(shape: Shape, trainer: TrainerLayout, backward: bool) -> dict[str, float]:
+def _passing(shape: ModelShape, trainer: TrainerLayout, backward: bool) -> dict[str, float]:
     """Return the peak of a packed batch. The layer at work, the logits and the optimizer's step are never in memory
     together: the largest counts."""
     tokens = trainer.tokens if backward else trainer.logprob_tokens

@@ -17,7 +17,7 @@ class ModelUnknown(ConfigError):
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A shape holds the sizes of a decoder. Numbers of parameters: ``params`` of all, ``trained`` (less with LoRA),
     ``active`` of what one token passes through, ``experts`` of all experts, ``layer`` of the largest layer, ``tensor``
     of the largest tensor. ``queries`` and ``keys`` are widths: heads x head size. ``intermediate`` is one expert's
@@ -84,7 +84,7 @@ def load_config(name: str | None) -> Any:
         ) from error
 
 
-def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = None) -> Shape:
+def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = None) -> ModelShape:
     """Return the sizes of the model that a transformers config describes.
 
     Raises:
@@ -102,7 +102,7 @@ def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = Non
     routed = text.num_experts_per_tok if experts else 1
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return Shape(
+    return ModelShape(
         name=name,
         params=params,
         active=params - experts + (experts * routed // expert_count if experts else 0),

@@ -11,11 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from rl.plan import host, memory
 from rl.plan.layout import ACTOR, FSDP, MEGATRON, MODEL, ROLLOUT, Layout, layout_of, select
 from rl.plan.memory import GIB, Ledger
-from rl.plan.model import Shape
+from rl.plan.model import ModelShape
 from rl.plan.throughput import Pace
 
 
-def layout_problems(shape: Shape, layout: Layout) -> list[str]:
+def layout_problems(shape: ModelShape, layout: Layout) -> list[str]:
     """Return the sizes that do not go together; verl, vLLM or Megatron would refuse them only after minutes."""
     trainer, engine = layout.trainer, layout.engine
     heads, experts = shape.queries // shape.head, shape.expert_count
@@ -46,7 +46,7 @@ def layout_problems(shape: Shape, layout: Layout) -> list[str]:
     return found
 
 
-def cache_problems(config: DictConfig, shape: Shape, layout: Layout, tokens: int) -> list[str]:
+def cache_problems(config: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> list[str]:
     """Return a line if one sequence may have more than ``tokens``, the KV cache's size: vLLM would not start."""
     engine = layout.engine
     if not engine.gpus or tokens >= engine.context:
@@ -62,14 +62,14 @@ def cache_problems(config: DictConfig, shape: Shape, layout: Layout, tokens: int
     return [f"KV cache: {room}, and one episode may have {engine.context}; it needs {' or '.join(changes)}"]
 
 
-def ledgers(config: DictConfig, shape: Shape) -> dict[str, Ledger]:
+def ledgers(config: DictConfig, shape: ModelShape) -> dict[str, Ledger]:
     """Return the ledgers of a config by name: those of a GPU by phase, then those of a node."""
     layout = layout_of(config)
     gpu = {f"GPU memory, {ledger.name}": ledger for ledger in memory.phases(config, shape, layout)}
     return gpu | {ledger.name: ledger for ledger in host.ledgers(config, shape, layout)}
 
 
-def ledger_problems(config: DictConfig, shape: Shape) -> Iterator[str]:
+def ledger_problems(config: DictConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each ledger that does not fit: its largest parts, and its size with other values of keys. Each
     change is calculated by itself; if some are enough, only those are named, at most three."""
     for name, ledger in ledgers(config, shape).items():
@@ -91,7 +91,7 @@ def ledger_problems(config: DictConfig, shape: Shape) -> Iterator[str]:
         yield f"{name}: {size}; " + (f"{better}" if better else "no key that is known here makes it smaller")
 
 
-def _changes(config: DictConfig, shape: Shape, ledger: Ledger) -> list[dict[str, Any]]:
+def _changes(config: DictConfig, shape: ModelShape, ledger: Ledger) -> list[dict[str, Any]]:
     """Return the overrides that may make a ledger smaller, those first that cost least speed."""
     layout = layout_of(config)
     trainer, over = layout.trainer, (ledger.total - ledger.limit) / memory.gpu_bytes(config)
@@ -118,7 +118,7 @@ def _changes(config: DictConfig, shape: Shape, ledger: Ledger) -> list[dict[str,
     return [change for change in changes if change and all(value > 0 for value in change.values())]
 
 
-def warnings(config: DictConfig, shape: Shape, layout: Layout, pace: Pace) -> list[str]:
+def warnings(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) -> list[str]:
     """Return what fits, but costs time or has no effect."""
     found, engine, boxes = [], layout.engine, layout.per_node
     cpus, limit = select(config, "sandbox.cpus", 1), select(config, "sandbox.memory_mb", 0)

@@ -19,7 +19,7 @@ STEPS = 40  # simulated steps; with ten times as many the means change by 3 % or
 
 
 class Boxes(NamedTuple):
-    """Boxes that play episodes: ``each`` of so many ``workers``, at the same time. An episode's duration has a
+    """Boxes play episodes: ``each`` of so many ``workers``, at the same time. An episode's duration has a
     logarithm with the standard deviation ``spread``, and ends at ``longest``."""
 
     workers: int
@@ -73,7 +73,7 @@ class Simulation:
 
 
 class Rollout(NamedTuple):
-    """The rollout of a mean step: its time in mean episodes, and the groups that were played for it."""
+    """A Rollout is that of a mean step: its time in mean episodes, and the groups that were played for it."""
 
     time: float
     played: float

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rl.plan.host import checkpoint_bytes
 from rl.plan.layout import Layout, select
 from rl.plan.memory import GIB
-from rl.plan.model import Shape
+from rl.plan.model import ModelShape
 from rl.plan.throughput import Pace
 
 SPARE = 1.5  # of calculated seconds, because the speeds are assumed
@@ -43,7 +43,7 @@ class Stopping:
         return math.ceil(grace_s) + REQUEUE_S
 
 
-def stopping(config: DictConfig, shape: Shape, layout: Layout, pace: Pace) -> Stopping:
+def stopping(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) -> Stopping:
     """Return what ending takes. A synchronous rollout, and validation in that mode, are left at once; in the other
     modes the step or the validation that runs has to end."""
     size = checkpoint_bytes(config, shape, layout.trainer)

@@ -24,13 +24,14 @@ from rl.plan.layout import (
     select,
 )
 from rl.plan.memory import kv_room, kv_tokens, moments, weights
-from rl.plan.model import Shape
+from rl.plan.model import ModelShape
 from rl.plan.rollout import Boxes, Rollout, flowing, whole
 
 
 class Traffic(NamedTuple):
-    """The traffic of a mean episode: its turns, the tokens of its training row, and its context averaged over its
-    calls."""
+    """Traffic is what a mean episode sends: its turns, the tokens of its training row, and its context averaged over
+    its calls.
+    """
 
     turns: float
     row: float
@@ -39,11 +40,12 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of one step: tokens trained on and sampled, groups ``used`` and ``played``, how many times as long a
-    rollout takes because of those that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the mean
-    episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
+    """A pace says how fast a step is: tokens trained on and sampled, groups ``used`` and ``played``, how many times as
+    long a rollout takes because of those that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
+    mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
     (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of the ``asked``
-    ones that run there."""
+    ones that run there.
+    """
 
     tokens: int
     sampled: int
@@ -72,13 +74,13 @@ def traffic(config: DictConfig, layout: Layout) -> Traffic:
     return Traffic(turns, row, (first + row) / 2)
 
 
-def flops(shape: Shape, context: float) -> float:
+def flops(shape: ModelShape, context: float) -> float:
     """Return the FLOPs of a token in a forward: two per active parameter (untied embeddings are only looked up), and
     attention over half of ``context`` tokens."""
     return 2 * (shape.active - (0 if shape.tied else shape.embeddings)) + 2 * shape.layers * shape.queries * context
 
 
-def decode_step(config: DictConfig, shape: Shape, engine: EngineLayout, batch: float, context: float) -> float:
+def decode_step(config: DictConfig, shape: ModelShape, engine: EngineLayout, batch: float, context: float) -> float:
     """Return the seconds of one decoding step of ``batch`` sequences on a group of TP GPUs: a constant, and the reading
     of keys, values and the weights that the batch needs."""
     touched = 1 - (1 - shape.routed / shape.expert_count) ** batch if shape.experts else 1.0
@@ -87,7 +89,7 @@ def decode_step(config: DictConfig, shape: Shape, engine: EngineLayout, batch: f
     return config.plan.decode_ms / 1e3 + read / (config.plan.bandwidth * config.cluster.memory_gbs * 1e9)
 
 
-def pace(config: DictConfig, shape: Shape, layout: Layout) -> Pace:
+def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     """Return the pace of a step of the config."""
     plan, peak, (turns, row, context) = config.plan, config.cluster.tflops * 1e12, traffic(config, layout)
     trainer, engine = layout.trainer, layout.engine

@@ -23,7 +23,7 @@ from rl.run.lease import InUse, RunLease
 
 @dataclass
 class Run:
-    """An open run directory; its ``lease`` is held until ``close``. Call ``lease.renew`` when there may be threads."""
+    """A Run is an open run directory. ``close`` ends its ``lease``; call ``lease.renew`` when there may be threads."""
 
     dir: Path
     checkpoints: Path

@@ -31,7 +31,7 @@ class InUse(RuntimeError):
 
 
 class RunLease:
-    """A lease of a run directory, which must exist. ``say`` is given a line when a lease has to become stale first."""
+    """A RunLease holds a run directory, which must exist. ``say`` gets a line if it waits for an old lease."""
 
     def __init__(self, directory: Path, say: Callable[[str], None] = print) -> None:
         self.token = secrets.token_hex(8)

@@ -16,7 +16,7 @@ _LOOK_S = 1.0
 
 
 class RunProgress(threading.Thread):
-    """A thread that shows on ``screen`` what the trainer writes into ``run_dir``, from ``start`` to ``finish``."""
+    """This thread shows on ``screen`` what the trainer writes into ``run_dir``, from ``start`` to ``finish``."""
 
     def __init__(self, run_dir: Path, total_steps: int, screen: Screen):
         super().__init__(daemon=True)

@@ -24,7 +24,7 @@ class ServeError(Exception):
 
 
 class VllmServer:
-    """A vLLM server that serves one model as ``SERVED_AS`` on a free port, until ``close`` or the end of this process.
+    """This vLLM server serves one model as ``SERVED_AS`` on a free port, until ``close`` or the end of this process.
 
     Args:
         model: a model directory or a hub name.

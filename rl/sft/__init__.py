@@ -1,1 +1,1 @@
-"""Fine-tuning on chosen episodes, once or in rounds (docs/fine-tuning.md)."""
+"""This package fine-tunes on chosen episodes, once or in rounds (docs/fine-tuning.md)."""

@@ -27,7 +27,7 @@ def main(path: str) -> None:
     trl: Any = importlib.import_module("trl")  # not in the environment that is type-checked
 
     class ExactDPOTrainer(trl.DPOTrainer):
-        """TRL's trainer, for pairs that are token ids already."""
+        """This is TRL's trainer, for pairs that are token ids already."""
 
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset

@@ -68,7 +68,7 @@ class _QuietCollection(_Quiet, Collection):
 
 
 class _Rounds:
-    """The rounds of one run. A vLLM server lives from a policy's evaluation to the end of the collection after it."""
+    """This plays a run's rounds. A vLLM server lives from a policy's evaluation to the next collection's end."""
 
     def __init__(self, config: DictConfig, model: str, run: Path, screen: Screen) -> None:
         self.config, self.first, self.run, self.screen = config, model, run, screen

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl.store.sending import send_all
-from rl.store.stores import Place, place_of, places
+from rl.store.stores import StoredAttempt, place_of, places
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
@@ -28,7 +28,7 @@ class Local:
     def __init__(self, store: LightningStore) -> None:
         self._store = store
 
-    async def known(self) -> dict[str, Place]:
+    async def known(self) -> dict[str, StoredAttempt]:
         """Implement Store.known."""
         return places([rollout.model_dump() for rollout in await self._store.query_rollouts()])
 
@@ -36,11 +36,11 @@ class Local:
         """Implement Store.has."""
         return await self._store.get_rollout_by_id(rollout) is not None
 
-    async def start(self, rollout: Mapping[str, Any]) -> Place:
+    async def start(self, rollout: Mapping[str, Any]) -> StoredAttempt:
         """Implement Store.start."""
         return place_of((await self._store.start_rollout(**rollout)).attempt.model_dump())
 
-    async def again(self, rollout: str) -> Place:
+    async def again(self, rollout: str) -> StoredAttempt:
         """Implement Store.again."""
         return place_of((await self._store.start_attempt(rollout)).attempt.model_dump())
 
@@ -57,7 +57,7 @@ class Local:
         if batch:
             await self._store.add_many_spans(batch)
 
-    async def end(self, place: Place, status: str, metadata: Mapping[str, Any]) -> None:
+    async def end(self, place: StoredAttempt, status: str, metadata: Mapping[str, Any]) -> None:
         """Implement Store.end."""
         ended: Any = status
         await self._store.update_attempt(place.rollout, place.attempt, status=ended, metadata=dict(metadata))

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rl.collect.spans import about_of, ending_of, spans_of
-from rl.store.stores import SOURCE, Place, Refused, Store, StoreError
+from rl.store.stores import SOURCE, Refused, Store, StoredAttempt, StoreError
 from rollout.proxy.calls import CallRecord
 from rollout.proxy.engine import TextCodec
 from rollout.records import NodeRecord, Position, Reader, Record, path_of, unpack_ids
@@ -22,7 +22,7 @@ _SICK = 3  # refusals in a row, after which it is the store's fault and no episo
 _LOOK_S, _LONGEST_S = 2.0, 15.0  # between two looks at the records; at most, while the store does not answer
 
 
-async def send(record: Record, run: str, store: Store, known: dict[str, Place]) -> bool:
+async def send(record: Record, run: str, store: Store, known: dict[str, StoredAttempt]) -> bool:
     """Put an attempt into the store, unless it is there; return whether it was not.
 
     An episode is a rollout, named by its first attempt. ``run``: where it was played; ``known``: what the store has,
@@ -67,8 +67,8 @@ class Sender:
     def __init__(self, sources: Sequence[Path], store: Store) -> None:
         self._sources, self._store = sources, store
         self._positions: dict[Path, Position] = {}
-        self._known: dict[str, Place] = {}
-        self._witness: Place | None = None  # an early one: if it is gone, the store has lost its memory
+        self._known: dict[str, StoredAttempt] = {}
+        self._witness: StoredAttempt | None = None  # an early one: if it is gone, the store has lost its memory
         self._waiting: set[str] = set()  # episodes with a refused attempt
         self._connected = False  # and nothing has failed since
         self.sent = self.there = 0

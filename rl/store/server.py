@@ -18,7 +18,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from rl.store.stores import Place, Refused, StoreError, place_of, places
+from rl.store.stores import Refused, StoredAttempt, StoreError, place_of, places
 
 _PAGE = 500  # rollouts in one answer
 _BATCH = 4 << 20  # bytes of spans in one request, before compression; a larger span goes alone
@@ -37,7 +37,7 @@ class Server:
         """Close the connections."""
         await self._session.close()
 
-    async def known(self) -> dict[str, Place]:
+    async def known(self) -> dict[str, StoredAttempt]:
         """Implement Store.known."""
         found: list[Any] = []
         while True:  # in order of time, so that new ones come at the end
@@ -52,11 +52,11 @@ class Server:
         found = await self._json("POST", "/rollouts/search", {"rollout_id_in": [rollout]})
         return bool(found["items"])
 
-    async def start(self, rollout: Mapping[str, Any]) -> Place:
+    async def start(self, rollout: Mapping[str, Any]) -> StoredAttempt:
         """Implement Store.start."""
         return place_of((await self._json("POST", "/rollouts", rollout))["attempt"])
 
-    async def again(self, rollout: str) -> Place:
+    async def again(self, rollout: str) -> StoredAttempt:
         """Implement Store.again."""
         return place_of((await self._json("POST", f"/rollouts/{rollout}/attempts", {}))["attempt"])
 
@@ -73,7 +73,7 @@ class Server:
         if size:
             await self._post(batch)
 
-    async def end(self, place: Place, status: str, metadata: Mapping[str, Any]) -> None:
+    async def end(self, place: StoredAttempt, status: str, metadata: Mapping[str, Any]) -> None:
         """Implement Store.end."""
         path = f"/rollouts/{place.rollout}/attempts/{place.attempt}"
         await self._json("POST", path, {"status": status, "metadata": metadata})

@@ -19,8 +19,8 @@ class Refused(StoreError):
 
 
 @dataclass
-class Place:
-    """A place is where an attempt is in the store. ``number``: counts from 1; ``ended``: whether all of it is there."""
+class StoredAttempt:
+    """This is where an attempt is in the store. ``number``: counts from 1; ``ended``: whether all of it is there."""
 
     rollout: str
     attempt: str
@@ -31,7 +31,7 @@ class Place:
 class Store(Protocol):
     """A Store is a LightningStore, here or on a server. All methods raise StoreError."""
 
-    async def known(self) -> dict[str, Place]:
+    async def known(self) -> dict[str, StoredAttempt]:
         """Return the last attempt of each of our episodes in the store, by the episode's name."""
         ...
 
@@ -39,11 +39,11 @@ class Store(Protocol):
         """Tell whether the store has a rollout. One that was started anew has lost all it had in memory."""
         ...
 
-    async def start(self, rollout: Mapping[str, Any]) -> Place:
+    async def start(self, rollout: Mapping[str, Any]) -> StoredAttempt:
         """Add a rollout with its first attempt. ``rollout``: its ``input``, ``mode`` and ``metadata``."""
         ...
 
-    async def again(self, rollout: str) -> Place:
+    async def again(self, rollout: str) -> StoredAttempt:
         """Add an attempt to a rollout."""
         ...
 
@@ -51,12 +51,12 @@ class Store(Protocol):
         """Add spans in agentlightning's form. Those that are there already are left out."""
         ...
 
-    async def end(self, place: Place, status: str, metadata: Mapping[str, Any]) -> None:
+    async def end(self, place: StoredAttempt, status: str, metadata: Mapping[str, Any]) -> None:
         """End an attempt, ``succeeded`` or ``failed``."""
         ...
 
 
-def places(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Place]:
+def places(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, StoredAttempt]:
     """Return the last attempt of each of our episodes, by the episode's name. ``rollouts``: as JSON."""
     found = {}
     for rollout in rollouts:
@@ -66,7 +66,7 @@ def places(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Place]:
     return found
 
 
-def place_of(attempt: Mapping[str, Any]) -> Place:
+def place_of(attempt: Mapping[str, Any]) -> StoredAttempt:
     """Return the place of an attempt, given as JSON."""
     ended = attempt["status"] in ("succeeded", "failed")
-    return Place(attempt["rollout_id"], attempt["attempt_id"], attempt["sequence_id"], ended)
+    return StoredAttempt(attempt["rollout_id"], attempt["attempt_id"], attempt["sequence_id"], ended)

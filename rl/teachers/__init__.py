@@ -1,1 +1,1 @@
-"""Teachers: other models answer recorded states, which gives preference pairs and data to distil (docs/ingest.md)."""
+"""This package has other models answer recorded states: preference pairs, data to distil (docs/ingest.md)."""

@@ -22,7 +22,7 @@ _EACH = 500  # entries read between two looks at the screen
 
 
 class Table(DataTable[Text]):
-    """A table whose footer says what enter does. Home and end go to the first and the last row, not column."""
+    """This table's footer says what enter does. Home and end go to the first and the last row, not column."""
 
     BINDINGS: ClassVar = [
         Binding("enter", "select_cursor", "Open"),

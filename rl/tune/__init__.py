@@ -1,1 +1,1 @@
-"""Supervised fine-tuning on what episodes have recorded: rows, verl's trainer, adapters."""
+"""This package fine-tunes on what episodes have recorded: rows, verl's trainer, adapters."""

@@ -136,7 +136,7 @@ def _table(rows: Sequence[tuple[list[int], list[int]]]) -> pyarrow.Table:
 
 
 class TokenRows:
-    """A dataset of the columns ``input_ids`` and ``loss_mask`` of parquet files, for verl's ``data.custom_cls``.
+    """This dataset has the columns ``input_ids`` and ``loss_mask`` of parquet files, for verl's ``data.custom_cls``.
 
     The signature is verl's. Items are tensors ``[tokens]``: input_ids, position_ids, loss_mask.
 

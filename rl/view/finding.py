@@ -18,8 +18,9 @@ MOST = 300  # hits that are shown
 
 @dataclass(frozen=True)
 class Hit:
-    """A hit: ``what`` it is in (a kind of text, or tokens), the ``turn`` that has or reads it (0: none), the place of
-    its text in there, ``node`` and ``token`` where it is in the tree, and the text around it."""
+    """A hit has ``what`` it is in (a kind of text, or tokens), the ``turn`` that has or reads it (0: none), the place
+    of its text in there, ``node`` and ``token`` where it is in the tree, and the text around it.
+    """
 
     what: str
     turn: int

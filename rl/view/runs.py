@@ -132,7 +132,7 @@ def steps(entries: Iterable[Entry]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Bin:
-    """A bin of the histogram: episodes with a reward in [low, high), the last one's end included."""
+    """A bin of the histogram counts episodes with a reward in [low, high), the last one's end included."""
 
     low: float
     high: float
@@ -178,7 +178,7 @@ def by_deviation(run: Run) -> bool:
 
 @dataclass
 class HiddenTest:
-    """A hidden test of a task: its kind, and by episode whether it passed; None for no result."""
+    """A hidden test has its kind, and by episode whether it passed; None for no result."""
 
     name: str
     kind: str

@@ -49,7 +49,7 @@ def cut(text: Any, head: int = HEAD, tail: int = TAIL) -> Cut:
 
 @dataclass
 class FileDiff:
-    """A file's part of a patch: (kind, text) of its lines, kind being add, del, hunk, meta or same."""
+    """A FileDiff is a file's part of a patch: (kind, text) of its lines, kind being add, del, hunk, meta or same."""
 
     name: str
     lines: list[tuple[str, str]] = field(default_factory=list)

@@ -196,7 +196,7 @@ def _lanes(places: list[Place]) -> int:
 
 @dataclass(frozen=True)
 class Token:
-    """A token as it is shown. ``shade``, ``tilt`` and ``haze``: 0 to 7, how improbable it was, how far trainer and
+    """This is a token as it is shown. ``shade``, ``tilt``, ``haze``: 0 to 7, how improbable it was, how far trainer and
     rollout are apart, and how uncertain the policy was; None where that is not known."""
 
     at: int

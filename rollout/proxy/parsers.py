@@ -309,7 +309,7 @@ class VllmReplyParser:
 
 
 class _Thinking:
-    """Splits thinking from the rest of a reply, by the markers of vLLM's reasoning parser ``name``."""
+    """This splits thinking from the rest of a reply, by the markers of vLLM's reasoning parser ``name``."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -464,7 +464,7 @@ class Session:
 
 @dataclass(eq=False)
 class _Generation:
-    """A generation in progress, and the number of callers that wait for it."""
+    """This is a generation in progress, with the number of callers that wait for it."""
 
     task: asyncio.Task[Node]
     waiting: int = 0

@@ -12,7 +12,7 @@ from rollout.sandbox.process import Command
 
 
 class BaseSandbox:
-    """The verbs of `rollout.sandbox.Sandbox`, on top of what a kind of box defines: the methods at the end.
+    """This has the verbs of `rollout.sandbox.Sandbox`, on top of what a kind of box defines: the methods at the end.
 
     An exec is a task of its own, which is told to stop and never cancelled: it must see its processes to their end.
     in_turn: programs (and diffs) run one after another.

@@ -33,7 +33,7 @@ _GONE_S = 5.0  # how long killed processes may take to disappear
 
 
 class DirectorySandbox(BaseSandbox):
-    """A box whose files are directories of this machine: tree/, home/ and tmp/ below `root`, which it owns.
+    """This box has its files in directories of this machine: tree/, home/ and tmp/ below `root`, which it owns.
 
     A kind of box adds how a program is run and what the tree was at first. strays: processes may be left that only
     their environment or working directory tells apart from others.

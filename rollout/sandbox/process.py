@@ -21,7 +21,7 @@ _GRACE_S = 5.0  # how long a killed process may take to disappear
 
 @dataclass(frozen=True)
 class Command:
-    """A program to run: its arguments, its whole environment, and its bounds.
+    """A Command is a program to run: its arguments, its whole environment, and its bounds.
 
     stop: a future that whoever wants the program to end early completes.
     """

@@ -1,4 +1,4 @@
-"""The stand-in for the `apptainer` program, as tests set it up and look at what it was told."""
+"""This module sets up the stand-in for the `apptainer` program, and looks at what it was told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of boxes that the tests in this directory are run against.
+"""This module names the kinds of boxes that the tests in this directory are run against.
 
 To add a kind: a class here that boots its boxes and says what they can do, and its line in `KINDS`. The fixture `kind`
 (conftest.py) then runs every verb against it.

@@ -1,4 +1,4 @@
-"""Boxes by apptainer: what only they do. The verbs are in the other files here.
+"""This module tests boxes by apptainer: what only they do. The verbs are in the other files here.
 
 The program is a stand-in (apptainer_stub.py) that plays its part with bubblewrap: what is tested is our side, from the
 command lines to the files. docs/sandboxes.md says what that leaves open.

@@ -1,4 +1,5 @@
-"""Scripted agents that try to win without a solution, graded in real boxes by real git and real pytest.
+"""Scripted agents try to win without a solution, and are graded in real boxes by real git and real
+pytest.
 
 An attack edits the work tree of its own box, and the box's diff is graded. An attack that a rule stops is graded
 without the rules too, where it must win; otherwise the test would show nothing. docs/rewards.md has the table.

@@ -1,4 +1,4 @@
-"""`diff`: the same patch from every kind of box, whatever the agent did to its repository.
+"""This module tests `diff`: the same patch from every kind of box, whatever the agent did to its repository.
 
 A box of plain processes is the measure: its patch must make the work tree of what the box was booted from. All other
 kinds must give the same bytes.

@@ -1,4 +1,6 @@
-"""Boxes in containers, of Docker and of podman: what only they do. The verbs are in the other files here."""
+"""This module tests boxes in containers, of Docker and of podman: what only they do. The verbs are in the other files
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of a real engine: what sealing reports, who its user is, pulls, and the disk budget."""
+"""This module tests images of a real engine: what sealing reports, who its user is, pulls, and the disk budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`exec`, on every kind of box: a program's input, output and end, its environment, what it leaves running."""
+"""This module tests `exec`, on every kind of box: a program's input, output and end, its environment, what it leaves
+running.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`put` and `get`, on every kind of box."""
+"""This module tests `put` and `get`, on every kind of box."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Boot, cancellation, close and limits, on every kind of box; nothing is left of a box that is closed."""
+"""This module tests boot, cancellation, close and limits, on every kind of box; nothing is left of a box that is
+closed.
+"""
 
 from __future__ import annotations
 

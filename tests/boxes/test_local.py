@@ -1,4 +1,6 @@
-"""Boxes of directories and processes of this machine: what only they do. The verbs are in the other files here."""
+"""This module tests boxes of directories and processes of this machine: what only they do. The verbs are in the other
+files here.
+"""
 
 from __future__ import annotations
 

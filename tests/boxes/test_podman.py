@@ -1,4 +1,4 @@
-"""Podman where it differs from Docker. The other files here run their verbs against it too."""
+"""This module tests podman where it differs from Docker."""
 
 from __future__ import annotations
 

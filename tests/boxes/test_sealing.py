@@ -1,4 +1,6 @@
-"""Sealing: what boxes that are made from a task's image show of its history, and what is said while images are made."""
+"""This module tests sealing: what boxes that are made from a task's image show of its history, and what is said while
+images are made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Code that deceives its own test run, graded without and with a second opinion; and honest code, which is not hurt.
+"""Code that deceives its own test run is graded without and with a second opinion; and honest code,
+which is not hurt.
 
 docs/rewards.md has the table.
 """

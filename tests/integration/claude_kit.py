@@ -1,4 +1,5 @@
-"""Helpers for tests that run the real Claude Code: a stage to play on, an engine that can wait and fail, and checks.
+"""This module helps tests that run the real Claude Code: a stage to play on, an engine that can wait and
+fail, and checks.
 
 A stage is one sandbox and one proxy session. Claude Code can be started on it any number of times (a resumed
 conversation is two processes in one session). Everything that it sends is kept.

@@ -1,4 +1,4 @@
-"""Fixtures that cost more than one test should pay: a task, a vLLM server, a warm-started policy."""
+"""This module has fixtures that cost more than one test should pay: a task, a vLLM server, a warm-started policy."""
 
 from __future__ import annotations
 

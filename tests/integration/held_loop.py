@@ -1,5 +1,6 @@
-"""Our agent loop with one episode that is sure to outlive a weight update: the first that makes a second call waits
-with it until the first step is on record, and with it all episodes of later steps, so that the next step trains on it.
+"""This is our agent loop, with one episode that is sure to outlive a weight update: the first that makes a
+second call waits with it until the first step is on record, and with it all episodes of later steps, so that the next
+step trains on it.
 """
 
 from __future__ import annotations

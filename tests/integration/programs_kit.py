@@ -1,5 +1,6 @@
-"""Programs that play episodes (rl.evaluate, rollout.collect), started and killed by tests, and a script that solves
-every task."""
+"""This module has programs that play episodes (rl.evaluate, rollout.collect), started and killed by tests, and a script
+that solves every task.
+"""
 
 from __future__ import annotations
 

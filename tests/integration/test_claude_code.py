@@ -1,4 +1,4 @@
-"""The real Claude Code binary against the real proxy, in a real sandbox, with a scripted engine."""
+"""This module tests the real Claude Code binary against the real proxy, in a real sandbox, with a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of how Claude Code rewrites replies and tool results that it sends back: one conversation stays one sequence.
+"""This module tests how Claude Code rewrites replies and tool results that it sends back: one conversation stays one
+sequence.
 
 Every test runs the real Claude Code with its full prompt, tools and reminders, and ends with the audit.
 """

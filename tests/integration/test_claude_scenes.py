@@ -1,4 +1,5 @@
-"""Scenes of the real Claude Code that honest runs have, beside those of the other two files. Each ends in the audit.
+"""This module tests scenes of the real Claude Code that honest runs have, beside those of the other two files. Each
+ends in the audit.
 
 A scene is a script, what is in the box, how Claude Code is started (once or more often), the number of rows, and words
 that the requests must have had: they show that the scene took place.

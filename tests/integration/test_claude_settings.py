@@ -1,5 +1,6 @@
-"""Claude Code's settings, hooks, MCP servers, skills, output style and appended prompt, from the config to the real
-binary; and what is kept of an episode with sub-agents."""
+"""This module tests Claude Code's settings, hooks, MCP servers, skills, output style and appended prompt, from the
+config to the real binary; and what is kept of an episode with sub-agents.
+"""
 
 from __future__ import annotations
 

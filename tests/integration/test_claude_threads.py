@@ -1,4 +1,5 @@
-"""Tests of conversations that become several, or that break off: sub-agents, compaction, resumed sessions, retries.
+"""This module tests conversations that become several, or that break off: sub-agents, compaction, resumed sessions,
+retries.
 
 Every test runs the real Claude Code and ends with the audit. There is one training sequence per conversation whose
 prompts do not extend another one's.

@@ -1,5 +1,6 @@
-"""``python -m rollout.collect`` with the real Claude Code: a real vLLM server, and stand-ins for the two hosted back
-ends that speak their wire formats. Collections are killed with -9 in the middle and continued."""
+"""This module tests ``python -m rollout.collect`` with the real Claude Code: a real vLLM server, and stand-ins for the
+two hosted back ends that speak their wire formats. Collections are killed with -9 in the middle and continued.
+"""
 
 from __future__ import annotations
 

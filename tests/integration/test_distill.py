@@ -1,5 +1,7 @@
-"""On-policy distillation with verl's own teacher: a second engine that scores what the policy samples. The same run
-logs to wandb online."""
+"""On-policy distillation runs with verl's own teacher, a second engine that scores what the policy samples.
+
+The same run logs to wandb online.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tasks in containers from the config to the verdict: grading, and whole episodes with the real Claude Code."""
+"""This module tests tasks in containers from the config to the verdict: grading, and whole episodes with the real
+Claude Code.
+"""
 
 from __future__ import annotations
 

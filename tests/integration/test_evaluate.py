@@ -1,5 +1,6 @@
-"""``python -m rl.evaluate`` with the real Claude Code: an endpoint with a known outcome, and random weights behind the
-vLLM server that it starts. Each evaluation is killed with -9 in the middle and continued."""
+"""This module tests ``python -m rl.evaluate`` with the real Claude Code: an endpoint with a known outcome, and random
+weights behind the vLLM server that it starts. Each evaluation is killed with -9 in the middle and continued.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Experiments at toy size on a CPU: the config of Qwen3-Coder-30B-A3B with a Qwen3-MoE of a million parameters.
+"""This module tests experiments at toy size on a CPU: the config of Qwen3-Coder-30B-A3B with a Qwen3-MoE of a million
+parameters.
 
 That the engine's probabilities are the trainer's at both steps shows that experts' weights arrive: the engine starts
 with random ones, and a learning rate of 1e-3 moves them far. One warm start serves all runs.

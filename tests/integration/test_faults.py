@@ -1,4 +1,4 @@
-"""Faults in the middle of real episodes: the real Claude Code, real containers, a scripted policy.
+"""This module tests faults in the middle of real episodes: the real Claude Code, real containers, a scripted policy.
 
 Each ends as docs/failures.md says: a failure of the infrastructure is tried again, then dropped and counted, and never
 a reward; a failure of the policy is a reward of 0. After each, nothing is left.

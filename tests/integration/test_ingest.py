@@ -1,4 +1,6 @@
-"""Session files of the real Claude Code as states, beside what its proxy has received and sent in the same episodes."""
+"""This module tests session files of the real Claude Code as states, beside what its proxy has received and sent in the
+same episodes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``python -m rl.data.probe`` with the real Claude Code and an endpoint that solves what it is known to solve."""
+"""This module tests ``python -m rl.data.probe`` with the real Claude Code and an endpoint that solves what it is known
+to solve.
+"""
 
 from __future__ import annotations
 

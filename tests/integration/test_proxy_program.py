@@ -1,4 +1,6 @@
-"""Tests of the stand-alone proxy: its sessions, and the program between the real Claude Code and a real vLLM server."""
+"""This module tests the stand-alone proxy: its sessions, and the program between the real Claude Code and a real vLLM
+server.
+"""
 
 from __future__ import annotations
 

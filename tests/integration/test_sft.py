@@ -1,4 +1,4 @@
-"""verl's SFT trainer on token rows."""
+"""This module tests verl's SFT trainer on token rows."""
 
 import json
 import subprocess

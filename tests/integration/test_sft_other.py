@@ -1,4 +1,4 @@
-"""LLaMA-Factory and TRL's DPO at toy size, in the environment that scripts/llamafactory.sh makes."""
+"""This module tests LLaMA-Factory and TRL's DPO at toy size, in the environment that scripts/llamafactory.sh makes."""
 
 from __future__ import annotations
 

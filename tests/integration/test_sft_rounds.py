@@ -1,4 +1,6 @@
-"""Two rounds with the real Claude Code, vLLM and verl's trainer, killed in the middle; then a step of GRPO."""
+"""This module tests two rounds with the real Claude Code, vLLM and verl's trainer, killed in the middle; then a step of
+GRPO.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes, the batch script, and the quickstart at its smallest on both of them."""
+"""This module tests a real SLURM of two nodes, the batch script, and the quickstart at its smallest on both of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Array jobs on a real SLURM of two nodes: each task of the array admits the tasks of a shard, or pulls images."""
+"""Array jobs run on a real SLURM of two nodes: each task of the array admits the tasks of a shard, or pulls images."""
 
 from __future__ import annotations
 

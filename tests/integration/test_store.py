@@ -1,4 +1,5 @@
-"""Episodes in a LightningStore of this process, read back through agentlightning's adapters, and stores that fail.
+"""This module tests episodes in a LightningStore of this process, read back through agentlightning's adapters, and
+stores that fail.
 
 tests/integration/test_store_server.py has its real server.
 """

@@ -1,4 +1,6 @@
-"""Episodes in the real `agl store`: read back through its client and adapters, live, after a kill, in its dashboard."""
+"""This module tests episodes in the real `agl store`: read back through its client and adapters, live, after a kill, in
+its dashboard.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The whole line on a CPU: real Claude Code, verl, vLLM and SFT, at the smallest size that has every part.
+"""This module tests the whole line on a CPU: real Claude Code, verl, vLLM and SFT, at the smallest size that has every
+part.
 
 Killed with -9 after its first step and started again with the same command. Every box is a container without a network;
 in the second step some are killed and hang, and an image is missing.

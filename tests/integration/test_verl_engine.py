@@ -1,4 +1,6 @@
-"""verl's own clients and balancer over Ray behind VerlEngine; of the server only vLLM itself is left out."""
+"""This module tests verl's own clients and balancer over Ray behind VerlEngine; of the server only vLLM itself is left
+out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The viewer in headless Chromium: what people do with it, what hostile text does to it, and what axe says of it."""
+"""This module tests the viewer in headless Chromium: what people do with it, what hostile text does to it, and what axe
+says of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real vLLM server (CPU, the quickstart's policy with random weights) behind the HTTP engine."""
+"""This module tests a real vLLM server (CPU, the quickstart's policy with random weights) behind the HTTP engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""wandb's own client, online: what arrives at a server is what was logged, and the workspace is one that it reads."""
+"""This module tests wandb's own client, online: what arrives at a server is what was logged, and the workspace is
+one that it reads.
+"""
 
 from __future__ import annotations
 

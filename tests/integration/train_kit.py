@@ -1,4 +1,6 @@
-"""Real training runs for tests: the smallest quickstart, how it is started, and the warm start that all share."""
+"""This module has real training runs for tests: the smallest quickstart, how it is started, and the warm start that all
+share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reversed patches against real git: they undo what the patch did, whatever the files are."""
+"""This module tests reversed patches against real git: they undo what the patch did, whatever the files are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates, intervals and p-values, checked against counting, root finding and simulation."""
+"""This module tests estimates, intervals and p-values, checked against counting, root finding and simulation."""
 
 from __future__ import annotations
 

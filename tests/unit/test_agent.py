@@ -1,4 +1,6 @@
-"""Claude Code as an agent: its environment, command line and result, and how any agent is run in a box."""
+"""This module tests Claude Code as an agent: its environment, command line and result, and how any agent is run in a
+box.
+"""
 
 from __future__ import annotations
 

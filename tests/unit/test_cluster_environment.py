@@ -1,4 +1,6 @@
-"""The environment of a job's processes: caches, reports, models by name, a site's file, a packed Python."""
+"""This module tests the environment of a job's processes: caches, reports, models by name, a site's file, a packed
+Python.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Collections without an engine: the command line, the translation to chat completions, replies read from a stream,
-files from a hostile box, datasets and spans."""
+"""This module tests collections without an engine: the command line, the translation to chat completions, replies read
+from a stream, files from a hostile box, datasets and spans.
+"""
 
 from __future__ import annotations
 

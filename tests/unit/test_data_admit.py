@@ -1,4 +1,6 @@
-"""Admission: the journal, the judgement of a task by its records, and the whole command on the quickstart's tasks."""
+"""This module tests admission: the journal, the judgement of a task by its records, and the whole command on the
+quickstart's tasks.
+"""
 
 from __future__ import annotations
 

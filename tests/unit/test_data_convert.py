@@ -1,4 +1,4 @@
-"""The conversion command: sources, filters, splits, output and exit status."""
+"""This module tests the conversion command: sources, filters, splits, output and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Selections: which episodes and tasks the rules choose, and that what is written reads like a run."""
+"""This module tests selections: which episodes and tasks the rules choose, and that what is written reads like a
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Conversion of each public set's rows: where fields come from, what is refused, and whether the scripts really
-work."""
+"""This module tests conversion of each public set's rows: where fields come from, what is refused, and whether the
+scripts really work.
+"""
 
 from __future__ import annotations
 

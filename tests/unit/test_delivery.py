@@ -1,4 +1,4 @@
-"""Tests of what counts as delivered: what a client has read, not what the kernel has taken for it."""
+"""This module tests what counts as delivered: what a client has read, not what the kernel has taken for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A teacher for on-policy distillation: it scores all rows of an episode, and has the policy's tokenizer."""
+"""This module tests a teacher for on-policy distillation: it scores all rows of an episode, and has the policy's
+tokenizer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of engines without a model: the HTTP engine's errors, and the replay of a recorded episode."""
+"""This module tests engines without a model: the HTTP engine's errors, and the replay of a recorded episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Evaluations without an engine: config and checks, settings from runs, the directory, results and comparisons."""
+"""This module tests evaluations without an engine: config and checks, settings from runs, the directory, results and
+comparisons.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of rl.evaluate: what is wrong with it is said before anything is created."""
+"""This module tests the command line of rl.evaluate: what is wrong with it is said before anything is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Conversations of an export: from messages that went over the wire, and from token ids; both are the same."""
+"""This module tests conversations of an export: from messages that went over the wire, and from token ids; both are the
+same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fork server: a fork is, to itself and to others, the process that was asked for."""
+"""This module tests the fork server: a fork is, to itself and to others, the process that was asked for."""
 
 from __future__ import annotations
 

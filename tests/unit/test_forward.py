@@ -1,4 +1,6 @@
-"""Tests of calls that are forwarded to another endpoint, which a second proxy plays, so that both ends are real."""
+"""This module tests calls that are forwarded to another endpoint, which a second proxy plays, so that both ends are
+real.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The ladder of proofs on a GPU: its table, what is run again, and rungs that fail, each a real process."""
+"""This module tests the ladder of proofs on a GPU: its table, what is run again, and rungs that fail, each a real
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The GPU extra's packages on a machine without a GPU, and what its vLLM makes of the experiments' engine arguments.
+"""This module tests the GPU extra's packages on a machine without a GPU, and what its vLLM makes of the experiments'
+engine arguments.
 
 `make test-gpu-pins` runs these tests, and all others of tests/unit and tests/property, with the GPU extra's vLLM, verl
 and transformers (scripts/gpu_pins.sh). torch is the CPU's, so nothing is computed here that a GPU would compute.

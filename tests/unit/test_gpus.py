@@ -1,4 +1,6 @@
-"""How busy GPUs are: the arithmetic with a stand-in for NVML, and NVML itself where there is a GPU."""
+"""This module tests how busy GPUs are: the arithmetic with a stand-in for NVML, and NVML itself where there is a
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of verdicts, and of the grader with a scripted sandbox; tests/integration has real ones."""
+"""This module tests verdicts, and the grader with a scripted sandbox; tests/integration has real ones."""
 
 from __future__ import annotations
 

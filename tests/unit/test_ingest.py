@@ -1,4 +1,4 @@
-"""Tests of states: the file, the formats that need no program to be made, and hostile input."""
+"""This module tests states: the file, the formats that need no program to be made, and hostile input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what is made of states: rows for fine-tuning, and an evaluation of a policy on recorded states."""
+"""This module tests what is made of states: rows for fine-tuning, and an evaluation of a policy on recorded states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of requests that take long: what cannot fit is not encoded, and others are answered meanwhile."""
+"""This module tests requests that take long: what cannot fit is not encoded, and others are answered meanwhile."""
 
 from __future__ import annotations
 

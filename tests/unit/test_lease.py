@@ -1,4 +1,4 @@
-"""Leases: one holder at a time, and none that is dead for long."""
+"""This module tests leases: one holder at a time, and none that is dead for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measuring scripts, as far as they run anywhere."""
+"""This module tests the measuring scripts, as far as they run anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed from a wheel."""
+"""This module tests what is installed from a wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the strict parsers, with vLLM's own behind them: a reply has whole calls or is text as sampled."""
+"""This module tests the strict parsers, with vLLM's own behind them: a reply has whole calls or is text as sampled."""
 
 from __future__ import annotations
 

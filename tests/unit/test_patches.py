@@ -1,12 +1,16 @@
-"""What we change in verl, Ray and vLLM at run time is still needed, and docs/architecture.md lists all of it.
+"""What we change in verl, Ray, vLLM and TRL at run time is still needed, and docs/architecture.md lists all of it.
 
 Each test shows the behaviour that a patch corrects. When one fails after an upgrade, its patch may go.
 """
 
+from __future__ import annotations
+
+import ast
 import importlib.metadata
 import inspect
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +18,15 @@ import pytest
 from rl.config import package_dir
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {file: file.read_text() for top in ("rl", "rollout", "rewards") for file in (ROOT / top).rglob("*.py")}
+TRL = ROOT / ".llamafactory" / "trl" / "trl" / "trainer" / "dpo_trainer.py"
 needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vllm"), reason="vLLM is not its CPU build")
 # Ways to reach into another library: what matches is a patch, and its file must be in the table.
 REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
     r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = "
+    r"|__ray_metadata__|__ray_actor_class__|agent_loop_workers_class: Any = |role_worker_mapping\[.+\] = "
+    r"|\._temp_dir = "
 )
 
 
@@ -56,12 +64,77 @@ def test_the_table_names_files_and_tests_that_exist() -> None:
 
 def test_nothing_reaches_into_a_library_that_the_table_does_not_name() -> None:
     listed = {place.partition("::")[0] for row in table() for place in re.findall(r"`([^`]+)`", row[1])}
-    files = [file for wing in ("rl", "rollout", "rewards") for file in (ROOT / wing).rglob("*.py")]
-    reaching = {str(file.relative_to(ROOT)) for file in files if REACHES.search(file.read_text())}
+    reaching = {str(file.relative_to(ROOT)) for file, text in SOURCES.items() if REACHES.search(text)}
     assert reaching <= listed
 
 
+def overrides() -> Iterator[tuple[Path, str]]:
+    """Yield (file, name) of each private method in rl/ that extends one of a library, or that only a library calls."""
+    everything = "\n".join(SOURCES.values())
+    for file, text in SOURCES.items():
+        if file.relative_to(ROOT).parts[0] != "rl":  # of verl, Ray and TRL, rollout/ and rewards/ derive no class
+            continue
+        for node in ast.walk(ast.parse(text)):
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) or not re.match(
+                    "_[a-z]", method.name
+                ):
+                    continue
+                own = re.search(rf"(?<!def )(?<!super\(\)\.)\b{method.name}\b", everything)
+                if not own or f"super().{method.name}(" in ast.unparse(method):
+                    yield file, method.name
+
+
+def test_each_private_method_of_a_library_that_is_overridden_is_in_the_table() -> None:
+    listed = {
+        (place.partition("::")[0], text)
+        for row in table()
+        for place in re.findall(r"`([^`]+)`", row[1])
+        for text in row
+    }
+    found = [(str(file.relative_to(ROOT)), name) for file, name in overrides()]
+    assert len(found) > 15
+    missing = [(file, name) for file, name in found if not any(file == own and name in text for own, text in listed)]
+    assert missing == []
+
+
 # --- the trainer
+
+
+def test_verl_still_calls_the_private_methods_that_we_override() -> None:
+    """A name that verl no longer calls would make an override of ours do nothing, without an error."""
+    modules = ("trainer_base", "trainer_sync", "trainer_separate_async", "trainer_colocate_async", "replay_buffer")
+    verl = "\n".join(source_of(f"verl.trainer.ppo.v1.{module}") for module in modules)
+    names = {name for file, name in overrides() if file.name in ("trainer.py", "curriculum.py", "groups.py")}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if f"def {name}(" not in verl or f"self.{name}(" not in verl] == []
+    assert "self._dapo_classification_cache[partition_id]" in verl
+
+
+def test_verl_still_has_no_key_for_a_sampler() -> None:
+    text = source_of("verl.trainer.ppo.utils")
+    making = text[text.index("def create_rl_sampler(") :].partition("\ndef ")[0]
+    assert set(re.findall(r"data_config\.(?:get\(.)?(\w+)", making)) == {"shuffle", "seed"}
+
+
+def test_verls_worker_still_has_a_teacher_score_the_last_row_only() -> None:
+    text = source_of("verl.trainer.ppo.v1.agent_loop_tq")
+    method = text[text.index("def _agent_loop_postprocess(") :].partition("\nclass ")[0]
+    assert "final_output = outputs[-1]" in method and method.count("self._compute_teacher_logprobs(") == 1
+    assert "self._agent_loop_postprocess(" in source_of("verl.experimental.agent_loop.agent_loop")
+
+
+def test_verls_worker_still_is_an_actor_with_its_class_inside() -> None:
+    from ray.actor import ActorClass
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    from rl.distill import Scored, scored
+
+    assert isinstance(AgentLoopWorkerTQ, ActorClass)
+    _, base = scored().__bases__
+    assert scored().__bases__[0] is Scored
+    assert base.__name__ == "AgentLoopWorkerTQ" and issubclass(base, AgentLoopWorker)
 
 
 def test_verl_still_ends_the_separate_set_up_with_a_line_that_logging_refuses() -> None:
@@ -113,6 +186,13 @@ def test_rays_public_list_of_actors_still_needs_the_dashboard() -> None:
 
     assert "actor_state_name" in inspect.signature(actors).parameters
     assert "dashboard" in inspect.getsource(StateApiClient)
+
+
+def test_ray_still_has_no_public_name_for_its_directory() -> None:
+    import ray
+
+    assert 'kwargs.pop("_temp_dir", None)' in source_of("ray._private.worker")
+    assert "temp_dir" not in inspect.signature(ray.init).parameters
 
 
 def test_verl_still_puts_agent_loop_workers_on_all_nodes() -> None:
@@ -186,3 +266,14 @@ def test_verls_builders_still_encode_what_stands_before_a_turn_again() -> None:
     text = source_of("verl.utils.tokenizer.continuous_token")
     delta = text[text.index("def render_delta_token_id(") :].partition("\n    def ")[0]
     assert delta.count("self._render_tokens(") == 2 and "prefix_messages + appended_messages" in delta
+
+
+# --- TRL
+
+
+@pytest.mark.skipif(not TRL.exists(), reason="scripts/llamafactory.sh has not been run")
+def test_trl_still_prepares_every_dataset() -> None:
+    text = TRL.read_text()
+    preparing = text[text.index("    def _prepare_dataset(") :].partition("\n    def ")[0]
+    assert "self._prepare_dataset(train_dataset," in text and "prompt_ids" in preparing
+    assert "column_names" not in preparing  # it does not ask whether the data has token ids already

@@ -26,7 +26,7 @@ from rl.config import ConfigError
 from rl.plan import host, memory, plan, problems
 from rl.plan.layout import Layout, layout_of
 from rl.plan.memory import GIB
-from rl.plan.model import KNOWN, ModelUnknown, Shape, load_config, shape_of
+from rl.plan.model import KNOWN, ModelShape, ModelUnknown, load_config, shape_of
 from rl.plan.tables import show
 from tests.check_kit import composed
 
@@ -36,15 +36,15 @@ GPU_EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glo
 
 
 @functools.cache
-def known(name: str) -> Shape:
+def known(name: str) -> ModelShape:
     return shape_of(load_config(name), name)
 
 
-def moe() -> Shape:
+def moe() -> ModelShape:
     return known("Qwen3-Coder-30B-A3B-Instruct")
 
 
-def dense() -> Shape:
+def dense() -> ModelShape:
     return known("Qwen3-8B")
 
 
@@ -194,7 +194,7 @@ class Case(NamedTuple):
     """What the memory of a GPU is calculated from."""
 
     config: DictConfig
-    shape: Shape
+    shape: ModelShape
     layout: Layout
 
     def totals(self, **trainer: Any) -> dict[str, int]:

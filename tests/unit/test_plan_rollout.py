@@ -1,4 +1,4 @@
-"""rl.plan's time of a step: the simulated rollout, groups that are replaced, validation."""
+"""This module tests rl.plan's time of a step: the simulated rollout, groups that are replaced, validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What podman is told, without podman; what engines' errors mean."""
+"""This module tests what podman is told, without podman; what engines' errors mean."""
 
 import pytest
 from docker.errors import NotFound

@@ -1,4 +1,6 @@
-"""The test of a job's nodes before anything is loaded: disks, real all-reduces, and which node is named."""
+"""A job's nodes are tested before anything is loaded: disks, real all-reduces, and which node is
+named.
+"""
 
 from __future__ import annotations
 

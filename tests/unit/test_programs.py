@@ -1,4 +1,6 @@
-"""Files that are replaced in one step, and what rl.run.programs offers to those who start programs."""
+"""This module tests files that are replaced in one step, and what rl.run.programs offers to those who start
+programs.
+"""
 
 import subprocess
 import sys

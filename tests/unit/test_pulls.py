@@ -1,4 +1,6 @@
-"""Where images are pulled from, what is waited for, how large they are, and the parts of an array job."""
+"""This module tests where images are pulled from, what is waited for, how large they are, and the parts of an array
+job.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The quickstart's policy: tokenizer, template, reproducibility, and whether verl, vLLM and transformers accept it."""
+"""This module tests the quickstart's policy: tokenizer, template, reproducibility, and whether verl, vLLM and
+transformers accept it.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""The script behind the warm start: the form of its replies, and that its edits do not depend on the word asked for."""
+"""This module tests the script behind the warm start: the form of its replies, and that its edits do not depend on the
+word asked for.
+"""
 
 from collections import Counter
 

@@ -1,4 +1,6 @@
-"""Realcode: exchanges that undo themselves, functions that stand alone, an expert that tries, tasks of puzzles."""
+"""This module tests realcode: exchanges that undo themselves, functions that stand alone, an expert that tries, tasks
+of puzzles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what stands between two turns, with verl's builders and tokenizers that are made here."""
+"""This module tests what stands between two turns, with verl's builders and tokenizers that are made here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which paths are dropped, what is flagged, and how patches are split."""
+"""This module tests which paths are dropped, what is flagged, and how patches are split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of rewards other than the outcome's: their values, what is refused, and that they are off by default."""
+"""This module tests rewards other than the outcome's: their values, what is refused, and that they are off by
+default.
+"""
 
 from __future__ import annotations
 

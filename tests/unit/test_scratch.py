@@ -1,4 +1,4 @@
-"""The temporary files of a run's processes (rl.run.scratch)."""
+"""This module tests the temporary files of a run's processes (rl.run.scratch)."""
 
 import os
 import subprocess

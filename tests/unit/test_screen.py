@@ -1,4 +1,4 @@
-"""The screen on a terminal and in a pipe: real processes, a real pseudo-terminal."""
+"""This module tests the screen on a terminal and in a pipe: real processes, a real pseudo-terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how tests are made wrong, and of what is concluded from the run in which they must fail."""
+"""This module tests how tests are made wrong, and what is concluded from the run in which they must fail."""
 
 from __future__ import annotations
 

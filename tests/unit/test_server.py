@@ -1,4 +1,4 @@
-"""Tests of the HTTP server, with real connections over TCP and unix sockets."""
+"""This module tests the HTTP server, with real connections over TCP and unix sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of what a session does besides matching: stop sequences, tool_choice, side calls, shared generations, seeds."""
+"""This module tests what a session does besides matching: stop sequences, tool_choice, side calls, shared generations,
+seeds.
+"""
 
 from __future__ import annotations
 

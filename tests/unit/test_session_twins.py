@@ -1,4 +1,6 @@
-"""Tests of what keeps alike replies and alike requests apart: signatures, parameters, white space, neighbours."""
+"""This module tests what keeps alike replies and alike requests apart: signatures, parameters, white space,
+neighbours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""scripts/setup.sh: which Python it takes, and what it says at its end. Programs that download are stand-ins."""
+"""This module tests scripts/setup.sh: which Python it takes, and what it says at its end. Programs that download are
+stand-ins.
+"""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The command rl.sft without a trainer: its command line, its checks, and the order of its rounds."""
+"""This module tests the command rl.sft without a trainer: its command line, its checks, and the order of its rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Preference pairs: two replies to the same tokens, in a resolved and an unresolved episode of a task."""
+"""This module tests preference pairs: two replies to the same tokens, in a resolved and an unresolved episode of a
+task.
+"""
 
 from __future__ import annotations
 

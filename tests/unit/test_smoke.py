@@ -1,4 +1,4 @@
-"""The table of the smoke test: what a run's own files prove, and what they do not."""
+"""This module tests the table of the smoke test: what a run's own files prove, and what they do not."""
 
 from __future__ import annotations
 

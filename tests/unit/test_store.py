@@ -1,4 +1,4 @@
-"""Sending records to a store that fails in every way, and reading records while they are written."""
+"""This module tests sending records to a store that fails in every way, and reading records while they are written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rl.collect.spans import spans_of
 from rl.store import sending
 from rl.store.sending import Sender, with_conversation
-from rl.store.stores import Place, Refused, StoreError
+from rl.store.stores import Refused, StoredAttempt, StoreError
 from rollout.records import Position, Reader, Record
 from tests.kit import CharTokenizer, empty_record
 from tests.store_kit import told, without_conversation, write
@@ -52,7 +52,7 @@ class FaultyStore:
         if lost:
             raise StoreError("lost after")
 
-    async def known(self) -> dict[str, Place]:
+    async def known(self) -> dict[str, StoredAttempt]:
         self.answered(self.fault())
         return {one["episode"]: self.place(name) for name, one in self.rollouts.items()}
 
@@ -60,13 +60,13 @@ class FaultyStore:
         self.answered(self.fault())
         return rollout in self.rollouts
 
-    async def start(self, rollout: Mapping[str, Any]) -> Place:
+    async def start(self, rollout: Mapping[str, Any]) -> StoredAttempt:
         lost, name = self.fault(), f"r{next(self.count)}"
         self.rollouts[name] = {"episode": rollout["metadata"]["episode"], "attempts": [[None, {}]]}
         self.answered(lost)
         return self.place(name)
 
-    async def again(self, rollout: str) -> Place:
+    async def again(self, rollout: str) -> StoredAttempt:
         lost = self.fault()
         self.rollout(rollout)["attempts"].append([None, {}])
         self.answered(lost)
@@ -79,14 +79,14 @@ class FaultyStore:
             attempts[int(span["attempt_id"])][1].setdefault(span["span_id"], span)
             self.answered(lost)
 
-    async def end(self, place: Place, status: str, metadata: Mapping[str, Any]) -> None:
+    async def end(self, place: StoredAttempt, status: str, metadata: Mapping[str, Any]) -> None:
         lost = self.fault()
         self.rollout(place.rollout)["attempts"][int(place.attempt)][0] = (status, metadata.get("episode"))
         self.answered(lost)
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> StoredAttempt:
         attempts = self.rollouts[name]["attempts"]
-        return Place(name, str(len(attempts) - 1), len(attempts), attempts[-1][0] is not None)
+        return StoredAttempt(name, str(len(attempts) - 1), len(attempts), attempts[-1][0] is not None)
 
 
 def attempts() -> list[Record]:

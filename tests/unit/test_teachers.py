@@ -1,4 +1,6 @@
-"""Tests of teachers: the command with stand-ins for both formats, which are busy, hang, lie and die; and its parts."""
+"""This module tests teachers: the command with stand-ins for both formats, which are busy, hang, lie and die; and its
+parts.
+"""
 
 from __future__ import annotations
 

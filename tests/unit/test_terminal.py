@@ -1,4 +1,6 @@
-"""Runs in the terminal: what lists show, the way down to a token, and text that is meant to do harm."""
+"""This module tests runs in the terminal: what lists show, the way down to a token, and text that is meant to do
+harm.
+"""
 
 from __future__ import annotations
 

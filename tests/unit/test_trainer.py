@@ -1,4 +1,6 @@
-"""The trainer's mix-in: each episode counts once, some are left out, lost groups are replaced, tasks keep order."""
+"""This module tests the trainer's mix-in: each episode counts once, some are left out, lost groups are replaced, tasks
+keep order.
+"""
 
 import time
 from collections.abc import Callable

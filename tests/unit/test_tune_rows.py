@@ -1,4 +1,4 @@
-"""Rows for fine-tuning: those of the records, token for token, and what is refused."""
+"""This module tests rows for fine-tuning: those of the records, token for token, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index over record files: built once, extended, kept, and never wrong about what is there."""
+"""This module tests the index over record files: built once, extended, kept, and never wrong about what is there."""
 
 from __future__ import annotations
 

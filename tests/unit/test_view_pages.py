@@ -1,4 +1,6 @@
-"""The pages over HTTP: what they show, what they refuse, and that nothing of an episode becomes a part of them."""
+"""This module tests the pages over HTTP: what they show, what they refuse, and that nothing of an episode becomes a
+part of them.
+"""
 
 from __future__ import annotations
 

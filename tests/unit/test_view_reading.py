@@ -1,4 +1,6 @@
-"""Episodes as people read them: nested sub-agents, compaction, branches, what was lost, and why it is not trained."""
+"""This module tests episodes as people read them: nested sub-agents, compaction, branches, what was lost, and why it is
+not trained.
+"""
 
 from __future__ import annotations
 

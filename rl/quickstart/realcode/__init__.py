@@ -1,1 +1,1 @@
-"""The quickstart's larger sibling: small functions of real packages, which a policy repairs by trying."""
+"""This package is the quickstart's larger sibling: a policy repairs small functions of real packages by trying."""

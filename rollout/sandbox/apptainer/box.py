@@ -89,7 +89,7 @@ async def boot_apptainer(
 
 
 class ApptainerSandbox(DirectorySandbox):
-    """A sandbox in containers of apptainer; see `boot_apptainer`."""
+    """This sandbox is a tree that containers of apptainer run in; see `boot_apptainer`."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ def said(done: ExecResult) -> str:
 
 @dataclass(frozen=True)
 class Features:
-    """Not every machine can do these. overlay: programs may write anywhere in the image, to a directory of the box.
+    """A machine has them or not. overlay: programs may write anywhere in the image, to a directory of the box.
     limits: control groups bound the memory, CPUs and processes of a box."""
 
     overlay: bool

@@ -95,7 +95,7 @@ async def boot_docker(
 
 
 class DockerSandbox(BaseSandbox):
-    """A sandbox in a container; see `boot_docker`."""
+    """This sandbox is a container; see `boot_docker`."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[byte
 
 
 class _Fetched:
-    """Some files and links of a work tree in a container, as a `treediff.Tree`; contents lie in numbered files.
+    """This `treediff.Tree` holds some files and links of a work tree in a container; contents lie in numbered files.
 
     old: if given, only files whose size is the same there are read without a limit. Of the others, those in `ignored`
     have no contents here, and the rest may have `budget` bytes together, which is also the limit of the patch.

@@ -106,7 +106,7 @@ def archive(
 
 
 class _Body:
-    """A file that tarfile can read, made of chunks."""
+    """This makes a file that tarfile can read of chunks."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

@@ -86,7 +86,7 @@ async def boot_local(
 
 
 class LocalSandbox(DirectorySandbox):
-    """A sandbox of this machine's own directories and processes; see `boot_local`."""
+    """This sandbox is directories and processes of this machine; see `boot_local`."""
 
     def __init__(
         self, snapshot: Path, root: Path, mounts: list[tuple[Path, str]], isolated: bool, limits: Limits, base: int

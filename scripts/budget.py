@@ -57,7 +57,7 @@ WINGS = {
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 350,
-    "rewards": 970,  # 55: no line of any runner's log takes a failure back; which parsers report failures only; 15 names
+    "rewards": 970,  # 70: no line of a log takes a failure back; parsers that report failures only; modules' names
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed.
     "scripts": 2765,

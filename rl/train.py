@@ -268,7 +268,7 @@ def main() -> None:
         weights = adopt(config)
         check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
-        starts.note(run, slurm.is_requeued())
+        starts.note(run, slurm.is_requeued(), Path(config.run.root) / "prepared")
     except ConfigError as error:
         error.tell()
         sys.exit(2)

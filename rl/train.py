@@ -276,7 +276,7 @@ def main() -> None:
         check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
         if "RL_RUN_LEASE" not in os.environ:  # else rl.cluster has noted it
-            starts.note(run, slurm.is_requeued())
+            starts.note(run, slurm.is_requeued(), Path(config.run.root) / "prepared")
     except ConfigError as error:
         error.tell()
         sys.exit(2)

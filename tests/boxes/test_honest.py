@@ -34,7 +34,7 @@ KINDS_OF_CHANGES = {
         r"printf '\0\1\377%.0s' {1..3000} > logo.png; head -c 100000 /dev/urandom > pkg/data.bin",  # binary
         r"echo 1 > é; echo 2 > 'sp ace'; echo 3 > $'tab\tname'; echo 4 > 'quo\"te'; echo 5 > ./-x; echo 6 > ':(top)y'",
         r"echo 7 > $'\xff\xfe.dat'; echo 8 > $'new\nline'; echo 9 > 'a b => c'; mkdir d; echo 10 > d/x",  # odd names
-        "mkdir packaging pkg/attr; echo 1 > packaging/build.sh; echo 1 > packaging/tomli.py; touch pkg/attr/__init__.py",
+        "mkdir packaging pkg/attr; echo 1 > packaging/a.sh; echo 1 > packaging/tomli.py; touch pkg/attr/__init__.py",
         "echo 1 > parser.py; echo 1 > pkg/packaging.py; echo 1 > pkg/json.py",  # named like others' modules
         "ln -s README.md again; ln -s /nowhere dangling; rm link; ln -s pkg/mod.py link",  # links
         "git mv run.sh start.sh; mv README.md INTRO.md",  # moved files, and then line ends

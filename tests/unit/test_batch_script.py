@@ -1,4 +1,4 @@
-"""The batch scripts run without SLURM: srun and scontrol are ours. tests/integration/test_slurm*.py have the real ones."""
+"""The batch scripts run without SLURM: srun and scontrol are ours. tests/integration/test_slurm*.py have the real."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def test_a_file_is_dropped_as_a_whole() -> None:
 @pytest.mark.parametrize(
     "path",
     ["random.py", "src/json.py", "json/__init__.py", "shlex.cpython-311-x86_64-linux-gnu.so", "types.so", "_pytest.py",
-     "src/pytest.py", "src/pluggy/__init__.py", "packaging/__init__.py", "exceptiongroup.py", "tomli.py", "src/attr/__init__.py",
-     "importlib_metadata.py", "iniconfig/__init__.py", "typing_extensions.py"],
+     "src/pytest.py", "src/pluggy/__init__.py", "packaging/__init__.py", "exceptiongroup.py", "tomli.py",
+     "src/attr/__init__.py", "importlib_metadata.py", "iniconfig/__init__.py", "typing_extensions.py"],
 )  # fmt: skip
 def test_new_modules_in_place_of_pythons_own_are_dropped(path: str) -> None:
     found = Rules().screen(task(), creates(path, "1") + creates("kept.py", "1"))

@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rl import train
 from rl.run import slurm, starts, unfinished
 from rl.run.checkpoints import seal
 from rl.run.directory import Run
+from rollout.records import RecordWriter
+from tests.unit.test_view_index import record
 
 
 @pytest.fixture
@@ -78,6 +81,46 @@ def test_an_image_that_a_node_has_pulled_is_progress(run: Run) -> None:
         starts.note(run, requeued=True)
     with pytest.raises(starts.NoProgress):
         starts.note(run, requeued=True)
+
+
+def test_what_a_preparation_keeps_is_progress(run: Run, tmp_path: Path) -> None:
+    """Scripted episodes that ended, and passes of the imitation; not an episode that failed and is played again."""
+    making = tmp_path / "prepared" / "quickstart-1-0" / ".warm"
+
+    def play(name: str, outcome: str) -> None:
+        writer = RecordWriter(making / "episodes", name)
+        writer.append(msgspec.structs.replace(record(1), verdict={"outcome": outcome}))
+        writer.close()
+
+    def save_pass(step: int) -> None:
+        tracker = making / "model.sft" / "checkpoints" / "latest_checkpointed_iteration.txt"
+        tracker.parent.mkdir(parents=True, exist_ok=True)
+        tracker.write_text(str(step))
+
+    def start() -> None:
+        starts.note(run, True, tmp_path / "prepared")
+
+    starts.note(run, False, tmp_path / "prepared")
+    start()
+    for made in (
+        lambda: play("a", "resolved"),
+        lambda: play("b", "unresolved"),
+        lambda: save_pass(8),
+        lambda: save_pass(16),
+        lambda: making.rename(making.with_name("warm")),
+    ):
+        made()
+        start()
+        start()
+        with pytest.raises(starts.NoProgress):
+            start()
+    making.mkdir()
+    (making / "episodes").mkdir()
+    start()
+    start()
+    play("c", "infra_failure")
+    with pytest.raises(starts.NoProgress):
+        start()
 
 
 def test_starts_by_hand_are_never_held(run: Run) -> None:

@@ -28,7 +28,7 @@ WINGS = {
     # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
     "rl/data": 1990,
     "rl/evaluate": 780,
-    "rl/ingest": 1900,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
+    "rl/ingest": 1905,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75: what is alike; 55:
     # what functions return while tests run.

@@ -78,12 +78,13 @@ def read(format: str, arguments: Sequence[str]) -> int:
                     findings.problem(str(path), error.strerror or error)
                 else:
                     raise
+    findings.counts["states whose model is not named: rl.teachers can't leave out its family"] += writer.unnamed
     return _told(findings, f"{writer.states:>9,}  states in {given.out}", writer.states)
 
 
 def _told(findings: Findings, made: str, count: int) -> int:
     """Print what was counted, and return the exit status."""
-    for what, number in sorted(findings.counts.items(), key=lambda one: (-one[1], one[0])):
+    for what, number in sorted((+findings.counts).items(), key=lambda one: (-one[1], one[0])):
         print(f"{number:>9,}  {what}")
     print(f"{findings.problems:>9,}  problems\n{made}")
     return 1 if findings.problems or not count else 0

@@ -177,6 +177,7 @@ async def test_the_same_family_is_left_out_and_that_is_said(tmp_path: Path) -> N
         status, said = await run(tmp_path, *what)
         assert status == 0 and len(one.heard) == 2, said
         assert "big is of the family claude, as the model of 2 states: it is left out there" in said
+        assert "1 state doesn't name its model" in said
         status, said = await run(tmp_path, *what, "--same-family")
         assert status == 0 and len(one.heard) == 4, said
 

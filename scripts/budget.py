@@ -28,7 +28,7 @@ WINGS = {
     # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
     "rl/data": 1990,
     "rl/evaluate": 780,
-    "rl/ingest": 1905,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
+    "rl/ingest": 1980,  # new: four formats to states, proven requests; rows and pairs for rl.sft, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75: what is alike; 55:
     # what functions return while tests run.
@@ -39,11 +39,11 @@ WINGS = {
     "rl/quickstart/realcode": 720,  # new: repairs of real functions: harvest, exchanges, an expert, drills
     "rl/run": 1145,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
-    "rl/sft": 680,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
+    "rl/sft": 685,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1570,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
-    "rl/tune": 350,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
+    "rl/tune": 395,  # new, with what was rl/sft.py: rows of records, and given ones (45), verl's SFT trainer, adapters
     # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
     # while their file grows.
     "rollout": 1060,
@@ -64,12 +64,12 @@ WINGS = {
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
-# by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
+# by teachers, too, 130 of it training on that; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 31_620
+EVERYTHING = 31_760
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

@@ -30,6 +30,8 @@ def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool)
     if path.is_dir() and not files:
         findings.problem(str(path), "no .traj file in it")
     for file in files:
+        if file.suffix != ".jsonl":
+            findings.read(file.stat().st_size)
         if file.suffix == ".traj":
             findings.counts["trajectories"] += 1
             try:

@@ -13,8 +13,12 @@ import pytest
 from safetensors.torch import load_file
 
 from rl.config import compose
+from rl.ingest.__main__ import main as ingest
 from rl.quickstart.policy import make_policy
+from rl.screen import Screen
+from rl.sft.tune import tune
 from rl.tune.trainer import Passes, run_sft
+from tests.ingest_kit import write_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +36,25 @@ def test_fewer_rows_than_a_batch_are_one_batch(tmp_path: Path) -> None:
     )
     assert seen == [(1, 1)], "the user sees how far it is"
     before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "policy", model))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not before[name].equal(after[name])
+
+
+@pytest.mark.long
+def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
+    """From a session file of another program to a policy: states, rows by the policy's tokenizer, verl's trainer."""
+    policy, states, rows = tmp_path / "policy", tmp_path / "s.jsonl", tmp_path / "given.parquet"
+    make_policy(policy, seed=1)
+    write_session(tmp_path / "a.jsonl", turns=4, text="Some text. " * 5)
+    assert ingest(["claude-code", str(tmp_path / "a.jsonl"), "--out", str(states)]) == 0
+    assert ingest(["sft", str(states), "--tokenizer", str(policy), "--out", str(rows)]) == 0
+    changes = ["sft.epochs=2", "sft.lr=1e-3", "trainer.logger=[file]", f"sft.data=[{rows}]"]
+    config = compose(["+experiment=quickstart", f"run.root={tmp_path}", *changes])
+    (tmp_path / "run").mkdir()
+    made = tune(config, str(policy), [rows], tmp_path / "run", 1, Screen())
+    assert (made["given"], made["rows"], made["episodes"], made["too_long"]) == (4, 4, 0, 0)
+    assert made["loss"]["last"] < made["loss"]["first"]
+    before, after = (load_file(place / "model.safetensors") for place in (policy, tmp_path / "run" / "model"))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not before[name].equal(after[name])
 

@@ -169,6 +169,21 @@ def test_what_swe_agent_says_itself_is_no_reply(tmp_path: Path) -> None:
     assert found[1].student_action["content"][-1]["name"] == "open"
 
 
+def test_how_much_was_read_is_shown(tmp_path: Path) -> None:
+    text = "x" * (1 << 19)
+    write_session(tmp_path / "a.jsonl", turns=6, text=text)
+    trajectories = tmp_path / "t"
+    trajectories.mkdir()
+    (trajectories / "a__b-1.traj").write_text(json.dumps(trajectory() | {"environment": text * 5}))
+    for module, path in ((claude_code, tmp_path / "a.jsonl"), (swe_agent, trajectories)):
+        shown: list[int] = []
+        findings = Findings(lambda text: None, shown.append)
+        with states.writing(tmp_path / "s.jsonl") as writer:
+            module.ingest(path, writer, findings, False)
+        size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+        assert shown[-1] == size >> 20 >= 2 and shown == sorted(set(shown))
+
+
 def test_states_without_a_models_name_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = TRAJECTORIES / "BabyEncryption.traj"
     assert main(["swe-agent", str(file), "--out", str(tmp_path / "s.jsonl")]) == 0

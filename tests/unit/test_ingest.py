@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from rl.ingest.__main__ import main
 from rl.ingest.lines import LONGEST_LINE, Findings
 from rl.ingest.states import State, StatesError, read_states
 from rollout.proxy.chat import chat_request
-from tests.ingest_kit import session, write_session
+from tests.ingest_kit import full_at, session, write_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -379,11 +378,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     write_session(source, turns=50, text="y" * 5_000)
     command = [sys.executable, "-m", "rl.ingest", "claude-code", str(source), "--out", str(tmp_path / "s.jsonl")]
-    limit = (100_000, 100_000)
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(100_000))
     assert done.returncode == 1 and done.stderr.startswith("ingest: ") and len(done.stderr.splitlines()) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
 

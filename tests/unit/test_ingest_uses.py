@@ -27,7 +27,7 @@ from rl.teachers import outcome
 from rl.tune.rows import RowsError, TokenRows, write_rows
 from rollout.proxy.chat import chat_request
 from tests.endpoint_kit import KEY, StandIn, standing_in
-from tests.ingest_kit import write_session
+from tests.ingest_kit import full_at, write_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,3 +202,31 @@ async def test_a_policy_is_compared_with_the_recorded_replies(tmp_path: Path, pr
     }
     kept = b"".join(one.read_bytes() for one in (tmp_path / "out").iterdir())
     assert KEY.encode() not in kept and KEY not in done.stdout + done.stderr
+
+
+async def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    write_states(tmp_path / "s.jsonl", [state(TALK, [EDIT], f"s{n}", system=f"number {n};" * 40) for n in range(20)])
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    stand_in = StandIn(lambda text: [EDIT])
+
+    async def run(*what: str, full: int = 1 << 40) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rl.ingest", what[0], str(tmp_path / "s.jsonl"), *what[1:]]
+        return await asyncio.to_thread(
+            subprocess.run, command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(full)
+        )
+
+    async with standing_in(stand_in):
+        ask = ["evaluate", "--url", stand_in.url, "--model", "m", "--out", str(tmp_path / "out"), "--concurrency", "1"]
+        done = await run(*ask, full=2000)
+        assert done.returncode == 1 and done.stderr == "ingest: [Errno 27] File too large\n", done
+        before = len(stand_in.heard)
+        assert 1 <= before < 20
+        done = await run(*ask)
+        assert done.returncode == 0 and len(stand_in.heard) <= 20 + 1, done
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["answered"] == 20
+    (tmp_path / "rows").mkdir()
+    done = await run(
+        "sft", "--tokenizer", str(tmp_path / "model"), "--out", str(tmp_path / "rows" / "r.parquet"), full=500
+    )
+    assert done.returncode == 1 and done.stderr.startswith("ingest: ") and done.stderr.count("\n") == 1, done
+    assert list((tmp_path / "rows").iterdir()) == []

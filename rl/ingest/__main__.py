@@ -1,7 +1,7 @@
 """Make states of recorded conversations, and what is made of states. docs/ingest.md
 
     python -m rl.ingest FORMAT PATH... --out FILE [--subagents]
-    python -m rl.ingest sft STATES --tokenizer DIR --out ROWS.parquet [--max-tokens N]
+    python -m rl.ingest sft STATES|distill.jsonl|pairs.jsonl --tokenizer DIR --out ROWS.parquet [--max-tokens N]
     python -m rl.ingest evaluate STATES --url URL --model NAME --out DIR [--key-env VARIABLE]
 
 FORMAT: claude-code (session files), openhands (output.jsonl, or folders with events/), swe-agent (.traj, or SWE-smith's
@@ -13,6 +13,7 @@ command is wrong, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from rl.ingest import states
 from rl.ingest.lines import Findings
+from rl.screen import Screen
 from rollout import program
 
 FORMATS = {
@@ -53,8 +55,12 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if isinstance(error, ValueError) else 1
 
 
-def _say(text: str) -> None:
-    print(f"ingest: {text}", file=sys.stderr)
+def _findings(screen: Screen) -> Findings:
+    def say(text: str) -> None:
+        screen.clear()
+        print(f"ingest: {text}", file=sys.stderr)
+
+    return Findings(say, lambda read: screen.show("reading, MiB", read))
 
 
 def read(format: str, arguments: Sequence[str]) -> int:
@@ -65,9 +71,9 @@ def read(format: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="states: .jsonl, .jsonl.zst or .parquet")
     parser.add_argument("--subagents", action="store_true", help="sub-agents' replies are states, too")
     given = parser.parse_args(arguments)
-    findings = Findings(_say)
     module = importlib.import_module(FORMATS[format])
-    with states.writing(given.out) as writer:
+    with Screen() as screen, states.writing(given.out) as writer:
+        findings = _findings(screen)
         for path in given.paths:
             try:
                 if not path.exists():
@@ -78,30 +84,35 @@ def read(format: str, arguments: Sequence[str]) -> int:
                     findings.problem(str(path), error.strerror or error)
                 else:
                     raise
+    findings.counts["states whose model is not named: rl.teachers can't leave out its family"] += writer.unnamed
     return _told(findings, f"{writer.states:>9,}  states in {given.out}", writer.states)
 
 
 def _told(findings: Findings, made: str, count: int) -> int:
     """Print what was counted, and return the exit status."""
-    for what, number in sorted(findings.counts.items(), key=lambda one: (-one[1], one[0])):
+    for what, number in sorted((+findings.counts).items(), key=lambda one: (-one[1], one[0])):
         print(f"{number:>9,}  {what}")
     print(f"{findings.problems:>9,}  problems\n{made}")
     return 1 if findings.problems or not count else 0
 
 
 def sft(arguments: Sequence[str]) -> int:
-    """Write rows for fine-tuning; return the exit status. Raises OSError and ValueError."""
+    """Write rows for fine-tuning, or pairs; return the exit status. Raises OSError and ValueError."""
     from rl.ingest.sft import write
 
-    about = "Write rows of exact ids for fine-tuning, one per state."
+    about = "Write rows of token ids, one per state or line, as rl.sft takes them with data=[ROWS.parquet]."
     parser = argparse.ArgumentParser(prog="python -m rl.ingest sft", description=about, allow_abbrev=False)
-    parser.add_argument("states", type=Path, metavar="STATES", help="a states file: .jsonl or .jsonl.zst")
+    parser.add_argument(
+        "states", type=Path, metavar="FILE", help="states, or distill.jsonl or pairs.jsonl of rl.teachers"
+    )
     parser.add_argument("--tokenizer", required=True, help="directory or hub name of the model that will be trained")
     parser.add_argument("--out", type=Path, required=True, help="rows: .parquet")
     parser.add_argument("--max-tokens", type=int, help="longer states are left out")
     given = parser.parse_args(arguments)
-    findings = Findings(_say)
-    made = write(given.states, given.out, given.tokenizer, given.max_tokens, findings)
+    with Screen() as screen:
+        findings = _findings(screen)
+        show = functools.partial(screen.show, "rows")
+        made = write(given.states, given.out, given.tokenizer, given.max_tokens, findings, show)
     note = "texts are encoded anew, so ids may differ from those that the recorded model has sampled"
     return _told(findings, f"{made:>9,}  rows in {given.out}; {note}", made)
 
@@ -111,7 +122,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     from rl.ingest.asking import key_of
     from rl.ingest.endpoints import Endpoint
     from rl.ingest.evaluate import evaluate as evaluate_states
-    from rl.screen import Screen
 
     about = "Ask a policy for its reply to each state, and compare it with the recorded one."
     parser = argparse.ArgumentParser(prog="python -m rl.ingest evaluate", description=about, allow_abbrev=False)

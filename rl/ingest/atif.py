@@ -75,6 +75,7 @@ def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool)
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         findings.counts["trajectories"] += 1
         try:
+            findings.read(file.stat().st_size)
             found = lines.whole(file, _DECODER)
         except ValueError as error:
             findings.problem(str(file), error)

@@ -19,12 +19,21 @@ _LONE = re.compile("[\ud800-\udfff]")
 
 
 class Findings:
-    """Findings are what an ingest counts: ``counts`` by what it is, in words, and problems, each with its place."""
+    """Findings are what an ingest counts: ``counts`` by what it is, in words, and problems, each with its place.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    show: is called with the MiB that were read, when another one was.
+    """
+
+    def __init__(self, say: Callable[[str], None], show: Callable[[int], object] = lambda read: None) -> None:
+        self._say, self._show = say, show
         self.counts = Counter[str]()
-        self.problems = 0
+        self.problems = self._read = 0
+
+    def read(self, size: int) -> None:
+        """Count bytes that were read."""
+        before, self._read = self._read, self._read + size
+        if self._read >> 20 > before >> 20:
+            self._show(self._read >> 20)
 
     def problem(self, place: str, what: object) -> None:
         """Tell a problem in one line, and count it; after the first ones they are only counted."""
@@ -44,6 +53,7 @@ def lines(path: Path, findings: Findings) -> Iterator[tuple[int, bytes]]:
         number = 0
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
+            findings.read(len(line))
             if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
                 while (more := file.readline(LONGEST_LINE)) and not more.endswith(b"\n"):
                     pass

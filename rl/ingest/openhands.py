@@ -128,6 +128,7 @@ def _replies(events: Path, findings: Findings) -> Iterator[list[tuple[Path, dict
     files = [one for one in events.iterdir() if _EVENT.fullmatch(one.name)]
     for file in sorted(files, key=lambda one: int(one.name.split("-")[1])):
         try:
+            findings.read(file.stat().st_size)
             event = lines.whole(file, _OBJECT)
         except (OSError, ValueError) as error:
             findings.problem(str(file), error)

@@ -1,43 +1,52 @@
-"""This module makes rows for supervised fine-tuning of states: ids and a mask, as ``rl.sft`` takes them.
+"""This module makes rows of token ids of states, and of what teachers said to them, as ``rl.sft`` takes them.
 
-A row is one state: its conversation has mask 0, its reply mask 1. Other tokens than the model's own may spell the same
-text: recorded text is encoded anew here, with the chat template of the model that is trained. Texts that spell control
-tokens stay text (``rollout/proxy/marks.py``).
+A row is one state, whose conversation has mask 0 and whose reply mask 1, or a pair of replies to one conversation.
+Other tokens than the model's own may spell the same text: recorded text is encoded anew here, with the chat template of
+the model that is trained. Texts that spell control tokens stay text (``rollout/proxy/marks.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rl.ingest.lines import Findings
+import msgspec
+
+from rl.ingest.lines import LONGEST_LINE, Findings, decode, lines, mended
 from rl.ingest.states import State, read_states
+from rl.tune.given import PAIRS, ROWS, TOKENIZER, digest
 from rollout import files
 from rollout.proxy.chat import chat_request
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import RequestError
 
 _GROUP = 1 << 22  # tokens in a row group
+Chat = dict[str, Any]  # a chat message, or a tool
+Kind = TypeVar("Kind")
 
 
 class Encoder:
-    """An encoder turns states into rows with a Hugging Face tokenizer and its chat template."""
+    """An encoder turns conversations into ids with a Hugging Face tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._marks = tokenizer, Marks(tokenizer)
 
-    def row(self, state: State) -> tuple[list[int], list[int]]:
-        """Return the ids of a state and its reply, and the mask. Raises ValueError if the template cannot show them."""
-        messages, tools = chat_of(state)
-        last = messages.pop()
+    def ids(self, chat: Sequence[Chat], tools: list[Chat]) -> tuple[list[int], list[int]]:
+        """Return the ids of a conversation in chat form: of all but its last message, and of that one.
+
+        Raises ValueError if the template cannot show them.
+        """
+        *messages, last = chat
         try:
             prompt = self._text(messages, tools, add_generation_prompt=True)
             whole = self._text([*messages, last], tools, add_generation_prompt=False)
         except Exception:  # jinja's and the template's own have no common class; some refuse a second system message
             messages = [
-                one if n == 0 or one["role"] != "system" else one | {"role": "user"} for n, one in enumerate(messages)
+                one if n == 0 or one.get("role") != "system" else one | {"role": "user"}
+                for n, one in enumerate(messages)
             ]
             try:
                 prompt = self._text(messages, tools, add_generation_prompt=True)
@@ -50,7 +59,7 @@ class Encoder:
         end = self._tokenizer.eos_token_id
         if end in reply:  # what the template writes after a turn is not sampled
             reply = reply[: len(reply) - reply[::-1].index(end)]
-        return [*head, *reply], [*[0] * len(head), *[1] * len(reply)]
+        return head, reply
 
     def _text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **options: Any) -> str:
         hidden = self._marks.hide(messages), self._marks.hide(tools) or None
@@ -77,40 +86,111 @@ def chat_of(state: State) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return chat["messages"], chat.get("tools", [])
 
 
-def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -> Iterator[dict[str, Any]]:
-    """Yield a row per state: state_id, input_ids, loss_mask. most: tokens of a row; longer ones are left out."""
-    for state in read_states(source):
+class _Taught(msgspec.Struct):
+    """A line of distill.jsonl, or a TRL data set's: a conversation that ends with the reply that is trained."""
+
+    messages: list[Chat]
+    tools: list[Chat] = []
+    state_id: str = ""
+
+
+class _Pair(msgspec.Struct):
+    """A line of pairs.jsonl: two replies to the same conversation."""
+
+    prompt: list[Chat]
+    chosen: list[Chat]
+    rejected: list[Chat]
+    tools: list[Chat] = []
+    state_id: str = ""
+
+
+def _kind(source: Path) -> type[_Taught] | type[_Pair] | None:
+    """Return what the lines of a file are; None: states. Raises OSError."""
+    with open(source, "rb") as file:
+        first = file.readline(LONGEST_LINE)
+    for kind in (_Taught, _Pair):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            msgspec.json.decode(first, type=kind)
+            return kind
+    return None
+
+
+def _lines(source: Path, kind: type[Kind], findings: Findings) -> Iterator[tuple[str, Kind]]:
+    decoder = msgspec.json.Decoder(kind)
+    for number, text in lines(source, findings):
         try:
-            ids, mask = encoder.row(state)
+            yield f"{source}: line {number}", mended(decode(text, decoder))
         except ValueError as error:
-            findings.problem(f"state {state.state_id}", error)
+            findings.problem(f"{source}: line {number}", error)
+
+
+def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -> Iterator[dict[str, Any]]:
+    """Yield a row per state, or line of what teachers said: state_id, and the columns of ROWS or PAIRS.
+
+    most: tokens of a row; longer ones are left out.
+    """
+    kind = _kind(source)
+    if kind is None:
+        found: Iterator[tuple[str, Any]] = ((f"state {state.state_id}", state) for state in read_states(source))
+    else:
+        found = _lines(source, kind, findings)
+    for where, one in found:
+        try:
+            columns = _columns(encoder, one)
+        except ValueError as error:
+            findings.problem(where, error)
             continue
-        if most is not None and len(ids) > most:
+        first, *replies = columns.values()
+        if most is not None and (len(first) + max(map(len, replies)) if kind is _Pair else len(first)) > most:
             findings.counts[f"states of more than {most:,} tokens, left out"] += 1
-        elif 1 not in mask:
+        elif not all(any(tokens) for tokens in replies):
             findings.counts["states with an empty reply, left out"] += 1
         else:
-            yield {"state_id": state.state_id, "input_ids": ids, "loss_mask": mask}
+            yield {"state_id": one.state_id, **columns}
 
 
-def write(source: Path, out: Path, tokenizer: str, most: int | None, findings: Findings) -> int:
-    """Write the rows of a states file to a parquet file; return how many. Raises ValueError and OSError."""
+def _columns(encoder: Encoder, one: State | _Taught | _Pair) -> dict[str, list[int]]:
+    """Return what is in a row, in the order of ROWS or PAIRS. Raises ValueError."""
+    if isinstance(one, _Pair):
+        sides = [encoder.ids([*one.prompt, *side], one.tools) for side in (one.chosen, one.rejected)]
+        if sides[0][0] != sides[1][0]:
+            raise ValueError("the chat template writes the conversation differently before each reply")
+        return dict(zip(PAIRS, (sides[0][0], sides[0][1], sides[1][1]), strict=True))
+    head, reply = encoder.ids(*(chat_of(one) if isinstance(one, State) else (one.messages, one.tools)))
+    return dict(zip(ROWS, ([*head, *reply], [*[0] * len(head), *[1] * len(reply)]), strict=True))
+
+
+def write(
+    source: Path,
+    out: Path,
+    tokenizer: str,
+    most: int | None,
+    findings: Findings,
+    show: Callable[[int], object] = lambda made: None,
+) -> int:
+    """Write the rows of a file to a parquet file; return how many. show: is called with how many are made.
+
+    Raises ValueError and OSError.
+    """
     import pyarrow
     import pyarrow.parquet
     from transformers import AutoTokenizer
 
-    encoder = Encoder(AutoTokenizer.from_pretrained(tokenizer))
-    ids, mask = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.int8())
-    schema = pyarrow.schema([("state_id", pyarrow.string()), ("input_ids", ids), ("loss_mask", mask)])
+    coder = AutoTokenizer.from_pretrained(tokenizer)
+    names = PAIRS if _kind(source) is _Pair else ROWS
+    kinds = {"state_id": pyarrow.string(), "loss_mask": pyarrow.list_(pyarrow.int8())}
+    fields = [(name, kinds.get(name, pyarrow.list_(pyarrow.int32()))) for name in ("state_id", *names)]
+    schema = pyarrow.schema(fields, metadata={TOKENIZER: digest(coder)})
     made = size = 0
     group: list[dict[str, Any]] = []
     with (
         files.replacing(out, synced=True) as new,
         pyarrow.parquet.ParquetWriter(new, schema, compression="zstd") as writer,
     ):
-        for row in rows(source, encoder, most, findings):
+        for row in rows(source, Encoder(coder), most, findings):
             group.append(row)
-            made, size = made + 1, size + len(row["input_ids"])
+            made, size = made + 1, size + sum(len(row[name]) for name in names)
+            show(made)
             if size >= _GROUP:
                 writer.write_table(pyarrow.Table.from_pylist(group, schema))
                 group, size = [], 0

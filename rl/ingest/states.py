@@ -107,7 +107,8 @@ def without_thinking(message: Message) -> Message | None:
 
 
 class StateWriter:
-    """A state writer appends conversations to an open states file. ``states``: how many it has written.
+    """A state writer appends conversations to an open states file. ``states``: how many it has written; ``unnamed``:
+    those of which nobody knows what model has replied.
 
     Raises OSError when the disk is full.
     """
@@ -115,7 +116,7 @@ class StateWriter:
     def __init__(self, out: IO[bytes]) -> None:
         self._out, self._encoder = out, msgspec.json.Encoder()
         self._seen: set[bytes] = set()
-        self.states = 0
+        self.states = self.unnamed = 0
         self.block = 0  # which conversation is being written; numbers of messages hold within it
         self._write(_File(SCHEMA_VERSION))
 
@@ -166,6 +167,7 @@ class StateWriter:
         self._seen.add(key)
         self._write(_Step(state_id, head, tip, action, model, **more))
         self.states += 1
+        self.unnamed += not model
         return True
 
     def _write(self, line: _Line) -> None:

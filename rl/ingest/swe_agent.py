@@ -1,13 +1,14 @@
 """This module reads trajectories of SWE-agent (.traj) and rows of SWE-smith's training sets (.jsonl, .json, .parquet).
 
-A .traj file keeps the messages of each step's query (`query`, before version 1.1 `messages`), so these are what the
-model was sent. A row of a training set is one conversation, as a list or as JSON text.
+A .traj file of version 1 keeps the messages of each step's query (`query`, before 1.1 `messages`): what the model was
+sent. In older ones this is the history as far as it had come; a demonstration may be a history only. A row of a
+training set is one conversation, as a list or as JSON text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool)
     if path.is_dir() and not files:
         findings.problem(str(path), "no .traj file in it")
     for file in files:
+        if file.suffix != ".jsonl":
+            findings.read(file.stat().st_size)
         if file.suffix == ".traj":
             findings.counts["trajectories"] += 1
             try:
@@ -94,36 +97,61 @@ def _parted(messages: list[Message]) -> tuple[str | list[Message], list[Message]
 
 
 def _trajectory(file: Path, found: Mapping[str, Any], writer: StateWriter, findings: Findings) -> None:
-    """Write the states of a .traj file: one per step that has a response."""
-    history = [one for one in found.get("history") or () if isinstance(one, dict)]
-    said = [one for one in history if one.get("role") == "assistant" and not one.get("is_demo")]
+    """Write the states of a .traj file: one per reply."""
     instance = file.stem
     info = found.get("info") or {}
     outcome = {"instance_id": instance, "exit_status": info.get("exit_status")}
     writer.begin(f"{file.parent.name}/{instance}", FORMAT, outcome)
     model = _model(found)
-    at = 0
+    longest = 0
+    for number, before, reply in _replies(found, findings):
+        system, talk = _parted([message_of(one) for one in before])
+        findings.counts["contexts shorter than one before"] += len(talk) < longest
+        longest = max(longest, len(talk))
+        tip = writer.tip(talk)
+        writer.state(
+            f"{file}/{number}", writer.head(system), tip, message_of(reply), model, where=f"{file}: step {number}"
+        )
+
+
+_Chat = Mapping[str, Any]
+
+
+def _replies(found: Mapping[str, Any], findings: Findings) -> Iterator[tuple[int, Sequence[_Chat], _Chat]]:
+    """Yield the number of each step that has a reply, the messages that were read before it, and the reply.
+
+    Raises ValueError if ``found`` is no trajectory.
+    """
+    history = [one for one in found.get("history") or () if isinstance(one, dict)]
+    said = [n for n, one in enumerate(history) if one.get("role") == "assistant" and not one.get("is_demo")]
+    if found.get("trajectory") is None:  # a demonstration that someone has put together
+        if not said:
+            raise ValueError("neither a trajectory nor a history with replies")
+        yield from ((number, history[:place], history[place]) for number, place in enumerate(said))
+        return
     for number, step in enumerate(found["trajectory"]):
         query = step.get("query") or step.get("messages")
-        # The reply of a step is in the history, with its calls; steps that failed have none there.
-        entry = next((n for n in range(at, len(said)) if _is_of(said[n], step)), None)
-        if entry is not None:
-            at = entry + 1
-        elif not step.get("response"):
+        if query == [{}] or not (step.get("response") or step.get("action")):
+            # The model was not asked, as at a limit of costs: what is there as a reply are SWE-agent's own words.
             findings.counts["steps without a reply, left out"] += 1
             continue
-        action = message_of(said[entry] if entry is not None else {"role": "assistant", "content": step["response"]})
-        if not query:
-            before = history.index(said[entry]) if entry is not None else 0
-            query = history[:before]
-        system, talk = _parted([message_of(one) for one in query])
-        tip = writer.tip(talk)
-        writer.state(f"{file}/{number}", writer.head(system), tip, action, model, where=f"{file}: step {number}")
+        # The reply of a step is in the history, with its calls; a reply that was asked for again is not.
+        place = next((place for place in said if _is_of(history[place], step)), None)
+        if place is None and said and step.get("action") and history[said[0]].get("action") == step["action"]:
+            place = said[0]  # a history whose texts someone has mended
+        if place is None:
+            findings.counts["replies that the history lacks, without the calls that they may have had"] += 1
+            reply = {"role": "assistant", "content": step.get("response")}
+        else:
+            reply = history[place]
+        reached = place if place is not None else said[0] if said else len(history)
+        said = [other for other in said if place is None or other > place]
+        yield number, query or history[:reached], reply
 
 
-def _is_of(said: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
+def _is_of(said: _Chat, step: Mapping[str, Any]) -> bool:
     response = step.get("response")
-    return said.get("content") == response or (
+    return (bool(response) and said.get("content") == response) or (
         bool(step.get("action")) and (said.get("action"), said.get("thought")) == (step["action"], step.get("thought"))
     )
 

@@ -44,10 +44,10 @@ def note(run: Run, requeued: bool, prepared: Path | None = None) -> None:
     if before[-FRUITLESS:] == [now] * FRUITLESS:
         at = f"step {now['step']}" if now["step"] else "its beginning"
         raise NoProgress(
-            f"no progress: the last {FRUITLESS} starts of {run.dir} added no checkpoint, no episode that could be kept, "
-            f"no image and nothing to its preparation, so it is not requeued again and stays at {at}; give the job more "
-            "time (--time), save more often (run.save_minutes), or let it end in time (run.grace_s and --signal: python "
-            "-m rl.plan prints what fits), and submit it again"
+            f"no progress: the last {FRUITLESS} starts of {run.dir} added no checkpoint, no episode that could be "
+            f"kept, no image and nothing to its preparation, so it is not requeued again and stays at {at}; give the "
+            "job more time (--time), save more often (run.save_minutes), or let it end in time (run.grace_s and "
+            "--signal: python -m rl.plan prints what fits), and submit it again"
         )
     files.write(path, json.dumps([*before, now][-FRUITLESS:]) + "\n", synced=True)
 
@@ -60,9 +60,8 @@ def read(path: Path) -> list[dict[str, int]]:
 def _made(prepared: Path) -> int:
     """Return how much the preparations have made: files and directories, episodes, and updates that are saved."""
     parts = [*prepared.glob("*/*")]
-    begun = [
-        part for part in parts if part.name.startswith(".") and part.is_dir()
-    ]  # rl.quickstart.prepare renames them
+    # rl.quickstart.prepare renames what is whole.
+    begun = [part for part in parts if part.name.startswith(".") and part.is_dir()]
     records = (record for part in begun for path in part.glob("episodes/*") for record in Reader(path, damage=[]))
     episodes = sum(record.verdict["outcome"] != Outcome.INFRA_FAILURE for record in records)  # those are played again
     updates = sum(int(path.read_text()) for part in begun for path in part.glob(f"*.sft/checkpoints/{TRACKER}"))

@@ -3,9 +3,9 @@
     python -m rl.sft +experiment=NAME data=[DIR,...] [policy=DIR] [key=value ...]
     python -m rl.sft +experiment=NAME rounds=N [policy=DIR] [key=value ...]
 
-DIR is a selection (rl.data.select), a collection, an evaluation or a run. Keys of the group sft (configs/sft) may be
-given without `sft.`; all others are those of rl.train. The same command continues a run that was stopped. Exit status:
-0 done, 1 failed, 2 the config is wrong, 130 interrupted.
+DIR is a selection (rl.data.select), a collection, an evaluation or a run, or a file NAME.parquet of rl.ingest sft. Keys
+of the group sft (configs/sft) may be given without `sft.`; all others are those of rl.train. The same command continues
+a run that was stopped. Exit status: 0 done, 1 failed, 2 the config is wrong, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -20,11 +20,13 @@ from rl.data.choice import Rules
 from rl.overrides import nearest
 from rl.sft.other import check_environment
 from rl.train import adopt
+from rl.tune.given import PAIRS, ROWS, RowsError, check_columns
 from rollout.records import Reader
 
 _POSITIVE = ("sft.epochs", "sft.lr", "sft.batch_size", "sft.samples", "sft.beta")
 _POSITIVE_OR_NULL = ("sft.max_length", "sft.rounds", "sft.tasks", "sft.budget")
 TRAINERS = ("verl", "llamafactory", "dpo")
+_COLUMNS = {"verl": ROWS, "dpo": PAIRS}  # of files that a trainer takes
 
 
 def check_values(config: DictConfig) -> None:
@@ -78,17 +80,24 @@ def _check_source(config: DictConfig) -> None:
         return
     if not isinstance(sft.data, ListConfig) or not sft.data:
         raise ConfigError(f"sft.data is {sft.data!r}; it must be a list of directories, such as [DIR]")
-    lines = [line for name in sft.data for line in _no_episodes(Path(str(name)).expanduser())]
+    lines = [line for name in sft.data for line in _no_data(Path(str(name)).expanduser(), sft.trainer)]
     if lines:
         raise ConfigError(*lines)
 
 
-def _no_episodes(place: Path) -> Iterator[str]:
+def _no_data(place: Path, trainer: str) -> Iterator[str]:
     try:
+        if place.suffix == ".parquet":
+            if trainer not in _COLUMNS:
+                raise RowsError(f"{place} has token ids; sft.trainer={trainer} takes episodes")
+            check_columns(place, _COLUMNS[trainer])
+            return
         if not Reader(place).files():
             yield f"sft.data: {place.absolute()} has no records of episodes (*.cep)"
     except FileNotFoundError:
         yield f"sft.data: no directory {place.absolute()}"
+    except RowsError as error:
+        yield f"sft.data: {error}"
 
 
 def _check_rules(config: DictConfig) -> None:

@@ -77,12 +77,15 @@ def run_llamafactory(
 def run_dpo(
     config: DictConfig, model: str, sources: Sequence[Path], out: Path, passes: Passes, watch: Watch
 ) -> dict[str, Any]:
-    """Make pairs of the episodes and train with TRL's DPO; ``out/model`` is the result. Return figures.
+    """Train with TRL's DPO on pairs that are given or made of episodes; ``out/model`` is the result. Return figures.
 
     Raises RowsError if there is no pair, RuntimeError if the training fails.
     """
+    from transformers import AutoTokenizer
+
     data, trained = out / "pairs.parquet", out / "trained"
-    pairs, too_long = write_pairs(sources, data, passes.max_length)
+    tokenizer = AutoTokenizer.from_pretrained(model) if any(one.suffix == ".parquet" for one in sources) else None
+    pairs, too_long = write_pairs(sources, data, passes.max_length, tokenizer)
     if not pairs:
         left = f"{too_long} pairs are longer than {passes.max_length} tokens" if too_long else "there is no pair"
         raise RowsError(

@@ -2,23 +2,27 @@
 episode of a task and one in an unresolved one.
 
 As in rows, nothing is encoded again. What comes after the two replies is left out: the policy has not said all of it.
+Pairs that are given (``rl.ingest sft`` makes them of teachers' answers) are taken as they are.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
 from rl.data.choice import Entry, Rules, choose
+from rl.tune.given import PAIRS, read_given
 from rollout import files
 from rollout.records import Record, path_of, unpack_ids
 
 _IDS = pyarrow.list_(pyarrow.int32())
-_SCHEMA = pyarrow.schema([(f"{name}_ids", _IDS) for name in ("prompt", "chosen", "rejected")])
+_SCHEMA = pyarrow.schema([(name, _IDS) for name in PAIRS])
 
 Pair = tuple[list[int], list[int], list[int]]
 
@@ -68,11 +72,15 @@ def pairs_of(sources: Sequence[Path]) -> Iterator[Pair]:
                     break
 
 
-def write_pairs(sources: Sequence[Path], path: Path, max_length: int) -> tuple[int, int]:
+def write_pairs(sources: Sequence[Path], path: Path, max_length: int, tokenizer: Any = None) -> tuple[int, int]:
     """Write the pairs to a parquet file with TRL's columns, in one step; return how many, and how many were longer than
-    ``max_length`` tokens and left out."""
+    ``max_length`` tokens and left out. A source that is a .parquet file gives pairs, of the policy's ``tokenizer``.
+
+    Raises RowsError for a file that does not have them, and FileNotFoundError.
+    """
+    given = [read_given(one, PAIRS, tokenizer) for one in sources if one.suffix == ".parquet"]
     kept, too_long = [], 0
-    for pair in pairs_of(sources):
+    for pair in itertools.chain(pairs_of([one for one in sources if one.suffix != ".parquet"]), *given):
         fits = len(pair[0]) + max(len(pair[1]), len(pair[2])) <= max_length
         too_long += not fits
         kept += [pair] if fits else []

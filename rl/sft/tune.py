@@ -32,7 +32,7 @@ from rollout import files
 def tune(
     config: DictConfig, model: str, sources: Sequence[Path], out: Path, seed: int, screen: Screen
 ) -> dict[str, Any]:
-    """Fine-tune ``model`` on all episodes of ``sources``; return the report, which is ``out/sft.json``.
+    """Fine-tune ``model`` on all episodes and given rows of ``sources``; return the report, which is ``out/sft.json``.
 
     seed: of the order of the rows. Raises RowsError, RuntimeError and OSError.
     """
@@ -86,13 +86,13 @@ def _rows(config: DictConfig, model: str, sources: Sequence[Path], out: Path, sc
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    screen.show("reading episodes")
+    screen.show("reading rows")
     counts = write_rows(
         sources,
         out / "rows.parquet",
         max_length=max_length(config),
         tokenizer=tokenizer,
-        show=lambda counts: screen.show("reading episodes", counts.episodes),
+        show=lambda counts: screen.show("reading rows", counts.rows),
     )
     files.write(known, json.dumps(asdict(counts), indent=1) + "\n", synced=True)
     return counts
@@ -100,7 +100,8 @@ def _rows(config: DictConfig, model: str, sources: Sequence[Path], out: Path, sc
 
 def _sentence(counts: Counts, passes: Passes) -> str:
     left = f", {counts.too_long} of more than {passes.max_length} left out" if counts.too_long else ""
+    given = f", {counts.given} of them given" if counts.given else ""
     return (
-        f"fine-tuning on {counts.rows} rows of {counts.episodes} episodes ({counts.resolved} resolved), "
+        f"fine-tuning on {counts.rows} rows of {counts.episodes} episodes ({counts.resolved} resolved){given}, "
         f"{counts.trained} of {counts.tokens} tokens trained{left}; {passes.epochs} epochs, rate {passes.lr:g}"
     )

@@ -93,6 +93,9 @@ def teach(
         if (left := states - survey.asked[one.name]) > 0:
             own = f"{one.name} is of the family {family_of(one.model)}, as the model of {left} states: "
             screen.say(f"{own}it is left out there (--same-family asks it)")
+    if (unnamed := survey.models.get("", 0)) and not same_family:
+        they = "1 state doesn't name its model" if unnamed == 1 else f"{unnamed} states don't name their model"
+        screen.say(f"{they}, so teachers of its family are asked there, too")
     estimate(survey, teachers, most, screen)
     identify(source, out, teachers)
     journal = opened(out)

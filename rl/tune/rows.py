@@ -1,8 +1,8 @@
-"""This module makes rows for supervised fine-tuning from the records of episodes.
+"""This module makes rows for supervised fine-tuning from the records of episodes, and takes those that are given.
 
 Rows are ids and masks and are used as they are: nothing is decoded, templated or encoded again. Each is a training row
 of its record, with mask 1 on exactly the tokens that the policy sampled and that the agent has read; sub-agents and
-compacted threads have rows of their own.
+compacted threads have rows of their own. Given rows are those of recorded conversations (``rl.ingest sft``).
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from rewards.verdict import Outcome
+from rl.tune.given import ROWS, RowsError, read_given
 from rollout import files
 from rollout.audit import audit_tokens
 from rollout.proxy.engine import TextCodec
 from rollout.records import CorruptRecordError, Reader, Record, path_of, unpack_ids
 
 _SCHEMA = pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int32())), ("loss_mask", pyarrow.list_(pyarrow.int8()))])
-_EPISODES_AT_ONCE = 64
+_AT_ONCE = 64  # episodes, or given rows
 
 
-class RowsError(ValueError):
-    """Episodes cannot be trained on. The message is one line that says which, why, and what to do."""
+Row = tuple[list[int], list[int]]  # ids and mask
 
 
 @dataclass
 class Counts:
     """Counts are what was made of episodes. ``tokens``: of all rows; ``trained``: those with mask 1; ``longest``: row
-    in tokens; ``too_long``: rows that were left out; ``without``: episodes that have no row (left)."""
+    in tokens; ``too_long``: rows that were left out; ``without``: episodes that have no row (left); ``given``: rows
+    that are of no episode."""
 
     episodes: int = 0
     resolved: int = 0
@@ -44,9 +45,10 @@ class Counts:
     longest: int = 0
     too_long: int = 0
     without: int = 0
+    given: int = 0
 
 
-def rows_of(record: Record) -> Iterator[tuple[list[int], list[int]]]:
+def rows_of(record: Record) -> Iterator[Row]:
     """Yield ids and mask of each training row of an episode."""
     for row in record.rows:
         path = path_of(record.nodes, max(row.nodes))
@@ -64,32 +66,32 @@ def write_rows(
 ) -> Counts:
     """Write the rows of all episodes that ``sources`` have recorded to a parquet file, in one step.
 
-    An episode that is there twice counts once, one that the infrastructure failed not at all. Rows with more than
-    ``max_length`` tokens are left out, never cut. tokenizer: the policy's, by which the sampled tokens must spell what
-    the record says. show: is called with what was counted so far.
+    A source that is a .parquet file gives rows. An episode that is there twice counts once, one that the infrastructure
+    failed not at all. Rows with more than ``max_length`` tokens are left out, never cut. tokenizer: the policy's, by
+    which the sampled tokens must spell what the record says, and the given rows' own. show: is called with what was
+    counted so far.
 
-    Raises RowsError for a record that is damaged, has none of the engine's tokens, or those of another tokenizer, and
-    if no row is left; FileNotFoundError for a source that is not there.
+    Raises RowsError for a record that is damaged, has none of the engine's tokens, or those of another tokenizer, for
+    such given rows, and if no row is left; FileNotFoundError for a source that is not there.
     """
-    counts, seen = Counts(), set[str]()
+    counts = Counts()
     with files.replacing(path, synced=True) as new, pyarrow.parquet.ParquetWriter(new, _SCHEMA) as writer:
-        batch: list[tuple[list[int], list[int]]] = []
-        for record in _records(sources):
-            if record.episode in seen or record.verdict["outcome"] == Outcome.INFRA_FAILURE:
-                continue
-            seen.add(record.episode)
-            _check(record, tokenizer)
-            rows = [row for row in rows_of(record) if len(row[0]) <= max_length]
-            counts.episodes += 1
-            counts.resolved += record.verdict["outcome"] == Outcome.RESOLVED
-            counts.too_long += len(record.rows) - len(rows)
-            counts.without += not rows
+        batch: list[Row] = []
+        for number, (record, found) in enumerate(_found(sources, tokenizer), 1):
+            rows = [row for row in found if len(row[0]) <= max_length]
+            if record is None:
+                counts.given += len(rows)
+            else:
+                counts.episodes += 1
+                counts.resolved += record.verdict["outcome"] == Outcome.RESOLVED
+                counts.without += not rows
+            counts.too_long += len(found) - len(rows)
             counts.rows += len(rows)
             counts.tokens += sum(len(ids) for ids, _ in rows)
             counts.trained += sum(sum(mask) for _, mask in rows)
             counts.longest = max([counts.longest, *(len(ids) for ids, _ in rows)])
             batch += rows
-            if counts.episodes % _EPISODES_AT_ONCE == 0:
+            if number % _AT_ONCE == 0:
                 writer.write_table(_table(batch))
                 batch = []
                 show(counts)
@@ -99,18 +101,38 @@ def write_rows(
     return counts
 
 
+def _found(sources: Sequence[Path], tokenizer: Any) -> Iterator[tuple[Record | None, list[Row]]]:
+    """Yield each episode with its rows, and None with each given row."""
+    seen = set[str]()
+    for source in sources:
+        if source.suffix == ".parquet":
+            yield from ((None, [row]) for row in _given(source, tokenizer))
+            continue
+        for record in _records(source):
+            if record.episode not in seen and record.verdict["outcome"] != Outcome.INFRA_FAILURE:
+                seen.add(record.episode)
+                _check(record, tokenizer)
+                yield record, list(rows_of(record))
+
+
+def _given(source: Path, tokenizer: Any) -> Iterator[Row]:
+    for number, (ids, mask) in enumerate(read_given(source, ROWS, tokenizer), 1):
+        if not ids or not mask or len(ids) != len(mask) or mask[0]:
+            raise RowsError(f"{source}: row {number}: the mask does not fit the ids, or makes the first one a target")
+        yield ids, mask
+
+
 def _nothing(counts: Counts, max_length: int) -> str:
     if counts.too_long:
         return f"all {counts.too_long} rows are longer than {max_length} tokens (sft.max_length)"
-    return f"{counts.episodes} episodes have a verdict, but none of them a row"
+    return f"there is no row; {counts.episodes} episodes have a verdict"
 
 
-def _records(sources: Sequence[Path]) -> Iterator[Record]:
-    for source in sources:
-        try:
-            yield from Reader(source)
-        except CorruptRecordError as error:
-            raise RowsError(f"{error}; `python -m rl.data.select` leaves out what is damaged") from error
+def _records(source: Path) -> Iterator[Record]:
+    try:
+        yield from Reader(source)
+    except CorruptRecordError as error:
+        raise RowsError(f"{error}; `python -m rl.data.select` leaves out what is damaged") from error
 
 
 def _check(record: Record, tokenizer: TextCodec | None) -> None:
@@ -130,7 +152,7 @@ def _check(record: Record, tokenizer: TextCodec | None) -> None:
             )
 
 
-def _table(rows: Sequence[tuple[list[int], list[int]]]) -> pyarrow.Table:
+def _table(rows: Sequence[Row]) -> pyarrow.Table:
     columns = [[ids for ids, _ in rows], [mask for _, mask in rows]]
     return pyarrow.table([pyarrow.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA)
 

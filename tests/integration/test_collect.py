@@ -22,6 +22,7 @@ import pytest
 from aiohttp import web
 
 from rl.quickstart.tasks import make_tasks
+from rl.store.local import Local, send_all
 from rollout import audit
 from rollout.proxy.calls import reply_in
 from rollout.proxy.chat import ChatEndpoint
@@ -105,6 +106,28 @@ async def test_vllm_gives_exact_ids_and_logprobs(vllm: Running, tasks_file: Path
         name: sum(node.logprobs is not None and node.delivered for node in record.nodes)
         for name, record in records.items()
     }
+    await in_a_store(out, rows)
+
+
+async def in_a_store(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Send a collection to a store of this process; agentlightning reads back each row's ids, logprobs and reward."""
+    from agentlightning.adapter.triplet import LlmProxyTraceToTriplet, TracerTraceToTriplet
+    from agentlightning.store.memory import InMemoryLightningStore
+
+    memory = InMemoryLightningStore()
+    assert (await send_all([out], Local(memory))).sent == len({row["episode"] for row in rows})
+    for rollout in await memory.query_rollouts():
+        own = sorted(
+            (one for one in rows if one["episode"] == rollout.metadata["episode"]), key=lambda one: one["turn"]
+        )
+        spans = await memory.query_spans(rollout.rollout_id)
+        tracer, proxy = TracerTraceToTriplet().adapt(spans), LlmProxyTraceToTriplet().adapt(spans)
+        for found in (tracer, proxy):
+            assert [one.prompt["token_ids"] for one in found] == [row["prompt_ids"] for row in own] != []
+            assert [one.response["token_ids"] for one in found] == [row["response_ids"] for row in own]
+            assert [one.reward for one in found] == [None] * (len(own) - 1) + [own[-1]["reward"]]
+        logprobs = [[entry["logprob"] for entry in one.response["logprobs"]] for one in tracer]
+        assert logprobs == [row["logprobs"] for row in own]
 
 
 @pytest.mark.timeout(300)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -30,9 +31,11 @@ from rl.config import compose
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
+from rollout.records import Reader
 from rollout.sandbox.docker.engine import PROJECT, get_engine
 from tests.docker_kit import base_image, left, made, task_images
 from tests.integration.claude_kit import call, check_record, in_turn, scripted
+from tests.integration.programs_kit import start
 from tests.kit import char_policy
 from tests.sandboxes import REPOSITORY
 
@@ -217,3 +220,38 @@ async def test_infrastructure_failures_have_their_cause(
     assert (episode.verdict.reason, episode.verdict.reward, list(episode.rows)) == (Reason.MISSING_IMAGE, None, [])
     assert [attempt.id for attempt in kept] == ["e", "e.1"]
     assert proxy.sessions == {} and left(get_engine()) == []
+
+
+@pytest.mark.claude
+async def test_a_collection_keeps_what_containers_leave_and_no_secret(tasks: list[Task], tmp_path: Path) -> None:
+    """The agent prints the secret of its session, which is then in its session file, stream and log."""
+    source, out = tmp_path / "tasks.parquet", tmp_path / "out"
+    task_images().write_tasks(source, tasks)
+    tells = call("Bash", command='echo "the key is $ANTHROPIC_AUTH_TOKEN"; echo hi > NOTE')
+    api = ProxyServer()
+    await api.start()
+    session = await api.open_session("e", char_policy(scripted(in_turn(tells, "Done."))))
+    what = ["anthropic", f"endpoint=http://127.0.0.1:{api.port}", "models.high=opus-5", "models.low=haiku-5"]
+    what += [f"data={source}", f"out={out}", "sandbox=docker", f"sandbox.base_image={base_image()}"]
+    what += ["agent.bare=true", "agent.tools=[Bash]", "agent.system_prompt=Repair.", "sandbox.concurrency=2"]
+    try:
+        process = start(*what, program="rollout.collect", ANTHROPIC_API_KEY=session.secret)
+        text, _ = await asyncio.to_thread(process.communicate)
+        assert process.returncode == 0, text
+    finally:
+        await api.stop()
+    records = {record.task: record for record in Reader(out)}
+    assert records.keys() == {task.instance_id for task in tasks}
+    assert all(record.missing == [] and record.verdict["outcome"] == "unresolved" for record in records.values()), text
+    for name, record in records.items():
+        told = re.search(rb"the key is ([\w-]{8,})", b"".join(record.parts))  # a record is exact
+        assert told is not None
+        place = out / "traces" / name / "epoch_0"
+        (own,) = place.glob("sessions/**/*.jsonl")
+        for file in (own, place / "stream.jsonl"):
+            assert "the key is [redacted]" in file.read_text(), file
+        files = {file.name: file.read_bytes() for file in place.rglob("*") if file.is_file()}
+        assert not any(told[1] in data for data in files.values())
+        assert b"+hi" in files["patch.diff"] and files["grading.log"] and "agent.log" in files
+    assert not any(session.secret.encode() in file.read_bytes() for file in out.rglob("*") if file.is_file())
+    assert left(get_engine()) == []

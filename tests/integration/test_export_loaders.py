@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rl.export import unrender
 from rl.export.__main__ import main
+from rl.teachers import outcome
 from tests.export_kit import SYSTEM, crowd, lines, repair, unrenderer, write
+from tests.unit.test_ingest_uses import EDIT, TALK, state, use, write_states
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = ROOT / ".trainers"
@@ -69,6 +71,23 @@ for out in outs:
     tools = [json.loads(row["tools"]) for row in rows]
     told = [{name: value for name, value in row.items() if name != "tools"} for row in rows]
     found.append([apply_chat_template(row, tokenizer, tools=one) for row, one in zip(told, tools)])
+json.dump(found, open(dump, "w"))
+"""
+
+TAUGHT = """
+import json, sys
+from datasets import load_dataset
+from transformers import PreTrainedTokenizerFast
+from trl.data_utils import apply_chat_template, is_conversational
+
+*files, tokenizer, dump = sys.argv[1:]
+tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+found = []
+for file in files:
+    rows = list(load_dataset("json", data_files=file, cache_dir=f"{file}.hf")["train"])
+    assert all(is_conversational(row) for row in rows)
+    told = [{n: row[n] for n in ("messages", "prompt", "chosen", "rejected") if n in row} for row in rows]
+    found.append([apply_chat_template(one, tokenizer, tools=row["tools"]) for one, row in zip(told, rows)])
 json.dump(found, open(dump, "w"))
 """
 
@@ -175,3 +194,30 @@ def test_trl_reads_every_row_and_every_text(run: Path, tokenizer: Path) -> None:
     (pair,) = pairs
     other = rows[1] | {"messages": rows[0]["messages"][:6] + rows[1]["messages"][6:]}  # the ids of calls are others
     assert [pair["prompt"] + pair[name] for name in ("chosen", "rejected")] == [whole(rows[0]), whole(other)]
+
+
+def test_trl_reads_what_teachers_said(tokenizer: Path, tmp_path: Path) -> None:
+    """Arguments and tools differ from row to row; none of their keys appears in another row."""
+    found = [state(TALK, [EDIT], name, system=name) for name in ("a", "b")]
+    for one, key in zip(found, ("path", "command"), strict=True):
+        schema = {"type": "object", "properties": {key: {"type": "string"}}}
+        one.tools = [{"name": f"T{key}", "description": "", "input_schema": schema}]
+    write_states(tmp_path / "s.jsonl", found)
+    replies = [use("Read", 9, path="a"), use("Bash", 9, command="ls")]
+    answers = {
+        (one.state_id, "t"): {"action": {"role": "assistant", "content": [{"type": "text", "text": "So:"}, reply]}}
+        for one, reply in zip(found, replies, strict=True)
+    }
+    outcome.write(tmp_path / "s.jsonl", None, ["t"], answers, tmp_path)
+    files = [tmp_path / "distill.jsonl", tmp_path / "pairs.jsonl"]
+    taught, pairs = loaded(TAUGHT, *files, tokenizer, dump=tmp_path / "loaded.json")
+    renderer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+
+    def whole(row: dict[str, Any], *messages: dict[str, Any]) -> str:
+        return renderer.apply_chat_template(messages, tools=row["tools"], tokenize=False)
+
+    assert [one["text"] for one in taught] == [whole(row, *row["messages"]) for row in lines(files[0])]
+    assert len(pairs) == 2
+    for one, row in zip(pairs, lines(files[1]), strict=True):
+        for name in ("chosen", "rejected"):
+            assert one["prompt"] + one[name] == whole(row, *row["prompt"], *row[name])

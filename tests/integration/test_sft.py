@@ -1,6 +1,7 @@
 """This module tests verl's SFT trainer on token rows."""
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -11,10 +12,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from rl.config import compose
+from rl.ingest.__main__ import main as ingest
 from rl.quickstart.policy import make_policy
+from rl.screen import Screen
+from rl.sft.tune import tune
+from rl.tune.given import TOKENIZER, digest
 from rl.tune.trainer import Passes, run_sft
+from tests.ingest_kit import full_at, write_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +41,41 @@ def test_fewer_rows_than_a_batch_are_one_batch(tmp_path: Path) -> None:
     before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "policy", model))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not before[name].equal(after[name])
+
+
+@pytest.mark.long
+def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
+    """From a session file of another program to a policy: states, rows by the policy's tokenizer, verl's trainer."""
+    policy, states, rows = tmp_path / "policy", tmp_path / "s.jsonl", tmp_path / "given.parquet"
+    make_policy(policy, seed=1)
+    write_session(tmp_path / "a.jsonl", turns=4, text="Some text. " * 5)
+    assert ingest(["claude-code", str(tmp_path / "a.jsonl"), "--out", str(states)]) == 0
+    assert ingest(["sft", str(states), "--tokenizer", str(policy), "--out", str(rows)]) == 0
+    changes = ["sft.epochs=2", "sft.lr=1e-3", "trainer.logger=[file]", f"sft.data=[{rows}]"]
+    config = compose(["+experiment=quickstart", f"run.root={tmp_path}", *changes])
+    (tmp_path / "run").mkdir()
+    made = tune(config, str(policy), [rows], tmp_path / "run", 1, Screen())
+    assert (made["given"], made["rows"], made["episodes"], made["too_long"]) == (4, 4, 0, 0)
+    assert made["loss"]["last"] < made["loss"]["first"]
+    before, after = (load_file(place / "model.safetensors") for place in (policy, tmp_path / "run" / "model"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not before[name].equal(after[name])
+
+
+@pytest.mark.long
+def test_a_full_disk_is_one_line_and_leaves_no_rows(tmp_path: Path) -> None:
+    policy, rows = tmp_path / "policy", tmp_path / "given.parquet"
+    make_policy(policy, seed=1)
+    made_by = {TOKENIZER: digest(AutoTokenizer.from_pretrained(policy))}
+    ids = [random.Random(n).choices(range(300), k=2000) for n in range(400)]
+    table = pyarrow.table({"input_ids": ids, "loss_mask": [[0] + [1] * 1999] * 400})
+    pyarrow.parquet.write_table(table.replace_schema_metadata(made_by), rows)
+    given = ["+experiment=quickstart", "prepare=null", "~quickstart", f"data=[{rows}]", f"policy={policy}"]
+    command = [sys.executable, "-m", "rl.sft", *given, f"run.root={tmp_path / 'runs'}", "trainer.logger=[file]"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(500_000))
+    assert done.returncode == 1 and done.stderr.startswith("stopped: ") and done.stderr.count("\n") == 1, done
+    assert "File too large" in done.stderr and done.stdout.splitlines()[-1].startswith("continue  ")
+    assert not [one for one in (tmp_path / "runs").rglob("*") if "rows" in one.name or "sft.json" in one.name]
 
 
 CALL = """

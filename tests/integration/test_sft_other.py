@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from rl.ingest.__main__ import main as ingest
+from rl.quickstart.policy import make_policy
+from rl.run.vllm_server import SERVED_AS, vllm_server
 from rl.sft.other import PROGRAMS, run_dpo, run_llamafactory
+from rl.teachers import outcome
 from rl.tune.trainer import Passes
 from tests.check_kit import composed
 from tests.integration.train_kit import WarmStart
+from tests.unit.test_ingest_uses import EDIT, TALK, state, use, write_states
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.claude,
+    pytest.mark.engine,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not PROGRAMS.exists(), reason="scripts/llamafactory.sh has not been run"),
 ]
@@ -34,6 +43,21 @@ def differ(base: Path, model: Path) -> int:
     return sum(not before[name].equal(after[name]) for name in before)
 
 
+def served(model: Path, log: Path) -> None:
+    """Serve a policy with vLLM, as rl.evaluate does: it says what its weights say."""
+    prompt = list(range(300, 340))
+    known = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    wanted = known.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 40:]
+    body = {"model": SERVED_AS, "prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    options = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
+    with vllm_server(str(model), log, *options, environment={"HF_HUB_OFFLINE": "1"}) as server:
+        data = json.dumps(body | {"return_token_ids": True}).encode()
+        request = urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            (choice,) = json.load(answer)["choices"]
+    assert choice["token_ids"] == wanted.tolist()
+
+
 @pytest.mark.parametrize("lora", [0, 4])
 def test_llamafactory_trains_on_the_exported_messages(warm: Path, tmp_path: Path, lora: int) -> None:
     config = composed("+experiment=quickstart", f"actor_rollout_ref.model.lora_rank={lora}")
@@ -48,6 +72,8 @@ def test_llamafactory_trains_on_the_exported_messages(warm: Path, tmp_path: Path
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists() == bool(lora)
     for name in ("chat_template.jinja", "tokenizer.json"):
         assert (tmp_path / "model" / name).read_text() == (base / name).read_text()
+    if lora:  # merged
+        served(tmp_path / "model", tmp_path / "vllm.log")
 
 
 def test_dpo_prefers_what_resolved(warm: Path, tmp_path: Path) -> None:
@@ -59,3 +85,19 @@ def test_dpo_prefers_what_resolved(warm: Path, tmp_path: Path) -> None:
     assert margins[0] == 0 and margins[-1] > 0
     assert made["loss"]["last"] < made["loss"]["first"]
     assert differ(warm / "model", tmp_path / "model") > 10
+
+
+def test_dpo_on_what_teachers_said(tmp_path: Path) -> None:
+    """Pairs of rl.teachers become ids, and DPO prefers the teachers' replies; vLLM serves the policy."""
+    policy, pairs = tmp_path / "policy", tmp_path / "pairs.parquet"
+    make_policy(policy, seed=1)
+    found = [state(TALK, [EDIT], f"s{n}", system=f"number {n};") for n in range(4)]
+    write_states(tmp_path / "s.jsonl", found)
+    reply = {"action": {"role": "assistant", "content": [{"type": "text", "text": "I read."}, use("Read", 9)]}}
+    outcome.write(tmp_path / "s.jsonl", None, ["t"], {(one.state_id, "t"): reply for one in found}, tmp_path)
+    assert ingest(["sft", str(tmp_path / "pairs.jsonl"), "--tokenizer", str(policy), "--out", str(pairs)]) == 0
+    config, passes = composed("+experiment=quickstart"), Passes(4, 1e-4, 2, 2048, 1)
+    made = run_dpo(config, str(policy), [pairs], tmp_path / "out", passes, lambda *_: None)
+    assert (made["pairs"], made["too_long"]) == (4, 0) and made["loss"]["last"] < made["loss"]["first"]
+    assert differ(policy, tmp_path / "out" / "model") > 10
+    served(tmp_path / "out" / "model", tmp_path / "vllm.log")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from rl.ingest.__main__ import main
 from rl.ingest.lines import LONGEST_LINE, Findings
 from rl.ingest.states import State, StatesError, read_states
 from rollout.proxy.chat import chat_request
-from tests.ingest_kit import session, write_session
+from tests.ingest_kit import full_at, session, write_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,6 +129,64 @@ def test_swe_agent_trajectories(tmp_path: Path, name: str) -> None:
     assert [one["role"] for one in last.messages] == ["system", "user", "assistant", "user"]
     assert last.messages[3]["content"][0]["tool_use_id"] == "c1" and last.source_model == "m-1"
     assert last.student_action["content"] == [{"type": "text", "text": "submit"}]
+
+
+TRAJECTORIES = ROOT / "tests" / "trajectories"
+
+
+def test_contexts_of_swe_agents_own_files_grow(tmp_path: Path) -> None:
+    """Steps whose reply the history lacks, in the middle and at the end; a demonstration that is a history only."""
+    found, findings, said = made(swe_agent, TRAJECTORIES, tmp_path / "s.jsonl")
+    sizes: dict[str, list[int]] = {}
+    for state in found:
+        sizes.setdefault(Path(state.where.partition(": ")[0]).stem, []).append(len(state.messages))
+    assert sizes["function_calling_simple"] == [2, 4, 6, 8, 10]
+    assert sizes["6e44b9__sweagenttestrepo-1c2844"] == [2, 4, 6, 8, 10]
+    assert sizes["BabyEncryption"] == [*range(2, 18, 2), 18, *range(18, 32, 2)]
+    assert said == [] and findings.counts["contexts shorter than one before"] == 0
+    assert findings.counts["replies that the history lacks, without the calls that they may have had"] == 2
+    calls = [one.student_action["content"][-1]["name"] for one in found if "simple" in one.where]
+    assert len(calls) == 5 and calls[-1] == "submit"
+
+
+def test_contexts_that_shrink_are_counted(tmp_path: Path) -> None:
+    found = trajectory()
+    found["trajectory"].append({**found["trajectory"][0], "response": "again", "action": "cat"})
+    (tmp_path / "a__b-1.traj").write_text(json.dumps(found))
+    assert made(swe_agent, tmp_path, tmp_path / "s.jsonl")[1].counts["contexts shorter than one before"] == 1
+
+
+def test_what_swe_agent_says_itself_is_no_reply(tmp_path: Path) -> None:
+    """At a limit of costs it asks nobody; a reply whose text in the history was mended keeps its call."""
+    known = json.loads((TRAJECTORIES / "6e44b9__sweagenttestrepo-1c2844.traj").read_text())
+    known["trajectory"][1]["response"] = known["trajectory"][1]["thought"] = "other words"
+    end = {"action": "", "thought": "Exit due to cost limit", "response": "Exit due to cost limit", "query": [{}]}
+    known["trajectory"].append(end)
+    (tmp_path / "a__b-1.traj").write_text(json.dumps(known))
+    found, findings, said = made(swe_agent, tmp_path, tmp_path / "s.jsonl")
+    assert len(found) == 5 and said == [] and findings.counts["steps without a reply, left out"] == 1
+    assert found[1].student_action["content"][-1]["name"] == "open"
+
+
+def test_how_much_was_read_is_shown(tmp_path: Path) -> None:
+    text = "x" * (1 << 19)
+    write_session(tmp_path / "a.jsonl", turns=6, text=text)
+    trajectories = tmp_path / "t"
+    trajectories.mkdir()
+    (trajectories / "a__b-1.traj").write_text(json.dumps(trajectory() | {"environment": text * 5}))
+    for module, path in ((claude_code, tmp_path / "a.jsonl"), (swe_agent, trajectories)):
+        shown: list[int] = []
+        findings = Findings(lambda text: None, shown.append)
+        with states.writing(tmp_path / "s.jsonl") as writer:
+            module.ingest(path, writer, findings, False)
+        size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+        assert shown[-1] == size >> 20 >= 2 and shown == sorted(set(shown))
+
+
+def test_states_without_a_models_name_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = TRAJECTORIES / "BabyEncryption.traj"
+    assert main(["swe-agent", str(file), "--out", str(tmp_path / "s.jsonl")]) == 0
+    assert "16  states whose model is not named: rl.teachers can't leave out its family" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -321,11 +378,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     write_session(source, turns=50, text="y" * 5_000)
     command = [sys.executable, "-m", "rl.ingest", "claude-code", str(source), "--out", str(tmp_path / "s.jsonl")]
-    limit = (100_000, 100_000)
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(100_000))
     assert done.returncode == 1 and done.stderr.startswith("ingest: ") and len(done.stderr.splitlines()) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
 

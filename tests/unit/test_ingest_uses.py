@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from rl.ingest import states
 from rl.ingest.__main__ import main
@@ -21,10 +22,12 @@ from rl.ingest.chat import message_of
 from rl.ingest.sft import Encoder, chat_of
 from rl.ingest.states import Message, State, read_states
 from rl.quickstart.policy import make_tokenizer
-from rl.tune.rows import TokenRows
+from rl.sft.pairs import write_pairs
+from rl.teachers import outcome
+from rl.tune.rows import RowsError, TokenRows, write_rows
 from rollout.proxy.chat import chat_request
 from tests.endpoint_kit import KEY, StandIn, standing_in
-from tests.ingest_kit import write_session
+from tests.ingest_kit import full_at, write_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,17 +52,16 @@ EDIT = use("Edit", 2, file_path="a.py", old_string="<|im_end|>", new_string="b")
 
 def test_a_row_has_the_template_and_trains_the_reply() -> None:
     tokenizer = make_tokenizer()
-    ids, mask = Encoder(tokenizer).row(state(TALK, [{"type": "text", "text": "So:"}, EDIT]))
-    begin = mask.index(1)
-    assert mask == [0] * begin + [1] * (len(ids) - begin) and ids[-1] == tokenizer.eos_token_id
-    reply = tokenizer.decode(ids[begin:])
+    head, said = Encoder(tokenizer).ids(*chat_of(state(TALK, [{"type": "text", "text": "So:"}, EDIT])))
+    ids, reply = [*head, *said], tokenizer.decode(said)
+    assert said[-1] == tokenizer.eos_token_id
     assert "So:" in reply and "<function=Edit>" in reply and reply.count("<|im_end|>") == 2
     # What spells a control token is text: the only ones are those that the template has written.
     assert ids.count(tokenizer.eos_token_id) == 5
     # Without such texts, it is what the template makes in one piece.
     plain = state([{"role": "user", "content": "Go."}], [{"type": "text", "text": "Yes."}])
     whole = tokenizer.apply_chat_template(chat_of(plain)[0], tokenize=True, return_dict=False)
-    made = Encoder(tokenizer).row(plain)[0]
+    made = [token for ids in Encoder(tokenizer).ids(*chat_of(plain)) for token in ids]
     assert whole[: len(made)] == made and tokenizer.decode(whole[len(made) :]).strip() == ""
 
 
@@ -75,11 +77,52 @@ def test_rows_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [row["state_id"] for row in table] == [one.state_id for one in read_states(out)]
     config = type("C", (), {"max_length": 100_000})
     assert len(TokenRows(str(rows), None, config)) == 6
+    policy = AutoTokenizer.from_pretrained(tmp_path / "model")
+    counts = write_rows([rows], tmp_path / "taken.parquet", max_length=100_000, tokenizer=policy)
+    assert (counts.given, counts.episodes, counts.too_long) == (6, 0, 0)
     lengths = sorted(len(row["input_ids"]) for row in table)
     assert main([*command, str(lengths[2])]) == 0
     assert pyarrow.parquet.read_table(rows).num_rows == 3
     assert main([*command[:3], str(tmp_path / "none"), *command[4:], "9"]) != 0
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_teachers_replies_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """distill.jsonl becomes rows as of states, pairs.jsonl pairs as rl.sft trainer=dpo takes them."""
+    with states.writing(tmp_path / "s.jsonl") as writer:
+        for name in ("a", "b"):
+            writer.begin(name, "x")
+            writer.state(name, writer.head("SYS"), writer.tip(TALK), {"role": "assistant", "content": [EDIT]}, "m")
+    reads = [{"type": "text", "text": "So:"}, use("Read", 9, file_path="b.py")]
+    answers = {("a", "t"): {"action": {"role": "assistant", "content": [EDIT]}}}
+    answers["b", "t"] = {"action": {"role": "assistant", "content": reads}}
+    outcome.write(tmp_path / "s.jsonl", None, ["t"], answers, tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    with open(tmp_path / "distill.jsonl", "a") as file:
+        file.write('{"messages": 3}\n{"messages": [')
+
+    def rows(name: str, status: int) -> list[dict[str, Any]]:
+        out = tmp_path / f"{name}.parquet"
+        command = ["sft", str(tmp_path / f"{name}.jsonl"), "--tokenizer", str(tmp_path / "model"), "--out", str(out)]
+        assert main(command) == status
+        return pyarrow.parquet.read_table(out).to_pylist()
+
+    same, other = rows("distill", 1)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "distill.jsonl: line 3: " in said[0] and "distill.jsonl: line 4: " in said[1]
+    head, reply = Encoder(tokenizer).ids(*chat_of(state(TALK, [EDIT])))
+    assert same["input_ids"] == head + reply and same["loss_mask"] == [0] * len(head) + [1] * len(reply)
+    (pair,) = rows("pairs", 0)
+    chosen = Encoder(tokenizer).ids(*chat_of(state(TALK, reads)))
+    assert (pair["prompt_ids"], pair["chosen_ids"], pair["rejected_ids"]) == (*chosen, reply)
+    assert pair["state_id"] == other["state_id"] == "b" and other["input_ids"] == [*chosen[0], *chosen[1]]
+    policy = AutoTokenizer.from_pretrained(tmp_path / "model")
+    taken = tmp_path / "taken.parquet"
+    assert write_pairs([tmp_path / "pairs.parquet"], taken, 10**6, policy) == (1, 0)
+    assert write_pairs([tmp_path / "pairs.parquet"], taken, 9, policy) == (0, 1)
+    with pytest.raises(RowsError, match="has no column prompt_ids"):
+        write_pairs([tmp_path / "distill.parquet"], taken, 9, policy)
 
 
 @pytest.mark.parametrize(
@@ -159,3 +202,31 @@ async def test_a_policy_is_compared_with_the_recorded_replies(tmp_path: Path, pr
     }
     kept = b"".join(one.read_bytes() for one in (tmp_path / "out").iterdir())
     assert KEY.encode() not in kept and KEY not in done.stdout + done.stderr
+
+
+async def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    write_states(tmp_path / "s.jsonl", [state(TALK, [EDIT], f"s{n}", system=f"number {n};" * 40) for n in range(20)])
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    stand_in = StandIn(lambda text: [EDIT])
+
+    async def run(*what: str, full: int = 1 << 40) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rl.ingest", what[0], str(tmp_path / "s.jsonl"), *what[1:]]
+        return await asyncio.to_thread(
+            subprocess.run, command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(full)
+        )
+
+    async with standing_in(stand_in):
+        ask = ["evaluate", "--url", stand_in.url, "--model", "m", "--out", str(tmp_path / "out"), "--concurrency", "1"]
+        done = await run(*ask, full=2000)
+        assert done.returncode == 1 and done.stderr == "ingest: [Errno 27] File too large\n", done
+        before = len(stand_in.heard)
+        assert 1 <= before < 20
+        done = await run(*ask)
+        assert done.returncode == 0 and len(stand_in.heard) <= 20 + 1, done
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["answered"] == 20
+    (tmp_path / "rows").mkdir()
+    done = await run(
+        "sft", "--tokenizer", str(tmp_path / "model"), "--out", str(tmp_path / "rows" / "r.parquet"), full=500
+    )
+    assert done.returncode == 1 and done.stderr.startswith("ingest: ") and done.stderr.count("\n") == 1, done
+    assert list((tmp_path / "rows").iterdir()) == []

@@ -60,6 +60,8 @@ def test_the_experiments_can_be_fine_tuned(name: str, data: Path, monkeypatch: p
         ({"sft.rounds": 2}, "both are set"),
         ({"sft.data": ["/nowhere"]}, "sft.data: no directory /nowhere"),
         ({"sft.data": "DIR"}, "it must be a list of directories"),
+        ({"sft.data": ["/nowhere/a.parquet"]}, "sft.data: no file /nowhere/a.parquet"),
+        ({"sft.data": ["a.parquet"], "sft.trainer": "llamafactory"}, "sft.trainer=llamafactory takes episodes"),
         ({"sft.trainer": "axolotl"}, "it must be verl, llamafactory, dpo"),
         ({"sft.trainer": "dpo", "sft.data": None, "sft.rounds": 1}, "needs unresolved episodes, too"),
         ({"sft.lr": "abc"}, "sft.lr is 'abc'; it must be a number above 0"),

@@ -26,6 +26,7 @@ from rl.teachers.families import family_of
 from rl.teachers.given import teacher_of
 from rl.teachers.outcome import majority
 from tests.endpoint_kit import KEY, StandIn, chat_reply, standing_in
+from tests.ingest_kit import full_at
 from tests.unit.test_ingest_uses import EDIT, ROOT, TALK, state, use, write_states
 
 READ = use("Read", 3, file_path="b.py")
@@ -39,13 +40,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {"PATH": "", "HOME": str(tmp_path), "THE_KEY": KEY}
 
 
-async def run(tmp_path: Path, *what: str) -> tuple[int, str]:
+async def run(tmp_path: Path, *what: str, full: int = 1 << 40) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         *command(tmp_path, *what),
         cwd=ROOT,
         env=environment(tmp_path),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        preexec_fn=full_at(full),
     )
     out, _ = await process.communicate()
     return process.returncode or 0, out.decode()
@@ -179,6 +181,7 @@ async def test_the_same_family_is_left_out_and_that_is_said(tmp_path: Path) -> N
         status, said = await run(tmp_path, *what)
         assert status == 0 and len(one.heard) == 2, said
         assert "big is of the family claude, as the model of 2 states: it is left out there" in said
+        assert "1 state doesn't name its model" in said
         status, said = await run(tmp_path, *what, "--same-family")
         assert status == 0 and len(one.heard) == 4, said
 
@@ -196,6 +199,27 @@ async def test_a_dead_endpoint_is_one_line_and_the_others_go_on(tmp_path: Path) 
         lines = [line for line in said.splitlines() if "given up" in line]
         assert len(lines) == 2 and any("status 401: bad key" in line for line in lines), said
         assert len(rows(tmp_path, "distill.jsonl")) == 8
+
+
+async def test_a_full_disk_loses_no_answer_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    recorded(tmp_path, 12)
+    async with standing_in(StandIn(even)) as one:
+        status, said = await run(tmp_path, *spec(one, "glm", "concurrency=1"), full=3000)
+        assert status == 1 and said.splitlines()[-1].startswith("teachers: [Errno 27] File too large"), said
+        kept = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+        asked = len(one.heard)
+        assert 1 <= asked < 12
+        status, said = await run(tmp_path, *spec(one, "glm", "concurrency=1"))
+        assert status == 0 and len(rows(tmp_path, "distill.jsonl")) == 12, said
+        assert len(one.heard) <= 12 + 1, "only the answer that did not fit is asked for again"
+        assert (tmp_path / "out" / "answers.jsonl").read_text().splitlines()[: len(kept) - 1] == kept[:-1]
+    # What is written at the end is whole or not there: here it is larger than all that was there before.
+    for name in ("distill.jsonl", "pairs.jsonl", "report.json"):
+        (tmp_path / "out" / name).unlink()
+    async with standing_in(StandIn(even)) as again:
+        status, said = await run(tmp_path, *spec(one, "glm", "concurrency=1"), full=4000)
+        assert status == 1 and again.heard == [] and said.splitlines()[-1].startswith("teachers: "), said
+    assert {one.name for one in (tmp_path / "out").iterdir()} == {"answers.jsonl", "asked.json"}
 
 
 async def test_the_cap_is_never_passed_and_a_higher_one_goes_on(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rl.tune.given import TOKENIZER, digest
 from rl.tune.rows import RowsError, TokenRows, rows_of, write_rows
 from rollout.records import Record, RecordWriter, path_of, unpack_ids
 from tests.audit_kit import change_logprob, played, redo_row, sampled
@@ -57,6 +58,56 @@ async def test_an_episode_counts_once_and_failures_of_the_infrastructure_do_not(
     with pytest.raises(RowsError, match=r"all 2 rows are longer than 3 tokens \(sft.max_length\)"):
         write_rows([run], tmp_path / "none.parquet", max_length=3)
     assert sorted(path.name for path in tmp_path.glob("*.parquet")) == ["rows.parquet"]
+
+
+class Vocabulary(CharTokenizer):
+    """A tokenizer whose vocabulary is known."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "b": 1}
+
+
+def given(path: Path, ids: list[list[int]], masks: list[list[int]], tokenizer: Any = None) -> Path:
+    table = pyarrow.table({"input_ids": ids, "loss_mask": masks, "state_id": ["s"] * len(ids)})
+    made_by = {TOKENIZER: digest(tokenizer or Vocabulary())}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(made_by), path)
+    return path
+
+
+async def test_given_rows_are_taken_as_they_are(tmp_path: Path) -> None:
+    ids, masks = [[1, 2, 3], [4, 5], [6] * 9], [[0, 1, 1], [0, 1], [0] * 8 + [1]]
+    rows = given(tmp_path / "given.parquet", ids, masks)
+    run = write(tmp_path / "run", empty_record(episode="lost", verdict={"outcome": "infra_failure"}))
+    counts = write_rows([rows, run], tmp_path / "rows.parquet", max_length=8, tokenizer=Vocabulary())
+    assert (counts.given, counts.rows, counts.too_long, counts.episodes) == (2, 2, 1, 0)
+    assert (counts.tokens, counts.trained, counts.longest) == (5, 3, 3)
+    made = read(tmp_path / "rows.parquet", 8)
+    assert [(item["input_ids"].tolist(), item["loss_mask"].tolist()) for item in made] == [
+        ([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]),
+    ]  # fmt: skip
+
+
+def test_given_rows_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
+    class Other(Vocabulary):
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1, "b": 0}
+
+    def says(path: Path, words: str) -> None:
+        with pytest.raises(RowsError, match=words):
+            write_rows([path], tmp_path / "rows.parquet", max_length=8, tokenizer=Vocabulary())
+
+    says(given(tmp_path / "a.parquet", [[1, 2]], [[0, 1]], Other()), "a.parquet: its ids are not of the policy's token")
+    says(given(tmp_path / "b.parquet", [[1, 2], [1, 2]], [[0, 1], [1, 1]]), "b.parquet: row 2: ")
+    says(given(tmp_path / "c.parquet", [[1, 2]], [[0]]), "c.parquet: row 1: ")
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": ["x"]}), tmp_path / "d.parquet")
+    says(tmp_path / "d.parquet", "d.parquet has no column input_ids of integers")
+    (tmp_path / "e.parquet").write_bytes(b"PAR1 nothing PAR1")
+    says(tmp_path / "e.parquet", "e.parquet: ")
+    says(tmp_path / "f.parquet", "no file .*f.parquet")
+    whole = given(tmp_path / "g.parquet", [[1, 2]] * 9, [[0, 1]] * 9).read_bytes()
+    (tmp_path / "g.parquet").write_bytes(whole[:60] + bytes(40) + whole[100:])
+    says(tmp_path / "g.parquet", "g.parquet: ")
+    assert not (tmp_path / "rows.parquet").exists()
 
 
 class OtherTokenizer(CharTokenizer):

@@ -85,15 +85,27 @@ find / -xdev \( -path /proc -o -path /sys -o -path "$work" -o -path "$scratch" \
   \( -name .git -o -name '*.bundle' -o -name '*.pack' \) -print | sed 's/^/repository /' || true # without root, some directories cannot be read
 find / -xdev \( -path /proc -o -path /sys -o -path "$work" \) -prune -o -name direct_url.json -exec grep -l vcs_info {} + |
   sed 's/^/installed_from /' || true # grep fails if it finds nothing, which is good
-# Another copy of the work tree's packages may be a later one.
-find / -xdev \( -path /proc -o -path /sys -o -path "$work" \) -prune -o \
-  -type d \( -name site-packages -o -name dist-packages \) -print 2>/dev/null | while IFS= read -r packages; do
-  for package in */__init__.py {src,lib}/*/__init__.py; do
-    package=${package%/__init__.py}
-    if [ -f "$package/__init__.py" ] && [ -f "$packages/${package##*/}/__init__.py" ]; then
-      echo "copy $packages/${package##*/}"
-    fi
-  done
+# Another copy of the work tree's packages may be a later one: installed, vendored by another package, built, or packed.
+for package in */__init__.py {src,lib}/*/__init__.py *.egg-info/PKG-INFO {src,lib}/*.egg-info/PKG-INFO; do
+  package=${package%/*}
+  package=${package%.egg-info}
+  if [ -d "$package" ] || [ -d "$package.egg-info" ]; then echo "${package##*/}"; fi
+done | sort -u >"$scratch/names"
+find / -xdev \( -path /proc -o -path /sys -o -path "$scratch" -o -path "$work/.git" \) -prune -o -type d \
+  \( -name site-packages -o -name dist-packages -o -name '*vendor*' -o -name 'extern*' -o -name third_party \
+  -o -name '*.egg' -o -path "$work/build/lib*" \) -print 2>/dev/null | while IFS= read -r packages; do
+  case $packages in "$work"/build/lib*) ;; "$work"/*) continue ;; esac
+  while IFS= read -r package; do
+    if [ -f "$packages/$package/__init__.py" ]; then echo "copy $packages/$package"; fi
+  done <"$scratch/names"
+done || true
+find / -xdev \( -path /proc -o -path /sys -o -path "$scratch" -o -path "$work/.git" \) -prune -o -type f \
+  \( -name '*.whl' -o -name '*.egg' -o -name '*.conda' -o -name '*.zip' -o -name '*.tgz' -o -name '*.tar.*' \) \
+  -print 2>/dev/null | while IFS= read -r path; do
+  archive=$(printf %s "${path##*/}" | tr 'A-Z.-' 'a-z__')
+  while IFS= read -r package; do
+    case $archive in "$(printf %s "$package" | tr 'A-Z.-' 'a-z__')"_[0-9]*) echo "archive $path" ;; esac
+  done <"$scratch/names"
 done || true
 rm -rf "$scratch"
 echo "sealed yes"

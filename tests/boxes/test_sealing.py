@@ -73,6 +73,11 @@ async def test_what_may_hold_the_solution_is_removed_or_reported(kind: BoxKit) -
     prepare = """
         mkdir -p /root/.cache/pip /opt/site-packages/pkg packages/site-packages/pkg
         touch pkg/__init__.py /opt/site-packages/pkg/__init__.py packages/site-packages/pkg/__init__.py
+        for at in /opt/other/_vendor /opt/pkg-1.egg /opt build/lib; do
+          mkdir -p $at/pkg; touch $at/pkg/__init__.py
+        done
+        mkdir my_data.egg-info
+        touch my_data.egg-info/PKG-INFO /opt/pkg-2-py3-none-any.whl /opt/My.Data-3.tar.gz pkg-4.zip /opt/pkgs-5.zip
         touch /root/.cache/pip/wheel /opt/past.bundle /opt/x.pack fix.orig
         echo 'x = 1' >pkg/good.py; echo 'x = 2' >pkg/bad.py; touch -d @1700000000 pkg/*.py
         git add -f pkg/__init__.py pkg/tracked.pyc
@@ -93,8 +98,9 @@ async def test_what_may_hold_the_solution_is_removed_or_reported(kind: BoxKit) -
             ["bash", "-c", sealing.SCRIPT, "seal", box.workdir, box.home, "0", ""], env={}, timeout_s=60
         )
         assert done.returncode == 0, done.stderr
+        seen = ("stale", "cache", "leftover", "repository", "copy", "archive")
         facts = done.stdout.decode().splitlines()
-        assert {line for line in facts if line.split()[0] in ("stale", "cache", "leftover", "repository", "copy")} == {
+        assert {line for line in facts if line.split()[0] in seen} == {
             f"stale pkg/{names[1]}",
             f"stale pkg/{names[2]}",
             "cache /root/.cache/pip",
@@ -102,6 +108,12 @@ async def test_what_may_hold_the_solution_is_removed_or_reported(kind: BoxKit) -
             "repository /opt/past.bundle",
             "repository /opt/x.pack",
             "copy /opt/site-packages/pkg",
+            "copy /opt/other/_vendor/pkg",
+            "copy /opt/pkg-1.egg/pkg",
+            f"copy {box.workdir}/build/lib/pkg",
+            "archive /opt/pkg-2-py3-none-any.whl",
+            "archive /opt/My.Data-3.tar.gz",
+            f"archive {box.workdir}/pkg-4.zip",
         }
         left = await sh(box, "find pkg -name '*.pyc' | sort; ls -d /root/.cache/pip")
         assert left.stdout.split() == [b"pkg/__pycache__/good.cpython-311.pyc", b"pkg/tracked.pyc"]

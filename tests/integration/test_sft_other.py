@@ -89,7 +89,8 @@ def test_dpo_prefers_what_resolved(warm: Path, tmp_path: Path) -> None:
 
 def test_dpo_on_what_teachers_said(tmp_path: Path) -> None:
     """Pairs of rl.teachers become ids, and DPO prefers the teachers' replies; vLLM serves the policy."""
-    policy, pairs = tmp_path / "policy", tmp_path / "pairs.parquet"
+    policy, pairs, out = tmp_path / "policy", tmp_path / "pairs.parquet", tmp_path / "out"
+    out.mkdir()
     make_policy(policy, seed=1)
     found = [state(TALK, [EDIT], f"s{n}", system=f"number {n};") for n in range(4)]
     write_states(tmp_path / "s.jsonl", found)
@@ -97,7 +98,7 @@ def test_dpo_on_what_teachers_said(tmp_path: Path) -> None:
     outcome.write(tmp_path / "s.jsonl", None, ["t"], {(one.state_id, "t"): reply for one in found}, tmp_path)
     assert ingest(["sft", str(tmp_path / "pairs.jsonl"), "--tokenizer", str(policy), "--out", str(pairs)]) == 0
     config, passes = composed("+experiment=quickstart"), Passes(4, 1e-4, 2, 2048, 1)
-    made = run_dpo(config, str(policy), [pairs], tmp_path / "out", passes, lambda *_: None)
+    made = run_dpo(config, str(policy), [pairs], out, passes, lambda *_: None)
     assert (made["pairs"], made["too_long"]) == (4, 0) and made["loss"]["last"] < made["loss"]["first"]
-    assert differ(policy, tmp_path / "out" / "model") > 10
-    served(tmp_path / "out" / "model", tmp_path / "vllm.log")
+    assert differ(policy, out / "model") > 10
+    served(out / "model", tmp_path / "vllm.log")

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from rl.config import package_dir
+from tests.unit import test_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vllm"), reason="vLLM is not its CPU build")
 # Ways to reach into another library: what matches is a patch, and its file must be in the table.
 REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
-    r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = "
+    r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = |\._stream_arg_deltas = "
 )
 
 
@@ -186,3 +187,19 @@ def test_verls_builders_still_encode_what_stands_before_a_turn_again() -> None:
     text = source_of("verl.utils.tokenizer.continuous_token")
     delta = text[text.index("def render_delta_token_id(") :].partition("\n    def ")[0]
     assert delta.count("self._render_tokens(") == 2 and "prefix_messages + appended_messages" in delta
+
+
+def test_vllms_parser_still_makes_the_pieces_of_a_stream_for_a_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm.parser.engine.parser_engine", reason="this vLLM has no parser engine")
+    from vllm.parser.engine.parser_engine import ParserEngine
+
+    if "_stream_arg_deltas" not in inspect.getsource(ParserEngine):
+        pytest.skip("this vLLM has no switch for it")
+    made: list[str] = []
+    piece = ParserEngine._safe_arg_prefix
+    counted = staticmethod(lambda text, *more: made.append(text) or piece(text, *more))
+    monkeypatch.setattr(ParserEngine, "_safe_arg_prefix", counted)
+    for parser, pieces in ((test_parsers.streamed, True), (test_parsers.parser, False)):
+        made.clear()
+        read = parser("qwen3_coder").parse(test_parsers.qwen([test_parsers.EDIT]), test_parsers.TOOLS)
+        assert read.blocks == [test_parsers.use(test_parsers.EDIT)] and bool(made) == pieces

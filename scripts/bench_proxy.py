@@ -43,6 +43,8 @@ from rollout import program
 
 # A context for which bodies of megabytes are too long, and the number of sessions whose memory is measured.
 _CONTEXT, _KEPT = 131_072, 40
+# The share of what the proxy can do at which its latency is measured.
+_SHARE = 0.5
 SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -236,22 +238,25 @@ def own(model: str, mine: set[int], others: set[int]) -> None:
     with role("serve", model, "4000000", cores=mine) as (process, port, _):
         rss = psutil.Process(process.pid).memory_info().rss
         show("resident, vLLM's parser and verl's renderer loaded", rss / 2**20, "MiB")
-        # Less than the proxy can do, so that requests wait for an engine and not for each other.
-        result = median(Load(port, 32, 60, 300, think_s=0.044, tag="t"), others)
-        turns, mean = rate(result)
-        later = sorted(1e3 * t for session in result["later"] for t in session)
-        low, high = (size / 1e3 for size in result["bytes"])
-        title = f"32 sessions, bodies {low:.0f}-{high:.0f} KB, 44 ms between turns: on one core"
-        show(title, turns, "turns/s", ">= 500", turns >= 500)
-        show("  mean latency", mean, "ms")
-        p99 = later[int(len(later) * 0.99)]
-        show("  p99", p99, "ms", "< 5", p99 < 5)
         used, load = seconds(process), Load(port, 32, 60, 300, tag="a")
-        turns, _ = rate(result := median(load, others, runs=3))
+        most, _ = rate(result := median(load, others))
         used = (seconds(process) - used) / (3 * load.sessions * load.turns)
-        show("32 sessions, nothing between turns", turns, "turns/s", ">= 1000", turns >= 1000)
+        low, high = (size / 1e3 for size in result["bytes"])
+        title = f"32 sessions, bodies {low:.0f}-{high:.0f} KB, nothing between turns: on one core"
+        show(title, most, "turns/s", ">= 1000", most >= 1000)
         show("  processor time per turn, the first ones included", 1e3 * used, "ms", "< 1", used < 1e-3)
         show("  the client was busy", 100 * result["client_busy"], "% of a core")
+        # At what the proxy can just do, latency is only how long the queue has become.
+        offered = most * _SHARE
+        load = replace(load, think_s=load.sessions / offered, tag="t")
+        turns, mean = rate(result := median(load, others))
+        later = sorted(1e3 * t for session in result["later"] for t in session)
+        show(f"32 sessions, offered {_SHARE:.0%} of that", offered, "turns/s")
+        show(f"  {1e3 * load.think_s:.0f} ms between turns: answered", turns, "turns/s")
+        p99 = later[int(len(later) * 0.99)]
+        show("  mean latency", mean, "ms")
+        show("  p50", later[len(later) // 2], "ms")
+        show("  p99", p99, "ms", "< 5", p99 < 5)
         result = median(Load(port, 1, 100, 60, tag="b"), others)
         took = sorted(1e3 * t for t in result["later"][0])
         p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
@@ -273,24 +278,35 @@ def own(model: str, mine: set[int], others: set[int]) -> None:
 
 
 async def without_http(model: str) -> None:
-    """Measure one episode of 100 turns without HTTP."""
-    from rollout.proxy.messages import decode_request
-    from rollout.proxy.replies import reply_events
-    from rollout.proxy.session import Session
-
-    session, talk, took = Session("e", _policy(model)), Talk(1, 9_000), []
-    for _ in range(100):
-        body = talk.body()
-        began = time.perf_counter()
-        node = await session.prepare(decode_request(body), retry=False).reply()
-        out = reply_events(node.reply)
-        took.append(time.perf_counter() - began)
-        node.delivered = True
-        talk.heard(out)
+    """Measure episodes without HTTP."""
+    policy = _policy(model)
+    took, session = await episode(policy, "e", 100, 9_000)
     ratio = statistics.median(took[-5:]) / statistics.median(took[1:6])
     show("without HTTP: turn 100 / turn 2", ratio, "x", "<= 3", ratio <= 3)
     ratio = session.tree.encoded_tokens() / max(node.length for node in session.tree.nodes)
     show("tokens encoded / final length", ratio, "x", "<= 1.05", ratio <= 1.05)
+    # Each turn's best time of several: what else runs on the machine makes it no better.
+    again = [(await episode(policy, f"e{number}", 60, 300))[0] for number in range(12)]
+    best = [min(times) for times in zip(*again, strict=True)]
+    show("without HTTP: processor time of a turn, of turns 31 to 60", 1e6 * statistics.median(best[30:]), "us")
+
+
+async def episode(policy: Any, name: str, turns: int, result_chars: int) -> tuple[list[float], Any]:
+    """Play an episode without HTTP; return the processor time of each turn in seconds, and the session."""
+    from rollout.proxy.messages import decode_request
+    from rollout.proxy.replies import reply_events
+    from rollout.proxy.session import Session
+
+    session, talk, took = Session(name, policy), Talk(1, result_chars), []
+    for _ in range(turns):
+        body = talk.body()
+        began = time.thread_time()
+        node = await session.prepare(decode_request(body), retry=False).reply()
+        out = reply_events(node.reply)
+        took.append(time.thread_time() - began)
+        node.delivered = True
+        talk.heard(out)
+    return took, session
 
 
 def start_up(model: str) -> None:

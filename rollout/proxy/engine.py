@@ -10,8 +10,11 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rollout.proxy.tree import Node
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,47 @@ class Completion:
     experts: Any = None
 
 
-# A session keeps so many conversations for its seals: that of the agent, and those of sub-agents.
+# A session keeps so many conversations for its prompts and seals: that of the agent, and those of sub-agents.
 _BEGUN = 4
 
 
+@dataclass(eq=False)
+class _Begun:
+    """A prompt and, as soon as it is sampled, the reply to it. ``digest``: a hash of the first ``hashed`` ids."""
+
+    ids: list[int]
+    context: Node | None = None  # whose path the prompt is
+    answered: bool = False
+    hashed: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+
 class Seals:
-    """Seals makes the seals of one session's calls."""
+    """Seals makes the prompts of one session's calls, and their seals.
+
+    A prompt is mostly the previous one of its thread and the reply to that, so the same list is extended, and what was
+    hashed of it is not hashed again: a call costs what it adds, not the length of its conversation.
+    """
 
     def __init__(self) -> None:
-        self._begun: list[tuple[list[int], Any]] = []  # ids of prompts with their replies, and a hash of them
+        self._begun: list[_Begun] = []
+
+    def prompt(self, context: Node) -> list[int]:
+        """Return the ids of a context's path. Nobody may change them; ``make`` takes the list back."""
+        said = context.parent
+        for begun in reversed(self._begun):
+            # A list is free when its call is answered: until then an engine may read it. That of a call that failed is
+            # given up.
+            asked = begun.context if begun.answered else None
+            if asked and said and asked is said.parent and begun.ids[asked.length :] == said.ids:
+                self._begun.remove(begun)
+                begun.ids += context.ids
+                break
+        else:
+            begun = _Begun(context.path_ids())
+        begun.context, begun.answered = context, False
+        self._begun = [*self._begun[1 - _BEGUN :], begun]
+        return begun.ids
 
     def make(self, prompt_ids: list[int], done: Completion, side: bool) -> bytes:
         """Return the SHA-256 of a call of the engine: what it was given, what it returned, and for whom (a side call?).
@@ -49,28 +84,20 @@ class Seals:
         It is made where both cross the engine's border, before anything else keeps or moves them; docs/records.md
         defines it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
         """
-        # What is equal to an earlier prompt and its reply is not hashed again, which would take most of a call's time.
-        for number in reversed(range(len(self._begun))):
-            known, digest = self._begun[number]
-            # To compare lists of one length is half the work of cutting the beginning out first.
-            size = len(known)
-            known += (new := prompt_ids[size:])
-            if known == prompt_ids:
-                del self._begun[number]
-                break
-            del known[size:]
-        else:
-            known, digest, new = list(prompt_ids), hashlib.sha256(), prompt_ids
-        digest.update(array("i", new))
-        whole = digest.copy()
+        begun = next((b for b in self._begun if b.ids is prompt_ids and not b.answered), None)
+        if begun is None or begun.context is None or len(prompt_ids) != begun.context.length:
+            begun = _Begun(prompt_ids)  # it was not made here, too many are in use, or an engine has added to it
+        begun.digest.update(array("i", prompt_ids[begun.hashed :]))
+        whole = begun.digest.copy()
         whole.update(returned := array("i", done.ids))
         whole.update(array("f", done.logprobs))
         whole.update(array("i", done.versions))
         sizes = (len(prompt_ids), len(done.ids), len(done.logprobs), len(done.versions))
         whole.update(struct.pack("<QQQQ?", *sizes, side))
-        digest.update(returned)
-        known += done.ids
-        self._begun = [*self._begun[1 - _BEGUN :], (known, digest)]
+        if begun.context is not None:
+            begun.digest.update(returned)
+            begun.ids += done.ids
+            begun.answered, begun.hashed = True, len(begun.ids)
         return whole.digest()
 
 
@@ -84,10 +111,11 @@ class Engine(Protocol):
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         """Sample one reply.
 
-        ``request_id`` is the same for all calls of an episode, so that they reach the replica that has their prefix
-        cached. ``sampling`` always has ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), and
-        ``stop`` (a list of strings) if the agent has stop sequences; the other parameters are the trainer's. The result
-        may go on after a stop sequence. Cancelling the call aborts the generation in the engine. Raises EngineError.
+        ``prompt_ids`` may not be changed, and go on growing after this has returned. ``request_id`` is the same for all
+        calls of an episode, so that they reach the replica that has their prefix cached. ``sampling`` always has
+        ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), and ``stop`` (a list of strings) if the
+        agent has stop sequences; the other parameters are the trainer's. The result may go on after a stop sequence.
+        Cancelling the call aborts the generation in the engine. Raises EngineError.
         """
         ...
 

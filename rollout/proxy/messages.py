@@ -17,21 +17,23 @@ The format is documented at https://docs.anthropic.com/en/api/messages; details 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
+import itertools
 import json
+import operator
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import msgspec
 import xxhash
 
+from rollout.proxy.blocks import Block, ChatMessage, assistant_chat, blocks_of, context_chat, flat, text_in
 from rollout.proxy.texts import squeezed
 
-ChatMessage = dict[str, Any]
-Block = dict[str, Any]
 Identity = tuple[bytes, bytes, frozenset[str], frozenset[str]]  # what Span.identify sets
 
 # Claude Code sends "(no content)" in place of a reply that had no content at all; this is that text squeezed.
@@ -87,7 +89,7 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
     @functools.cached_property
     def digests(self) -> list[bytes]:
         """Return a hash of the bytes of each message."""
-        return [_hash(raw) for raw in self.messages]
+        return [xxhash.xxh3_128_digest(raw, seed=_SEED) for raw in self.messages]
 
     @functools.cached_property
     def head_digest(self) -> bytes:
@@ -133,15 +135,15 @@ class Span:
     issued back unchanged, whatever else they rewrite.
     """
 
-    __slots__ = ("_exact", "_messages", "_raws", "assistant", "first", "key", "said", "signatures", "tool_ids")
+    __slots__ = (
+        "_exact", "_messages", "_raws", "assistant", "first", "identity", "key", "said", "signatures", "tool_ids",
+    )  # fmt: skip
 
     def __init__(self, raws: Sequence[msgspec.Raw], first: int, assistant: bool) -> None:
         self._raws, self.first, self.assistant = raws, first, assistant
         self._messages: list[WireMessage] | None = None
         self._exact = b""
-        self.key = self.said = b""
-        self.tool_ids: frozenset[str] = frozenset()
-        self.signatures: frozenset[str] = frozenset()
+        self.identify((b"", b"", frozenset(), frozenset()))
 
     @classmethod
     def of(cls, messages: list[WireMessage], assistant: bool) -> Span:
@@ -153,7 +155,7 @@ class Span:
 
     def identify(self, identity: Identity) -> None:
         """Set what identifies the span."""
-        self.key, self.said, self.tool_ids, self.signatures = identity
+        self.key, self.said, self.tool_ids, self.signatures = self.identity = identity
 
     @property
     def exact(self) -> bytes:
@@ -165,7 +167,7 @@ class Span:
     @property
     def text(self) -> str:
         """Return the text of the span, as a reply's. Raises RequestError."""
-        return "".join(_plain(_blocks(message.content)) for message in self.messages())
+        return "".join(text_in(blocks_of(message.content)) for message in self.messages())
 
     def messages(self) -> list[WireMessage]:
         """Return the span's messages, which are decoded on the first call. Raises RequestError."""
@@ -180,59 +182,50 @@ class Span:
         """Return the span as chat messages. Raises RequestError."""
         chat: list[ChatMessage] = []
         for message in self.messages():
-            blocks = _blocks(message.content)
-            chat.extend(_assistant_chat(blocks) if self.assistant else _context_chat(message.role, blocks))
+            blocks = blocks_of(message.content)
+            chat.extend(assistant_chat(blocks) if self.assistant else context_chat(message.role, blocks))
         return chat
 
 
-# Spans with more blocks than this are not searched for inserted ones; Claude Code's have a few.
-_MAX_PARTED = 16
+class Spans(Sequence[Span]):
+    """The Spans of a request are its messages, cut between context and assistant; each is made when it is asked for.
 
+    ``starts``: the index of each span's first message, and the number of messages. ``identities``: what identifies each
+    span. ``assistant``: whether the first one is the assistant's; its side and the other take turns.
+    """
 
-def cuts(span: Span) -> Iterator[tuple[Span, Span]]:
-    """Yield every way to cut an assistant span between two blocks, the longest first part first."""
-    blocks = _assistant_blocks(span)
-    for end in range(len(blocks) - 1, 0, -1):
-        yield _from_blocks(blocks[:end], assistant=True), _from_blocks(blocks[end:], assistant=True)
+    def __init__(
+        self,
+        messages: list[msgspec.Raw],
+        starts: list[int],
+        identities: list[Identity],
+        assistant: bool,
+        made: dict[int, Span],
+    ) -> None:
+        self._messages, self._made = messages, made
+        self.starts, self.identities, self.assistant = starts, identities, assistant
 
+    def __len__(self) -> int:
+        """Return the number of spans."""
+        return len(self.identities)
 
-def pieces_of(span: Span, find: Callable[[Span], Any]) -> list[tuple[Span, Any]]:
-    """Cut an assistant span where ``find`` knows a part of it; return the parts, each with what ``find`` said."""
-    blocks, parts, start, at = _assistant_blocks(span), list[tuple[Span, Any]](), 0, 0
-    while at < len(blocks):
-        known = ((end, find(_from_blocks(blocks[at:end], assistant=True))) for end in range(len(blocks), at, -1))
-        end, found = next(((end, found) for end, found in known if found is not None), (at, None))
-        if found is not None:
-            parts += [(_from_blocks(blocks[start:at], assistant=True), None)] if start < at else []
-            parts.append((_from_blocks(blocks[at:end], assistant=True), found))
-            start = end
-        at = max(end, at + 1)
-    return parts + ([(_from_blocks(blocks[start:], assistant=True), None)] if start < len(blocks) else [])
-
-
-def _assistant_blocks(span: Span) -> list[tuple[Any, Block]]:
-    blocks = [("assistant", block) for message in span.messages() for block in _blocks(message.content)]
-    return blocks if len(blocks) <= _MAX_PARTED else []
-
-
-def partings(span: Span) -> Iterator[tuple[Span, Span]]:
-    """Yield every way to take a run of blocks out of a context span, as (the span without them, the blocks)."""
-    blocks = [(message.role, block) for message in span.messages() for block in _blocks(message.content)]
-    last = len(blocks) if len(blocks) <= _MAX_PARTED else 0
-    for end in range(last, 0, -1):
-        for start in range(end - 1, -1, -1):
-            if 0 < end - start < len(blocks):
-                yield _from_blocks(blocks[:start] + blocks[end:]), _from_blocks(blocks[start:end])
-
-
-def _from_blocks(blocks: list[tuple[Any, Block]], assistant: bool = False) -> Span:
-    messages: list[WireMessage] = []
-    for role, block in blocks:
-        if messages and messages[-1].role == role and isinstance(messages[-1].content, list):
-            messages[-1].content.append(block)
-        else:
-            messages.append(WireMessage(role, [block]))
-    return Span.of(messages, assistant)
+    @overload
+    def __getitem__(self, at: int) -> Span: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Span]: ...
+    def __getitem__(self, at: int | slice) -> Span | list[Span]:
+        """Return one span, always the same object, or a list of them."""
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        if at < 0:
+            at += len(self)
+        identity = self.identities[at]  # raises IndexError
+        span = self._made.get(at)
+        if span is None:
+            start, end = self.starts[at : at + 2]
+            span = self._made[at] = Span(self._messages[start:end], start, self.assistant ^ bool(at % 2))
+            span.identify(identity)
+        return span
 
 
 @dataclass(frozen=True)
@@ -249,7 +242,21 @@ class Conversation:
     """A Conversation is a request in the form that the session tree works on."""
 
     head: Head
-    spans: tuple[Span, ...]
+    spans: Spans
+
+
+@dataclass(frozen=True, eq=False)
+class _Before:
+    """An earlier request: the hashes of its messages, and what they were cut into (``Spans``)."""
+
+    digests: list[bytes]
+    starts: list[int]
+    identities: list[Identity]
+    assistant: bool
+
+
+# The number of requests whose beginnings are found again at once: those of the agent and of sub-agents.
+_RECENT = 4
 
 
 class Seen:
@@ -263,6 +270,7 @@ class Seen:
         self.limit = limit
         self.sides: dict[bytes, bool] = {}  # message -> whether it is the assistant's
         self.spans: dict[bytes, Identity] = {}  # messages of a span -> what identifies it
+        self._recent: list[_Before] = []
 
     def keep(self, kind: dict[bytes, Any], digest: bytes, value: Any) -> None:
         """Store ``value`` in ``kind``, one of the two dictionaries."""
@@ -272,9 +280,24 @@ class Seen:
 
     def new_bytes(self, request: WireRequest) -> int:
         """Return how many bytes of a request's messages, system prompt and tools have not been decoded before."""
-        new = zip(request.digests, request.messages, strict=True)
         head = 0 if request.head_digest in _heads else len(request.system) + len(request.tools)
+        _, same = self.before(request.digests)
+        new = zip(request.digests[same:], request.messages[same:], strict=True)
         return head + sum(len(raw) for digest, raw in new if digest not in self.sides)
+
+    def before(self, digests: list[bytes]) -> tuple[_Before | None, int]:
+        """Return the request that had the most of these messages, in their order, and how many of them it had."""
+        most: tuple[_Before | None, int] = None, 0
+        for before in self._recent:
+            same = sum(itertools.takewhile(bool, map(operator.eq, digests, before.digests)))
+            if same > most[1]:
+                most = before, same
+        return most
+
+    def remember(self, now: _Before, before: _Before | None, same: int) -> None:
+        """Note a request, in place of that ``before`` it which had the ``same`` messages, if it goes on from there."""
+        kept = [one for one in self._recent if one is not before or 2 * same < len(one.digests)]
+        self._recent = [*kept[1 - _RECENT :], now]
 
 
 # The seed is random so that nobody can write a message whose hash is that of another message.
@@ -292,20 +315,33 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
     """
     seen = seen or Seen()
     digests = request.digests
-    spans: list[Span] = []
+    starts, identities, assistant = [0], list[Identity](), False
+    before, same = seen.before(digests)
+    if before is not None:
+        # A span is the same if the message after it is, too: that one begins the next span.
+        count = max(0, bisect.bisect_left(before.starts, same) - 1)
+        starts, identities, assistant = before.starts[: count + 1], before.identities[:count], before.assistant
+    start = starts[-1]
     sides = [
-        _side(request, at, digests, seen) if (side := seen.sides.get(digest)) is None else side
-        for at, digest in enumerate(digests)
+        _side(request, at, digests, seen) if (side := seen.sides.get(digests[at])) is None else side
+        for at in range(start, len(digests))
     ]
-    start, side = 0, sides[0]
-    for at in range(1, len(digests) + 1):
-        here = None if at == len(digests) else sides[at]
+    if not identities:
+        assistant = sides[0]
+    made = dict[int, Span]()
+    at, side = start, sides[0]
+    for end in range(start + 1, len(digests) + 1):
+        here = None if end == len(digests) else sides[end - start]
         if here is not side:
-            spans.append(_span(Span(request.messages[start:at], start, side), digests[start:at], seen))
-            start, side = at, bool(here)
+            made[len(identities)] = span = _span(Span(request.messages[at:end], at, side), digests[at:end], seen)
+            identities.append(span.identity)
+            starts.append(end)
+            at, side = end, bool(here)
+    spans = Spans(request.messages, starts, identities, assistant, made)
     if spans[-1].assistant:
         raise RequestError("messages: the last message may not be an assistant message (prefill is not supported)")
-    return Conversation(_head(request), tuple(spans))
+    seen.remember(_Before(digests, starts, identities, assistant), before, same)
+    return Conversation(_head(request), spans)
 
 
 def _side(request: WireRequest, index: int, digests: list[bytes], seen: Seen) -> bool:
@@ -326,7 +362,7 @@ def _head(request: WireRequest) -> Head:
         content = _decoded(_system_decoder, request.system, "system")
         if isinstance(content, list):
             _check_blocks(content, "system")
-        system = _text_of(content)
+        system = flat(content)
         wire = _decoded(_tools_decoder, request.tools, "tools") or []
         tools = tuple(_chat_tool(tool) for tool in wire)
         key = _digest(["head", system, json.dumps(tools)])
@@ -383,13 +419,13 @@ def _identity(span: Span) -> Identity:
     tool_ids: set[str] = set()
     signatures: set[str] = set()
     for message in span.messages():
-        for block in _blocks(message.content):
+        for block in blocks_of(message.content):
             kind = block.get("type")
             if kind == "tool_use":
                 tool_ids.add(str(block.get("id")))
                 parts.append(f"tool_use:{block.get('id')}")
             elif kind == "tool_result":
-                parts.append(f"tool_result:{block.get('tool_use_id')}:{squeezed(_text_of(block.get('content', '')))}")
+                parts.append(f"tool_result:{block.get('tool_use_id')}:{squeezed(flat(block.get('content', '')))}")
             elif kind == "text":
                 parts.append(squeezed(block.get("text", "")))
             elif kind == "thinking":  # clients send thinking back, or not, as they like
@@ -401,7 +437,7 @@ def _identity(span: Span) -> Identity:
         key = text_key("".join(parts[1:]))
         return key, said, frozenset(), frozenset(signatures)
     if not any(parts[1:]):  # only reminders, such as the news that a background agent has ended: they are the content
-        texts = (_text_of(message.content) for message in span.messages())
+        texts = (flat(message.content) for message in span.messages())
         parts.append("".join("".join(texts).split()))
     # Clients merge and split text blocks; only tool results and images keep their borders.
     return _digest(_merge_text(parts)), said, frozenset(tool_ids), frozenset(signatures)
@@ -416,69 +452,6 @@ def _merge_text(parts: list[str]) -> list[str]:
         elif part:
             merged.append(part if bordered else f"text:{part}")
     return merged
-
-
-def _plain(blocks: list[Block]) -> str:
-    return "".join(block.get("text", "") for block in blocks if block.get("type") == "text")
-
-
-def _blocks(content: str | list[Block]) -> list[Block]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _text_of(content: str | list[Block] | None) -> str:
-    """Flatten a system prompt or a tool result to text, with a placeholder for each block that is not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(b["text"] if b["type"] == "text" else _placeholder(b) for b in content)
-
-
-def _placeholder(block: Block) -> str:
-    if block["type"] == "tool_reference":  # an answer of ToolSearch: this tool can be called from now on
-        return f"[tool {block.get('tool_name')}]"
-    source = block.get("source")
-    media = source.get("media_type") if isinstance(source, dict) else None
-    return f"[{block['type']}{f' ({media})' if media else ''} left out: this model reads text only]"
-
-
-def _context_chat(role: str, blocks: list[Block]) -> Iterator[ChatMessage]:
-    """Yield a tool message for each tool result, and the text between them as messages of the sender's role."""
-    texts: list[str] = []
-
-    def flush() -> Iterator[ChatMessage]:
-        if texts:
-            yield {"role": role, "content": "\n".join(texts)}
-            texts.clear()
-
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            yield from flush()
-            yield {
-                "role": "tool",
-                "tool_call_id": block.get("tool_use_id", ""),
-                "content": _text_of(block.get("content")),
-            }
-        else:
-            texts.append(_text_of([block]))
-    yield from flush()
-
-
-def _assistant_chat(blocks: list[Block]) -> list[ChatMessage]:
-    message: ChatMessage = {
-        "role": "assistant",
-        "content": _plain(blocks),
-    }
-    thinking = "".join(b.get("thinking", "") for b in blocks if b.get("type") == "thinking")
-    if thinking:
-        message["reasoning_content"] = thinking
-    calls = [
-        {"id": b.get("id"), "type": "function", "function": {"name": b.get("name"), "arguments": b.get("input", {})}}
-        for b in blocks
-        if b.get("type") == "tool_use"
-    ]
-    if calls:
-        message["tool_calls"] = calls
-    return [message]
 
 
 def _chat_tool(tool: WireTool) -> dict[str, Any]:

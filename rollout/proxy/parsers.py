@@ -296,7 +296,7 @@ class VllmReplyParser:
 
             # Some parsers keep state, so that every text needs a new one. Those on vLLM's parser engine begin anew with
             # each text, and making one costs as much as a call.
-            again = self._make(self._tokenizer, params) if self._begins_anew else None
+            again = _unstreamed(self._make(self._tokenizer, params)) if self._begins_anew else None
 
             def reader(text: str) -> list[Any]:
                 return (again or self._make(self._tokenizer, params)).extract_tool_calls(text, request).tool_calls
@@ -306,6 +306,18 @@ class VllmReplyParser:
         if len(self._readers) > _KEPT:
             self._readers.popitem(last=False)
         return kept[1]
+
+
+def _unstreamed(parser: Any) -> Any:
+    """Keep one of vLLM's parsers from making what a streaming client would be sent; return it.
+
+    It would convert all arguments of a call once more with each chunk of them, and drop the result: the calls are made
+    from the whole text. vLLM fixes the switch for each format; nobody else uses this parser.
+    """
+    engine = getattr(parser, "_parser_engine", None)
+    if hasattr(engine, "_stream_arg_deltas"):  # not every version has it
+        engine._stream_arg_deltas = False
+    return parser
 
 
 class _Thinking:

@@ -389,7 +389,7 @@ class Session:
         sampling["routed_experts_prompt_start"] = routed(call.context)  # earlier replies brought what is before it
         if call.asked.stop:
             sampling["stop"] = list(call.asked.stop)
-        prompt_ids = call.context.path_ids()
+        prompt_ids = self._seals.prompt(call.context)
         if "seed" in sampling:
             variant = self._asked[call.context.index].index(call.asked)
             before = sum(child.asked == call.asked for child in call.context.children)

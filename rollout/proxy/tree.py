@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rollout.proxy.messages import Conversation, Span, cuts, partings, pieces_of, text_key
+from rollout.proxy.messages import Conversation, Identity, Span, Spans, text_key
+from rollout.proxy.partings import cuts, partings, pieces_of
 from rollout.proxy.replies import Reply
 from rollout.proxy.texts import squeezed
 
@@ -151,6 +152,24 @@ class Place:
         return (node.length if node else 0) + len(self.ids)
 
 
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """A _Way is a conversation whose first ``size`` spans lead to ``reply`` and can lead to no other.
+
+    Most requests go on from one, so that a call costs what it adds, not the length of its conversation. When the tree
+    gets a second choice anywhere, all are found anew.
+    """
+
+    head: bytes
+    identities: list[Identity]
+    size: int
+    reply: Node
+
+
+# A session keeps so many: those of the agent, and of sub-agents.
+_WAYS = 4
+
+
 class Tree:
     """A Tree holds all calls of one episode."""
 
@@ -160,28 +179,53 @@ class Tree:
         self.tokens = 0  # the number of tokens in all nodes
         self._named: dict[str, Node] = {}  # id of a reply or of a call in it -> sampled node
         self._said: dict[bytes, list[Node]] = {}  # key of a text -> replies without calls
+        self._ways: list[_Way] = []
 
-    def match(self, head: bytes, spans: Sequence[Span]) -> Match:
+    def match(self, head: bytes, spans: Spans) -> Match:
         """Find the deepest place that a request extends, and mark the replies that it repeats as delivered."""
-        spans = list(spans)
-        base: Node | None = None
-        at = 0  # spans before it are covered by `base`
+        ways = self._ways  # another list as soon as there is a second choice, perhaps in another thread
+        known = way = self._way(head, spans)
+        base, passed = (way.reply, way.size) if way else (None, 0)
+        rest, at, plain = spans[passed:], 0, True  # spans before `at` are covered by `base`
         while True:
-            context, reply, more = self._next(base, head, spans, at)
-            if context is None and (parts := self._parted(base, head, spans[at])):
-                spans[at : at + 1] = parts
+            context, reply, more = self._next(base, head, rest, at)
+            if context is None and (parts := self._parted(base, head, rest[at])):
+                rest[at : at + 1] = parts
+                plain = False
             elif context is None or reply is None:
-                return Match(base, context, tuple(spans[at:]))
+                break
             else:
                 reply.delivered = True
                 base, at = reply, at + len(context.key)  # the first part of a key is the head, see add_context
-                spans[at:at] = more
+                rest[at:at] = more
+                plain = plain and not more and self._alone(context)
+                way = _Way(head, spans.identities, passed + at, reply) if plain else way
+        if way is not None and way is not known:
+            ways[:] = [*[one for one in ways if one is not known][1 - _WAYS :], way]
+        return Match(base, context, tuple(rest[at:]))
+
+    def _way(self, head: bytes, spans: Spans) -> _Way | None:
+        """Return the longest known way of a conversation that goes on after it."""
+        fitting = [
+            way
+            for way in self._ways
+            if way.head == head and way.size < len(spans) and spans.identities[: way.size] == way.identities[: way.size]
+        ]
+        return max(fitting, key=lambda way: way.size, default=None)
+
+    def _alone(self, context: Node) -> bool:
+        """Tell whether what leads to a context can lead to no other, and what comes after it to one reply only."""
+        beside = context.parent.children if context.parent else self.roots
+        return len(context.children) == 1 and sum(node.key[:2] == context.key[:2] for node in beside) == 1
 
     def add_context(self, base: Node | None, head: bytes, rest: Sequence[Span], ids: list[int]) -> Node:
         """Append the context ``rest`` of a match, encoded as ``ids``, after ``base``; return the new node."""
         node = self._add(base, ids)
         node.key = (head, *(span.key for span in rest))
         node.exact = rest[-1].exact
+        beside = base.children if base else self.roots
+        if any(other.key[:2] == node.key[:2] for other in beside if other is not node):
+            self._ways = []
         return node
 
     def add_sampled(
@@ -208,6 +252,8 @@ class Tree:
             raise ValueError(f"engine returned {len(ids)} tokens but {len(logprobs)} logprobs")
         if versions and len(ids) != len(versions):
             raise ValueError(f"engine returned {len(ids)} tokens but {len(versions)} weight versions")
+        if context.children:
+            self._ways = []
         node = self._add(context, ids)
         node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
         node.trained, node.tools_allowed, node.seal = trained, tools_allowed, seal

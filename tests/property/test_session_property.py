@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import Phase, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from rollout import SIDE_MODEL
-from rollout.proxy.messages import decode_request
-from rollout.proxy.replies import reply_json
+from rollout.proxy.messages import Seen, Spans, conversation, decode_request
+from rollout.proxy.replies import Reply, reply_json
 from rollout.proxy.session import Call, Session
-from rollout.proxy.tree import Node
+from rollout.proxy.tree import Match, Node, Tree
 from tests.kit import CharRenderer, QueueEngine, char_policy
 
 words = st.text("abc <>[]\n", min_size=1, max_size=12)
@@ -28,6 +28,19 @@ plain = st.text("xyz ", min_size=1, max_size=10).filter(lambda s: s.strip())
 calls = st.builds(lambda a, n: f"[[Edit {json.dumps({'file_path': a, 'new': n})}]]", plain, plain)
 said = st.one_of(plain, calls, st.builds(lambda t, c, d: f"{t} {c}{d}", plain, calls, calls))
 replies = st.one_of(said, st.builds(lambda thought, s: f"(({thought})){s}", plain, said))
+
+
+class CheckedTree(Tree):
+    """A tree that finds the same place from where earlier requests were as from the root."""
+
+    def match(self, head: bytes, spans: Spans) -> Match:
+        found = super().match(head, spans)
+        ways, self._ways = self._ways, []
+        anew = super().match(head, spans)
+        self._ways = ways
+        assert (found.base, found.context) == (anew.base, anew.context)
+        assert [span.exact for span in found.rest] == [span.exact for span in anew.rest]
+        return found
 
 
 class Client(RuleBasedStateMachine):
@@ -40,6 +53,7 @@ class Client(RuleBasedStateMachine):
         self.engine = QueueEngine()
         policy = char_policy(self.engine, self.renderer, max_tokens=60)
         self.session = Session("e", replace(policy, train_side_calls=False))
+        self.session.tree = CheckedTree()
         self.leaves: set[tuple[int, ...]] = set()  # the chains of replies that the client has received
         self.fresh = 0
         self.twins: set[int] = set()  # replies that only the signature of their thinking tells from another one
@@ -225,3 +239,30 @@ Client.TestCase.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )
 TestSession = Client.TestCase
+
+
+NEAR = "a <system-reminder>x</system-reminder>"
+asked = st.sampled_from(["a", "b", NEAR])
+answers = st.sampled_from(["x y", "xy", "(no content)"])
+requests = st.tuples(st.lists(st.tuples(asked, answers), max_size=2), asked, answers, st.booleans())
+
+
+@settings(max_examples=300)
+@example(
+    [([], NEAR, "xy", True), ([("a", "xy")], "b", "xy", True), ([], "a", "xy", True), ([("a", "xy")], "b", "", True)]
+)
+@given(st.lists(requests, max_size=12))
+def test_a_request_is_in_the_same_place_whatever_was_asked_before(
+    calls: list[tuple[list[tuple[str, str]], str, str, bool]],
+) -> None:
+    """Prompts and replies are often alike, or nearly."""
+    tree, seen = CheckedTree(), Seen()
+    for before, content, said, delivered in calls:
+        texts = [*(text for turn in before for text in turn), content]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        talk = conversation(decode_request(json.dumps({"messages": messages}).encode()), seen)
+        match = tree.match(talk.head.key, talk.spans)
+        context = match.context or tree.add_context(match.base, talk.head.key, match.rest, [1])
+        reply = Reply(f"{len(tree.nodes)}", ({"type": "text", "text": said},), "end_turn", 0, 0)
+        node = tree.add_sampled(context, [2], [0.0], reply, text=said, ended=True)
+        node.delivered = delivered

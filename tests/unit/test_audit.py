@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 
 from rollout.audit import audit_heard, audit_text, audit_tokens
 from rollout.proxy.engine import Completion, Seals
+from rollout.proxy.messages import Span
+from rollout.proxy.replies import Reply
+from rollout.proxy.tree import Node, Tree
 from rollout.records import (
     Record,
     pack_floats,
@@ -287,13 +290,47 @@ def test_a_seal_is_what_the_documents_say() -> None:
 ids = st.lists(st.integers(0, 2), max_size=4)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), ids, ids), max_size=12))
-def test_a_seal_does_not_depend_on_those_before_it(calls: list[tuple[int, list[int], list[int]]]) -> None:
-    """Prompts that go on from any earlier reply, or from none, also beside each other."""
-    seals, talks = Seals(), [list[int]()]
-    for place, more, said in calls:
-        prompt = [*talks[place % len(talks)], *more]
-        done = Completion(said, [-0.5] * len(said))
-        assert seals.make(prompt, done, side=False) == Seals().make(prompt, done, side=False)
-        talks.append([*prompt, *said])
-        prompt.append(9)  # whatever an engine does with its list
+@given(st.lists(st.tuples(st.integers(0, 9), ids, ids, st.sampled_from(["", "late", "failed", "spoilt"])), max_size=12))
+def test_a_prompt_is_the_path_of_its_context_whatever_was_asked_before(
+    calls: list[tuple[int, list[int], list[int], str]],
+) -> None:
+    """Prompts that go on from any earlier reply, or from none. Replies may come late, or never, and an engine may spoil
+    the list that it was given: nobody else is given it then, nor what an engine has not given back."""
+    seals, tree, late = Seals(), Tree(), list[tuple[Node, list[int], Completion]]()
+    replies: list[Node | None] = [None]
+
+    def answer(context: Node, prompt: list[int], done: Completion) -> None:
+        assert prompt == context.path_ids()
+        assert seals.make(prompt, done, side=False) == Seals().make(context.path_ids(), done, side=False)
+        reply = Reply(f"{len(tree.nodes)}", (), "end_turn", 0, 0)
+        replies.append(tree.add_sampled(context, done.ids, done.logprobs, reply, text="", ended=True))
+
+    for place, more, said, how in calls:
+        before = replies[place % len(replies)]
+        context = tree.add_context(before, b"", [Span((), 0, False)], more)
+        prompt, done = seals.prompt(context), Completion(said, [-0.5] * len(said))
+        assert prompt == context.path_ids()
+        if how == "late":
+            late.append((context, prompt, done))
+        elif how == "spoilt":
+            prompt.append(9)
+            given = list(prompt)
+            assert seals.make(prompt, done, side=False) == Seals().make(given, done, side=False)
+        elif not how:
+            answer(context, prompt, done)
+            if late and place % 2:
+                answer(*late.pop(0))
+    for held in late:
+        answer(*held)
+
+
+def test_the_list_of_a_threads_prompt_is_extended_and_not_made_again() -> None:
+    seals, tree = Seals(), Tree()
+    context = tree.add_context(None, b"", [Span((), 0, False)], [1, 2])
+    first = seals.prompt(context)
+    seals.make(first, done := Completion([3], [-0.5]), side=False)
+    said = tree.add_sampled(context, done.ids, done.logprobs, Reply("a", (), "end_turn", 0, 0), text="", ended=True)
+    after = tree.add_context(said, b"", [Span((), 0, False)], [4])
+    assert seals.prompt(after) is first and first == [1, 2, 3, 4]
+    # An engine has it now, so who asks for the same gets another one.
+    assert seals.prompt(after) is not first

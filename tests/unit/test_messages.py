@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout.proxy.messages import Conversation, RequestError, Seen, conversation, decode_request, text_key
 from rollout.proxy.replies import Reply, reply_events, reply_json
@@ -156,3 +158,34 @@ def test_thinking_is_sent_with_a_signature_and_its_echo_changes_no_key() -> None
     without = talk([user("q"), {"role": "assistant", "content": echo[1:]}, user("r")])
     assert with_it.spans[1].key == without.spans[1].key == text_key("x")
     assert with_it.spans[1].chat[0]["reasoning_content"] == "hm"
+
+
+# A few messages, of which some differ only in what clients rewrite, or follow another one of the same side.
+few = [
+    user("a"),
+    user([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]),
+    user("b <system-reminder>x</system-reminder>"),
+    user([{"type": "tool_result", "tool_use_id": "t", "content": "ok"}]),
+    {"role": "assistant", "content": "a"},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Edit", "input": {}}]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.lists(st.sampled_from(few), max_size=6)), max_size=12)
+)
+def test_a_request_is_cut_the_same_whatever_was_seen_before(requests: list[tuple[int, int, list[Any]]]) -> None:
+    """Each goes on from the beginning of an earlier one."""
+    seen, bodies = Seen(), [list[Any]()]
+    for place, kept, more in requests:
+        messages = [*bodies[place % len(bodies)][:kept], *more, user("c")]
+        bodies.append(messages)
+        body = json.dumps({"messages": messages}).encode()
+        known, fresh = (conversation(decode_request(body), seen=s) for s in (seen, None))
+        assert seen.new_bytes(decode_request(body)) == 0
+        assert len(known.spans) == len(fresh.spans)
+        for one, other in zip(known.spans, fresh.spans, strict=True):
+            assert (one.identity, one.exact, one.chat) == (other.identity, other.exact, other.chat)
+            assert (one.first, one.assistant) == (other.first, other.assistant)
+        assert known.spans[-1] is known.spans[len(known.spans) - 1] is known.spans[:][-1]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl.quickstart import policy as quickstart
+from rollout.proxy import parsers
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import decode_request
 from rollout.proxy.parsers import FORMATS, Parsed, ReplyParser, make_parser
@@ -320,6 +322,42 @@ def test_any_cut_of_any_reply(name: str, wanted: list[Call], before: str, share:
     full = [*(said(before) if before else []), *map(use, wanted)]
     assert read.blocks == full
     check_cut(name, whole[: int(share * len(whole))], full)
+
+
+STREAMED: dict[str, ReplyParser] = {}
+
+
+def streamed(name: str) -> ReplyParser:
+    """A parser that makes the pieces of a stream, as vLLM's do by themselves."""
+    if name not in STREAMED:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parsers, "_unstreamed", lambda parser: parser)
+            STREAMED[name] = make_parser(name, make_tokenizer())
+            STREAMED[name].parse(WRITERS[name]([EDIT]), TOOLS)  # vLLM's parser for these tools is made here, and kept
+    return STREAMED[name]
+
+
+@every_format
+@settings(max_examples=50)
+@given(wanted=calls, before=st.sampled_from(["", "So:\n", "a < b "]), cut=st.floats(0, 1), gap=st.floats(0, 1))
+def test_a_reply_is_read_the_same_as_with_the_pieces_of_a_stream(
+    name: str, wanted: list[Call], before: str, cut: float, gap: float
+) -> None:
+    whole = before + WRITERS[name](wanted)
+    at, skip = int(cut * len(whole)), int(gap * len(whole))
+    # Values may spell markers here, and the reply may be cut at its end or miss a piece in the middle.
+    for text in (whole, whole[:at], whole[: min(at, skip)] + whole[max(at, skip) :], f"{whole}{before}{whole}"):
+        assert parser(name).parse(text, TOOLS) == streamed(name).parse(text, TOOLS), text
+        calls = [
+            [(call.function.name, call.function.arguments) for call in reader(text)]
+            for reader in (made._reader(TOOLS) for made in (parser(name).inner, streamed(name)))
+        ]
+        assert calls[0] == calls[1], text
+
+
+def test_a_parser_of_vllm_without_the_switch_is_left_as_it_is() -> None:
+    for bare in (SimpleNamespace(), SimpleNamespace(_parser_engine=SimpleNamespace())):
+        assert parsers._unstreamed(bare) is bare and not vars(getattr(bare, "_parser_engine", SimpleNamespace()))
 
 
 @pytest.mark.parametrize("tool", sorted(REASONING))

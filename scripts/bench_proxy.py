@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 import uvloop
 from measuring import head, row
-from proxy_load import Load, Talk, disturb, play
+from proxy_load import SHAPES, Load, Talk, disturb, play
 
 from rl.run.programs import free_port
 from rl.run.vllm_server import answers, vllm_server
@@ -79,9 +79,9 @@ async def serve(model: str, context: str) -> None:
 
 async def memory(model: str) -> None:
     """Play episodes of 300 turns; print the tokens of one, and the bytes that this process grew by for each."""
-    from rollout.proxy.messages import decode_request
     from rollout.proxy.replies import reply_events
     from rollout.proxy.session import Session
+    from rollout.proxy.wire import decode_request
 
     policy, own, kept = _policy(model), psutil.Process(), []
     for number in range(_KEPT + 1):
@@ -274,9 +274,9 @@ def own(model: str, mine: set[int], others: set[int]) -> None:
 
 async def without_http(model: str) -> None:
     """Measure one episode of 100 turns without HTTP."""
-    from rollout.proxy.messages import decode_request
     from rollout.proxy.replies import reply_events
     from rollout.proxy.session import Session
+    from rollout.proxy.wire import decode_request
 
     session, talk, took = Session("e", _policy(model)), Talk(1, 9_000), []
     for _ in range(100):
@@ -305,11 +305,12 @@ def start_up(model: str) -> None:
 
 def large(model: str, mine: set[int], others: set[int]) -> None:
     """Measure what a request that is too long costs another session, and the proxy's memory."""
-    for size in (1, 8, 16):
+    for shape, size in [("text", 1), ("text", 8), *((shape, 16) for shape in SHAPES)]:
         with role("serve", model, str(_CONTEXT), cores=mine) as (process, port, _):
-            found = run_client("disturb", str(port), str(size * 10**6), cores=others)
+            found = run_client("disturb", str(port), str(size * 10**6), shape, cores=others)
             grown = Path(f"/proc/{process.pid}/status").read_text().split("VmHWM:")[1].split()[0]
-        show(f"a body of {size} MB, refused", found["refused"], "s")
+        show(f"a body of {size} MB ({shape}), refused", found["refused"][0], "s")
+        show("  sent again, refused", found["refused"][1], "s")
         worst = 1e3 * found["beside"]
         show("  longest turn of another session meanwhile", worst, "ms", "< 50", worst < 50)
         show("  before", 1e3 * found["alone"], "ms")
@@ -387,7 +388,7 @@ def main() -> None:
     roles: dict[str, Callable[..., Any]] = {
         "serve": lambda model, context: uvloop.run(serve(model, context)),
         "memory": lambda model: uvloop.run(memory(model)),
-        "disturb": lambda port, size: print(json.dumps(uvloop.run(disturb(int(port), int(size))))),
+        "disturb": lambda port, size, shape: print(json.dumps(uvloop.run(disturb(int(port), int(size), shape)))),
         "null-backend": lambda: uvloop.run(null_backend()),
         "lightning": lambda backend: asyncio.run(lightning(int(backend))),
         "load": lambda load: print(json.dumps(uvloop.run(play(Load(**json.loads(load)))))),

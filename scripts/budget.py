@@ -51,8 +51,9 @@ WINGS = {
     # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
     # 280: a request that is large holds nobody up and is refused before it is encoded; a head is encoded, and the
-    # beginning of a prompt hashed, once.
-    "rollout/proxy": 2895,
+    # beginning of a prompt hashed, once. 70: JSON of too many values is refused before it is decoded, and what was
+    # refused is no cheaper to send again.
+    "rollout/proxy": 2965,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
@@ -60,7 +61,7 @@ WINGS = {
     "rewards": 900,
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed.
-    "scripts": 2765,
+    "scripts": 2780,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
@@ -68,8 +69,8 @@ WINGS = {
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
-# curriculum, and realcode.
-EVERYTHING = 31_620
+# curriculum, and realcode. 100: large requests of all shapes.
+EVERYTHING = 31_720
 
 # What happens to one task, from its row to the rows that are trained on, with the simplest kind of box.
 ONE_TASK = (

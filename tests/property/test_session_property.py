@@ -17,10 +17,10 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from rollout import SIDE_MODEL
-from rollout.proxy.messages import decode_request
 from rollout.proxy.replies import reply_json
 from rollout.proxy.session import Call, Session
 from rollout.proxy.tree import Node
+from rollout.proxy.wire import decode_request
 from tests.kit import CharRenderer, QueueEngine, char_policy
 
 words = st.text("abc <>[]\n", min_size=1, max_size=12)

@@ -52,8 +52,8 @@ WINGS = {
     # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
     # 280: a request that is large holds nobody up and is refused before it is encoded; a head is encoded, and the
     # beginning of a prompt hashed, once. 70: JSON of too many values is refused before it is decoded, and what was
-    # refused is no cheaper to send again.
-    "rollout/proxy": 2965,
+    # refused is no cheaper to send again. 15: a model that cannot be loaded, or is not the engine's, in plain words.
+    "rollout/proxy": 2980,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,

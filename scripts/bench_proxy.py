@@ -42,7 +42,7 @@ from rl.run.vllm_server import answers, vllm_server
 from rollout import program
 
 # A context for which bodies of megabytes are too long, and the number of sessions whose memory is measured.
-_CONTEXT, _KEPT = 131_072, 40
+_CONTEXT, _KEPT = 131_072, 10
 SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -78,12 +78,26 @@ async def serve(model: str, context: str) -> None:
 
 
 async def memory(model: str) -> None:
-    """Play episodes of 300 turns; print the tokens of one, and the bytes that this process grew by for each."""
-    from rollout.proxy.replies import reply_events
+    """Play episodes of 300 turns; print the tokens of one, the sampled ones, and the bytes that this process grew by.
+
+    Two fifths of the tokens are sampled. Each of these is a number of its own in memory, and so is its log-probability,
+    as an engine's answer has them.
+    """
+    from rollout.proxy.engine import Completion
+    from rollout.proxy.replies import reply_json
     from rollout.proxy.session import Session
     from rollout.proxy.wire import decode_request
 
-    policy, own, kept = _policy(model), psutil.Process(), []
+    policy, own, kept, drawn = _policy(model), psutil.Process(), [], random.Random(1)
+    control = {*policy.tokenizer.added_tokens_decoder, *policy.end_ids}
+    plain = sorted({*policy.tokenizer.get_vocab().values()} - control)
+
+    class Speaking:
+        async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+            ids = [int(str(drawn.choice(plain))) for _ in range(250)] + [*policy.end_ids][:1]
+            return Completion(ids, [-drawn.random() for _ in ids], (1,) * len(ids))
+
+    policy = replace(policy, engine=Speaking())
     for number in range(_KEPT + 1):
         if number == 1:  # the first one has filled what all share
             gc.collect()
@@ -92,11 +106,12 @@ async def memory(model: str) -> None:
         for _ in range(300):
             node = await session.prepare(decode_request(talk.body()), retry=False).reply()
             node.delivered = True
-            talk.heard(reply_events(node.reply))
+            talk.heard(json.dumps(reply_json(node.reply, "policy")).encode())
         kept.append(session)
     del talk
     gc.collect()
-    print(kept[-1].tree.tokens, (own.memory_info().rss - before) // _KEPT)
+    tree = kept[-1].tree
+    print(tree.tokens, tree.sampled_tokens(), (own.memory_info().rss - before) // _KEPT)
 
 
 async def null_backend() -> None:
@@ -320,8 +335,9 @@ def large(model: str, mine: set[int], others: set[int]) -> None:
 def sizes(model: str, mine: set[int], others: set[int]) -> None:
     """Measure the memory of a session."""
     done = subprocess.run([sys.executable, __file__, "memory", model], stdout=subprocess.PIPE, text=True, check=True)
-    tokens, size = map(int, done.stdout.split()[-2:])
-    show(f"memory of a session of 300 turns and {tokens:,} tokens", size / 2**20, "MiB", "< 20", size < 20 << 20)
+    tokens, sampled, size = map(int, done.stdout.split()[-3:])
+    what = f"memory of a session of 300 turns and {tokens:,} tokens, {sampled:,} of them sampled"
+    show(what, size / 2**20, "MiB", "< 20", size < 20 << 20)
     show("  of 1,000 such sessions", 1000 * size / 2**30, "GiB")
 
 

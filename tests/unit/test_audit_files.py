@@ -100,7 +100,10 @@ FILES: dict[str, Callable[[Path], Any]] = {
 
 
 def test_the_documents_count_the_damages() -> None:
-    assert f"each of {len(DAMAGES) + len(FILES)} damages" in Path("docs/records.md").read_text()
+    assert (
+        f"each of {len(DAMAGES) + len(FILES)} damages"
+        in Path(__file__).parents[2].joinpath("docs/records.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("damage", FILES)

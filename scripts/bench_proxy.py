@@ -35,14 +35,14 @@ from typing import Any
 import psutil
 import uvloop
 from measuring import head, row
-from proxy_load import Load, Talk, disturb, play
+from proxy_load import SHAPES, Load, Talk, disturb, play
 
 from rl.run.programs import free_port
 from rl.run.vllm_server import answers, vllm_server
 from rollout import program
 
 # A context for which bodies of megabytes are too long, and the number of sessions whose memory is measured.
-_CONTEXT, _KEPT = 131_072, 40
+_CONTEXT, _KEPT = 131_072, 10
 # The share of what the proxy can do at which its latency is measured.
 _SHARE = 0.5
 SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</parameter>\n</function>\n</tool_call>"
@@ -80,12 +80,26 @@ async def serve(model: str, context: str) -> None:
 
 
 async def memory(model: str) -> None:
-    """Play episodes of 300 turns; print the tokens of one, and the bytes that this process grew by for each."""
-    from rollout.proxy.messages import decode_request
-    from rollout.proxy.replies import reply_events
-    from rollout.proxy.session import Session
+    """Play episodes of 300 turns; print the tokens of one, the sampled ones, and the bytes that this process grew by.
 
-    policy, own, kept = _policy(model), psutil.Process(), []
+    Two fifths of the tokens are sampled. Each of these is a number of its own in memory, and so is its log-probability,
+    as an engine's answer has them.
+    """
+    from rollout.proxy.engine import Completion
+    from rollout.proxy.replies import reply_json
+    from rollout.proxy.session import Session
+    from rollout.proxy.wire import decode_request
+
+    policy, own, kept, drawn = _policy(model), psutil.Process(), [], random.Random(1)
+    control = {*policy.tokenizer.added_tokens_decoder, *policy.end_ids}
+    plain = sorted({*policy.tokenizer.get_vocab().values()} - control)
+
+    class Speaking:
+        async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+            ids = [int(str(drawn.choice(plain))) for _ in range(250)] + [*policy.end_ids][:1]
+            return Completion(ids, [-drawn.random() for _ in ids], (1,) * len(ids))
+
+    policy = replace(policy, engine=Speaking())
     for number in range(_KEPT + 1):
         if number == 1:  # the first one has filled what all share
             gc.collect()
@@ -94,11 +108,12 @@ async def memory(model: str) -> None:
         for _ in range(300):
             node = await session.prepare(decode_request(talk.body()), retry=False).reply()
             node.delivered = True
-            talk.heard(reply_events(node.reply))
+            talk.heard(json.dumps(reply_json(node.reply, "policy")).encode())
         kept.append(session)
     del talk
     gc.collect()
-    print(kept[-1].tree.tokens, (own.memory_info().rss - before) // _KEPT)
+    tree = kept[-1].tree
+    print(tree.tokens, tree.sampled_tokens(), (own.memory_info().rss - before) // _KEPT)
 
 
 async def null_backend() -> None:
@@ -293,9 +308,9 @@ async def without_http(model: str) -> None:
 
 async def episode(policy: Any, name: str, turns: int, result_chars: int) -> tuple[list[float], Any]:
     """Play an episode without HTTP; return the processor time of each turn in seconds, and the session."""
-    from rollout.proxy.messages import decode_request
     from rollout.proxy.replies import reply_events
     from rollout.proxy.session import Session
+    from rollout.proxy.wire import decode_request
 
     session, talk, took = Session(name, policy), Talk(1, result_chars), []
     for _ in range(turns):
@@ -321,11 +336,12 @@ def start_up(model: str) -> None:
 
 def large(model: str, mine: set[int], others: set[int]) -> None:
     """Measure what a request that is too long costs another session, and the proxy's memory."""
-    for size in (1, 8, 16):
+    for shape, size in [("text", 1), ("text", 8), *((shape, 16) for shape in SHAPES)]:
         with role("serve", model, str(_CONTEXT), cores=mine) as (process, port, _):
-            found = run_client("disturb", str(port), str(size * 10**6), cores=others)
+            found = run_client("disturb", str(port), str(size * 10**6), shape, cores=others)
             grown = Path(f"/proc/{process.pid}/status").read_text().split("VmHWM:")[1].split()[0]
-        show(f"a body of {size} MB, refused", found["refused"], "s")
+        show(f"a body of {size} MB ({shape}), refused", found["refused"][0], "s")
+        show("  sent again, refused", found["refused"][1], "s")
         worst = 1e3 * found["beside"]
         show("  longest turn of another session meanwhile", worst, "ms", "< 50", worst < 50)
         show("  before", 1e3 * found["alone"], "ms")
@@ -335,8 +351,9 @@ def large(model: str, mine: set[int], others: set[int]) -> None:
 def sizes(model: str, mine: set[int], others: set[int]) -> None:
     """Measure the memory of a session."""
     done = subprocess.run([sys.executable, __file__, "memory", model], stdout=subprocess.PIPE, text=True, check=True)
-    tokens, size = map(int, done.stdout.split()[-2:])
-    show(f"memory of a session of 300 turns and {tokens:,} tokens", size / 2**20, "MiB", "< 20", size < 20 << 20)
+    tokens, sampled, size = map(int, done.stdout.split()[-3:])
+    what = f"memory of a session of 300 turns and {tokens:,} tokens, {sampled:,} of them sampled"
+    show(what, size / 2**20, "MiB", "< 20", size < 20 << 20)
     show("  of 1,000 such sessions", 1000 * size / 2**30, "GiB")
 
 
@@ -403,7 +420,7 @@ def main() -> None:
     roles: dict[str, Callable[..., Any]] = {
         "serve": lambda model, context: uvloop.run(serve(model, context)),
         "memory": lambda model: uvloop.run(memory(model)),
-        "disturb": lambda port, size: print(json.dumps(uvloop.run(disturb(int(port), int(size))))),
+        "disturb": lambda port, size, shape: print(json.dumps(uvloop.run(disturb(int(port), int(size), shape)))),
         "null-backend": lambda: uvloop.run(null_backend()),
         "lightning": lambda backend: asyncio.run(lightning(int(backend))),
         "load": lambda load: print(json.dumps(uvloop.run(play(Load(**json.loads(load)))))),

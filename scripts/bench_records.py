@@ -33,9 +33,9 @@ from rollout import program
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.engine import Completion
-from rollout.proxy.messages import decode_request
 from rollout.proxy.replies import reply_events
 from rollout.proxy.session import Session
+from rollout.proxy.wire import decode_request
 from rollout.records import CorruptRecordError, Reader, Record, RecordWriter, record_of
 
 TURNS, TOKENS, REPLY_CHARS, REPEATS = 300, 100_000, 300, 9

@@ -115,26 +115,55 @@ class Load:
     seed: int = 0
 
 
-async def disturb(port: int, size: int) -> dict[str, Any]:
-    """Send a body of ``size`` bytes that is too long, while another session goes on; return latencies in seconds."""
+SHAPES = ("text", "lines", "messages", "blocks", "values")
+
+
+def too_long(shape: str, size: int) -> bytes:
+    """Return a body of about ``size`` bytes: one text, one of many lines, or many tiny messages, blocks or values."""
+    content: Any = (text(100_000, size) * (size // 100_000 + 1))[:size]
+    if shape == "lines":
+        content = "x\n" * (size // 3)
+    if shape == "blocks":
+        content = [{"type": "text", "text": "a"}] * (size // 30)
+    messages = [{"role": "user", "content": content}]
+    if shape == "messages":
+        messages = [{"role": "user", "content": "a"}] * (size // 34)
+    if shape == "values":
+        call = {"type": "tool_use", "id": "a", "name": "a", "input": {"a": [[]] * (size // 3)}}
+        messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": "a"}]
+    return json.dumps({"max_tokens": 9, "messages": messages}, separators=(",", ":")).encode()
+
+
+async def disturb(port: int, size: int, shape: str) -> dict[str, Any]:
+    """Send a body that cannot be answered, and once more, while another session goes on; return latencies in seconds.
+
+    ``size`` and ``shape``: see ``too_long``.
+    """
     talk, client, took = Talk(1, 300), Client(port, "other", ""), []
 
     async def turn() -> None:
+        nonlocal talk
+        if len(talk.messages) > 400:  # before its own context is full
+            talk = Talk(1, 300)
         seconds, reply = await client.ask(talk.body())
         talk.heard(reply)
         took.append(seconds)
 
     for _ in range(20):
         await turn()
-    content = (text(100_000, size) * (size // 100_000 + 1))[:size]
-    body = json.dumps({"max_tokens": 9, "messages": [{"role": "user", "content": content}]}).encode()
+    body = too_long(shape, size)
     alone = took[1:]
     took = []
-    large = asyncio.create_task(Client(port, f"large{size}", "").ask(body, 400))
+    sender = Client(port, f"large{size}", "")
+
+    async def twice() -> list[float]:
+        return [(await sender.ask(body, 400))[0] for _ in range(2)]
+
+    large = asyncio.create_task(twice())
     while not large.done():
         await turn()
         await asyncio.sleep(0.005)
-    return {"alone": max(alone), "beside": max(took), "refused": (await large)[0]}
+    return {"alone": max(alone), "beside": max(took), "refused": await large}
 
 
 async def play(load: Load) -> dict[str, Any]:

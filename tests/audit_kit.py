@@ -10,8 +10,8 @@ from typing import Any
 
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion, Seals
-from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
+from rollout.proxy.wire import decode_request
 from rollout.records import (
     Record,
     node_records,

@@ -13,8 +13,8 @@ import msgspec
 from rl.export.unrender import Unrenderer
 from rollout import SIDE_MODEL
 from rollout.proxy.calls import CallRecord, Conversation
-from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
+from rollout.proxy.wire import decode_request
 from rollout.records import Record, RecordWriter, node_records, row_records
 from tests.kit import CharRenderer, CharTokenizer, QueueEngine, char_policy, empty_record
 

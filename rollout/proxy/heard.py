@@ -11,10 +11,11 @@ from aiohttp import web
 from rollout import SIDE_MODEL
 from rollout.proxy.calls import CallRecord, Conversation, reply_in
 from rollout.proxy.forward import HEARD
-from rollout.proxy.messages import WireRequest, decode_request
+from rollout.proxy.messages import WireRequest
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Call, Session
+from rollout.proxy.wire import decode_request
 
 
 class Spoken(Protocol):

@@ -18,112 +18,24 @@ The format is documented at https://docs.anthropic.com/en/api/messages; details 
 from __future__ import annotations
 
 import bisect
-import functools
 import hashlib
 import itertools
 import json
 import operator
-import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import msgspec
-import xxhash
 
 from rollout.proxy.blocks import Block, ChatMessage, assistant_chat, blocks_of, context_chat, flat, text_in
 from rollout.proxy.texts import squeezed
+from rollout.proxy.wire import MESSAGE, SYSTEM, TOOLS, RequestError, WireMessage, WireRequest, WireTool, decoded, hashed
 
 Identity = tuple[bytes, bytes, frozenset[str], frozenset[str]]  # what Span.identify sets
 
 # Claude Code sends "(no content)" in place of a reply that had no content at all; this is that text squeezed.
 _NO_CONTENT = "(nocontent)"
-
-
-class RequestError(Exception):
-    """A request cannot be answered. ``status`` (HTTP) and ``kind`` are those of Anthropic's table of errors."""
-
-    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-
-    def body(self) -> bytes:
-        """Return the JSON body of the error response."""
-        return msgspec.json.encode({"type": "error", "error": {"type": self.kind, "message": str(self)}})
-
-
-class WireMessage(msgspec.Struct):
-    """A WireMessage is one message of a request, decoded."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
-
-
-class WireTool(msgspec.Struct, omit_defaults=True):
-    """A WireTool is the definition of a tool that the client offers."""
-
-    name: str
-    input_schema: dict[str, Any] | None = None
-    description: str | None = None
-
-
-class WireToolChoice(msgspec.Struct):
-    """A WireToolChoice says whether the reply may, must or must not call tools."""
-
-    type: Literal["auto", "any", "tool", "none"]
-
-
-class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
-    """A WireRequest holds the fields of a request that are used; all other fields are accepted and ignored."""
-
-    messages: list[msgspec.Raw]
-    model: str = ""
-    max_tokens: int | float | None = None
-    system: msgspec.Raw = msgspec.Raw(b'""')
-    tools: msgspec.Raw = msgspec.Raw(b"[]")
-    stop_sequences: list[str] | None = None
-    tool_choice: WireToolChoice | None = None
-    stream: bool | None = None
-
-    @functools.cached_property
-    def digests(self) -> list[bytes]:
-        """Return a hash of the bytes of each message."""
-        return [xxhash.xxh3_128_digest(raw, seed=_SEED) for raw in self.messages]
-
-    @functools.cached_property
-    def head_digest(self) -> bytes:
-        """Return a hash of the bytes of system prompt and tools."""
-        return _hash(self.system) + _hash(self.tools)
-
-
-_request_decoder = msgspec.json.Decoder(WireRequest)
-_message_decoder = msgspec.json.Decoder(WireMessage)
-_system_decoder = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
-_tools_decoder = msgspec.json.Decoder(list[WireTool] | None)
-
-
-def decode_request(body: bytes) -> WireRequest:
-    """Decode a request's body, except for its messages, system prompt and tools, which ``conversation`` decodes.
-
-    Both functions raise RequestError, which names the field that is wrong.
-    """
-    request = _decoded(_request_decoder, body, "")
-    if not request.messages:
-        raise RequestError("messages: at least one message is required")
-    if isinstance(request.max_tokens, float) and not request.max_tokens.is_integer():
-        raise RequestError("max_tokens: a whole number is required")
-    return request
-
-
-def _decoded(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw, field: str) -> Any:
-    try:
-        return decoder.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        text = str(error) or "the body is nested too deeply"
-        if field and "`$" not in text:  # the field as a whole is wrong
-            text += f" - at `{field}`"
-        raise RequestError(text.replace("`$", f"`{field}").replace("`.", "`")) from error
 
 
 class Span:
@@ -136,11 +48,24 @@ class Span:
     """
 
     __slots__ = (
-        "_exact", "_messages", "_raws", "assistant", "first", "identity", "key", "said", "signatures", "tool_ids",
-    )  # fmt: skip
+        "_exact",
+        "_fresh",
+        "_messages",
+        "_raws",
+        "assistant",
+        "first",
+        "identity",
+        "key",
+        "said",
+        "signatures",
+        "tool_ids",
+    )
 
-    def __init__(self, raws: Sequence[msgspec.Raw], first: int, assistant: bool) -> None:
-        self._raws, self.first, self.assistant = raws, first, assistant
+    def __init__(
+        self, raws: Sequence[msgspec.Raw], first: int, assistant: bool, fresh: Mapping[int, WireMessage] | None = None
+    ) -> None:
+        """``fresh``: messages of the request that are decoded already, by their indices."""
+        self._raws, self.first, self.assistant, self._fresh = raws, first, assistant, fresh or {}
         self._messages: list[WireMessage] | None = None
         self._exact = b""
         self.identify((b"", b"", frozenset(), frozenset()))
@@ -158,6 +83,11 @@ class Span:
         self.key, self.said, self.tool_ids, self.signatures = self.identity = identity
 
     @property
+    def size(self) -> int:
+        """Return the number of the span's bytes in the request."""
+        return sum(map(len, self._raws))
+
+    @property
     def exact(self) -> bytes:
         """Identify all that the policy reads of the span; its key leaves some of that out. Raises RequestError."""
         if not self._exact:
@@ -173,7 +103,8 @@ class Span:
         """Return the span's messages, which are decoded on the first call. Raises RequestError."""
         if self._messages is None:
             self._messages = [
-                _decoded(_message_decoder, raw, f"messages[{self.first + i}]") for i, raw in enumerate(self._raws)
+                self._fresh.get(at) or decoded(MESSAGE, raw, f"messages[{at}]")
+                for at, raw in enumerate(self._raws, self.first)
             ]
         return self._messages
 
@@ -270,20 +201,31 @@ class Seen:
         self.limit = limit
         self.sides: dict[bytes, bool] = {}  # message -> whether it is the assistant's
         self.spans: dict[bytes, Identity] = {}  # messages of a span -> what identifies it
+        self.kept: set[bytes] = set()  # messages that have entered the tree
         self._recent: list[_Before] = []
 
     def keep(self, kind: dict[bytes, Any], digest: bytes, value: Any) -> None:
         """Store ``value`` in ``kind``, one of the two dictionaries."""
         if len(kind) >= self.limit:
             kind.clear()
+            self.kept.clear()
         kind[digest] = value
 
+    def entered(self, request: WireRequest) -> None:
+        """Remember that a request has entered the tree."""
+        if len(self.kept) >= self.limit:
+            self.kept.clear()
+        self.kept.update(request.digests)
+
     def new_bytes(self, request: WireRequest) -> int:
-        """Return how many bytes of a request's messages, system prompt and tools have not been decoded before."""
-        head = 0 if request.head_digest in _heads else len(request.system) + len(request.tools)
-        _, same = self.before(request.digests)
-        new = zip(request.digests[same:], request.messages[same:], strict=True)
-        return head + sum(len(raw) for digest, raw in new if digest not in self.sides)
+        """Return how many bytes of a request may have to be decoded or compared.
+
+        They are the messages that are not in the tree, the last one, and system prompt and tools if they are new.
+        """
+        new = zip(request.digests, request.messages, strict=True)
+        head = 0 if request.head_digest in _heads else request.head_size
+        last = len(request.messages[-1]) if request.digests[-1] in self.kept else 0
+        return head + last + sum(len(raw) for digest, raw in new if digest not in self.kept)
 
     def before(self, digests: list[bytes]) -> tuple[_Before | None, int]:
         """Return the request that had the most of these messages, in their order, and how many of them it had."""
@@ -300,14 +242,6 @@ class Seen:
         self._recent = [*kept[1 - _RECENT :], now]
 
 
-# The seed is random so that nobody can write a message whose hash is that of another message.
-_SEED = secrets.randbits(64)
-
-
-def _hash(data: bytes | msgspec.Raw) -> bytes:
-    return xxhash.xxh3_128_digest(data, seed=_SEED)
-
-
 def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation:
     """Cut a request into spans: adjacent messages of one side are one span, however the client splits them.
 
@@ -316,6 +250,7 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
     seen = seen or Seen()
     digests = request.digests
     starts, identities, assistant = [0], list[Identity](), False
+    fresh: dict[int, WireMessage] = {}
     before, same = seen.before(digests)
     if before is not None:
         # A span is the same if the message after it is, too: that one begins the next span.
@@ -323,7 +258,7 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
         starts, identities, assistant = before.starts[: count + 1], before.identities[:count], before.assistant
     start = starts[-1]
     sides = [
-        _side(request, at, digests, seen) if (side := seen.sides.get(digests[at])) is None else side
+        _side(request, at, fresh, seen) if (side := seen.sides.get(digests[at])) is None else side
         for at in range(start, len(digests))
     ]
     if not identities:
@@ -333,7 +268,7 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
     for end in range(start + 1, len(digests) + 1):
         here = None if end == len(digests) else sides[end - start]
         if here is not side:
-            made[len(identities)] = span = _span(Span(request.messages[at:end], at, side), digests[at:end], seen)
+            made[len(identities)] = span = _span(Span(request.messages[at:end], at, side, fresh), digests[at:end], seen)
             identities.append(span.identity)
             starts.append(end)
             at, side = end, bool(here)
@@ -344,10 +279,11 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
     return Conversation(_head(request), spans)
 
 
-def _side(request: WireRequest, index: int, digests: list[bytes], seen: Seen) -> bool:
-    message = _decoded(_message_decoder, request.messages[index], f"messages[{index}]")
+def _side(request: WireRequest, index: int, fresh: dict[int, WireMessage], seen: Seen) -> bool:
+    """Decode a message, which is also put into ``fresh``; return whether it is the assistant's."""
+    message = fresh[index] = decoded(MESSAGE, request.messages[index], f"messages[{index}]")
     _check_blocks(message.content, f"messages[{index}].content")
-    seen.keep(seen.sides, digests[index], side := message.role == "assistant")
+    seen.keep(seen.sides, request.digests[index], side := message.role == "assistant")
     return side
 
 
@@ -359,15 +295,15 @@ _MOST_HEADS, _LARGEST_HEAD = 64, 1 << 18
 def _head(request: WireRequest) -> Head:
     head = _heads.get(request.head_digest)
     if head is None:
-        content = _decoded(_system_decoder, request.system, "system")
+        content = decoded(SYSTEM, request.system, "system")
         if isinstance(content, list):
             _check_blocks(content, "system")
         system = flat(content)
-        wire = _decoded(_tools_decoder, request.tools, "tools") or []
+        wire = decoded(TOOLS, request.tools, "tools") or []
         tools = tuple(_chat_tool(tool) for tool in wire)
         key = _digest(["head", system, json.dumps(tools)])
         head = Head(key, system, tools)
-        if len(request.system) + len(request.tools) <= _LARGEST_HEAD:
+        if request.head_size <= _LARGEST_HEAD:
             if len(_heads) >= _MOST_HEADS:
                 _heads.clear()
             _heads[request.head_digest] = head
@@ -405,7 +341,7 @@ def text_key(text: str) -> bytes:
 
 
 def _span(span: Span, digests: Sequence[bytes], seen: Seen) -> Span:
-    digest = digests[0] if len(digests) == 1 else _hash(b"".join(digests))
+    digest = digests[0] if len(digests) == 1 else hashed(b"".join(digests))
     known = seen.spans.get(digest)
     if known is None:
         known = _identity(span)

@@ -13,9 +13,10 @@ from aiohttp import web
 
 from rollout import SIDE_MODEL
 from rollout.proxy.forward import BrokenOffError, SideEndpoint
-from rollout.proxy.messages import RequestError, decode_request
+from rollout.proxy.messages import RequestError
 from rollout.proxy.server import ProxyServer, is_retry
 from rollout.proxy.session import Policy
+from rollout.proxy.wire import decode_request
 
 # Anthropic's message for a prompt that does not fit. Claude Code compacts on it; the endpoint has not failed.
 _FULL = b"prompt is too long"

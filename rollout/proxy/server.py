@@ -21,12 +21,13 @@ from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 from rollout import SIDE_MODEL
 from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
-from rollout.proxy.messages import RequestError, WireRequest, decode_request
+from rollout.proxy.messages import RequestError, WireRequest
 from rollout.proxy.metrics import Metrics
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 from rollout.proxy.secret import issued
 from rollout.proxy.session import Call, Policy, Session, closed_error
 from rollout.proxy.tree import Node
+from rollout.proxy.wire import LARGE, decode_request
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class ProxyServer:
         before = session.counters.overhead_s
         began = time.perf_counter()
         session.admit()
-        wire = decode_request(body)
+        wire = await _decoded(body)
         session.counters.overhead_s += time.perf_counter() - began
         if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
             session.counters.side_calls += 1
@@ -269,7 +270,7 @@ class ProxyServer:
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session, body = await self.receive(request)
         session.admit()  # counting encodes the prompt as a call does
-        wire = decode_request(body)
+        wire = await _decoded(body)
         async with session.entrance:
             counted = {"input_tokens": session.count(wire, await session.ahead(wire))}
         return web.Response(body=msgspec.json.encode(counted), content_type="application/json")
@@ -302,6 +303,10 @@ class ProxyServer:
 def is_retry(request: web.Request) -> bool:
     """Tell whether the client marks a request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+async def _decoded(body: bytes) -> WireRequest:
+    return decode_request(body) if len(body) <= LARGE else await asyncio.to_thread(decode_request, body)
 
 
 def _too_large(most: int) -> RequestError:

@@ -169,36 +169,41 @@ class Session:
         known = {node.reply.id for node in self.tree.nodes if node.reply is not None}
         self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
-    async def ahead(self, request: WireRequest) -> Place | None:
-        """Find a large request's place and encode what is new in it in a thread, while other sessions are answered.
+    async def ahead(self, request: WireRequest) -> Place:
+        """Find a request's place, and encode what it adds if that is much. What is large is done in a thread, while
+        other sessions are answered.
 
-        The result is for ``prepare`` or ``count``; None: the request is small. Hold ``entrance`` from before this call
-        until after that one: then the tree gets no other context meanwhile. If the caller is cancelled or the session
-        is closed, the work ends with its next piece, and only then does this return. Raises RequestError.
+        The result is for ``prepare`` or ``count``. Hold ``entrance`` from before this call until after that one: then
+        the tree gets no other context meanwhile. If the caller is cancelled or the session is closed, the work ends
+        with its next piece, and only then does this return. Raises RequestError.
         """
-        if self._seen.new_bytes(request) <= _AT_ONCE:
-            return None
-        began, left = time.perf_counter(), threading.Event()
-        work = asyncio.get_running_loop().run_in_executor(_threads, self._find, request, left)
+        began, place, left = time.perf_counter(), None, threading.Event()
         try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            left.set()
-            await asyncio.gather(work, return_exceptions=True)
-            raise
+            if self._seen.new_bytes(request) <= _AT_ONCE:
+                place = self._place(request)
+                adds = sum(span.size for span in place.match.rest) + (0 if place.match.base else request.head_size)
+                if place.match.context is not None or adds <= _AT_ONCE:
+                    return place
+            work = asyncio.get_running_loop().run_in_executor(_threads, self._find, request, place, left)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                left.set()
+                await asyncio.gather(work, return_exceptions=True)
+                raise
         finally:
             self.counters.overhead_s += time.perf_counter() - began
 
     def prepare(self, request: WireRequest, retry: bool, place: Place | None = None) -> Call:
-        """Match a request with the tree and encode what is new in it, unless ``ahead`` has found its ``place``.
+        """Match a request with the tree and encode what is new in it, as far as ``ahead`` has not done so (``place``).
 
         ``retry``: whether the client marks the request as a retry. Raises RequestError.
         """
         if self.closed:
             raise closed_error()
         began = time.perf_counter()
-        place = place or self._find(request)
-        talk, match = place.talk, place.match
+        place = self._find(request, place)
+        talk, match, ids = place.talk, place.match, place.ids or []
         length = place.length
         limit = min(self.policy.max_tokens, self.policy.max_context - length)
         if request.max_tokens and request.max_tokens > 0:
@@ -207,9 +212,10 @@ class Session:
             raise self._too_long(str(length))
         context = match.context
         if context is None:
-            if self.tree.tokens + len(place.ids) > self.policy.max_session_tokens:
+            if self.tree.tokens + len(ids) > self.policy.max_session_tokens:
                 raise self._full()
-            context = self.tree.add_context(match.base, talk.head.key, match.rest, place.ids)
+            context = self.tree.add_context(match.base, talk.head.key, match.rest, ids)
+        self._seen.entered(request)
         side = request.model == SIDE_MODEL
         if not side and self._main is None:
             self._main = talk.head.key
@@ -260,8 +266,8 @@ class Session:
 
         ``place``: what ``ahead`` has found. Raises RequestError.
         """
-        place = place or self._find(request)
-        if place.match.context is None:
+        place = self._find(request, place)
+        if place.ids is not None:
             self._counted = place.key, place.ids
         return place.length
 
@@ -276,17 +282,20 @@ class Session:
     def _count_unread(self) -> None:
         self.counters.unread_replies = sum(node.sent and not node.delivered for node in self.tree.nodes)
 
-    def _find(self, request: WireRequest, left: threading.Event | None = None) -> Place:
+    def _place(self, request: WireRequest) -> Place:
+        talk = conversation(request, self._seen)
+        return Place(talk, self.tree.match(talk.head.key, talk.spans))
+
+    def _find(self, request: WireRequest, place: Place | None, left: threading.Event | None = None) -> Place:
         """Find a request's place in the tree and encode what is new in it. ``left``: set when nobody wants it any more.
 
         This may run in a thread: all that it changes in the tree is that replies are delivered. Raises RequestError.
         """
-        talk = conversation(request, self._seen)
-        place = Place(talk, self.tree.match(talk.head.key, talk.spans))
-        if place.match.context is None:
+        place = place or self._place(request)
+        if place.match.context is None and place.ids is None:
             counted = self._counted
             known = counted is not None and counted[0] == place.key
-            place.ids = counted[1] if counted and known else self._encode(talk, place.match, left)
+            place.ids = counted[1] if counted and known else self._encode(place.talk, place.match, left)
             _ = place.match.rest[-1].exact  # computed here, in the thread
         return place
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -84,6 +85,7 @@ _owner = msgspec.json.Decoder(_Owner)
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int
+    root: str = ""  # the directory or hub name that the server was started with
 
 
 class _Models(msgspec.Struct):
@@ -193,7 +195,15 @@ class StandAlone(ProxyServer):
             raise EngineRefused(f"{url}: this is not the answer of a vLLM server: {error}") from error
         if not models:
             return f"{url}: it serves no model"
-        self.model = next((model for model in models if model.id == self.options.model), models[0])
+        wanted = self.options.model.rstrip("/")
+        own = [model for model in models if wanted in (model.id, model.root)]
+        self.model = own[0] if own else models[0]
+        if not own:
+            log.warning(
+                "the engine serves %s and not --model %s; if it is another model, all that it gets are wrong tokens",
+                self.model.id if self.model.root in ("", self.model.id) else f"{self.model.id} ({self.model.root})",
+                wanted,
+            )
         return ""
 
     async def receive(self, request: web.Request) -> tuple[Session, bytes]:
@@ -301,8 +311,8 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
     from rollout.proxy.parsers import VllmReplyParser
     from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
-    model_type = AutoConfig.from_pretrained(options.model).model_type
+    model_type = _loaded(AutoConfig, options.model, "config.json").model_type
+    tokenizer: Any = _loaded(AutoTokenizer, options.model, "tokenizer")
     renderer = ChatTemplateRenderer(tokenizer, model_type, any_family=options.any_family)
     parser = VllmReplyParser(options.tool_parser, options.reasoning_parser, tokenizer)
     generation = generation_config(options.model)
@@ -321,6 +331,20 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
         )
 
     return make
+
+
+def _loaded(kind: Any, model: str, what: str) -> Any:
+    """Load a part of a model with transformers. Raises ValueError with words of our own."""
+    try:
+        return kind.from_pretrained(model)
+    except Exception as error:  # of json, the hub's client, tokenizers or transformers, and of pages of text
+        log.debug("loading %s", model, exc_info=True)
+        if Path(model).is_dir():
+            raise ValueError(f"its {what} is missing or cannot be read ({type(error).__name__})") from error
+        raise ValueError(
+            f"this is no directory, and no model of this name could be loaded from the hub (its {what}: "
+            f"{type(error).__name__}); is the name right, and can the hub be reached?"
+        ) from error
 
 
 async def _in_daemon(work: Callable[[], Any]) -> Any:

@@ -133,11 +133,11 @@ class Match:
 
 @dataclass
 class Place:
-    """A Place is where a request joins the tree, with the ``ids`` of what is new in it."""
+    """A Place is where a request joins the tree, with the ``ids`` of what is new in it, None before it is encoded."""
 
     talk: Conversation
     match: Match
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ class Place:
     def length(self) -> int:
         """Return the number of tokens of the prompt."""
         node = self.match.context or self.match.base
-        return (node.length if node else 0) + len(self.ids)
+        return (node.length if node else 0) + len(self.ids or ())
 
 
 @dataclass(frozen=True, eq=False)

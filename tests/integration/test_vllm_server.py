@@ -24,13 +24,14 @@ from rewards.task import Task
 from rl.run.vllm_server import vllm_server
 from rl.run.watch import dead_engine
 from rollout.proxy.engine import EngineError
-from rollout.proxy.messages import conversation, decode_request
+from rollout.proxy.messages import conversation
 from rollout.proxy.parsers import VllmReplyParser
 from rollout.proxy.render import ChatTemplateRenderer, end_ids
 from rollout.proxy.replies import reply_json
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.standalone import Options, StandAlone
 from rollout.proxy.vllm_http import VllmHttpEngine
+from rollout.proxy.wire import decode_request
 from tests.integration.claude_kit import call, in_turn, scripted, stage
 from tests.integration.conftest import Running
 from tests.sandboxes import REPOSITORY

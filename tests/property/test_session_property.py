@@ -17,10 +17,11 @@ from hypothesis import Phase, example, given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from rollout import SIDE_MODEL
-from rollout.proxy.messages import Seen, Spans, conversation, decode_request
+from rollout.proxy.messages import Seen, Spans, conversation
 from rollout.proxy.replies import Reply, reply_json
 from rollout.proxy.session import Call, Session
 from rollout.proxy.tree import Match, Node, Tree
+from rollout.proxy.wire import decode_request
 from tests.kit import CharRenderer, QueueEngine, char_policy
 
 words = st.text("abc <>[]\n", min_size=1, max_size=12)

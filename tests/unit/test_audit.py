@@ -9,7 +9,7 @@ import copy
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,18 @@ from rollout.records import (
 from tests.audit_kit import change_ids, change_logprob, played, redo, redo_row, sampled, set_ids
 from tests.kit import CallReading, CharTokenizer
 
+PAIR = 7
+
+
+class Pairs(CharTokenizer):
+    """Has a token for two letters, so that there are two encodings of a text that has them."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **options: bool) -> str:
+        return super().decode(ids).replace(chr(PAIR), "ll")
+
 
 def findings(record: Record) -> list[str]:
-    return [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallReading()), *audit_heard(record)]
+    return [*audit_tokens(record), *audit_text(record, Pairs(), CallReading()), *audit_heard(record)]
 
 
 async def test_a_sound_record_has_no_findings() -> None:
@@ -43,7 +52,6 @@ async def test_a_sound_record_has_no_findings() -> None:
 
 
 def split_token(record: Record) -> None:
-    """Another encoding of the same text: nobody who reads the text sees it."""
     node = sampled(record, 0)
     node.ids, node.logprobs, node.versions = node.ids[:4] * 1 + node.ids, node.logprobs[:4] + node.logprobs, b""
 
@@ -98,7 +106,8 @@ DAMAGES: dict[str, Callable[[Record], Any]] = {
         setattr(sampled(r, 0), "blocks", [{"type": "text", "text": "xello"}]),
         redo_row(r, r.rows[1]),
     ),
-    "another encoding of the same text": split_token,
+    "other ids of another length": split_token,
+    "another encoding of the same text": lambda r: encoded_again(r, digests=False),
     "the end token": lambda r: change_ids(sampled(r, 0), -1, ord("e")),
     "a context id": lambda r: change_ids(r.nodes[0], 0, 1),
     "a context id, in the row too": lambda r: (change_ids(r.nodes[0], 0, 1), redo_row(r, r.rows[1])),
@@ -207,7 +216,24 @@ def routing_and_patch(record: Record) -> None:
     record.patch, record.timing, record.sampling = b"other", {"total": 1.0}, {"temperature": 9.0}
 
 
-UNDETECTABLE = consistent_logprob, consistent_context, consistent_versions, results_in_events, routing_and_patch
+def encoded_again(record: Record, digests: bool = True) -> None:
+    """The sampled ids are replaced by another encoding of the same text."""
+    node = sampled(record, 0)
+    ids, at = unpack_ids(node.ids), CharTokenizer().decode(unpack_ids(node.ids)).index("ll")
+    set_ids(node, [*ids[:at], PAIR, *ids[at + 2 :]])
+    node.logprobs, node.versions = node.logprobs[4:], node.versions[4:]
+    if digests:
+        redo(record)
+
+
+UNDETECTABLE = (
+    consistent_logprob,
+    consistent_context,
+    consistent_versions,
+    encoded_again,
+    results_in_events,
+    routing_and_patch,
+)
 
 
 @pytest.mark.parametrize("damage", UNDETECTABLE)

@@ -16,6 +16,7 @@ from rollout.proxy.session import Session
 from rollout.records import Reader, Record, RecordWriter
 from tests.audit_kit import played, sampled
 from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy
+from tests.unit.test_audit import DAMAGES
 
 
 @pytest.fixture
@@ -96,6 +97,13 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "a line of an episode that is not there": lambda run: edit_line(run, episode="z"),
     "a line is there twice": lambda run: edit_line(run, episode="b"),
 }
+
+
+def test_the_documents_count_the_damages() -> None:
+    assert (
+        f"each of {len(DAMAGES) + len(FILES)} damages"
+        in Path(__file__).parents[2].joinpath("docs/records.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("damage", FILES)

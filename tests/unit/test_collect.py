@@ -30,9 +30,10 @@ from rollout.proxy.calls import CallRecord, Conversation, reply_in
 from rollout.proxy.chat import chat_request, reply_of
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.heard import Hearing
-from rollout.proxy.messages import RequestError, decode_request
+from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import Reply, reply_events, reply_start_event
 from rollout.proxy.server import ProxyServer
+from rollout.proxy.wire import decode_request
 from rollout.records import NodeRecord, Record, pack_floats, pack_ids
 from tests.kit import CharTokenizer, QueueEngine, char_policy, empty_record
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from rollout.proxy.messages import decode_request
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from rollout.proxy.tree import Node
+from rollout.proxy.wire import decode_request
 from tests.kit import QueueEngine, char_policy
 
 LONG = 60  # seconds to wait for what takes milliseconds on an idle machine

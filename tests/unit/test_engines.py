@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 
 from rollout.proxy.engine import Engine, EngineError
-from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
 from rollout.proxy.tree import Tree
 from rollout.proxy.vllm_http import VllmHttpEngine
+from rollout.proxy.wire import decode_request
 from rollout.records import Record, node_records
 from rollout.replay import ReplayDifferenceError, ReplayEngine
 from tests.kit import CharTokenizer, QueueEngine, char_policy, empty_record

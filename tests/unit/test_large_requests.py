@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.quickstart.policy import make_tokenizer
-from rollout.proxy import marks, texts
-from rollout.proxy.messages import RequestError, Span, WireMessage, decode_request
+from rollout.proxy import marks, messages, texts
+from rollout.proxy.messages import RequestError, Span, WireMessage
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
+from rollout.proxy.wire import decode_request
 from tests.kit import CharRenderer, CharTokenizer, QueueEngine, char_policy
 
 LONG = 60  # seconds to wait for what takes milliseconds on an idle machine
@@ -56,6 +57,13 @@ class Held(CharRenderer):
 
 def body(text: str) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+
+
+def talk(*said: str, **more: Any) -> bytes:
+    """Return a request whose messages are the user's and the assistant's, in turn."""
+    sides = ("user", "assistant")
+    messages = [{"role": sides[at % 2], "content": text} for at, text in enumerate(said)]
+    return json.dumps({"model": "m", "messages": messages, **more}).encode()
 
 
 def policy(context: int, tokenizer: Any = None, **more: Any) -> Policy:
@@ -210,12 +218,87 @@ async def test_a_request_has_the_same_place_in_a_thread() -> None:
     for session in (one, other):
         wire = decode_request(body(text))
         place = await session.ahead(wire) if session is one else None
-        assert (place is None) == (session is other)
         node = await session.prepare(wire, False, place).reply()
         assert node.ids
     assert [node.ids for node in one.tree.nodes] == [node.ids for node in other.tree.nodes]
-    wire = decode_request(body(text))
-    assert await one.ahead(wire) is None  # what was seen before is not new
+    small = decode_request(talk(text, "a", "and now"))
+    place = await one.ahead(small)
+    assert place is not None and place.ids is None  # what the tree has is not encoded again, so this is left to prepare
+    assert (await one.prepare(small, False, place).reply()).parent is one.tree.nodes[-2]
+
+
+class Threads(CharRenderer):
+    """Remembers whether each prompt was encoded in the main thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main: list[bool] = []
+
+    def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        self.main.append(threading.current_thread() is threading.main_thread())
+        return super().start(messages, tools)
+
+
+async def test_what_was_refused_is_encoded_in_a_thread_again(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:
+    """It was decoded before, but is not in the tree: an agent that sent it again held up all others for a second."""
+    renderer = Threads()
+    session = await proxy.open_session("e", char_policy(QueueEngine(), renderer, max_context=100_000))
+    for _ in range(3):
+        assert (await post(http, session, "x" * 100_000))[0] == 400
+    assert renderer.main == [False] * 3
+
+
+async def test_what_is_in_the_tree_is_encoded_in_a_thread_in_another_place() -> None:
+    """Such as after another system prompt, where nothing of it is new."""
+    renderer = Threads()
+    session = Session("e", char_policy(QueueEngine("a", "b", "c"), renderer))
+    text = "fix it\n" * 10_000
+    for wire in (body(text), talk(text, "a", "go on"), talk(text, "a", "go on", system="Be brief.")):
+        request = decode_request(wire)
+        await session.prepare(request, False, await session.ahead(request)).reply()
+    assert renderer.main == [False] * 2  # the second one extends the first
+
+
+async def test_a_large_message_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    decode = messages.decoded
+    monkeypatch.setattr(messages, "decoded", lambda *given: decoded.append(given[2]) or decode(*given))
+    wire = decode_request(talk("x" * 100_000, "a", "go on"))
+    await Session("e", char_policy(QueueEngine("b"))).ahead(wire)
+    assert decoded.count("messages[0]") == 1
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ("messages", {}),
+        ("messages[0]", {"role": "assistant", "content": [{"type": "tool_use", "input": {"a": [[]] * 100_000}}]}),
+        ("messages[0]", {"role": "user", "content": [{"type": "text", "text": ""}] * 60_000}),
+        ("stop_sequences", {}),
+        ("tools", {}),
+    ],
+)
+async def test_too_many_values_are_refused_before_they_are_decoded(field: str, message: Any) -> None:
+    """While they were, for 5 s, no session of the process was answered."""
+    asked = {"role": "user", "content": "x" * 2**20}
+    request: dict[str, Any] = {"messages": [message, asked] if message else [asked]}
+    request |= {field: [[]] * 600_000} if not message else {}
+    with pytest.raises(RequestError, match=rf"{re.escape(field)}: more than \d+ values"):
+        await Session("e", char_policy(QueueEngine())).ahead(decode_request(json.dumps(request).encode()))
+
+
+@pytest.mark.parametrize("text", [",[{" * 500_000, '\\",' * 500_000, "\\" * 1_000_001 + '",' * 300_000])
+async def test_commas_in_a_text_are_no_values(text: str) -> None:
+    place = await Session("e", policy(context=10**7)).ahead(decode_request(body(text)))
+    assert place.length > len(text)
+
+
+async def test_a_request_has_at_most_so_many_messages() -> None:
+    """Each costs a little before anything is known of it: 400,000 of them, 17 MB, held up all others for 0.1 s."""
+    tiny = {"role": "user", "content": ""}
+    assert decode_request(json.dumps({"messages": [tiny] * 10_000}).encode())
+    with pytest.raises(RequestError, match="messages: at most 10000"):
+        decode_request(json.dumps({"messages": [tiny] * 10_001}).encode())
 
 
 async def test_a_session_can_have_a_lower_limit_of_its_bodies(proxy: ProxyServer, http: aiohttp.ClientSession) -> None:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.proxy.messages import Conversation, RequestError, Seen, conversation, decode_request, text_key
+from rollout.proxy.messages import Conversation, RequestError, Seen, conversation, text_key
 from rollout.proxy.replies import Reply, reply_events, reply_json
+from rollout.proxy.wire import decode_request
 
 
 def talk(messages: list[dict[str, Any]], **fields: Any) -> Conversation:

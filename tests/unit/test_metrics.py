@@ -20,8 +20,8 @@ from rl.metrics.panels import Panel
 from rl.run.progress import step_line
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
-from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
+from rollout.proxy.wire import decode_request
 from rollout.records import Record, record_of
 from tests.kit import QueueEngine, char_policy, empty_record
 from tests.unit.test_task import row

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from rl.quickstart import policy as quickstart
 from rollout.proxy import parsers
 from rollout.proxy.engine import Completion
-from rollout.proxy.messages import decode_request
 from rollout.proxy.parsers import FORMATS, Parsed, ReplyParser, make_parser
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.session import Policy, Session
+from rollout.proxy.wire import decode_request
 from rollout.reading import FormatReading
 
 TYPES = {"path": "string", "text": "string", "count": "integer", "all": "boolean", "options": "object"}

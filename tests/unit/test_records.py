@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from rl.metrics.episodes import line
-from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
+from rollout.proxy.wire import decode_request
 from rollout.records import (
     CorruptRecordError,
     NodeRecord,

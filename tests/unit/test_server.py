@@ -20,9 +20,9 @@ import pytest
 
 from rollout.proxy import server as proxy_server
 from rollout.proxy.engine import Completion, EngineError
-from rollout.proxy.messages import decode_request
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
+from rollout.proxy.wire import decode_request
 from tests.kit import QueueEngine, char_policy
 
 LONG = 60  # seconds to wait for what takes milliseconds on an idle machine

@@ -15,10 +15,11 @@ from vllm import SamplingParams
 
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion
-from rollout.proxy.messages import RequestError, decode_request
+from rollout.proxy.messages import RequestError
 from rollout.proxy.parsers import Parsed
 from rollout.proxy.session import Policy, Session, call_seed
 from rollout.proxy.tree import Node
+from rollout.proxy.wire import decode_request
 from tests.kit import END, CallParser, CharRenderer, CharTokenizer, QueueEngine, char_policy
 
 EDIT = {"name": "Edit", "description": "", "input_schema": {"type": "object"}}

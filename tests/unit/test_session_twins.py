@@ -13,10 +13,11 @@ import pytest
 
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion, EngineError
-from rollout.proxy.messages import RequestError, decode_request
+from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import reply_json
 from rollout.proxy.session import Session
 from rollout.proxy.tree import Node
+from rollout.proxy.wire import decode_request
 from tests.kit import CharTokenizer, QueueEngine, char_policy
 
 CALL = '[[Edit {"file_path": "a"}]]'

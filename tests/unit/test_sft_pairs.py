@@ -16,8 +16,8 @@ from rl.sft.other import run_dpo
 from rl.sft.pairs import pairs_of, parting, write_pairs
 from rl.tune.rows import RowsError
 from rl.tune.trainer import Passes
-from rollout.proxy.messages import decode_request
 from rollout.proxy.session import Session
+from rollout.proxy.wire import decode_request
 from rollout.records import Record, node_records, row_records
 from tests.check_kit import composed
 from tests.kit import CharTokenizer, QueueEngine, char_policy, empty_record

@@ -1,0 +1,153 @@
+"""This module decodes requests in the Anthropic Messages wire format. It does no I/O.
+
+Every request repeats the whole conversation, so most of each body has been seen before, byte for byte. Messages are
+cut out of the body without being decoded (``msgspec.Raw``); ``messages.Seen`` knows which are new. While a JSON text
+is decoded, no other session is answered, whatever thread does it. That takes long only if there are many values in it,
+so a text with too many is refused.
+
+The format is documented at https://docs.anthropic.com/en/api/messages; details follow what Claude Code 2.1 sends.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+
+class RequestError(Exception):
+    """A request cannot be answered. ``status`` (HTTP) and ``kind`` are those of Anthropic's table of errors."""
+
+    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+    def body(self) -> bytes:
+        """Return the JSON body of the error response."""
+        return msgspec.json.encode({"type": "error", "error": {"type": self.kind, "message": str(self)}})
+
+
+class WireMessage(msgspec.Struct):
+    """A WireMessage is one message of a request, decoded."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class WireTool(msgspec.Struct, omit_defaults=True):
+    """A WireTool is the definition of a tool that the client offers."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+
+
+class WireToolChoice(msgspec.Struct):
+    """A WireToolChoice says whether the reply may, must or must not call tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+
+
+# The seed is random so that nobody can write a message whose hash is that of another message.
+_SEED = secrets.randbits(64)
+
+
+def hashed(data: bytes | msgspec.Raw) -> bytes:
+    """Return a hash of bytes that nobody can guess."""
+    return xxhash.xxh3_128_digest(data, seed=_SEED)
+
+
+class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
+    """A WireRequest holds the fields of a request that are used; all other fields are accepted and ignored."""
+
+    messages: list[msgspec.Raw]
+    model: str = ""
+    max_tokens: int | float | None = None
+    system: msgspec.Raw = msgspec.Raw(b'""')
+    tools: msgspec.Raw = msgspec.Raw(b"[]")
+    stop_sequences: list[str] | None = None
+    tool_choice: WireToolChoice | None = None
+    stream: bool | None = None
+
+    @functools.cached_property
+    def digests(self) -> list[bytes]:
+        """Return a hash of the bytes of each message."""
+        return [hashed(raw) for raw in self.messages]
+
+    @property
+    def head_size(self) -> int:
+        """Return the number of bytes of system prompt and tools."""
+        return len(self.system) + len(self.tools)
+
+    @functools.cached_property
+    def head_digest(self) -> bytes:
+        """Return a hash of the bytes of system prompt and tools."""
+        return hashed(self.system) + hashed(self.tools)
+
+
+class _Lists(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    stop_sequences: msgspec.Raw = msgspec.Raw(b"")
+
+
+# A body of more bytes is decoded in a thread, and is searched for too many values.
+LARGE = 1 << 20
+# The most messages of a request. What is done for each of them, before it is known what is new, takes time.
+_MOST_MESSAGES = 10_000
+# The most values in a message, in the tools and so on (50 ms), and in all messages together, which are only cut out.
+_MOST_VALUES, _MOST_TOGETHER = 50_000, 500_000
+_lists_decoder = msgspec.json.Decoder(_Lists)
+_request_decoder = msgspec.json.Decoder(WireRequest)
+MESSAGE = msgspec.json.Decoder(WireMessage)
+SYSTEM = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
+TOOLS = msgspec.json.Decoder(list[WireTool] | None)
+
+
+def decode_request(body: bytes) -> WireRequest:
+    """Decode a request's body, except for its messages, system prompt and tools, which ``conversation`` decodes.
+
+    Both functions raise RequestError, which names the field that is wrong.
+    """
+    if len(body) > LARGE:
+        lists = decoded(_lists_decoder, body, "", most=len(body))
+        _check_values(lists.messages, "messages", _MOST_TOGETHER)
+        _check_values(lists.stop_sequences, "stop_sequences", _MOST_VALUES)
+    request = decoded(_request_decoder, body, "", most=len(body))
+    if not request.messages:
+        raise RequestError("messages: at least one message is required")
+    if len(request.messages) > _MOST_MESSAGES:
+        raise RequestError(f"messages: at most {_MOST_MESSAGES} messages are possible")
+    if isinstance(request.max_tokens, float) and not request.max_tokens.is_integer():
+        raise RequestError("max_tokens: a whole number is required")
+    return request
+
+
+def _check_values(data: bytes | msgspec.Raw, field: str, most: int) -> None:
+    """Raise RequestError if a JSON text has more than ``most`` values. No step of this takes long."""
+    if len(data) <= most:
+        return
+    text = bytes(data)
+    if _values(text) > most:  # or there are many commas in its strings
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if text.count(b'"') > 4 * most or _values(b"".join(text.split(b'"')[::2])) > most:
+            raise RequestError(f"{field}: more than {most} values")
+
+
+def _values(text: bytes) -> int:
+    return sum(map(text.count, (b",", b"[", b"{")))
+
+
+def decoded(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw, field: str, most: int = _MOST_VALUES) -> Any:
+    """Decode JSON. Raises RequestError, which names ``field``, also if there are more than ``most`` values."""
+    _check_values(data, field, most)
+    try:
+        return decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = str(error) or "the body is nested too deeply"
+        if field and "`$" not in text:  # the field as a whole is wrong
+            text += f" - at `{field}`"
+        raise RequestError(text.replace("`$", f"`{field}").replace("`.", "`")) from error

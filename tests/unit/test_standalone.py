@@ -1,0 +1,62 @@
+"""Tests of what the stand-alone program says of a model that is not what it should be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollout.proxy.standalone import Options, StandAlone, load_policy
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "none such"}'])
+def test_a_broken_model_is_said_in_words_of_our_own(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"^its config.json is missing or cannot be read \(\w+\)$"):
+        load_policy(Options("", str(tmp_path), "hermes"))
+
+
+def test_a_model_with_a_broken_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^its tokenizer is missing or cannot be read \(\w+\)$"):
+        load_policy(Options("", str(tmp_path), "hermes"))
+
+
+def test_a_name_that_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="no model of this name could be loaded from the hub"):
+        load_policy(Options("", "nobody/no-such-model", "hermes"))
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "warned"),
+    [
+        ("m", {"id": "m"}, ""),
+        ("/models/m/", {"id": "policy", "root": "/models/m"}, ""),
+        (
+            "/models/m",
+            {"id": "policy", "root": "/models/other"},
+            "serves policy (/models/other) and not --model /models/m",
+        ),
+        ("m", {"id": "other"}, "serves other and not --model m"),
+    ],
+)
+async def test_an_engine_that_serves_another_model_is_named(
+    model: str, served: dict[str, str], warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"max_model_len": 100, **served}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    async with TestServer(app) as engine:
+        proxy = StandAlone(Options(str(engine.make_url("")).rstrip("/"), model, "hermes"))
+        await proxy.start()
+        with caplog.at_level(logging.WARNING):
+            assert await proxy._ask_engine() == ""
+        await proxy.stop()
+    assert (warned in caplog.text) if warned else not caplog.text

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from rewards.grade import grade
 from rewards.rules import Rules
 from rewards.verdict import Outcome, Reason
 from rollout.sandbox import Sandbox
+from rollout.sandbox.docker.engine import get_engine
 from tests.boxes.attack_kit import (
     FIX,
     GRADED,
@@ -37,7 +39,7 @@ from tests.boxes.attack_kit import (
     make_task,
     outcome,
 )
-from tests.boxes.kinds import TIGHT, BoxKit
+from tests.boxes.kinds import TIGHT, BoxKit, kinds
 from tests.sandboxes import alive, begun
 
 END = "+ : '>>>>> End Test Output'\\n>>>>> Test Exit Code: 0\\n"
@@ -346,4 +348,25 @@ async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(
     verdict = await grading
     assert (verdict.outcome, verdict.reward) == (Outcome.INFRA_FAILURE, None), verdict
     assert verdict.reason is not None and verdict.reason.is_infra and verdict.detail
+    assert not alive(nap)
+
+
+@kinds("docker")
+async def test_a_container_that_is_paused_while_it_grades_is_no_policy_failure(
+    kind: BoxKit, tmp_path: Path, nap: str
+) -> None:
+    task = make_task(tmp_path)
+    patch = await attacked(kind, task, Attack({"pkg/mod.py": f"import os\nos.system('sleep {nap}')\n" + FIX}))
+    boxes: list[Any] = []
+
+    async def boot() -> Sandbox:
+        boxes.append(await kind.boot(task.snapshot, limits=TIGHT))
+        return boxes[-1]
+
+    grading = asyncio.create_task(grade(task, patch, boot, timeout_s=20, rules=RULES))
+    await begun(nap, grading)
+    await asyncio.to_thread(get_engine().client.pause, boxes[0].container)
+    verdict = await grading
+    assert (verdict.reason, verdict.reward) == (Reason.BOX_KILLED, None), verdict
+    assert "is paused" in verdict.detail
     assert not alive(nap)

@@ -182,9 +182,10 @@ def test_a_request_is_cut_the_same_whatever_was_seen_before(requests: list[tuple
     for place, kept, more in requests:
         messages = [*bodies[place % len(bodies)][:kept], *more, user("c")]
         bodies.append(messages)
-        body = json.dumps({"messages": messages}).encode()
-        known, fresh = (conversation(decode_request(body), seen=s) for s in (seen, None))
-        assert seen.new_bytes(decode_request(body)) == 0
+        request = decode_request(json.dumps({"messages": messages}).encode())
+        known, fresh = (conversation(request, seen=s) for s in (seen, None))
+        seen.entered(request)
+        assert seen.new_bytes(request) == len(request.messages[-1])
         assert len(known.spans) == len(fresh.spans)
         for one, other in zip(known.spans, fresh.spans, strict=True):
             assert (one.identity, one.exact, one.chat) == (other.identity, other.exact, other.chat)

@@ -23,6 +23,8 @@ from tests import browser_kit, view_demo, view_kit  # noqa: E402
 _WIDTH = 1200
 _EPISODE = f"run=0&id=train-{view_demo.STEPS}-{view_demo.TASK}-0"
 _TURN = "document.querySelector('.turn')"
+# Tokens are loaded when they come into view.
+_ALL_TOKENS = "[...document.querySelectorAll('.strip')].every((one) => one.querySelector('.t'))"
 # The page, and what must hold before the picture is taken.
 PAGES = {
     "run": ("/run?run=0", "document.querySelectorAll('.chart canvas').length >= 4"),
@@ -53,6 +55,7 @@ async def pictures(out: Path) -> None:
                 await page.until(ready)
                 await page.size(_WIDTH, await page.js("document.documentElement.scrollHeight"))
                 await page.until(ready)
+                await page.until(_ALL_TOKENS)
                 place = out / f"view-{title}.png"
                 await page.picture(place)
                 shrink(place)

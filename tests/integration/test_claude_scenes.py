@@ -8,6 +8,7 @@ that the requests must have had: they show that the scene took place.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zlib
 from collections.abc import Sequence
@@ -103,7 +104,22 @@ NUMBERS = json.dumps({"mcpServers": {"numbers": {"command": sys.executable, "arg
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
 ONE_SUB = in_turn(agent("one", run_in_background=False), "Done.")
 
+
+def resuming(prompt: str) -> str:
+    """Start a sub-agent, and when it has ended, tell it to go on."""
+    if "MAIN" not in prompt:
+        return in_turn(bash("echo sub"), "It is there.", "It still is.")(prompt)
+    if not answers(prompt):
+        return agent("one", run_in_background=False)
+    if answers(prompt) == 1 and (known := re.search(r"agentId: (\w+)", prompt)):
+        return call("SendMessage", to=known[1], summary="look again", message="SUB again: look again")
+    return "Done."
+
+
 SCENES: dict[str, Scene] = {
+    "a sub-agent that is resumed": Scene(
+        resuming, 2, ["SUB again", "It still is."], plays=[settings(env={"ENABLE_TOOL_SEARCH": "false"})]
+    ),
     "two equal sub-agents at once": Scene(
         with_subs(in_turn(2 * agent("one", run_in_background=False), "Done."), in_turn(bash("echo 1"), "Same.")),
         None,  # they share replies, or not: one may be told before the other asks

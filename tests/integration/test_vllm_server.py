@@ -156,6 +156,10 @@ async def test_a_real_prompt_is_that_of_the_chat_endpoint_and_of_the_template(vl
         async with aiohttp.ClientSession() as http, http.post(f"{vllm.url}/tokenize", json=body) as response:
             assert response.status == 200, await response.text()
             assert (await response.json())["tokens"] == ids
+        body = {"model": "policy", "messages": wire, "tools": tools, "max_tokens": 1, "return_token_ids": True}
+        async with aiohttp.ClientSession() as http, http.post(f"{vllm.url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            assert (await response.json())["prompt_token_ids"] == ids
     assert 10_000 < lengths[0] < lengths[1]
 
 

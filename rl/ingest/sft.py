@@ -87,7 +87,7 @@ def chat_of(state: State) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 class _Taught(msgspec.Struct):
-    """A line of distill.jsonl, or a TRL data set's: a conversation that ends with the reply that is trained."""
+    """This is a line of distill.jsonl or of a TRL data set: a conversation that ends with the reply that is trained."""
 
     messages: list[Chat]
     tools: list[Chat] = []

@@ -178,7 +178,7 @@ class Conversation:
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """An earlier request: the hashes of its messages, and what they were cut into (``Spans``)."""
+    """This is an earlier request: the hashes of its messages, and what they were cut into (``Spans``)."""
 
     digests: list[bytes]
     starts: list[int]

@@ -114,3 +114,25 @@ async def test_process_1_cannot_be_traced(kind: BoxKit) -> None:
         assert (await box.exec(["true"], env={}, timeout_s=60)).returncode == 0
     finally:
         await box.close()
+
+
+# Calls by which programs of one user could hold each other up.
+REACHING = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+print("namespace", libc.unshare(0x10000000))
+others = [pid for pid in range(1, 300) if libc.syscall(434, pid, 0) >= 0 and not os.path.exists(f"/proc/{pid}")]
+print("processes", len(others))
+"""
+
+
+@kinds("bwrap", "docker", "podman")
+async def test_a_box_makes_no_user_namespaces_and_holds_no_process_of_others(kind: BoxKit) -> None:
+    """User namespaces are counted per user, so a box that could make some might use up those of the trainer."""
+    box = await kind.boot(limits=TIGHT)
+    try:
+        done = await box.exec(["python3", "-c", REACHING], env={}, timeout_s=60)
+        assert done.stdout.split() == [b"namespace", b"-1", b"processes", b"0"], done
+    finally:
+        await box.close()

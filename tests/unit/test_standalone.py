@@ -1,4 +1,4 @@
-"""Tests of what the stand-alone program says of a model that is not what it should be."""
+"""The stand-alone program says in plain words what is wrong with a model that is not what it should be."""
 
 from __future__ import annotations
 

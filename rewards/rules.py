@@ -24,59 +24,18 @@ SHADOWS = "shadows_python"
 
 # A new module in one of the directories from which tests are imported, and the names that would be found there first.
 _MODULE = re.compile(r"(?:src/)?([^/.]+)(?:(?:\.[^/]*)?\.(?:py|so|pyd)|/__init__\.py)")
-_TAKEN = sys.stdlib_module_names | {  # and what pytest imports, in any of its versions, and what that imports
-    *(
-        "pytest",
-        "_pytest",
-        "py",
-        "pluggy",
-        "iniconfig",
-        "packaging",
-        "exceptiongroup",
-        "tomli",
-        "toml",
-        "attr",
-        "attrs",
-    ),
-    *(
-        "pygments",
-        "colorama",
-        "typing_extensions",
-        "importlib_metadata",
-        "zipp",
-        "atomicwrites",
-        "more_itertools",
-        "six",
-    ),
-    *("wcwidth", "pathlib2", "funcsigs", "xdist", "execnet", "nose"),
-}
+# What pytest imports, in any of its versions, and what that imports, is taken, too.
+_TAKEN = sys.stdlib_module_names | {
+    "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "exceptiongroup", "tomli", "toml", "attr", "attrs",
+    "pygments", "colorama", "typing_extensions", "importlib_metadata", "zipp", "atomicwrites", "more_itertools", "six",
+    "wcwidth", "pathlib2", "funcsigs", "xdist", "execnet", "nose",
+}  # fmt: skip
 # Modules of earlier and later Pythons: an image may have such a one. The names are also those of honest modules.
 _TAKEN_ELSEWHERE = {
-    *(
-        "parser",
-        "symbol",
-        "formatter",
-        "binhex",
-        "macpath",
-        "dummy_threading",
-        "_dummy_thread",
-        "_bootlocale",
-        "distutils",
-    ),
-    *(
-        "imp",
-        "asyncore",
-        "asynchat",
-        "smtpd",
-        "annotationlib",
-        "compression",
-        "profiling",
-        "_colorize",
-        "_pyrepl",
-        "_pylong",
-    ),
-    *("_opcode_metadata", "_sysconfig", "_py_warnings"),
-}
+    "parser", "symbol", "formatter", "binhex", "macpath", "dummy_threading", "_dummy_thread", "_bootlocale",
+    "distutils", "imp", "asyncore", "asynchat", "smtpd", "annotationlib", "compression", "profiling", "_colorize",
+    "_pyrepl", "_pylong", "_opcode_metadata", "_sysconfig", "_py_warnings",
+}  # fmt: skip
 
 # A file in a patch that cannot be read to its end.
 _NAMED = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)

@@ -29,7 +29,7 @@ def documented() -> list[Documented]:
 
 
 def check(logged: set[str]) -> None:
-    """That the document names every metric that a run with held-out episodes logged, and none that such a run lacks."""
+    """Assert that the document names every metric that such a run (with held-out episodes) logged, and no other."""
     rows = {row.name: row for row in documented()}
     used = {name: best(name, list(rows)) for name in logged}
     of_episodes = {name: f"episode/{name.removeprefix('val/')}" for name, by in used.items() if by == "val/<mean>"}

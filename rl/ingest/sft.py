@@ -95,7 +95,7 @@ class _Taught(msgspec.Struct):
 
 
 class _Pair(msgspec.Struct):
-    """A line of pairs.jsonl: two replies to the same conversation."""
+    """This is a line of pairs.jsonl: two replies to the same conversation."""
 
     prompt: list[Chat]
     chosen: list[Chat]

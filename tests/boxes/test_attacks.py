@@ -20,7 +20,7 @@ from rewards import patch as patches
 from rewards import rules
 from rewards.grade import grade
 from rewards.rules import Rules
-from rewards.verdict import Outcome, Reason
+from rewards.verdict import Outcome, Reason, Verdict
 from rollout.sandbox import Sandbox
 from rollout.sandbox.docker.engine import get_engine
 from tests.boxes.attack_kit import (
@@ -330,10 +330,8 @@ def f():
 # --- faults
 
 
-@GRADED
-async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(
-    kind: BoxKit, tmp_path: Path, nap: str
-) -> None:
+async def under_way(kind: BoxKit, tmp_path: Path, nap: str, timeout_s: float) -> tuple[asyncio.Task[Verdict], Any]:
+    """Begin to grade code that sleeps; return the grading and its box as soon as it does."""
     task = make_task(tmp_path)
     patch = await attacked(kind, task, Attack({"pkg/mod.py": f"import os\nos.system('sleep {nap}')\n" + FIX}))
     boxes: list[Sandbox] = []
@@ -342,9 +340,17 @@ async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(
         boxes.append(await kind.boot(task.snapshot, limits=TIGHT))
         return boxes[-1]
 
-    grading = asyncio.create_task(grade(task, patch, boot, timeout_s=240, rules=RULES))
+    grading = asyncio.create_task(grade(task, patch, boot, timeout_s=timeout_s, rules=RULES))
     await begun(nap, grading)
-    await kind.kill(boxes[0])
+    return grading, boxes[0]
+
+
+@GRADED
+async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(
+    kind: BoxKit, tmp_path: Path, nap: str
+) -> None:
+    grading, box = await under_way(kind, tmp_path, nap, timeout_s=240)
+    await kind.kill(box)
     verdict = await grading
     assert (verdict.outcome, verdict.reward) == (Outcome.INFRA_FAILURE, None), verdict
     assert verdict.reason is not None and verdict.reason.is_infra and verdict.detail
@@ -355,17 +361,8 @@ async def test_a_box_that_is_killed_while_it_grades_is_no_policy_failure(
 async def test_a_container_that_is_paused_while_it_grades_is_no_policy_failure(
     kind: BoxKit, tmp_path: Path, nap: str
 ) -> None:
-    task = make_task(tmp_path)
-    patch = await attacked(kind, task, Attack({"pkg/mod.py": f"import os\nos.system('sleep {nap}')\n" + FIX}))
-    boxes: list[Any] = []
-
-    async def boot() -> Sandbox:
-        boxes.append(await kind.boot(task.snapshot, limits=TIGHT))
-        return boxes[-1]
-
-    grading = asyncio.create_task(grade(task, patch, boot, timeout_s=20, rules=RULES))
-    await begun(nap, grading)
-    await asyncio.to_thread(get_engine().client.pause, boxes[0].container)
+    grading, box = await under_way(kind, tmp_path, nap, timeout_s=20)
+    await asyncio.to_thread(get_engine().client.pause, box.container)
     verdict = await grading
     assert (verdict.reason, verdict.reward) == (Reason.BOX_KILLED, None), verdict
     assert "is paused" in verdict.detail

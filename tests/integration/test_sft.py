@@ -45,7 +45,7 @@ def test_fewer_rows_than_a_batch_are_one_batch(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
-    """From a session file of another program to a policy: states, rows by the policy's tokenizer, verl's trainer."""
+    """A session file of another program becomes states, rows by the policy's tokenizer, and a trained policy."""
     policy, states, rows = tmp_path / "policy", tmp_path / "s.jsonl", tmp_path / "given.parquet"
     make_policy(policy, seed=1)
     write_session(tmp_path / "a.jsonl", turns=4, text="Some text. " * 5)

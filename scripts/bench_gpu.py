@@ -146,6 +146,7 @@ def prepared(base: list[str], keys: list[str], work: Path) -> tuple[DictConfig, 
         if not (work / "tasks" / "heldout.parquet").exists():  # the file that is made last
             make_tasks(work / "tasks", config.seed)
         keys += [f"data.train_files={work}/tasks/train.parquet", f"data.val_files={work}/tasks/heldout.parquet"]
+        keys.append("allow_overlap=[repo,diff,statement]")
     return compose(keys), keys
 
 

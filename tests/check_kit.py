@@ -61,6 +61,7 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
             "run": {"dir": None, "root": str(tmp_path / "outputs"), "grace_s": 60, "save_minutes": None},
             "cluster": {"start_timeout_s": 60},
             "prepare": None,
+            "allow_overlap": ["repo", "diff", "statement"],
             "episode": {"infra_retries": 2, "mask_overlong": False, "weigh_by_episode": True},
             "curriculum": OmegaConf.load(REPOSITORY / "configs/train.yaml").curriculum,
             "agent": OmegaConf.merge(

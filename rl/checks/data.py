@@ -1,6 +1,7 @@
 """This module checks the task files: each row is a task that can be run and graded."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from rewards.task import Task, TaskError, load_tasks
 from rl.boxes import is_snapshot, kind_of
 from rl.config import ConfigError, check_all
+from rl.make.overlap import KINDS, Found, overlaps
 
 
 def check_tasks(config: DictConfig) -> list[Task]:
@@ -37,6 +39,7 @@ def check_files(config: DictConfig) -> list[Task]:
                 f"{instance_id} is a training task ({train[instance_id][0]}) and a held-out one ({key}); "
                 "take it out of one of the files"
             )
+    _check_overlap(config, [task for _, task in train.values()], [task for _, task in held_out.values()])
     size = config.data.train_batch_size
     if len(train) < size:
         raise ConfigError(
@@ -44,6 +47,31 @@ def check_files(config: DictConfig) -> list[Task]:
             "a step needs that many different ones"
         )
     return [task for _, task in (*train.values(), *held_out.values())]
+
+
+def _check_overlap(config: DictConfig, train: Sequence[Task], held_out: Sequence[Task]) -> None:
+    """Raise ConfigError if training tasks have more in common with held-out ones than `allow_overlap` names."""
+    allowed = set(config.allow_overlap)
+    if unknown := allowed - set(KINDS):
+        raise ConfigError(f"allow_overlap={sorted(unknown)}: it may have {', '.join(KINDS)}")
+    found = overlaps([vars(task) for task in train], [vars(task) for task in held_out])
+    refused = [one for one in found if one.kind not in allowed]
+    if not refused:
+        return
+    counts = Counter(one.kind for one in refused)
+    raise ConfigError(
+        f"{len({one.instance_id for one in refused})} of {len(train)} training tasks have something in common with "
+        f"held-out ones or SWE-bench Verified ({', '.join(f'{n} {kind}' for kind, n in counts.items())}; "
+        f"{_in_words(refused[0])}); list them with python -m rl.data.overlap and take them out, "
+        f"or set allow_overlap=[{','.join(sorted(allowed | set(counts)))}]"
+    )
+
+
+def _in_words(found: Found) -> str:
+    if found.kind == "verified":
+        return f"{found.instance_id} is of {found.other}, one of its repositories"
+    what = "the repository of" if found.kind == "repo" else f"{found.share:.0%} of its {found.kind} in common with"
+    return f"{found.instance_id} has {what} {found.other}"
 
 
 def check_task_files(config: DictConfig, key: str) -> list[Task]:

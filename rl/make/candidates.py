@@ -149,7 +149,13 @@ def _combined(kept: Sequence[Kept], size: int, seed: str, most: int) -> Iterator
     many = rng.sample(range(len(parts)), len(parts))
     sets = list(itertools.islice(itertools.combinations(many, size), 20_000))
     rng.shuffle(sets)
-    sets.sort(key=lambda numbers: -len({parts[number][0].edit[0].path for number in numbers}))
+
+    def wanted(numbers: Sequence[int]) -> tuple[int, int]:
+        """Return the sort key of a set: many files, then few broken tests; together, edits often break more."""
+        broken = {test for number in numbers for test in parts[number][1]}
+        return -len({parts[number][0].edit[0].path for number in numbers}), len(broken)
+
+    sets.sort(key=wanted)
     used = Counter[int]()
     for numbers in sets:
         if any(used[number] >= size for number in numbers):  # no edit is in too many tasks

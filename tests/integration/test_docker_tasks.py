@@ -137,6 +137,7 @@ async def test_each_node_of_a_job_prepares_its_images(tasks: list[Task], tmp_pat
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={train}",
         f"data.val_files={held_out}",
+        "allow_overlap=[repo,diff,statement]",
         "data.train_batch_size=1",
         f"cluster.stage_dir={tmp_path / 'local'}",
     ]

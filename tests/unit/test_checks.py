@@ -320,6 +320,19 @@ def test_missing_task_files(config, key, value):
     refused(config, key, **{key: value})
 
 
+def test_tasks_that_are_like_held_out_ones(config):
+    refused(
+        config, "8 of 8 training tasks", "8 repo, 8 statement", "train-0", "val-0", "rl.data.overlap", allow_overlap=[]
+    )
+    refused(config, "8 statement", "100% of its statement", "[repo,statement]", allow_overlap=["repo"])
+    refused(config, "allow_overlap=['files']", "verified, repo, diff, statement", allow_overlap=["files", "repo"])
+
+
+def test_tasks_of_benchmark_repositories(config, tmp_path):
+    write(tmp_path / "train.parquet", [row(f"train-{i}", repo="fork/sympy") for i in range(8)])
+    refused(config, "8 verified", "fork/sympy", allow_overlap=["repo", "diff", "statement"])
+
+
 def test_file_that_is_not_parquet(config, tmp_path):
     (tmp_path / "train.parquet").write_text("no")
     refused(config, "data.train_files", "train.parquet", "parquet")

@@ -122,7 +122,18 @@ def test_the_config_is_shown_with_our_groups_first(capsys: pytest.CaptureFixture
         read_command("rl.train", "", ["--cfg", "job", "+experiment=quickstart", "run.grace_s=7"])
     assert not ended.value.code
     shown = yaml.safe_load(capsys.readouterr().out)
-    groups = {"agent", "cluster", "curriculum", "episode", "grading", "model_engine", "plan", "policy", "prepare"}
+    groups = {
+        "agent",
+        "allow_overlap",
+        "cluster",
+        "curriculum",
+        "episode",
+        "grading",
+        "model_engine",
+        "plan",
+        "policy",
+        "prepare",
+    }
     groups |= {"proxy", "quickstart", "run", "sandbox", "seed", "sft", "store"}
     assert {*[*shown][: len(groups)]} == groups and "actor_rollout_ref" in shown
     assert shown["run"]["grace_s"] == 7

@@ -36,7 +36,8 @@ def inputs(tmp_path: Path) -> list[str]:
         rows = [snapshot_row(f"{split}-{i}") for i in range(count)]
         files[split] = tmp_path / f"{split}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), files[split])
-    return [f"data.train_files={files['train']}", f"data.val_files={files['heldout']}"]
+    alike = "allow_overlap=[repo,diff,statement]"
+    return [f"data.train_files={files['train']}", f"data.val_files={files['heldout']}", alike]
 
 
 @pytest.mark.parametrize("name", FULL)

@@ -190,3 +190,6 @@ def test_combinations_break_few_tests_as_far_as_is_known() -> None:
         together = [len({test for path in paths for test in broken[path]}) for paths in found]
         assert {len(paths) for paths in found} == {2, 3} and max(together) <= most
         assert (max(together) > 20) == many
+        for size in (2, 3):  # together they may break more, so those come first that break least
+            first = [number for number, paths in zip(together, found, strict=True) if len(paths) == size]
+            assert first == sorted(first)

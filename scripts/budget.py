@@ -22,13 +22,13 @@ WINGS = {
     # 145 are the curriculum: which tasks a step plays, by measured rates, the same after a resume.
     # The player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far it is.
     "rl": 2805,
-    "rl/checks": 710,
+    "rl/checks": 725,
     "rl/cluster": 1245,  # 15: starts without progress end a job that never trains
     "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
     "rl/cpu": 250,
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
     # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
-    "rl/data": 1990,
+    "rl/data": 2075,
     "rl/evaluate": 780,
     "rl/ingest": 1980,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
@@ -71,7 +71,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 32_500
+EVERYTHING = 32_600
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

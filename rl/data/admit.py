@@ -38,6 +38,7 @@ from rewards.task import Task, TaskError, load_tasks
 from rewards.verdict import Reason
 from rl.batch import Journal, JournalError, Losses, LostError, Progress, estimate, read_journal, run_all
 from rl.data import findings as report
+from rl.data.card import write_card
 from rl.data.findings import Finding, Status
 from rl.data.rates import write_rows
 from rl.screen import Screen, this_command
@@ -234,6 +235,8 @@ def admit(
     admitted = {one.instance_id for one in found if one.status is Status.PASS}
     if admitted:
         write_rows(source, out, tasks, admitted, {})
+        counts = Counter(one.status.value for one in found)
+        write_card(out, "admitted", source, tries=plan.tries, tasks=counts)
     else:  # an older file would be taken for this run's
         out.unlink(missing_ok=True)
     return found

@@ -24,6 +24,7 @@ import pyarrow
 import pyarrow.parquet
 
 from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
+from rl.data.card import write_card
 from rl.data.fields import Refused, Row, Why, label
 from rl.data.filters import Selection, split
 from rl.data.patches import PatchError
@@ -124,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for path, part in files.items():
         write_tasks(path, part)
+        did = "converted" if path == args.out else "held out"
+        write_card(path, did, set=args.set, source_of_rows=source, refused=Counter(one.why for one in refused))
     report = args.out.with_name(f"{args.out.stem}.convert.json")
     summary = {
         "set": args.set,

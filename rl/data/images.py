@@ -25,6 +25,7 @@ from pathlib import Path
 from docker.errors import DockerException
 
 from rewards.task import Task, TaskError, load_tasks
+from rl.data.card import write_card
 from rl.data.rates import write_rows
 from rl.make import sources
 from rl.make.environment import VENV
@@ -186,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             built += new
             names.append(name)
         write_rows(args.tasks, args.out, tasks, {tasks[number].instance_id for number in numbers}, {"image": names})
+        write_card(args.out, "built images", args.tasks, base=args.base)
     except (MakeError, TaskError) as error:
         screen.clear()
         print(f"error: {error}", file=sys.stderr)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from rl.batch import Journal, JournalError
+from rl.data.card import beside, write_card
 from rl.data.convert import write_tasks
 from rl.data.filters import split
 from rl.make import card as cards
@@ -35,7 +35,7 @@ from rl.make.statement import LEVELS
 from rl.make.trials import at_level
 from rl.make.work import Maker, Order
 from rl.screen import Screen, this_command
-from rollout import files, program
+from rollout import program
 from rollout.sandbox import SandboxError
 
 _MORE = ("maker", "licence", "shown", *(f"statement_{level}" for level in LEVELS))
@@ -74,7 +74,10 @@ def make(args: argparse.Namespace, order: Order, screen: Screen) -> int:
             write_tasks(path, part, _MORE)
         else:  # an older file would be taken for this command's
             path.unlink(missing_ok=True)
-    _write_card(args, order, made, refused)
+    told = _told(args, order, made, refused)
+    for path, part in kept.items():
+        if part:
+            write_card(path, "made" if path == out else "held out", text=cards.to_markdown(told), **told)
     return len(rows)
 
 
@@ -106,13 +109,13 @@ def _of_package(
     return prepared, maker
 
 
-def _write_card(
+def _told(
     args: argparse.Namespace, order: Order, made: Sequence[tuple[Prepared, Maker]], refused: Sequence[str]
-) -> None:
+) -> dict[str, Any]:
+    """Return what cards tell of this command."""
     tasks = sum(len(maker.rows) for _, maker in made)
     seconds = sum(maker.seconds for _, maker in made) / order.jobs
     card: dict[str, Any] = {
-        "command": this_command(),
         "seed": order.seed,
         "level": args.level,
         "limit": order.limit,
@@ -123,12 +126,7 @@ def _write_card(
         "packages": [cards.of_package(prepared, maker.records, maker.rows) for prepared, maker in made],
     }
     card["summary"] = cards.summary(card)
-    files.write(_beside(args.out, "card.json"), json.dumps(card, indent=1) + "\n")
-    files.write(_beside(args.out, "card.md"), cards.to_markdown(card))
-
-
-def _beside(out: Path, name: str) -> Path:
-    return out.with_name(f"{out.stem}.{name}")
+    return card
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     screen.clear()
     admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
     screen.next(
-        ("what was made", f"less {_beside(args.out, 'card.md')}"),
+        ("what was made", f"less {beside(args.out, 'card.md')}"),
         ("admit", f"{sys.orig_argv[0]} -m rl.data.admit {args.out} --out {admitted}"),
     )
     return 0 if tasks else 1

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rewards.task import load_tasks
 from rl.config import ConfigError
+from rl.data.card import write_card
 from rl.data.rates import Rate, write_rated
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
@@ -60,6 +61,7 @@ def _write(source: Path, out: Path, directory: Path, screen: Screen) -> None:
     tasks = load_tasks(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_rated(source, out, tasks, rates)
+    write_card(out, "rated", source, episodes=sum(one.episodes for one in rates.values()), evaluation=directory.name)
     some = sum(0 < one.resolved < one.episodes for one in rates.values())
     screen.say(f"{out}: {len(rates)} of {len(tasks)} tasks have a rate; {some} were resolved sometimes, not always")
 

@@ -33,7 +33,8 @@ from typing import Any
 
 import msgspec
 
-from rewards.task import TaskError, load_tasks
+from rewards.task import Task, TaskError, load_tasks
+from rl.data.card import write_card
 from rl.data.choice import ALIKE, PATTERNS, Chosen, Rules, SelectError, choose
 from rl.data.rates import write_rated
 from rl.screen import Screen
@@ -170,13 +171,18 @@ def _select(args: argparse.Namespace, rules: Rules, screen: Screen) -> int:
         with files.making(args.out, args.overwrite) as new:
             write(chosen, told, new)
             if tasks and not args.tasks_out:
-                write_rated(args.tasks, new / "tasks.parquet", tasks, chosen.rates)
+                _write_tasks(args.tasks, new / "tasks.parquet", tasks, chosen)
         commands += [(what, f"{sys.orig_argv[0]} -m rollout.{what} {args.out}") for what in ("records", "audit")]
     if args.tasks_out:
         args.tasks_out.parent.mkdir(parents=True, exist_ok=True)
-        write_rated(args.tasks, args.tasks_out, tasks, chosen.rates)
+        _write_tasks(args.tasks, args.tasks_out, tasks, chosen)
     screen.next(*commands)
     return 0
+
+
+def _write_tasks(source: Path, out: Path, tasks: Sequence[Task], chosen: Chosen) -> None:
+    write_rated(source, out, tasks, chosen.rates)
+    write_card(out, "chosen by rate", source, runs=sorted({str(path.parent) for path in chosen.read}))
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:

@@ -59,11 +59,10 @@ def summary(card: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def to_markdown(card: Mapping[str, Any]) -> str:
-    """Return a card as a document for people."""
+def to_markdown(card: Mapping[str, Any]) -> list[str]:
+    """Return a card as lines of a document for people."""
     total = card["summary"]
-    lines = [f"# {total['tasks']} tasks", "", f"    {card['command']}", ""]
-    lines += [
+    lines = [
         f"Seed {card['seed']}, Python {card['python']}, level of help {card['level']}. "
         f"{card['minutes_per_100_tasks'] or '?'} minutes per 100 tasks with {card['jobs']} boxes at a time "
         f"(all sessions of the command together). Of the edits that broke a few tests, "
@@ -86,4 +85,4 @@ def to_markdown(card: Mapping[str, Any]) -> str:
     if card["refused"]:
         lines += ["", "Packages that no task was made of:", ""]
         lines += [f"- {one}" for one in card["refused"]]
-    return "\n".join(lines) + "\n"
+    return lines

@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow.parquet
 
 from rewards.task import load_tasks
+from rl.data.card import write_card
 from rl.data.rates import write_rows
 from rl.ingest.asking import Budget, Survey, answers_of, ask_all, identify, opened
 from rl.ingest.endpoints import Endpoint
@@ -106,6 +107,7 @@ def restate(source: Path, out: Path, level: int, teacher: Endpoint, most: float 
         by.append("" if why else teacher.model)
     everything = {task.instance_id for task in tasks}
     write_rows(source, out, tasks, everything, {"problem_statement": statements, "stated_by": by})
+    write_card(out, "restated", source, stated_by=Counter(by))
     for what, count in counts.most_common():
         screen.print(f"{count:>7,}  {what}")
     screen.print(f"cost: ${budget.spent:.4f}")

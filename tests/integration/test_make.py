@@ -157,9 +157,10 @@ def test_tasks_are_made_of_a_package_and_all_are_admitted(tmp_path: Path, monkey
     assert any(row["maker"].startswith("combine") for row in rows)
     assert any(row["shown"] != "0" for row in rows)
     card = json.loads((out.parent / "tasks.card.json").read_text())
-    assert card["summary"]["tasks"] == 6
-    assert card["packages"][0]["licence"] == "MIT"
-    assert card["packages"][0]["flaky"] == ["tests/test_shop.py::test_flaky"]
+    assert card["tasks"] == 6 and card["licences"] == {"MIT": 6} and card["boxes"] == {"snapshots": 6}
+    (made,) = card["steps"]
+    assert made["did"] == "made" and made["summary"]["tasks"] == 6
+    assert made["packages"][0]["flaky"] == ["tests/test_shop.py::test_flaky"]
     report = admitted(out, tries=1)
     assert report["counts"]["pass"] == 6
 

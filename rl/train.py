@@ -278,8 +278,8 @@ def main() -> None:
         run = open_run(config)
         if "RL_RUN_LEASE" not in os.environ:  # else rl.cluster has noted it
             # A job of the user's own may have other runs: starts in which this one did not come up are not its own.
-            start = starts.following(run.dir, slurm.job()) if slurm.is_requeued() else 0
-            starts.note(run, slurm.job(), start, Path(config.run.root) / "prepared")
+            number = starts.following(run.dir, slurm.job()) if slurm.is_requeued() else 0
+            starts.note(run, slurm.job(), number, Path(config.run.root) / "prepared")
     except ConfigError as error:
         error.tell()
         sys.exit(2)

@@ -39,13 +39,15 @@ class Ray:
     nodes: dict[str, subprocess.Popen[bytes]]
 
     def add(self, name: str, *how: str) -> None:
-        """Start a node as its admin does, from another directory than ours. Its CPUs are those of the machine."""
+        """Start a node as its admin does, from another directory than ours."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-name={name}", *how]
-        out = open(self.directory / f"{name}.log", "wb")
-        self.nodes[name] = subprocess.Popen(
-            [*command, "--object-store-memory=200000000", f"--dashboard-agent-listen-port={free_port()}"],
-            cwd=self.directory, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-        )  # fmt: skip
+        # CPUs are what Ray counts, not real ones: each actor of a run asks for one.
+        command += ["--num-cpus=32", "--object-store-memory=200000000", "--min-worker-port=0", "--max-worker-port=0"]
+        with open(self.directory / f"{name}.log", "wb") as out:
+            self.nodes[name] = subprocess.Popen(
+                [*command, f"--dashboard-agent-listen-port={free_port()}"],
+                cwd=self.directory, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
 
     def ask(self) -> dict[str, dict[str, float]]:
         """Return the resources of the nodes that are there; {} if the cluster does not answer."""
@@ -69,13 +71,12 @@ def joined() -> Iterator[Ray]:
     port = free_port()
     ray = Ray(f"127.0.0.1:{port}", directory, environment, {})
     try:
-        others = [f"--temp-dir={directory}/ray", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
-        ray.add("head", "--head", f"--port={port}", "--num-cpus=8", "--min-worker-port=0", "--max-worker-port=0", *others)
+        how = [f"--temp-dir={directory}/ray", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        ray.add("head", "--head", f"--port={port}", *how)
         end = time.monotonic() + 120
         while set(ray.ask()) != {"head"}:
             assert time.monotonic() < end and ray.nodes["head"].poll() is None, (directory / "head.log").read_text()
-        plays = ["--num-cpus=8", '--resources={"episodes": 1}', "--min-worker-port=0", "--max-worker-port=0"]
-        ray.add("plays", f"--address={ray.address}", *plays)
+        ray.add("plays", f"--address={ray.address}", '--resources={"episodes": 1}')
         while set(ray.ask()) != {"head", "plays"}:
             assert time.monotonic() < end and ray.nodes["plays"].poll() is None, (directory / "plays.log").read_text()
         yield ray
@@ -103,8 +104,9 @@ def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
     changed = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
     changed += ["cluster.episode_resource=episodes", "actor_rollout_ref.rollout.agent.num_workers=1"]
     run = tmp_path / "run"
+    arguments = ["+experiment=quickstart", *tiny, *changed, *warm_start.given(), f"run.dir={run}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rl.train", "+experiment=quickstart", *tiny, *changed, *warm_start.given(), f"run.dir={run}"],
+        [sys.executable, "-m", "rl.train", *arguments],
         cwd=ROOT, env=joined.environment | {"RAY_ADDRESS": joined.address}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -56,7 +56,8 @@ class Ray:
         return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
 
     def processes(self) -> set[psutil.Process]:
-        return {child for node in self.nodes.values() for child in psutil.Process(node.pid).children(recursive=True)}
+        alive = [psutil.Process(node.pid) for node in self.nodes.values() if node.poll() is None]
+        return {child for node in alive for child in node.children(recursive=True)}
 
 
 @pytest.fixture

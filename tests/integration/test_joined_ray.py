@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl.cluster.ray import reachable
 from rl.run.programs import free_port
 from tests.integration.train_kit import ROOT, TINY, WarmStart, command_line, plain_environment
 
@@ -64,13 +65,13 @@ class Ray:
 def joined() -> Iterator[Ray]:
     directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets are below it: not a long path
     # With a token, which a user of the cluster has in the home directory.
-    environment = plain_environment() | {"HOME": str(directory)}
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+    environment = plain_environment() | {"HOME": str(directory), "RAY_AUTH_MODE": "token"}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
         environment.pop(name, None)
     generate = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
     subprocess.run(generate, env=environment, check=True, capture_output=True)
     port = free_port()
-    ray = Ray(f"127.0.0.1:{port}", directory, environment, {})
+    ray = Ray(f"{reachable('127.0.0.1')}:{port}", directory, environment, {})
     try:
         how = [f"--temp-dir={directory}/ray", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
         ray.add("head", "--head", f"--port={port}", *how)

@@ -43,7 +43,7 @@ class Nodes:
     def look(self, cluster: Slurm) -> None:
         for actor in cluster.processes():
             with contextlib.suppress(psutil.Error):
-                line, node = command_line(actor), actor.environ()["SLURMD_NODENAME"]
+                line, node = command_line(actor), actor.environ().get("SLURMD_NODENAME", "")  # batch scripts have none
                 if line.startswith("ray::Host"):
                     used = actor.cpu_times()
                     self.graders[node] = used.children_user + used.children_system

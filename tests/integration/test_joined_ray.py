@@ -74,7 +74,8 @@ def joined() -> Iterator[Ray]:
     ray = Ray(f"{reachable('127.0.0.1')}:{port}", directory, environment, {})
     try:
         how = [f"--temp-dir={directory}/ray", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
-        ray.add("head", "--head", f"--port={port}", *how)
+        # The trainer's place is a GPU to verl, also on a CPU.
+        ray.add("head", "--head", f"--port={port}", "--num-gpus=1", *how)
         end = time.monotonic() + 120
         while set(ray.ask()) != {"head"}:
             assert time.monotonic() < end and ray.nodes["head"].poll() is None, (directory / "head.log").read_text()

@@ -115,14 +115,15 @@ def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
     )  # fmt: skip
     where = set()
     while process.poll() is None:
-        for child in psutil.Process(joined.nodes["plays"].pid).children(recursive=True):
-            where |= {"plays"} if "/claude" in command_line(child) else set()
-        time.sleep(0.05)
+        for name, node in joined.nodes.items():
+            below = psutil.Process(node.pid).children(recursive=True)
+            where |= {name for child in below if "/claude" in command_line(child)}
+        time.sleep(0.1)
     said = process.communicate()[0]
     log = run / "run.log"
     assert process.returncode == 0, said + (log.read_text()[-3000:] if log.exists() else "")
     (record,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert record["step"] == 1 and record["episode/count"] == 8 and record["infra/failures"] == 0
+    assert record["step"] == 1 and record["episode/count"] >= 8 and record["infra/failures"] == 0
     assert record["training/rollout_actor_probs_pearson_corr"] >= 0.99
     assert where == {"plays"}, "the episodes were played on the node that has the resource"
     assert joined.ask() == before, "the cluster is as it was"

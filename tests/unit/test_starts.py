@@ -1,4 +1,4 @@
-"""A run that is requeued without getting on ends, and what SLURM says about the job is read."""
+"""A run that is requeued without getting on ends, what SLURM says of the job is read, and a foreign Ray is left alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rl.run import slurm, starts, unfinished
 from rl.run.checkpoints import seal
 from rl.run.directory import Run
 from rollout.records import RecordWriter
+from tests.check_kit import composed
 from tests.unit.test_view_index import record
 
 
@@ -217,3 +218,13 @@ def test_the_trainer_of_a_job_leaves_the_count_to_the_job(
         monkeypatch.setenv("RL_RUN_LEASE", lease)
     with pytest.raises(InterruptedError, match=ends):
         train.main()
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_only_a_ray_of_its_own_gets_a_token_from_a_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """A cluster that is there has its own, or none."""
+    monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": address} if address else {})
+    train.set_environment(composed("+experiment=quickstart"), run)
+    assert ("RAY_AUTH_TOKEN" in os.environ) == (address is None)

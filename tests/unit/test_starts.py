@@ -1,4 +1,4 @@
-"""A run that is requeued without getting on ends, what SLURM says of the job is read, and a foreign Ray is left alone."""
+"""A requeued run without progress ends, what SLURM says of the job is read, and a foreign Ray is left alone."""
 
 from __future__ import annotations
 

@@ -89,10 +89,11 @@ def set_environment(config: DictConfig, run: Run) -> None:
         "TENSORBOARD_DIR": str(run.dir / "tensorboard"),  # else below the working directory
         "TOKENIZERS_PARALLELISM": "true",
         **NO_REPORTS,
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the home directory
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+    if not joins_cluster(config):  # that has a token of its own, or none
+        values["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes one into the home directory
     if "WANDB_API_KEY" not in os.environ:
         values["WANDB_MODE"] = "offline"
     rollout = config.actor_rollout_ref.rollout
@@ -276,7 +277,9 @@ def main() -> None:
         check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
         if "RL_RUN_LEASE" not in os.environ:  # else rl.cluster has noted it
-            starts.note(run, slurm.is_requeued(), Path(config.run.root) / "prepared")
+            # A job of the user's own may have other runs: starts in which this one did not come up are not its own.
+            number = starts.following(run.dir, slurm.job()) if slurm.is_requeued() else 0
+            starts.note(run, slurm.job(), number, Path(config.run.root) / "prepared")
     except ConfigError as error:
         error.tell()
         sys.exit(2)

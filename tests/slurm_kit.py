@@ -19,11 +19,10 @@ import psutil
 from rl.run.programs import free_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-NODES = ("n1", "n2")
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/none
 CredType=cred/none
@@ -46,10 +45,9 @@ MinJobAge=3600
 TaskProlog={dir}/prolog
 GresTypes=gpu
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 Gres=gpu:h100:2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 Gres=gpu:h100:2
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+NODE = "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs=2 RealMemory=1000 Gres=gpu:h100:2\n"
 
 
 def problem() -> str:
@@ -62,10 +60,11 @@ def problem() -> str:
 
 
 class Slurm:
-    """Two nodes, n1 and n2, in one partition."""
+    """A SLURM has the nodes n1, n2 and so on, in one partition."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, nodes: int) -> None:
         self.directory = directory
+        self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.conf = directory / "slurm.conf"
         self.environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "WANDB"))
@@ -76,16 +75,18 @@ class Slurm:
 
     def start(self) -> None:
         (self.directory / "state").mkdir(parents=True)
-        for node in NODES:
+        for node in self.nodes:
             self.disk(node).mkdir()
         # Two devices that every machine has stand for GPUs, so that these can be asked for.
         (self.directory / "gres.conf").write_text("Name=gpu Type=h100 File=/dev/tty[0-1]\n")
         prolog = self.directory / "prolog"
         prolog.write_text(f"#!/bin/sh\necho export NODE_DISK={self.directory}/disk-$SLURMD_NODENAME\n")
         prolog.chmod(0o755)
-        self.conf.write_text(CONF.format(host=socket.gethostname(), ports=free_ports(3), dir=self.directory))
+        host, (port, *ports) = socket.gethostname(), free_ports(1 + len(self.nodes))
+        lines = [NODE.format(node, host, own) for node, own in zip(self.nodes, ports, strict=True)]
+        self.conf.write_text("".join([*lines, CONF.format(host=host, port=port, dir=self.directory)]))
         self._daemon("slurmctld", "-D", "-i")
-        for node in NODES:
+        for node in self.nodes:
             self._daemon("slurmd", "-D", "-N", node)
         end = time.monotonic() + 180
         while self.run("sinfo", "--noheader", "--format=%t", check=False).split() != ["idle"]:
@@ -150,8 +151,8 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def slurm(directory: Path) -> Iterator[Slurm]:
-    cluster = Slurm(directory)
+def slurm(directory: Path, nodes: int = 2) -> Iterator[Slurm]:
+    cluster = Slurm(directory, nodes)
     try:
         cluster.start()
         yield cluster

@@ -123,6 +123,10 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
 
     Raises ConfigError, NodeError, StartStopped, and as RunLease.take and starts.note.
     """
+    lease = RunLease(run_dir, say)
+    run = Run(run_dir, Path(config.trainer.default_local_dir), place.attempt > 0, lease)
+    prepared = Path(config.run.root) / "prepared"
+    starts.check(run, place.job, place.attempt, prepared)
     left_s = (slurm.job_end() or 0) - time.time()
     check_job(config, place.parts, left_s if left_s > 0 else None)
     try:
@@ -142,17 +146,13 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
         )
     watching = asyncio.ensure_future(signals.watch(warning))
     guards = [signals.early, nodes.failed]
-    lease: RunLease | None = None
     ray: RayNode | None = None
     try:
         await unless(guards, _checked(nodes, config))
         run_dir.mkdir(parents=True, exist_ok=True)
-        lease = RunLease(run_dir, say)
         await unless(guards, _leased(lease))
         lease.renew(lambda text: print(f"cluster: {text}", file=sys.stderr, flush=True))
-        checkpoints = Path(config.trainer.default_local_dir)
-        run = Run(run_dir, checkpoints, place.attempt > 0, lease)
-        starts.note(run, slurm.is_requeued(), Path(config.run.root) / "prepared")
+        starts.note(run, place.job, place.attempt, prepared)
         logs = log_directory(run_dir, place.node)
         ray = RayNode(place, config, logs)
         say(f"{place.nodes} nodes, run directory {run_dir}" + (f", start {place.attempt + 1}" if place.attempt else ""))
@@ -179,8 +179,7 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
     finally:
         watching.cancel()
         await asyncio.gather(nodes.close(_STOP_S), *([ray.stop()] if ray else []))
-        if lease is not None:
-            lease.release()
+        lease.release()
 
 
 async def _checked(nodes: Listener, config: DictConfig) -> None:

@@ -13,16 +13,21 @@ def job_end() -> float | None:
     The controller is asked first, because a time limit can be changed; then SLURM's variable counts, which newer
     versions set at the job's start.
     """
-    if not (job := os.environ.get("SLURM_JOB_ID")):
+    if not job():
         return None
     try:
-        command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
+        command = ["squeue", "--noheader", f"--jobs={job()}", "--format=%e"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
         # An array's job number may list others; tasks of their own have numbers of their own.
         return time.mktime(time.strptime(said.split()[0], "%Y-%m-%dT%H:%M:%S"))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # not here, no answer, "N/A", nothing
         end = os.environ.get("SLURM_JOB_END_TIME", "")
         return float(end) if end.isdigit() else None
+
+
+def job() -> str:
+    """Return the job's number, "" outside of one."""
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 def is_requeued() -> bool:

@@ -1,15 +1,18 @@
-"""A real SLURM of two nodes tests them before a job trains; no job gets to rl.train."""
+"""A real SLURM of two nodes tests them before a job trains, or unpacks their Python; no job gets to rl.train."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from rl.quickstart.tasks import make_tasks
+from tests.packed_kit import small_environment
 from tests.slurm_kit import Slurm
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
@@ -78,3 +81,36 @@ def test_without_the_key_the_job_ends_and_names_the_node(cluster: Slurm, tmp_pat
     ended, text = run(cluster, tmp_path / "out.txt", 1, model(cluster, "n1", broken="n1"))
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "69:0", "0"), text
     assert "cluster: node n1: storage: " in text
+
+
+@pytest.mark.timeout(900)
+def test_both_nodes_run_a_packed_python_from_their_own_disk(cluster: Slurm, tmp_path: Path) -> None:
+    """The environment is small, and its originals are gone when the job runs, which says what it runs in."""
+    clone, base, out = tmp_path / "clone", tmp_path / "python", tmp_path / "out.txt"
+    scripts = clone / "scripts" / "slurm"
+    scripts.mkdir(parents=True)
+    for name in ("common.sh", "packed_env.sh"):
+        shutil.copy(ROOT / "scripts" / "slurm" / name, scripts)
+    # All nodes are one machine, so that each needs a name of its own for its disk; else RL_LOCAL is the same on all.
+    (scripts / "site.sh").write_text(f"export BASH_ENV={tmp_path}/node.sh\n")
+    (tmp_path / "node.sh").write_text('[ -z "${NODE_DISK:-}" ] || export RL_LOCAL=$NODE_DISK\n')
+    (clone / "rl" / "cluster").mkdir(parents=True)
+    (clone / "rl" / "cluster" / "__main__.py").write_text(
+        "import os, sys, ours\nprint('ran', os.environ['SLURMD_NODENAME'], sys.executable, ours.NAME, *sys.argv[1:])\n"
+    )
+    version = small_environment(clone, base)
+    packed = subprocess.run([scripts / "packed_env.sh", "pack", tmp_path], cwd=clone, capture_output=True, text=True)
+    file = Path(packed.stdout.strip())
+    assert packed.returncode == 0 and file.is_file(), packed.stderr
+    for gone in (clone / ".venv", base):
+        shutil.rmtree(gone)
+    options = ["--parsable", "--gpus-per-node=0", "--nodes=2", f"--output={out}"]
+    options += [f"--export=ALL,RL_ENV=packed,RL_IMAGE={file}"]
+    job = cluster.run("sbatch", *options, str(ROOT / SCRIPT), "a=b", cwd=clone).strip()
+    ended = cluster.wait(job, *ENDS, seconds=300)
+    text = out.read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), text
+    for node in ("n1", "n2"):
+        place = cluster.disk(node) / f"claude-code-rl-{os.getuid()}" / file.name.removesuffix(".tar.zst") / "venv"
+        ours = place / "lib" / version / "site-packages" / "ours.py"
+        assert f"ran {node} {place}/bin/python {ours} a=b\n" in text

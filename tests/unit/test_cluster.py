@@ -193,6 +193,33 @@ async def test_a_job_that_never_comes_to_the_training_ends_at_its_third_fruitles
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
+async def test_starts_that_end_before_the_lease_count_too_though_they_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """Nodes are still awaited when the warning comes: a start that never ends otherwise."""
+
+    async def warned(*_: Any) -> None:
+        raise StartStopped("SIGUSR1")
+
+    monkeypatch.setattr("rl.cluster.head.set_up", lambda config: [])
+    monkeypatch.setattr("rl.cluster.head._checked", warned)
+    monkeypatch.setenv("RL_WARNING", str(tmp_path / "warning"))
+    run_dir = tmp_path / "run"
+    config = composed("+experiment=quickstart", run__dir=str(run_dir), cluster__preflight=False)
+
+    async def start(number: int) -> None:
+        await head(replace(place("n1", 1, unused_tcp_port), attempt=number), config, [], run_dir, print)
+
+    for number in range(2):
+        with pytest.raises(StartStopped):
+            await start(number)
+    with pytest.raises(starts.NoProgress, match=f"the last 2 starts of {run_dir} added no checkpoint"):
+        await start(2)
+    assert not run_dir.exists()
+    for number in stop.SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
 async def test_a_node_says_how_many_images_it_has_and_notes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(sandbox: Any, logs: Path, tasks: Any, say: Any, count: Any) -> None:
         for ready in range(1, 31):

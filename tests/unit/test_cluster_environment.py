@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from rl.cluster.environment import CACHES, private, set_up, snapshot
 from rl.config import NO_REPORTS, ConfigError
 from tests.check_kit import composed
+from tests.packed_kit import small_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,36 +85,7 @@ def test_the_sites_file_reaches_the_tasks(tmp_path: Path) -> None:
 def test_a_packed_environment_runs_from_the_nodes_disk(tmp_path: Path) -> None:
     """With a Python of its own, as one in a home directory is: packed, moved, and used after the originals are gone."""
     clone, base, local = tmp_path / "clone", tmp_path / "python", tmp_path / "local"
-    clone.mkdir()
-    version = f"python3.{sys.version_info.minor}"
-    original = Path(sys.base_prefix)
-    (base / "bin").mkdir(parents=True)
-    (base / "lib").mkdir()
-    (base / "bin" / version).write_bytes((original / "bin" / version).read_bytes())
-    (base / "bin" / version).chmod(0o755)
-    ignored = ("__pycache__", "site-packages", "test", "config-*", "idlelib", "lib2to3", "ensurepip", "tkinter")
-    exclude = [f"--exclude={name}" for name in ignored]
-    subprocess.run(
-        [
-            "bash",
-            "-c",
-            'tar -c -C "$0" "${@:3}" "$1" | tar -x -C "$2"',
-            original / "lib",
-            version,
-            base / "lib",
-            *exclude,
-        ],
-        check=True,
-    )
-    for shared in (original / "lib").glob("libpython3*"):
-        (base / "lib" / shared.name).write_bytes(shared.read_bytes())
-    (clone / ".venv" / "bin").mkdir(parents=True)
-    (clone / ".venv" / "bin" / version).symlink_to(base / "bin" / version)
-    (clone / ".venv" / "bin" / "python").symlink_to(version)
-    (clone / ".venv" / "pyvenv.cfg").write_text(f"home = {base}/bin\ninclude-system-site-packages = false\n")
-    site = clone / ".venv" / "lib" / version / "site-packages"
-    site.mkdir(parents=True)
-    (site / "ours.py").write_text("NAME = __file__\n")
+    version = small_environment(clone, base)
     script = ROOT / "scripts" / "slurm" / "packed_env.sh"
     code, said = run(script, "pack", tmp_path, cwd=clone)
     assert code == 0 and said.startswith(f"{tmp_path}/env-") and said.endswith(".tar.zst\n"), said

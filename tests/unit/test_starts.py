@@ -1,4 +1,4 @@
-"""A run that is requeued without getting on ends, and what SLURM says about the job is read."""
+"""A requeued run without progress ends, what SLURM says of the job is read, and a foreign Ray is left alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rl.run import slurm, starts, unfinished
 from rl.run.checkpoints import seal
 from rl.run.directory import Run
 from rollout.records import RecordWriter
+from tests.check_kit import composed
 from tests.unit.test_view_index import record
 
 
@@ -25,23 +26,29 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path, tmp_path / "checkpoints", True, open(tmp_path / "run.lock", "w"))
 
 
+def start(run: Run, requeued: bool, prepared: Path | None = None) -> None:
+    """Start the job again, or by hand."""
+    number = starts.following(run.dir, "7") if requeued else 0
+    starts.note(run, "7", number, prepared)
+
+
 def save(run: Run, step: int) -> None:
     (run.checkpoints / f"global_step_{step}").mkdir(parents=True)
     seal(run.checkpoints, step)
 
 
 def test_two_starts_without_progress_end_the_third_with_what_to_do(run: Run) -> None:
-    starts.note(run, requeued=False)
-    starts.note(run, requeued=True)
+    start(run, requeued=False)
+    start(run, requeued=True)
     with pytest.raises(starts.NoProgress, match=r"stays at its beginning; give .*--time.*run.save_minutes") as caught:
-        starts.note(run, requeued=True)
+        start(run, requeued=True)
     assert "\n" not in str(caught.value) and str(run.dir) in str(caught.value)
     with pytest.raises(starts.NoProgress):
-        starts.note(run, requeued=True)
-    starts.note(run, requeued=False)  # by hand it starts, and counts anew
-    starts.note(run, requeued=True)
+        start(run, requeued=True)
+    start(run, requeued=False)  # by hand it starts, and counts anew
+    start(run, requeued=True)
     with pytest.raises(starts.NoProgress):
-        starts.note(run, requeued=True)
+        start(run, requeued=True)
 
 
 def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_saved_is_none(run: Run) -> None:
@@ -50,22 +57,22 @@ def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_save
         unfinished.write(run.dir, unfinished.Unfinished(after, [group]), lambda _: [])
 
     for requeued in (False, True):
-        starts.note(run, requeued)
+        start(run, requeued)
     save(run, 2)
     for _ in range(2):
-        starts.note(run, requeued=True)
+        start(run, requeued=True)
     kept(2, "u_0")
     for _ in range(2):
-        starts.note(run, requeued=True)
+        start(run, requeued=True)
     kept(2, "u_0", "u_1")
-    starts.note(run, requeued=True)
+    start(run, requeued=True)
     (run.dir / "metrics.jsonl").write_text('{"step": 3}\n')
-    starts.note(run, requeued=True)
+    start(run, requeued=True)
     with pytest.raises(starts.NoProgress, match="stays at step 2"):
-        starts.note(run, requeued=True)
+        start(run, requeued=True)
     kept(1, "u_0", "u_1", "u_2")  # of another checkpoint: nobody will use it
-    starts.note(run, requeued=True)
-    assert len(json.loads((run.dir / "starts.json").read_text())) == 2
+    start(run, requeued=True)
+    assert len(json.loads((run.dir / "starts.json").read_text())) == 3
 
 
 def test_an_image_that_a_node_has_pulled_is_progress(run: Run) -> None:
@@ -75,12 +82,12 @@ def test_an_image_that_a_node_has_pulled_is_progress(run: Run) -> None:
 
     pulled("n1", 3)
     for requeued in (False, True):
-        starts.note(run, requeued)
+        start(run, requeued)
     pulled("n2", 1)
     for _ in range(2):
-        starts.note(run, requeued=True)
+        start(run, requeued=True)
     with pytest.raises(starts.NoProgress):
-        starts.note(run, requeued=True)
+        start(run, requeued=True)
 
 
 def test_what_a_preparation_keeps_is_progress(run: Run, tmp_path: Path) -> None:
@@ -97,11 +104,11 @@ def test_what_a_preparation_keeps_is_progress(run: Run, tmp_path: Path) -> None:
         tracker.parent.mkdir(parents=True, exist_ok=True)
         tracker.write_text(str(step))
 
-    def start() -> None:
-        starts.note(run, True, tmp_path / "prepared")
+    def again() -> None:
+        start(run, True, tmp_path / "prepared")
 
-    starts.note(run, False, tmp_path / "prepared")
-    start()
+    start(run, False, tmp_path / "prepared")
+    again()
     for made in (
         lambda: play("a", "resolved"),
         lambda: play("b", "unresolved"),
@@ -110,22 +117,39 @@ def test_what_a_preparation_keeps_is_progress(run: Run, tmp_path: Path) -> None:
         lambda: making.rename(making.with_name("warm")),
     ):
         made()
-        start()
-        start()
+        again()
+        again()
         with pytest.raises(starts.NoProgress):
-            start()
+            again()
     making.mkdir()
     (making / "episodes").mkdir()
-    start()
-    start()
+    again()
+    again()
     play("c", "infra_failure")
     with pytest.raises(starts.NoProgress):
-        start()
+        again()
+
+
+def test_starts_that_noted_nothing_count_and_those_of_other_jobs_do_not(run: Run) -> None:
+    starts.note(run, "7", 0)
+    save(run, 2)
+    starts.check(run, "7", 2)  # the first start got on, the second noted nothing
+    with pytest.raises(starts.NoProgress, match=r"the last 2 starts of .* stays at step 2"):
+        starts.check(run, "7", 3)
+    starts.note(run, "7", 2)
+    save(run, 4)
+    starts.note(run, "7", 3)
+    starts.note(run, "7", 4)
+    with pytest.raises(starts.NoProgress, match="the last 3 starts"):  # SLURM has started it once more
+        starts.note(run, "7", 6)
+    starts.check(run, "8", 1)
+    with pytest.raises(starts.NoProgress, match=r"the last 2 starts of .* stays at step 4"):
+        starts.check(run, "8", 2)
 
 
 def test_starts_by_hand_are_never_held(run: Run) -> None:
     for _ in range(5):
-        starts.note(run, requeued=False)
+        start(run, requeued=False)
 
 
 def test_whether_a_job_was_requeued(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +218,13 @@ def test_the_trainer_of_a_job_leaves_the_count_to_the_job(
         monkeypatch.setenv("RL_RUN_LEASE", lease)
     with pytest.raises(InterruptedError, match=ends):
         train.main()
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_only_a_ray_of_its_own_gets_a_token_from_a_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """A cluster that is there has its own, or none."""
+    monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": address} if address else {})
+    train.set_environment(composed("+experiment=quickstart"), run)
+    assert ("RAY_AUTH_TOKEN" in os.environ) == (address is None)

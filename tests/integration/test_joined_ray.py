@@ -1,0 +1,139 @@
+"""A run joins a Ray cluster that somebody else has started, on two nodes, and leaves it as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.cluster.ray import reachable
+from rl.run.programs import free_port
+from tests.integration.train_kit import ROOT, TINY, WarmStart, command_line, plain_environment
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("trainers-1")]
+
+# What another program of the cluster's users would ask: which nodes are there.
+ASK = """
+import json, ray
+ray.init(log_to_driver=False, logging_level=40)
+print(json.dumps({node["NodeName"]: node["Resources"] for node in ray.nodes() if node["Alive"]}))
+"""
+
+
+@dataclass
+class Ray:
+    """A cluster: its address, its directory, the environment of its user, and its nodes' processes, by name."""
+
+    address: str
+    directory: Path
+    environment: dict[str, str]
+    nodes: dict[str, subprocess.Popen[bytes]]
+
+    def add(self, name: str, *how: str) -> None:
+        """Start a node as its admin does, from another directory than ours."""
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-name={name}", *how]
+        # CPUs are what Ray counts, not real ones: each actor of a run asks for one.
+        command += ["--num-cpus=32", "--object-store-memory=200000000", "--min-worker-port=0", "--max-worker-port=0"]
+        with open(self.directory / f"{name}.log", "wb") as out:
+            self.nodes[name] = subprocess.Popen(
+                [*command, f"--dashboard-agent-listen-port={free_port()}"],
+                cwd=self.directory, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
+
+    def ask(self) -> dict[str, dict[str, float]]:
+        """Return the resources of the nodes that are there; {} if the cluster does not answer."""
+        asked = self.environment | {"RAY_ADDRESS": self.address}
+        done = subprocess.run([sys.executable, "-c", ASK], env=asked, text=True, capture_output=True)
+        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+
+    def processes(self) -> set[psutil.Process]:
+        alive = [psutil.Process(node.pid) for node in self.nodes.values() if node.poll() is None]
+        return {child for node in alive for child in node.children(recursive=True)}
+
+
+@pytest.fixture
+def joined() -> Iterator[Ray]:
+    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets are below it: not a long path
+    # With a token, which a user of the cluster has in the home directory.
+    environment = plain_environment() | {"HOME": str(directory), "RAY_AUTH_MODE": "token"}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        environment.pop(name, None)
+    generate = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
+    subprocess.run(generate, env=environment, check=True, capture_output=True)
+    port = free_port()
+    ray = Ray(f"{reachable('127.0.0.1')}:{port}", directory, environment, {})
+    try:
+        how = [f"--temp-dir={directory}/ray", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        # The trainer's place is a GPU to verl, also on a CPU.
+        ray.add("head", "--head", f"--port={port}", "--num-gpus=1", *how)
+        end = time.monotonic() + 120
+        while set(ray.ask()) != {"head"}:
+            assert time.monotonic() < end and ray.nodes["head"].poll() is None, (directory / "head.log").read_text()
+        ray.add("plays", f"--address={ray.address}", '--resources={"episodes": 1}')
+        while set(ray.ask()) != {"head", "plays"}:
+            assert time.monotonic() < end and ray.nodes["plays"].poll() is None, (directory / "plays.log").read_text()
+        yield ray
+    finally:
+        started = ray.processes()
+        for node in reversed(ray.nodes.values()):
+            node.terminate()
+        for node in ray.nodes.values():
+            node.wait(60)
+        _, left = psutil.wait_procs(started, 20)
+        for process in left:
+            process.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+    assert not left, "the cluster did not end"
+
+
+@pytest.mark.claude
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
+    joined: Ray, warm_start: WarmStart, tmp_path: Path
+) -> None:
+    before, at_rest = joined.ask(), joined.processes()
+    tiny = [argument for argument in TINY if not argument.startswith("quickstart.")]
+    changed = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    changed += ["cluster.episode_resource=episodes", "actor_rollout_ref.rollout.agent.num_workers=1"]
+    run = tmp_path / "run"
+    arguments = ["+experiment=quickstart", *tiny, *changed, *warm_start.given(), f"run.dir={run}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl.train", *arguments],
+        cwd=ROOT, env=joined.environment | {"RAY_ADDRESS": joined.address}, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    where = set()
+    while process.poll() is None:
+        for name, node in joined.nodes.items():
+            below = psutil.Process(node.pid).children(recursive=True)
+            where |= {name for child in below if "/claude" in command_line(child)}
+        time.sleep(0.1)
+    said = process.communicate()[0]
+    log = run / "run.log"
+    assert process.returncode == 0, said + (log.read_text()[-3000:] if log.exists() else "")
+    (record,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert record["step"] == 1 and record["episode/count"] >= 8 and record["infra/failures"] == 0
+    assert record["training/rollout_actor_probs_pearson_corr"] >= 0.99
+    assert where == {"plays"}, "the episodes were played on the node that has the resource"
+    assert joined.ask() == before, "the cluster is as it was"
+    assert all(node.poll() is None for node in joined.nodes.values())
+    assert all(one.is_running() for one in at_rest if "ray::IDLE" not in command_line(one))
+    end = time.monotonic() + 60
+    ours = []
+    while time.monotonic() < end and (
+        ours := [line for one in joined.processes() if "ray::" in (line := command_line(one)) and "IDLE" not in line]
+    ):
+        time.sleep(0.5)
+    assert ours == [], "actors of the run live on"
+    assert os.listdir(run / "episode_metrics")

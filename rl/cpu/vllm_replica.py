@@ -13,6 +13,7 @@ Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload; model
 """
 
 import functools
+import multiprocessing.context
 import os
 from typing import Any
 
@@ -24,6 +25,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.v1.engine import utils as engine_processes
 
 
 def _own_socket(handle: str) -> str:
@@ -107,6 +109,14 @@ class CPUExperts(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
 
 
+def _forked() -> multiprocessing.context.BaseContext:
+    """Return what starts vLLM's engine: as a fork of the run's fork server (``rl.run.fork_server``).
+
+    On a CPU vLLM makes it a Python of its own, whose imports take longer than all else in its start.
+    """
+    return multiprocessing.get_context("forkserver")
+
+
 class CPUHttpServer(vLLMHttpServer):
     """This is verl's vLLM server with the worker extension above."""
 
@@ -115,6 +125,8 @@ class CPUHttpServer(vLLMHttpServer):
         # verl sets it with rollout.full_determinism, but vLLM's batch-invariant kernels need Triton, which does not run
         # on a CPU: the engine would die at its first reply.
         os.environ["VLLM_BATCH_INVARIANT"] = "0"
+        if "RL_FORK_SERVER" in os.environ:
+            engine_processes.get_mp_context = _forked
 
     def _get_worker_extension_cls(self) -> str:
         return f"{CPUWorkerExtension.__module__}.{CPUWorkerExtension.__qualname__}"

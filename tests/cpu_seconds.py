@@ -3,7 +3,7 @@
     .venv/bin/python -m pytest -p tests.cpu_seconds --cpu-seconds=FILE ...
     .venv/bin/python tests/cpu_seconds.py FILE [20]     # the dearest tests and the dearest files
 
-Each worker of pytest-xdist goes into a cgroup of its own (version 1 or 2, root only), which children inherit; a kernel's
+Each worker of pytest-xdist goes into a cgroup of its own (version 1 or 2, root only), which children inherit, and whose
 counter has the time of those that have ended, too. Containers are not in it: an engine's daemon starts them.
 """
 

@@ -15,7 +15,8 @@ Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload; model
 import functools
 import multiprocessing.context
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -25,7 +26,10 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_processes
+
+T = TypeVar("T")
 
 
 def _own_socket(handle: str) -> str:
@@ -117,6 +121,14 @@ def _forked() -> multiprocessing.context.BaseContext:
     return multiprocessing.get_context("forkserver")
 
 
+def _here(function: Callable[[], T]) -> T:
+    """Call a function that finds out what a model's class can do.
+
+    vLLM calls it in a Python of its own, lest CUDA be initialized; here that Python's imports would be all it does.
+    """
+    return function()
+
+
 class CPUHttpServer(vLLMHttpServer):
     """This is verl's vLLM server with the worker extension above."""
 
@@ -125,6 +137,7 @@ class CPUHttpServer(vLLMHttpServer):
         # verl sets it with rollout.full_determinism, but vLLM's batch-invariant kernels need Triton, which does not run
         # on a CPU: the engine would die at its first reply.
         os.environ["VLLM_BATCH_INVARIANT"] = "0"
+        registry._run_in_subprocess = _here
         if "RL_FORK_SERVER" in os.environ:
             engine_processes.get_mp_context = _forked
 

@@ -26,7 +26,7 @@ import sys
 # threads, when it is loaded.
 MODULES = (
     "torch._dynamo,torch._inductor.lowering,torch.distributed.fsdp,tensordict,transformers,pandas,numpy,datasets,peft,"
-    "hydra,fastapi,uvicorn,openai,vllm.config"
+    "hydra,fastapi,uvicorn,openai,vllm.config,vllm.entrypoints.openai.api_server,vllm.v1.worker.cpu_worker"
 )
 _MESSAGE = 1 << 20  # bytes of arguments and environment; a kernel's limit for both is 2 MiB
 _DESCRIPTORS = 64  # that come with it

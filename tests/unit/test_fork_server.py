@@ -96,7 +96,8 @@ context = multiprocessing.get_context("forkserver")
 def target(end, value):
     print("said", flush=True)
     loaded = "xml.dom.minidom" in sys.modules
-    end.send([value, os.getppid(), os.getpgid(0), loaded, os.environ.get("OWN"), os.getpid(), end.poll(60) and end.recv()])
+    received = end.poll(60) and end.recv()
+    end.send([value, os.getppid(), os.getpgid(0), loaded, os.environ.get("OWN"), os.getpid(), received])
 
 if __name__ == "__main__":
     ours, theirs = context.Pipe()
@@ -127,7 +128,9 @@ def test_what_a_fork_starts_is_forked_too_and_belongs_to_its_group(server: ForkS
     while not (told.exists() and told.read_text()):
         assert time.monotonic() < end
         time.sleep(0.02)
-    (value, parent, group, loaded, own, pid, received, known), starter, alive, code, killed = json.loads(told.read_text())
+    (value, parent, group, loaded, own, pid, received, known), starter, alive, code, killed = json.loads(
+        told.read_text()
+    )
     assert (value, own, received, loaded, alive) == ("value", "value", "end", True, True)
     assert parent == server._process.pid and group == starter and pid == known
     assert (code, killed) == (255, 255)

@@ -24,7 +24,7 @@ _V1 = Path("/sys/fs/cgroup/cpuacct")
 _V2 = Path("/sys/fs/cgroup")
 
 
-class _Group:
+class Group:
     """This is a cgroup with this process in it."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Group:
 
 class _Costs:
     def __init__(self, file: str) -> None:
-        self.file, self.group = file, _Group()
+        self.file, self.group = file, Group()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

@@ -137,9 +137,9 @@ class CPUHttpServer(vLLMHttpServer):
         # verl sets it with rollout.full_determinism, but vLLM's batch-invariant kernels need Triton, which does not run
         # on a CPU: the engine would die at its first reply.
         os.environ["VLLM_BATCH_INVARIANT"] = "0"
-        registry._run_in_subprocess = _here
+        registry._run_in_subprocess = _here  # ty: ignore[invalid-assignment]
         if "RL_FORK_SERVER" in os.environ:
-            engine_processes.get_mp_context = _forked
+            engine_processes.get_mp_context = _forked  # ty: ignore[invalid-assignment]
 
     def _get_worker_extension_cls(self) -> str:
         return f"{CPUWorkerExtension.__module__}.{CPUWorkerExtension.__qualname__}"

@@ -133,12 +133,14 @@ def _serve_multiprocessing(path: str) -> None:
     def connect_to_new_process(descriptors: list[int]) -> tuple[int, int]:
         status, told = os.pipe()
         data, sent = os.pipe()
-        _send(path, None, os.getpgid(0), data, told, resource_tracker.getfd(), *descriptors)
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        _send(path, None, os.getpgid(0), data, told, tracker, *descriptors)
         os.close(data)
         os.close(told)
         return status, sent
 
-    forkserver.connect_to_new_process = connect_to_new_process
+    forkserver.connect_to_new_process = connect_to_new_process  # ty: ignore[invalid-assignment]
     os.environ[_FORK] = "1"
 
 
@@ -149,10 +151,10 @@ def _run_target(data: int, status: int, tracker: int, *inherited: int) -> None:
     """
     from multiprocessing import forkserver, resource_tracker, spawn
 
-    forkserver.write_signed(status, os.getpid())  # ty: ignore[unresolved-attribute]
-    resource_tracker._resource_tracker._fd = tracker  # ty: ignore[unresolved-attribute]
-    forkserver._forkserver._inherited_fds = list(inherited)  # ty: ignore[unresolved-attribute]
-    sys.exit(spawn._main(data, os.dup(data)))  # ty: ignore[unresolved-attribute]
+    forkserver.write_signed(status, os.getpid())
+    resource_tracker._resource_tracker._fd = tracker  # ty: ignore[missing-attribute]
+    forkserver._forkserver._inherited_fds = list(inherited)  # ty: ignore[missing-attribute]
+    sys.exit(spawn._main(data, os.dup(data)))
 
 
 def _send(path: str, arguments: list[str] | None, group: int, *descriptors: int) -> None:

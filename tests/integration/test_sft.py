@@ -69,6 +69,7 @@ CALL = """
 import sys
 from pathlib import Path
 from rl.config import compose
+from rl.tune.trainer import Passes, run_sft
 root, name = Path(sys.argv[1]), sys.argv[2]
 config = compose(["+experiment=quickstart"])
 passes = Passes(6, 1e-2, 4, 16, 1)

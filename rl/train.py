@@ -13,6 +13,7 @@ if __name__ == "__main__":  # the imports take seconds, in which a scheduler may
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import secrets
@@ -217,19 +218,21 @@ def start(
     # workers of its own.
     forkable = config.trainer.device == "cpu" and not joins_cluster(config)
     forks = ForkServer(os.environ["RL_SOCKET_DIR"]) if forkable else None
-    check_model(config)
-    check_family(config)  # last: it imports verl, which is needed from here on anyway
-    check_loggers(config)
-    kept = unfinished.load(run.dir, run.checkpoint_step)
-    metrics.rewind(run.dir, run.checkpoint_step, kept.has if kept else lambda _: False)
-    complete(config, run, ray_directory(os.environ["RL_SOCKET_DIR"]))
-    (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
-    screen.say("starting trainer and engine (their output: run.log)")
-    progress.start()
+    gc.disable()  # it would take a fifth of what is imported until the trainer's loop begins, where it goes on
     try:
+        check_model(config)
+        check_family(config)  # last: it imports verl, which is needed from here on anyway
+        check_loggers(config)
+        kept = unfinished.load(run.dir, run.checkpoint_step)
+        metrics.rewind(run.dir, run.checkpoint_step, kept.has if kept else lambda _: False)
+        complete(config, run, ray_directory(os.environ["RL_SOCKET_DIR"]))
+        (run.dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+        screen.say("starting trainer and engine (their output: run.log)")
+        progress.start()
         with storing(run.dir, config.store, screen.say):
             train(config, screen, witness.tell, forks)
     finally:
+        gc.enable()
         if forks is not None:
             forks.close()
 

@@ -23,6 +23,7 @@ A row's key in TransferQueue is ``{group}_{session}_{row}``: the group is a prom
 
 import copy
 import functools
+import gc
 import logging
 import math
 import time
@@ -490,6 +491,7 @@ def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
                 reward_loop_worker_handles=trainer.get_reward_handles(),
             )
             watchdog.engines = trainer.engine_addresses()
+            gc.enable()  # see rl.train.start
             trainer.fit(agent_loops)
         succeeded = True
     finally:

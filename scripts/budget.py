@@ -39,7 +39,9 @@ WINGS = {
     "rl/plan": 970,
     "rl/quickstart": 690,  # 45: what a course is, of which there are two
     "rl/quickstart/realcode": 720,  # new: repairs of real functions: harvest, exchanges, an expert, drills
-    "rl/run": 1165,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
+    # With the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run; 35: an engine is
+    # forked from the fork server as Ray's workers are, which is 8 s of each start on a CPU.
+    "rl/run": 1200,
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 685,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding

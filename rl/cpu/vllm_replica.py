@@ -13,8 +13,10 @@ Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload; model
 """
 
 import functools
+import multiprocessing.context
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -24,6 +26,10 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.models import registry
+from vllm.v1.engine import utils as engine_processes
+
+T = TypeVar("T")
 
 
 def _own_socket(handle: str) -> str:
@@ -107,6 +113,22 @@ class CPUExperts(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
 
 
+def _forked() -> multiprocessing.context.BaseContext:
+    """Return what starts vLLM's engine: as a fork of the run's fork server (``rl.run.fork_server``).
+
+    On a CPU vLLM makes it a Python of its own, whose imports take longer than all else in its start.
+    """
+    return multiprocessing.get_context("forkserver")
+
+
+def _here(function: Callable[[], T]) -> T:
+    """Call a function that finds out what a model's class can do.
+
+    vLLM calls it in a Python of its own, lest CUDA be initialized; here that Python's imports would be all it does.
+    """
+    return function()
+
+
 class CPUHttpServer(vLLMHttpServer):
     """This is verl's vLLM server with the worker extension above."""
 
@@ -115,6 +137,9 @@ class CPUHttpServer(vLLMHttpServer):
         # verl sets it with rollout.full_determinism, but vLLM's batch-invariant kernels need Triton, which does not run
         # on a CPU: the engine would die at its first reply.
         os.environ["VLLM_BATCH_INVARIANT"] = "0"
+        registry._run_in_subprocess = _here  # ty: ignore[invalid-assignment]
+        if "RL_FORK_SERVER" in os.environ:
+            engine_processes.get_mp_context = _forked  # ty: ignore[invalid-assignment]
 
     def _get_worker_extension_cls(self) -> str:
         return f"{CPUWorkerExtension.__module__}.{CPUWorkerExtension.__qualname__}"

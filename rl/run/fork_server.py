@@ -6,6 +6,9 @@ place of Python. It hands its arguments, environment, directory, signal mask and
 process that has those modules loaded, and ends; the server's fork goes on as the worker. A fork shares the server's
 memory until it writes to it.
 
+A process that a worker starts with multiprocessing's method "forkserver" is a fork of this server, too. It belongs to
+the worker's process group; how it ended is not known: its exit code is 255.
+
 Only the standard library is imported here at the top: the part that Ray runs must start in no time.
 """
 
@@ -23,9 +26,11 @@ import sys
 # threads, when it is loaded.
 MODULES = (
     "torch._dynamo,torch._inductor.lowering,torch.distributed.fsdp,tensordict,transformers,pandas,numpy,datasets,peft,"
-    "hydra,fastapi,uvicorn,openai,vllm.config"
+    "hydra,fastapi,uvicorn,openai,vllm.config,vllm.entrypoints.openai.api_server,vllm.v1.worker.cpu_worker"
 )
 _MESSAGE = 1 << 20  # bytes of arguments and environment; a kernel's limit for both is 2 MiB
+_DESCRIPTORS = 64  # that come with it
+_FORK = "RL_FORK_SERVER"  # the variable by which a worker knows that it is a fork
 
 
 class ForkServer:
@@ -85,21 +90,23 @@ def _serve(path: str, modules: str) -> None:
             with connection:
                 if os.fork() == 0:
                     listening.close()
-                    _become(connection)
+                    _become(connection, path)
 
 
-def _become(connection: socket.socket) -> None:
-    """Go on as the process that has connected."""
+def _become(connection: socket.socket, path: str) -> None:
+    """Go on as the process that has connected, or as one that it starts with multiprocessing."""
     import runpy
 
-    data, ancillary, _, _ = connection.recvmsg(_MESSAGE, socket.CMSG_SPACE(3 * array.array("i").itemsize))
-    streams = array.array("i", ancillary[0][2])
+    size = array.array("i").itemsize
+    space = socket.CMSG_SPACE(_DESCRIPTORS * size)
+    data, ancillary, _, _ = connection.recvmsg(_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i", ancillary[0][2]).tolist()
     connection.close()
-    for number, stream in enumerate(streams):
+    for number, stream in enumerate(descriptors[:3]):
         os.dup2(stream, number)
         os.close(stream)
     told = json.loads(data)
-    os.setpgid(0, 0)  # Ray ends what a worker leaves by its process group
+    os.setpgid(0, told["group"])  # Ray ends what a worker leaves by its process group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
     os.chdir(told["directory"])
@@ -110,15 +117,50 @@ def _become(connection: socket.socket) -> None:
     tempfile.tempdir = None
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # else all forks would draw the same numbers
+    if told["arguments"] is None:
+        _run_target(*descriptors[3:])
+    _serve_multiprocessing(path)
     sys.argv = told["arguments"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit(0)
 
 
-def _connect(path: str, arguments: list[str]) -> None:
+def _serve_multiprocessing(path: str) -> None:
+    """Let multiprocessing's method "forkserver" use this server, in place of one of its own that knows no modules."""
+    from multiprocessing import forkserver, resource_tracker
+
+    def connect_to_new_process(descriptors: list[int]) -> tuple[int, int]:
+        status, told = os.pipe()
+        data, sent = os.pipe()
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        _send(path, None, os.getpgid(0), data, told, tracker, *descriptors)
+        os.close(data)
+        os.close(told)
+        return status, sent
+
+    forkserver.connect_to_new_process = connect_to_new_process  # ty: ignore[invalid-assignment]
+    os.environ[_FORK] = "1"
+
+
+def _run_target(data: int, status: int, tracker: int, *inherited: int) -> None:
+    """Run what a worker's multiprocessing has written to ``data``, as a process of its own server would, and end.
+
+    The worker reads from ``status`` which process this is, and, by its end, that it has ended.
+    """
+    from multiprocessing import forkserver, resource_tracker, spawn
+
+    forkserver.write_signed(status, os.getpid())
+    resource_tracker._resource_tracker._fd = tracker  # ty: ignore[missing-attribute]
+    forkserver._forkserver._inherited_fds = list(inherited)  # ty: ignore[missing-attribute]
+    sys.exit(spawn._main(data, os.dup(data)))
+
+
+def _send(path: str, arguments: list[str] | None, group: int, *descriptors: int) -> None:
     told = {
         "arguments": arguments,
+        "group": group,
         "environment": dict(os.environ),
         "directory": os.getcwd(),
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
@@ -126,7 +168,7 @@ def _connect(path: str, arguments: list[str]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
         connection.connect(path)
-        streams = array.array("i", [0, 1, 2])
+        streams = array.array("i", [0, 1, 2, *descriptors])
         connection.sendmsg([json.dumps(told).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
 
 
@@ -134,4 +176,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         _serve(sys.argv[2], sys.argv[3])
     else:
-        _connect(sys.argv[2], sys.argv[3:])
+        _send(sys.argv[2], sys.argv[3:], 0)

@@ -79,10 +79,16 @@ def test_tensor_and_expert_parallel(root: Path) -> None:
 
 @SECOND
 def test_lora(root: Path) -> None:
-    process = start(root, "qwen3_coder_30b_lora")
-    text, _ = process.communicate()
-    assert process.returncode == 0, text
-    (run,) = (root / "qwen3_coder_30b_lora").iterdir()
+    """Adapters are trained for two steps. In the third a rollout worker is killed, and the run ends with a line."""
+    run = root / "lora"
+    arguments = ["+experiment=qwen3_coder_30b_lora", "scale=tiny", f"run.root={root}", f"run.dir={run}"]
+    process = RunProcess(run, *arguments, "trainer.total_training_steps=3")
+    process.until("step 2/3  resolved")
+    process.in_a_step()
+    process.find("ray::AgentLoopWorker").kill()
+    said, code = process.ends()
+    assert "AgentLoopWorker" in one_line(said) and "died" in said and code == 1
+    assert "the same command continues after step 2" in said and f"{run}/run.log" in said
     assert all(record["actor/grad_norm"] > 0 for record in steps(run))
     (saved,) = (run / "checkpoints" / "global_step_2").rglob("lora_train_meta.json")
     assert json.loads(saved.read_text())["r"] == 32

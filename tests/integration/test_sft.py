@@ -20,32 +20,17 @@ from rl.quickstart.policy import make_policy
 from rl.screen import Screen
 from rl.sft.tune import tune
 from rl.tune.given import TOKENIZER, digest
-from rl.tune.trainer import Passes, run_sft
 from tests.ingest_kit import full_at, write_session
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-def test_fewer_rows_than_a_batch_are_one_batch(tmp_path: Path) -> None:
-    make_policy(tmp_path / "policy", seed=1)
-    table = pyarrow.table({"input_ids": [[5, 6, 7], [8, 9]], "loss_mask": [[0, 1, 1], [0, 1]]})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    config, passes = compose(["+experiment=quickstart"]), Passes(1, 1e-2, 8, 16, 1)
-    rows, out = tmp_path / "rows.parquet", tmp_path / "out"
-    seen: list[tuple[int, int]] = []
-    model = run_sft(
-        config, str(tmp_path / "policy"), rows, out, passes, tmp_path / "log", watch=lambda *far: seen.append(far[:2])
-    )
-    assert seen == [(1, 1)], "the user sees how far it is"
-    before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "policy", model))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not before[name].equal(after[name])
-
-
-@pytest.mark.long
 def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
-    """A session file of another program becomes states, rows by the policy's tokenizer, and a trained policy."""
+    """A session file of another program becomes states, rows by the policy's tokenizer, and a trained policy.
+
+    Its rows are fewer than a batch, and so all of them are one batch, once in each of two passes.
+    """
     policy, states, rows = tmp_path / "policy", tmp_path / "s.jsonl", tmp_path / "given.parquet"
     make_policy(policy, seed=1)
     write_session(tmp_path / "a.jsonl", turns=4, text="Some text. " * 5)
@@ -53,9 +38,11 @@ def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
     assert ingest(["sft", str(states), "--tokenizer", str(policy), "--out", str(rows)]) == 0
     changes = ["sft.epochs=2", "sft.lr=1e-3", "trainer.logger=[file]", f"sft.data=[{rows}]"]
     config = compose(["+experiment=quickstart", f"run.root={tmp_path}", *changes])
+    assert config.sft.batch_size > 4
     (tmp_path / "run").mkdir()
     made = tune(config, str(policy), [rows], tmp_path / "run", 1, Screen())
     assert (made["given"], made["rows"], made["episodes"], made["too_long"]) == (4, 4, 0, 0)
+    assert made["steps"] == 2
     assert made["loss"]["last"] < made["loss"]["first"]
     before, after = (load_file(place / "model.safetensors") for place in (policy, tmp_path / "run" / "model"))
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -85,7 +72,10 @@ from rl.config import compose
 from rl.tune.trainer import Passes, run_sft
 root, name = Path(sys.argv[1]), sys.argv[2]
 config = compose(["+experiment=quickstart"])
-run_sft(config, f"{root}/policy", root / "rows.parquet", root / name, Passes(6, 1e-2, 4, 16, 1), root / f"{name}.log")
+passes = Passes(6, 1e-2, 4, 16, 1)
+log = root / f"{name}.log"
+far = lambda step, steps, _: print(step, steps, flush=True)
+run_sft(config, f"{root}/policy", root / "rows.parquet", root / name, passes, log, watch=far)
 """
 
 
@@ -108,8 +98,12 @@ def test_a_killed_imitation_goes_on_with_the_same_result(tmp_path: Path) -> None
     reached = int(tracker.read_text())
     assert reached < 36 and reached % 6 == 0
 
-    for name in ("killed", "unbroken"):
-        subprocess.run([*command, name], cwd=ROOT, check=True)
+    said = [
+        subprocess.run([*command, name], cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout.split("\n")
+        for name in ("killed", "unbroken")
+    ]
+    assert [line for line in said[1] if line] == [f"{step} 36" for step in range(1, 37)], "the user sees how far it is"
+    assert said[0][0] == f"{reached + 1} 36"
     made = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("killed", "unbroken")]
     assert made[0].keys() == made[1].keys()
     assert all(made[0][name].equal(made[1][name]) for name in made[0])

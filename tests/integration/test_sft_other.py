@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
 from pathlib import Path
@@ -17,6 +18,7 @@ from rl.run.vllm_server import SERVED_AS, vllm_server
 from rl.sft.other import PROGRAMS, run_dpo, run_llamafactory
 from rl.teachers import outcome
 from rl.tune.trainer import Passes
+from rollout.proxy.standalone import Options, StandAlone
 from tests.check_kit import composed
 from tests.integration.train_kit import WarmStart
 from tests.unit.test_ingest_uses import EDIT, TALK, state, use, write_states
@@ -31,9 +33,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warm(warm_start: WarmStart) -> Path:
     """Scripted episodes of the quickstart, a quarter of them resolved, and a policy that imitates them a little."""
-    return WarmStart.make(tmp_path_factory.mktemp("warm")).directory / "warm"
+    return warm_start.directory / "warm"
 
 
 def differ(base: Path, model: Path) -> int:
@@ -43,8 +45,16 @@ def differ(base: Path, model: Path) -> int:
     return sum(not before[name].equal(after[name]) for name in before)
 
 
-def served(model: Path, log: Path) -> None:
-    """Serve a policy with vLLM, as rl.evaluate does: it says what its weights say."""
+async def warned_of(url: str, model: Path) -> None:
+    """Let the stand-alone proxy look at a server that is in vLLM's default mode of log-probabilities."""
+    proxy = StandAlone(Options(url, str(model), "qwen3_coder"))
+    await proxy.start()
+    await proxy.load()
+    await proxy.stop()
+
+
+def served(model: Path, log: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Serve a policy with vLLM: it says what its weights say. (Of the server's mode the stand-alone proxy warns.)"""
     prompt = list(range(300, 340))
     known = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     wanted = known.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 40:]
@@ -55,11 +65,15 @@ def served(model: Path, log: Path) -> None:
         request = urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as answer:
             (choice,) = json.load(answer)["choices"]
+        asyncio.run(warned_of(server.url, model))
     assert choice["token_ids"] == wanted.tolist()
+    assert "start it with --logprobs-mode processed_logprobs" in caplog.text
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_llamafactory_trains_on_the_exported_messages(warm: Path, tmp_path: Path, lora: int) -> None:
+def test_llamafactory_trains_on_the_exported_messages(
+    warm: Path, tmp_path: Path, lora: int, caplog: pytest.LogCaptureFixture
+) -> None:
     config = composed("+experiment=quickstart", f"actor_rollout_ref.model.lora_rank={lora}")
     config.actor_rollout_ref.model.target_modules = ["q_proj", "v_proj"]
     steps: list[int] = []
@@ -73,7 +87,7 @@ def test_llamafactory_trains_on_the_exported_messages(warm: Path, tmp_path: Path
     for name in ("chat_template.jinja", "tokenizer.json"):
         assert (tmp_path / "model" / name).read_text() == (base / name).read_text()
     if lora:  # merged
-        served(tmp_path / "model", tmp_path / "vllm.log")
+        served(tmp_path / "model", tmp_path / "vllm.log", caplog)
 
 
 def test_dpo_prefers_what_resolved(warm: Path, tmp_path: Path) -> None:
@@ -87,7 +101,7 @@ def test_dpo_prefers_what_resolved(warm: Path, tmp_path: Path) -> None:
     assert differ(warm / "model", tmp_path / "model") > 10
 
 
-def test_dpo_on_what_teachers_said(tmp_path: Path) -> None:
+def test_dpo_on_what_teachers_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pairs of rl.teachers become ids, and DPO prefers the teachers' replies; vLLM serves the policy."""
     policy, pairs, out = tmp_path / "policy", tmp_path / "pairs.parquet", tmp_path / "out"
     out.mkdir()
@@ -101,4 +115,4 @@ def test_dpo_on_what_teachers_said(tmp_path: Path) -> None:
     made = run_dpo(config, str(policy), [pairs], out, passes, lambda *_: None)
     assert (made["pairs"], made["too_long"]) == (4, 0) and made["loss"]["last"] < made["loss"]["first"]
     assert differ(policy, out / "model") > 10
-    served(out / "model", tmp_path / "vllm.log")
+    served(out / "model", tmp_path / "vllm.log", caplog)

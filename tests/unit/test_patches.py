@@ -27,7 +27,7 @@ REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
     r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = |\._stream_arg_deltas = "
     r"|__ray_metadata__|__ray_actor_class__|agent_loop_workers_class: Any = |role_worker_mapping\[.+\] = "
-    r"|\._temp_dir = "
+    r"|\._temp_dir = |\.get_mp_context = "
 )
 
 
@@ -252,6 +252,13 @@ def test_vllms_kernel_still_takes_the_numbers_of_all_experts_for_places_in_its_o
     text = source_of("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
     kernel = text[text.index("class CPUUnquantizedExperts(") :].partition("\nclass ")[0]
     assert kernel.count("expert_map") == 1 and "expert_map: torch.Tensor | None,\n" in kernel
+
+
+@needs_vllm_cpu
+def test_vllm_still_starts_its_engine_as_a_python_of_its_own_on_a_cpu() -> None:
+    assert 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source_of("vllm.platforms.cpu")
+    engines = source_of("vllm.v1.engine.utils")
+    assert "import get_mp_context" in engines and "context = get_mp_context()" in engines
 
 
 def test_verls_server_still_asks_for_batch_invariant_kernels_on_a_cpu() -> None:

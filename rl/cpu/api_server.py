@@ -3,8 +3,8 @@
     python -m rl.cpu.api_server [what vllm.entrypoints.openai.api_server takes]
 
 On a CPU vLLM starts its engine as a Python of its own, because OpenMP's threads do not outlive a fork; that imports
-everything again (10 s of a core). The server itself computes nothing, so it has none. Imported for ``rl.run.forks``,
-this module has what server and engine import.
+everything again (10 s of a core). With OMP_NUM_THREADS=1, as training on a CPU has it, there are none. Imported by
+``rl.run.forks``, this module brings what server and engine import.
 """
 
 from __future__ import annotations

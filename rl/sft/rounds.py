@@ -15,6 +15,7 @@ killed goes on with the step, and within these two with the episode, that it was
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 from collections.abc import Callable, Sequence
@@ -75,12 +76,15 @@ class _Rounds:
     def __init__(self, config: DictConfig, model: str, run: Path, screen: Screen) -> None:
         self.config, self.first, self.run, self.screen = config, model, run, screen
         self.tasks = [task for file in _listed(config.data.train_files) for task in load_tasks(Path(file))]
-        # Of a toy's round most is the start of programs. A GPU's must not be forks.
-        own = on_device(config)
-        programs = (CPU_SERVER, TRAINER, "rl.sft.__main__")
-        self._forks = Forks(*programs, environment=own) if config.trainer.device == "cpu" else None
         self._server: VllmServer | None = None
         self._serves = ""
+
+    @functools.cached_property
+    def _forks(self) -> Forks | None:
+        """What starts server and trainer on a CPU, where their imports are most of a toy's round."""
+        if self.config.trainer.device != "cpu":
+            return None
+        return Forks(CPU_SERVER, TRAINER, "rl.sft.__main__", environment=on_device(self.config))
 
     def place(self, number: int) -> Path:
         return self.run / f"iteration_{number}"

@@ -81,7 +81,7 @@ class _Rounds:
 
     @functools.cached_property
     def _forks(self) -> Forks | None:
-        """What starts server and trainer on a CPU, where their imports are most of a toy's round."""
+        """Return what starts server and trainer on a CPU, where most of a toy's round would be their imports."""
         if self.config.trainer.device != "cpu":
             return None
         return Forks(CPU_SERVER, TRAINER, "rl.sft.__main__", environment=on_device(self.config))

@@ -25,7 +25,7 @@ WINGS = {
     "rl/checks": 725,
     "rl/cluster": 1245,  # 15: starts without progress end a job that never trains
     "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
-    "rl/cpu": 250,
+    "rl/cpu": 250,  # 20 start vLLM's server with an engine that is a fork
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
     # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
     "rl/data": 2075,
@@ -40,14 +40,15 @@ WINGS = {
     "rl/quickstart": 690,  # 45: what a course is, of which there are two
     "rl/quickstart/realcode": 720,  # new: repairs of real functions: harvest, exchanges, an expert, drills
     # With the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run; 35: an engine is
-    # forked from the fork server as Ray's workers are, which is 8 s of each start on a CPU.
-    "rl/run": 1200,
+    # forked from the fork server as Ray's workers are, which is 8 s of each start on a CPU; 60 are programs that start
+    # as forks, in rounds on a CPU.
+    "rl/run": 1270,
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
-    "rl/sft": 685,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
+    "rl/sft": 705,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
-    "rl/tune": 395,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
+    "rl/tune": 400,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
     # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
     # while their file grows.
     "rollout": 1060,
@@ -73,7 +74,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 32_600
+EVERYTHING = 32_750
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

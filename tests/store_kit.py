@@ -1,14 +1,19 @@
-"""This module starts a real `agl store` on this machine, and records of episodes that were played through the real
-proxy by a script.
+"""This module starts a real `agl store` on this machine, has records of episodes that were played through the real
+proxy by a script, and compares what a store has of episodes with what their client and their engine know of them.
+
+tests/integration/store_scenes.py has episodes of the real Claude Code.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,7 @@ from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion
 from rollout.proxy.heard import Hearing
 from rollout.records import Record, RecordWriter, node_records
-from tests.kit import END, CharTokenizer, char_policy, empty_record
+from tests.kit import END, CallParser, CharTokenizer, char_policy, empty_record
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,12 +74,13 @@ class Agl:
 
 @dataclass
 class Said:
-    """One call as the client and the engine know it, without the proxy's records."""
+    """One call as the client and the engine know it, without the proxy's records. ``reply``: the blocks that the client
+    says it got."""
 
     messages: list[dict[str, Any]]
-    system: str
+    system: Any
     side: bool
-    reply: str
+    reply: list[dict[str, Any]]
     prompt_ids: list[int]
     ids: list[int]
     logprobs: list[float]
@@ -89,15 +95,17 @@ class Told:
 
 
 class RandomEngine:
-    """Says random lines, and keeps what it was asked and what it said."""
+    """Says random lines, or what a script says, with random logprobs; keeps what it was asked and what it said."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, script: Callable[[str], str] | None = None) -> None:
         self.random, self.said = random.Random(seed), list[tuple[list[int], list[int], list[float]]]()
-        self.next = ""
+        self._script = script or self._line
+
+    def _line(self, prompt: str) -> str:
+        return f"{self.random.random()} {self.random.choice(HOSTILE)}".replace("<e>", "e")
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
-        text = f"{self.random.random()} {self.random.choice(HOSTILE)}"
-        ids = [*CharTokenizer().encode(text.replace("<e>", "e")), END]
+        ids = [*CharTokenizer().encode(self._script(CharTokenizer().decode(prompt_ids))), END]
         logprobs = [-self.random.randrange(1 << 20) / 1024 for _ in ids]  # exact in float32
         self.said.append((list(prompt_ids), ids, logprobs))
         return Completion(ids, logprobs)
@@ -147,8 +155,8 @@ async def _episode(proxy: Hearing, http: aiohttp.ClientSession, number: int, sta
         async with http.post(url, json=body, headers={"x-api-key": session.secret}) as answer:
             reply = await answer.json()
         assert answer.status == 200, reply
-        (text,) = (block["text"] for block in reply["content"])
-        made.calls[reply["id"]] = Said(list(messages), system, model == SIDE_MODEL, text, *engine.said[-1])
+        blocks = reply["content"]
+        made.calls[reply["id"]] = Said(list(messages), system, model == SIDE_MODEL, blocks, *engine.said[-1])
         return [*messages, {"role": "assistant", "content": reply["content"]}]
 
     async def thread(system: str, turns: int) -> None:
@@ -194,8 +202,56 @@ def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(what, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-def _flat(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
+def texts(content: Any) -> tuple[str, ...]:
+    """Return a content's texts without marks such as those for a cache, which move from call to call."""
+    return (content,) if isinstance(content, str) else tuple(block["text"] for block in content if "text" in block)
+
+
+def calls_in(content: Any) -> list[tuple[str, str, Any]]:
+    """Return the tool calls in a message's content: their ids, names and arguments."""
+    blocks = [] if isinstance(content, str) else content
+    return [(block["id"], block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+
+
+def check_text(text: str, content: Any) -> None:
+    """Check that a span's text says what a message has: its texts, or all of its blocks as JSON."""
+    if isinstance(content, str):
+        assert text == content
+    elif {block["type"] for block in content} <= {"text"}:
+        assert text == "\n".join(block["text"] for block in content)
+    else:
+        assert json.loads(text) == content
+
+
+def check_call(raw: Any, by_tracer: Any, by_proxy: Any, said: Said) -> None:
+    """Compare a call's first span, and the triplets of it, with what was said."""
+    assert by_tracer.prompt["token_ids"] == by_proxy.prompt["token_ids"] == said.prompt_ids
+    assert by_tracer.response["token_ids"] == by_proxy.response["token_ids"] == said.ids
+    assert [entry["logprob"] for entry in by_tracer.response["logprobs"]] == said.logprobs
+    conversation = [{"role": "system", "content": said.system}, *said.messages]
+    contents = [message["content"] for message in conversation]
+    found = by_tracer.prompt["raw_content"]
+    assert [message["role"] for message in found] == [message["role"] for message in conversation]
+    for message, content in zip(found, contents, strict=True):
+        check_text(message["content"], content)
+    (completion,) = by_tracer.response["raw_content"]
+    assert completion["role"] == "assistant"
+    check_text(completion["content"], said.reply)
+    # LlmProxyTraceToTriplet returns tokens only. Calls are in them, and by their ids in the span that it reads.
+    sampled = CharTokenizer().decode(by_proxy.response["token_ids"][:-1])
+    calls = calls_in(said.reply)
+    assert [(block["name"], block["input"]) for block in parsed(sampled)] == [one[1:] for one in calls]
+    (choice,) = ast.literal_eval(raw.attributes["llm.hosted_vllm.choices"])
+    assert choice["message"]["content"] == said.reply and choice["token_ids"] == said.ids
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == said.logprobs
+    asked = ast.literal_eval(raw.attributes["llm.hosted_vllm.messages"])
+    for message, content in zip(asked, contents, strict=True):
+        check_text(message["content"], content)
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    """Return the tool calls in a sampled text, which have no ids yet."""
+    return [block for block in CallParser().parse(text, []).blocks if block["type"] == "tool_use"]
 
 
 async def compare(store: Any, run: str, expected: list[Told]) -> None:
@@ -220,7 +276,10 @@ async def compare(store: Any, run: str, expected: list[Told]) -> None:
         assert (rollout.status, attempt.status) == ("succeeded", "failed" if lost else "succeeded")
         assert rollout.mode == {"train": "train", "val": "val", "eval": "test"}.get(record.split)
         assert rollout.input["instance_id"] == rollout.metadata["task"] == record.task
-        assert attempt.metadata["episode"] == record.episode and attempt.metadata["flags"] == record.verdict["flags"]
+        assert (
+            attempt.metadata["episode"] == record.episode
+            and attempt.metadata.get("flags", []) == record.verdict["flags"]
+        )
         assert attempt.metadata["reward"] == record.verdict["reward"] and attempt.sequence_id == record.attempt + 1
         spans = list(await store.query_spans(rollout.rollout_id, attempt.attempt_id))
         assert [span.sequence_id for span in spans] == list(range(1, 2 * len(one.calls) + 2))
@@ -228,21 +287,14 @@ async def compare(store: Any, run: str, expected: list[Told]) -> None:
         assert spans[-1].status.status_code == ("ERROR" if lost else "OK")
         tracer, proxy = TracerTraceToTriplet().adapt(spans), LlmProxyTraceToTriplet().adapt(spans)
         assert len(tracer) == len(proxy) == len(one.calls)
-        for by_tracer, by_proxy, (reply, said) in zip(tracer, proxy, one.calls.items(), strict=True):
-            assert by_tracer.metadata["response_id"] == by_proxy.metadata["response_id"] == reply
-            assert by_tracer.prompt["token_ids"] == by_proxy.prompt["token_ids"] == said.prompt_ids
-            assert by_tracer.response["token_ids"] == by_proxy.response["token_ids"] == said.ids
-            assert [entry["logprob"] for entry in by_tracer.response["logprobs"]] == said.logprobs
-            conversation = [{"role": "system", "content": said.system}, *said.messages]
-            assert by_tracer.prompt["raw_content"] == [
-                {"role": message["role"], "content": _flat(message["content"])} for message in conversation
-            ]
-            (completion,) = by_tracer.response["raw_content"]
-            assert (completion["role"], completion["content"]) == ("assistant", said.reply)
+        assert [triplet.metadata["response_id"] for triplet in proxy] == [*one.calls]
+        traced = {triplet.metadata["response_id"]: triplet for triplet in tracer}
+        for raw, by_proxy, (reply, said) in zip(spans[:-1:2], proxy, one.calls.items(), strict=True):
+            check_call(raw, traced[reply], by_proxy, said)
         rewards = [None] * (len(one.calls) - 1) + [record.verdict["reward"]]
         assert [triplet.reward for triplet in tracer] == [triplet.reward for triplet in proxy] == rewards
         sides = [span.attributes["claude_code_rl.side_call"] for span in spans[:-1:2]]
         assert sides == [said.side for said in one.calls.values()]
-        heads = list(dict.fromkeys(said.system for said in one.calls.values()))
+        roots = [(texts(said.system), texts(said.messages[0]["content"])) for said in one.calls.values()]
         threads = [span.attributes["claude_code_rl.thread"] for span in spans[:-1:2]]
-        assert threads == [heads.index(said.system) for said in one.calls.values()]
+        assert threads == [list(dict.fromkeys(roots)).index(root) for root in roots]

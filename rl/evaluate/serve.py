@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from rl.config import ConfigError
+from rl.run.forks import Forks
 from rl.run.vllm_server import VllmServer
 from rollout.proxy.engine import EngineError
 from rollout.proxy.forward import SideEndpoint
@@ -30,15 +31,15 @@ class Served:
     max_context: int
 
 
-def start_server(model: str, max_context: int | None, serve: Any, log: Path) -> VllmServer:
-    """Start a vLLM server of ``model`` as the config's group ``serve`` says."""
+def start_server(model: str, max_context: int | None, serve: Any, log: Path, forks: Forks | None = None) -> VllmServer:
+    """Start a vLLM server of ``model`` as the config's group ``serve`` says. forks: see ``VllmServer``."""
     arguments = ["--dtype", serve.dtype, "--tensor-parallel-size", str(serve.tensor_parallel_size)]
     arguments += ["--logprobs-mode", "processed_logprobs"]
     if serve.enforce_eager:
         arguments.append("--enforce-eager")
     if max_context is not None:
         arguments += ["--max-model-len", str(max_context)]
-    return VllmServer(model, log, *arguments, *serve.args)
+    return VllmServer(model, log, *arguments, *serve.args, forks=forks)
 
 
 async def ask_server(url: str, model: str | None, key: str | None) -> Served:

@@ -15,6 +15,7 @@ killed goes on with the step, and within these two with the episode, that it was
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 from collections.abc import Callable, Sequence
@@ -30,11 +31,13 @@ from rl.data.select import summary, write
 from rl.evaluate.config import evaluation_of
 from rl.evaluate.run import Purpose, play_all
 from rl.evaluate.serve import start_server
-from rl.run.vllm_server import VllmServer
+from rl.run.forks import Forks
+from rl.run.vllm_server import CPU_SERVER, VllmServer
 from rl.run.weights import Weights
 from rl.screen import Screen
 from rl.sft.tune import tune
 from rl.tune.rows import RowsError
+from rl.tune.trainer import TRAINER, on_device
 from rollout import files
 
 
@@ -75,6 +78,13 @@ class _Rounds:
         self.tasks = [task for file in _listed(config.data.train_files) for task in load_tasks(Path(file))]
         self._server: VllmServer | None = None
         self._serves = ""
+
+    @functools.cached_property
+    def _forks(self) -> Forks | None:
+        """Return what starts server and trainer on a CPU, where most of a toy's round would be their imports."""
+        if self.config.trainer.device != "cpu":
+            return None
+        return Forks(CPU_SERVER, TRAINER, "rl.sft.__main__", environment=on_device(self.config))
 
     def place(self, number: int) -> Path:
         return self.run / f"iteration_{number}"
@@ -156,7 +166,7 @@ class _Rounds:
             self.end_server()
             self.screen.say(f"starting a vLLM server of {model}")
             log = place.parent / "vllm.log"
-            self._server, self._serves = start_server(model, config.max_context, config.serve, log), model
+            self._server, self._serves = start_server(model, config.max_context, config.serve, log, self._forks), model
         return self._server
 
     def end_server(self) -> None:
@@ -190,7 +200,8 @@ class _Rounds:
         every = self.config.sft.accumulate
         sources = [self.place(n) / "data" for n in range(1 if every else number, number + 1)]
         start = self.first if every else self.policy(number - 1)
-        return tune(self.config, start, sources, self.place(number), self.config.seed + number, self.screen)
+        place, seed = self.place(number), self.config.seed + number
+        return tune(self.config, start, sources, place, seed, self.screen, self._forks)
 
 
 def _show(reports: Sequence[dict[str, Any]], run: Path, screen: Screen) -> None:

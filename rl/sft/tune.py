@@ -21,6 +21,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rl.metrics.episodes import read_jsonl
+from rl.run.forks import Forks
 from rl.screen import Screen, to_go
 from rl.sft.checks import max_length
 from rl.sft.other import run_dpo, run_llamafactory
@@ -30,11 +31,17 @@ from rollout import files
 
 
 def tune(
-    config: DictConfig, model: str, sources: Sequence[Path], out: Path, seed: int, screen: Screen
+    config: DictConfig,
+    model: str,
+    sources: Sequence[Path],
+    out: Path,
+    seed: int,
+    screen: Screen,
+    forks: Forks | None = None,
 ) -> dict[str, Any]:
     """Fine-tune ``model`` on all episodes and given rows of ``sources``; return the report, which is ``out/sft.json``.
 
-    seed: of the order of the rows. Raises RowsError, RuntimeError and OSError.
+    seed: of the order of the rows. forks: see ``run_sft``. Raises RowsError, RuntimeError and OSError.
     """
     report = out / "sft.json"
     if report.exists():
@@ -48,7 +55,7 @@ def tune(
         screen.show("fine-tuning, steps", step, steps, note)
 
     if sft.trainer == "verl":
-        figures = _with_verl(config, model, sources, out, passes, watch, screen)
+        figures = _with_verl(config, model, sources, out, passes, watch, screen, forks)
     else:
         run = {"llamafactory": run_llamafactory, "dpo": run_dpo}[sft.trainer]
         screen.say(f"fine-tuning with {sft.trainer} on {', '.join(map(str, sources))}")
@@ -64,7 +71,14 @@ def tune(
 
 
 def _with_verl(
-    config: DictConfig, model: str, sources: Sequence[Path], out: Path, passes: Passes, watch: Watch, screen: Screen
+    config: DictConfig,
+    model: str,
+    sources: Sequence[Path],
+    out: Path,
+    passes: Passes,
+    watch: Watch,
+    screen: Screen,
+    forks: Forks | None,
 ) -> dict[str, Any]:
     """Fine-tune on token-exact rows; return figures."""
     counts = _rows(config, model, sources, out, screen)
@@ -72,7 +86,7 @@ def _with_verl(
     screen.show("fine-tuning")
     rows, log = out / "rows.parquet", out / "sft.log"
     own = {"WANDB_RUN_ID": f"{os.environ['WANDB_RUN_ID']}-{out.name}"} if "WANDB_RUN_ID" in os.environ else {}
-    run_sft(config, model, rows, out, passes, log, tuple(config.trainer.logger), own, watch)
+    run_sft(config, model, rows, out, passes, log, tuple(config.trainer.logger), own, watch, forks)
     steps = read_jsonl(out / "sft_metrics.jsonl")
     losses = [line["data"]["train/loss"] for line in steps]
     return {**asdict(counts), "steps": steps[-1]["step"], "loss": {"first": losses[0], "last": losses[-1]}}

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.config import CPU_TRAINING, package_dir
 from rl.metrics.episodes import Tail
+from rl.run.forks import Fork, Forks
 from rl.run.programs import end_of_log, tied
 from rl.tune.adapter import split_adapter
 from rollout import files
@@ -48,6 +49,7 @@ _HYDRA = (
     "hydra/hydra_logging=none",
 )
 _LOOK_S = 0.5
+TRAINER = "verl.trainer.sft_trainer"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def run_sft(
     loggers: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     watch: Watch = lambda step, steps, metrics: None,
+    forks: Forks | None = None,
 ) -> Path:
     """Fine-tune a Hugging Face model on token rows: all weights, or an adapter if the experiment has a ``lora_rank``.
 
@@ -94,6 +97,7 @@ def run_sft(
         loggers: verl's, besides the file ``out_dir/sft_metrics.jsonl``.
         environment: more variables for the trainer.
         watch: called with step, number of steps and metrics after each step.
+        forks: what starts the trainer, on a CPU, sooner than a Python of its own does.
 
     Returns:
         The directory with weights, config and tokenizer, as vLLM and verl load it.
@@ -110,8 +114,7 @@ def run_sft(
         return made
     ranks = config.trainer.n_gpus_per_node
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "verl.trainer.sft_trainer", *_HYDRA]
-    command += ["--config-path", str(out_dir), "--config-name", "verl"]
+    arguments = [*_HYDRA, "--config-path", str(out_dir), "--config-name", "verl"]
     batches = pyarrow.parquet.read_metadata(rows).num_rows // settings.data.train_batch_size
     lines = Tail(out_dir / "sft_metrics.jsonl")
     lines.path.unlink(missing_ok=True)  # verl writes it anew
@@ -122,7 +125,10 @@ def run_sft(
 
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch:
         own = {**_environment(scratch, out_dir, ranks), **(environment or {}), **on_device(config)}
-        run_logged(command, own, log, look)
+        if forks is not None and ranks == 1:
+            attend(forks.start(TRAINER, arguments, {**os.environ, **own}, log), log, look)
+        else:
+            run_logged([sys.executable, *launcher, "-m", TRAINER, *arguments], own, log, look)
     saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
     if config.actor_rollout_ref.model.lora_rank:
         split_adapter(saved, model, out_dir, log)
@@ -192,6 +198,11 @@ def run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path
     """
     with open(log, "ab") as sink:
         process = subprocess.Popen(tied(*command), env={**os.environ, **environment}, stdout=sink, stderr=sink)
+    attend(process, log, look)
+
+
+def attend(process: subprocess.Popen[bytes] | Fork, log: Path, look: Callable[[], object]) -> None:
+    """Wait for a trainer's end. look: see ``run_logged``. Raises RuntimeError if it fails."""
     try:
         while process.poll() is None:
             time.sleep(_LOOK_S)

@@ -1,52 +1,139 @@
-"""This module tests two rounds with the real Claude Code, vLLM and verl's trainer, killed in the middle; then a step of
-GRPO.
+"""This module tests fine-tuning in rounds with the real Claude Code, vLLM and verl's trainer: three rounds of three
+seeds, one of them killed in the middle; and what goes on from there, GRPO and distillation.
+
+The seeds have one warm-started policy in common. Each has tasks of its own, and samples its own episodes.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rl.metrics.episodes import read_jsonl, resolve_rate
+from rl.metrics.episodes import Line, read_jsonl, resolve_rate
+from rl.quickstart.tasks import make_tasks
 from rollout import audit
-from tests.integration.programs_kit import kill_after, start
+from tests.integration.programs_kit import ROOT, kill_after, start
 
-ROUNDS = ["+experiment=quickstart", "rounds=2", "tasks=12", "samples=6", "trainer.logger=[]"]
-ROUNDS += ["quickstart.heldout_tasks=16"]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.claude,
+    pytest.mark.engine,
+    pytest.mark.timeout(3600),
+    pytest.mark.xdist_group("rounds"),
+]
+SEEDS = (1, 2, 3)
+TASKS, SAMPLES, HELD_OUT = 8, 3, 16
+# All that the quickstart imitates: with half of it, a policy is right in one of ten episodes, and learns from two.
+WARM = ["quickstart.heldout_tasks=16"]
 
 
-@pytest.mark.long
-@pytest.mark.claude
-@pytest.mark.engine
-@pytest.mark.timeout(3600)
-def test_two_rounds_on_resolved_episodes_raise_the_resolve_rate(tmp_path: Path) -> None:
-    """It is killed with -9 while it collects, and goes on with the episodes that it lacks."""
-    command = [*ROUNDS, f"run.root={tmp_path}"]
-    kill_after("30/72 ", *command, program="rl.sft")
-    (run,) = (tmp_path / "quickstart-sft").iterdir()
-    played = {record.episode for record in audit.Reader(run / "iteration_1" / "collection")}
-    assert 30 <= len(played) < 72
-    again = start(*command, program="rl.sft")
-    text, _ = again.communicate()
-    assert again.returncode == 0, text
-    assert f"{72 - len(played)} episodes to play, {len(played)} are there" in text
-    reports = [json.loads((run / f"iteration_{n}" / "report.json").read_text()) for n in range(3)]
-    rates = [report["evaluation"]["pass_at_1"]["value"] for report in reports]
-    assert rates[0] < 0.5 and rates[1] > rates[0] and rates[2] > rates[0] + 0.2, rates
-    for report in reports[1:]:
-        chosen, sft = report["selection"], report["sft"]
-        assert chosen["episodes"] == chosen["resolved"] == sft["episodes"] == sft["rows"] > 0
-        assert sft["model"] == reports[report["iteration"] - 1]["policy"]
-    assert audit.main([str(run / "iteration_2" / "data")]) == 0
+@dataclass(frozen=True)
+class Rounds:
+    """The runs of all seeds, with their reports, and the policy that they have started from."""
 
-    grpo = ["+experiment=quickstart", f"policy={run}", "trainer.total_training_steps=1", "trainer.logger=[]"]
-    grpo += ["trainer.val_before_train=false", "trainer.test_freq=-1", f"run.root={tmp_path}"]
-    trained = start(*grpo, program="rl.train")
-    text, _ = trained.communicate()
-    assert trained.returncode == 0 and "warm start" not in text, text
-    (directory,) = (tmp_path / "quickstart").iterdir()
-    (step,) = read_jsonl(directory / "metrics.jsonl")
+    policy: Path
+    runs: dict[int, Path]
+
+    def reports(self, seed: int) -> list[dict[str, Any]]:
+        return [json.loads((self.runs[seed] / f"iteration_{n}" / "report.json").read_text()) for n in range(4)]
+
+    def rates(self, seed: int) -> list[float]:
+        """The share of held-out episodes that resolved, for each round."""
+        return [report["evaluation"]["pass_at_1"]["value"] for report in self.reports(seed)]
+
+
+def given(policy: Path, root: Path, seed: int) -> list[str]:
+    """Return what starts from ``policy``, with tasks of the seed's own."""
+    tasks = root / f"tasks-{seed}"
+    if not tasks.exists():
+        make_tasks(tasks, seed=100 + seed, n_train=3 * TASKS, n_heldout=HELD_OUT)
+    files = [f"data.train_files=[{tasks}/train.parquet]", f"data.val_files=[{tasks}/heldout.parquet]"]
+    more = [f"actor_rollout_ref.model.path={policy}", f"seed={seed}", f"run.root={root}", "trainer.logger=[]"]
+    return ["+experiment=quickstart", "prepare=null", "~quickstart", *files, *more]
+
+
+def play(policy: Path, root: Path, seed: int) -> Path:
+    """Play three rounds and return the run. The first seed is killed with -9 while it collects, and goes on."""
+    own = root / str(seed)
+    command = [*given(policy, own, seed), "rounds=3", f"tasks={TASKS}", f"samples={SAMPLES}"]
+    command += ["actor_rollout_ref.rollout.val_kwargs.n=1"]
+    count, played = TASKS * SAMPLES, 0
+    if seed == SEEDS[0]:
+        kill_after(f"10/{count} ", *command, program="rl.sft")
+        (run,) = (own / "quickstart-sft").iterdir()
+        played = len({record.episode for record in audit.Reader(run / "iteration_1" / "collection")})
+        assert 10 <= played < count
+    process = start(*command, program="rl.sft")
+    text, _ = process.communicate()
+    assert process.returncode == 0, text
+    if played:
+        assert f"{count - played} episodes to play, {played} are there" in text
+    (run,) = (own / "quickstart-sft").iterdir()
+    return run
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> Rounds:
+    """Three seeds side by side: most of what one does keeps a single core busy."""
+    root = tmp_path_factory.mktemp("rounds")
+    command = [sys.executable, "-m", "rl.quickstart.prepare", *WARM, f"run.root={root}"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    (made,) = (root / "prepared").iterdir()
+    policy = made / "warm" / "model"
+    with ThreadPoolExecutor(len(SEEDS)) as pool:
+        runs = list(pool.map(lambda seed: play(policy, root, seed), SEEDS))
+    return Rounds(policy, dict(zip(SEEDS, runs, strict=True)))
+
+
+def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds) -> None:
+    """In each seed, and on average over them in each round."""
+    rates = {seed: rounds.rates(seed) for seed in SEEDS}
+    print(rates)
+    for seed in SEEDS:
+        assert rates[seed][0] < 0.6 and rates[seed][3] > rates[seed][0] + 0.2, rates
+        reports = rounds.reports(seed)
+        for report in reports[1:]:
+            chosen, sft = report["selection"], report["sft"]
+            assert report["collection"]["episodes"] == chosen["read"] == TASKS * SAMPLES
+            assert chosen["episodes"] == chosen["resolved"] == sft["episodes"] == sft["rows"] > 0
+            assert sft["model"] == reports[report["iteration"] - 1]["policy"]
+        assert audit.main([str(rounds.runs[seed] / "iteration_3" / "data")]) == 0
+    means = [sum(of_round) / len(SEEDS) for of_round in zip(*rates.values(), strict=True)]
+    assert means[0] < means[1] < means[2], means
+
+
+def train(*command: str, root: Path) -> list[Line]:
+    """Run rl.train without validation, and return the metrics of its steps."""
+    more = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    process = start(*command, *more, program="rl.train")
+    text, _ = process.communicate()
+    assert process.returncode == 0 and "warm start" not in text, text
+    (run,) = (root / "quickstart").iterdir()
+    return read_jsonl(run / "metrics.jsonl")
+
+
+def test_grpo_goes_on_from_the_last_round(rounds: Rounds, tmp_path: Path) -> None:
+    command = [*given(rounds.policy, tmp_path, 1), f"policy={rounds.runs[1]}", "trainer.total_training_steps=1"]
+    (step,) = train(*command, root=tmp_path)
     rate = resolve_rate(step, "train")
-    assert rate is not None and rate > rates[0]
+    assert rate is not None and rate > rounds.rates(1)[0]
+
+
+def test_a_student_learns_from_the_last_round(rounds: Rounds, tmp_path: Path) -> None:
+    """Distillation brings the policy that the rounds have started from closer to one that they ended with, on its own
+    episodes and without rewards."""
+    teacher = rounds.runs[2] / "iteration_3" / "model"
+    command = [*given(rounds.policy, tmp_path, 2), "+distill=on_policy", "ray_kwargs.ray_init.num_gpus=2"]
+    command += [f"distillation.teacher_models.teacher_model.model_path={teacher}", "trainer.total_training_steps=5"]
+    command += ["actor_rollout_ref.rollout.n=4"]
+    steps = train(*command, root=tmp_path)
+    apart = [step["actor/distillation/abs_loss"] for step in steps]
+    print(apart, [resolve_rate(step, "train") for step in steps])
+    assert len(apart) == 5 and apart[-1] < 0.8 * apart[0], apart

@@ -16,12 +16,14 @@ import pytest
 from aiohttp import web
 from omegaconf import OmegaConf
 
+from rewards.task import Task
 from rl.run.programs import free_port
 from rl.run.store import storing
 from rl.store import __main__ as command
 from rl.store.local import Local, send_all
 from rl.store.stores import StoreError
 from rollout.records import Reader
+from tests.integration.store_scenes import told_by_claude_code
 from tests.store_kit import Told, compare, run_command, told, write
 
 
@@ -30,17 +32,21 @@ def episodes() -> list[Told]:
     return asyncio.run(told(200, "whole"))
 
 
+@pytest.mark.claude
 @pytest.mark.timeout(900)
 async def test_two_hundred_episodes_come_back_from_a_store_in_this_process(
-    episodes: list[Told], tmp_path: Path
+    episodes: list[Told], task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Among them are episodes of the real Claude Code with tool calls, whose ids, names and arguments are compared."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network three times
     from agentlightning.store.memory import InMemoryLightningStore
 
-    run, memory = write([one.record for one in episodes], tmp_path / "runs" / "local"), InMemoryLightningStore()
-    assert len(episodes) == 220
-    assert (await send_all([run], Local(memory))).sent == 220
-    assert (await send_all([run], Local(memory))).there == 220
-    await compare(memory, "runs/local", episodes)
+    whole = [*episodes, *await told_by_claude_code(task, 10, "real")]
+    run, memory = write([one.record for one in whole], tmp_path / "runs" / "local"), InMemoryLightningStore()
+    assert len(whole) == 230
+    assert (await send_all([run], Local(memory))).sent == 230
+    assert (await send_all([run], Local(memory))).there == 230
+    await compare(memory, "runs/local", whole)
 
 
 # --- stores that fail

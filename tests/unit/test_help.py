@@ -22,7 +22,13 @@ from tests.kit import empty_record
 ROOT = Path(__file__).parents[2]
 MAIN = 'if __name__ == "__main__"'
 # What other programs start, with arguments of their own, and what takes none.
-NOT_FOR_USERS = {"rl/run/fork_server.py", "rl/cluster/probe.py", "rl/sft/dpo.py", "scripts/budget.py"}
+NOT_FOR_USERS = {
+    "rl/run/fork_server.py",
+    "rl/cpu/api_server.py",
+    "rl/cluster/probe.py",
+    "rl/sft/dpo.py",
+    "scripts/budget.py",
+}
 PROGRAMS = sorted(
     str(path.relative_to(ROOT))
     for top in ("rl", "rollout", "rewards", "scripts", "examples")

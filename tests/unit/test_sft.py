@@ -138,6 +138,7 @@ class Played:
         monkeypatch.setattr(rounds, "play_all", self.play)
         monkeypatch.setattr(rounds, "tune", self.tune)
         monkeypatch.setattr(rounds, "start_server", self.serve)
+        monkeypatch.setattr(rounds, "Forks", lambda *_, **__: None)
         monkeypatch.setattr(rounds, "load_tasks", lambda path: [f"{path.stem}{n}" for n in range(4)])
 
     def note(self, *what: Any) -> None:
@@ -162,7 +163,7 @@ class Played:
         (place / "results.json").write_text(json.dumps(found))
         return 0
 
-    def tune(self, config: Any, model: str, sources: list[Path], out: Path, seed: int, screen: Any) -> dict[str, Any]:
+    def tune(self, config: Any, model: str, sources: list[Path], out: Path, *_: Any) -> dict[str, Any]:
         self.note("tune", out.name, Path(model).parent.name, *(place.parent.name for place in sources))
         return {"rows": 3, "trained": 5}
 

@@ -31,7 +31,7 @@ _STOPS = 0.1  # seldomer than in the episodes: each try is a place to look up
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _SAID = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 _CALL = re.compile(r"<function=(\w+)>")
-_NOTHING = "(Bash completed with no output)"  # Claude Code says so
+_CHANGED = f"[This command modified 1 file you've previously read: {FILE}. Call Read before editing.]"  # says Bash
 _VALUES = ("0", "1", "[]", "True", "None", "''", "[1, 2]")
 
 
@@ -66,7 +66,7 @@ class Drills:
         ]
         script, prompt = TryingScript(seed, _STOPS), f"<|im_start|>user\n{statement}"
         while found := _CALL.search(reply := script(prompt)):
-            result = _numbered(text) if found[1] == "Read" else _NOTHING
+            result = _numbered(text) if found[1] == "Read" else _CHANGED
             if CHECK in reply:
                 result = "ok" if rng.random() < 0.25 else f"Exit code 1\n{wrong}"
             messages += [{"role": "assistant", "content": reply}, {"role": "tool", "content": result}]
@@ -85,7 +85,7 @@ class Drills:
             {"role": "assistant", "content": call("Read", file_path=FILE)},
             {"role": "tool", "content": _numbered(text)},
             {"role": "assistant", "content": call("Bash", command=command(chosen, FILE))},
-            {"role": "tool", "content": _NOTHING},
+            {"role": "tool", "content": _CHANGED},
             {"role": "assistant", "content": DONE},
         ]
 

@@ -45,7 +45,7 @@ PIECES = (
 # The output layer begins as this many times the embedding (verl's weight sync on a CPU forbids to share it). So what
 # attention brings from another place can be said again without being learned for each token by itself.
 _OUTPUT = 0.1
-_SHARP = 2.0  # scale of queries and keys, each; with 1.0 attention to one of 500 tokens is weak
+_SHARP = 1.5  # scale of queries and keys, each; with 1.0 attention to one of 500 tokens is weak
 _GAIN = 2.0  # of what the heads below write
 _TURNS = (0.4, 0.25, 0.15, 0.1, 0.06, 0.04)  # how much the fastest turning dimensions have in telling "one before"
 
@@ -57,15 +57,15 @@ def make(out: Path, seed: int, texts: Iterable[str]) -> None:
 
 
 def look_up(model: Any) -> None:
-    """Give a random Qwen3 a head that writes down the token before (in its first layer), and two that find the last
-    token said there and say what follows it (in its second).
+    """Give a random Qwen3 a head that writes down the token before (in its first layer), two that find the last token
+    said there and say what follows it (in its second), and others that say what they look at, wherever that is.
 
     The hidden state has a part for the token itself, and one, as wide as a head, for the token before.
     """
     import torch
 
     embedding = model.get_input_embeddings().weight
-    first, second = (model.model.layers[place].self_attn for place in (0, 1))
+    first = model.model.layers[0].self_attn
     own = embedding.shape[1] - _HEAD  # dimensions of the first part; the last of them is the same for all tokens
     names = own - 1
     theta = model.config.rope_parameters["rope_theta"]
@@ -87,13 +87,16 @@ def look_up(model: Any) -> None:
         first.v_proj.weight[head, :names] = short
         first.o_proj.weight[:, head] = 0.0
         first.o_proj.weight[own:, head] = _GAIN * eye
-        for number in (0, 1):  # each says half of the name
+        for layer, number in ((layer, number) for layer in (1, 2) for number in range(4)):  # each says half of the name
+            attention = model.model.layers[layer].self_attn
             head = slice(number * _HEAD, (number + 1) * _HEAD)
-            half = range(number * _HEAD, min((number + 1) * _HEAD, names))
-            for matrix in (second.q_proj, second.k_proj, second.v_proj):
-                matrix.weight[head] = 0.0
-            second.q_proj.weight[head, :names] = short
-            second.k_proj.weight[head, own:] = eye
-            second.o_proj.weight[:, head] = 0.0
-            second.v_proj.weight[half, half] = 1.0
-            second.o_proj.weight[half, half] = _GAIN
+            half = torch.arange(number % 2 * _HEAD, min((number % 2 + 1) * _HEAD, names))
+            place = half + (number - number % 2) * _HEAD
+            looks_up = layer == 1 and number < 2  # what the others look for is learned
+            attention.v_proj.weight[head], attention.o_proj.weight[:, head] = 0.0, 0.0
+            attention.v_proj.weight[place, half] = 1.0
+            attention.o_proj.weight[half, place] = _GAIN if looks_up else 1.0
+            if looks_up:
+                attention.q_proj.weight[head], attention.k_proj.weight[head] = 0.0, 0.0
+                attention.q_proj.weight[head, :names] = short
+                attention.k_proj.weight[head, own:] = eye

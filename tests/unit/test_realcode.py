@@ -11,12 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
+from rl.quickstart.realcode.drills import Drills
 from rl.quickstart.realcode.functions import Function, alone
-from rl.quickstart.realcode.policy import PIECES
+from rl.quickstart.realcode.policy import PIECES, make
 from rl.quickstart.realcode.script import DONE, STOPS, TRIES, TryingScript
 from rl.quickstart.realcode.swaps import Swap, swaps
 from rl.quickstart.realcode.tasks import Puzzle, _puzzle, task_of
@@ -210,3 +213,28 @@ def test_the_expert_ends_where_it_cannot_go_on():
     assert script("<|im_start|>user\nHello") == DONE
     start = "<|im_start|>user\nclamp(0) gives -1, not 0."
     assert script(start + "<tool_response>\nFile does not exist.\n</tool_response>") == DONE
+
+
+def test_drills_are_read_and_exchanged_as_the_expert_does():
+    drills = Drills([SOURCE, MODULE])
+    chat = drills.exchanges("1")
+    assert chat == drills.exchanges("1") != drills.exchanges("2")
+    text = "\n".join(line.partition("\t")[2] for line in chat[3]["content"].split("\n"))
+    steps = re.findall(r"s/([^/]+)/([^/]+)/", chat[4]["content"])
+    places = {(one.old + one.after, one.new + one.after) for one in swaps(text)}
+    assert len(places) >= 3 and set(steps) == places and len(steps) == len(places)
+    assert f"sed -i 's/{steps[0][0]}/" in chat[4]["content"]
+    sed = [SED.search(str(one["content"])) for number in range(20) for one in drills.messages(str(number))]
+    assert sum(one is not None for one in sed) > 20
+
+
+def test_the_policy_repeats_what_it_has_read_before_it_is_trained(tmp_path: Path):
+    make(tmp_path / "policy", 1, [SOURCE, MODULE])
+    make(tmp_path / "same", 1, [SOURCE, MODULE])
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("policy", "same")]
+    assert weights[0] == weights[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    words = torch.randint(0, model.config.vocab_size, (8, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        said = model(torch.cat([words, words], dim=1)).logits[:, 64:-1].argmax(-1)
+    assert (said == words[:, 1:]).float().mean() > 0.5  # by chance: 0.002

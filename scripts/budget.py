@@ -38,7 +38,7 @@ WINGS = {
     "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
     "rl/quickstart": 692,  # 47: what a course is, of which there are two
-    "rl/quickstart/realcode": 780,  # new: repairs of real functions: harvest, exchanges, an expert, drills, heads that look up
+    "rl/quickstart/realcode": 780,  # new: real functions: harvest, exchanges, an expert, drills, heads that look up
     "rl/run": 1165,  # with the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 685,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs

@@ -37,8 +37,8 @@ WINGS = {
     "rl/make": 2175,
     "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
     "rl/plan": 970,
-    "rl/quickstart": 690,  # 45: what a course is, of which there are two
-    "rl/quickstart/realcode": 720,  # new: repairs of real functions: harvest, exchanges, an expert, drills
+    "rl/quickstart": 692,  # 47: what a course is, of which there are two
+    "rl/quickstart/realcode": 780,  # new: real functions: harvest, exchanges, an expert, drills, heads that look up
     # With the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run; 35: an engine is
     # forked from the fork server as Ray's workers are, which is 8 s of each start on a CPU; 60 are programs that start
     # as forks, in rounds on a CPU.
@@ -74,7 +74,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 32_750
+EVERYTHING = 32_830
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

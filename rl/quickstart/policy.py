@@ -14,7 +14,7 @@ import functools
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def make_policy(
     tokenizer: PreTrainedTokenizerFast | None = None,
     shape: Mapping[str, Any] = SHAPE,
     output: float | None = None,
+    begin: Callable[[Any], None] = lambda model: None,
 ) -> None:
     """Write the model directory `out`.
 
@@ -84,7 +85,8 @@ def make_policy(
     head_dim: width of an attention head.
     multiple: unused tokens fill the vocabulary up to a multiple of this.
     tokenizer: another one. shape: the model's, in the words of its Hugging Face config. output: the output layer begins
-        as the embedding times this; None: at random.
+        as the embedding times this; None: at random. begin: is called with the model whose weights are random, to set
+        some of them.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -106,6 +108,7 @@ def make_policy(
         torch.manual_seed(seed)
         model = make_model(config).to(torch.float32)
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
+        begin(model)
         if output is not None:
             with torch.no_grad():
                 model.get_output_embeddings().weight.copy_(output * model.get_input_embeddings().weight)

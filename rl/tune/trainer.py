@@ -27,7 +27,7 @@ from rl.run.programs import end_of_log, tied
 from rl.tune.adapter import split_adapter
 from rollout import files
 
-# What is the same for all models. verl's defaults: AdamW with betas 0.9 and 0.999, gradients clipped at 1.0.
+# What is the same for all models. verl's default: gradients clipped at 1.0.
 _SETTINGS: dict[str, Any] = {
     "optim": {
         "weight_decay": 0.0,
@@ -58,7 +58,7 @@ class Passes:
 
     epochs: passes over the rows; the last incomplete batch of each is dropped. lr: peak learning rate of AdamW: warm-up
     over 5 % of the steps, then a cosine to a tenth. batch_size: rows per update; all of them if there are fewer.
-    max_length: longest row in tokens. seed: of the order of the rows.
+    max_length: longest row in tokens. seed: of the order of the rows. betas: AdamW's.
     """
 
     epochs: int
@@ -66,6 +66,7 @@ class Passes:
     batch_size: int
     max_length: int
     seed: int
+    betas: tuple[float, float] = (0.9, 0.999)
 
 
 Watch = Callable[[int, int, Mapping[str, float]], object]
@@ -161,7 +162,7 @@ def _settings(
     own = {
         "model": {"path": model},
         "engine": {"strategy": actor.strategy, "use_torch_compile": actor.use_torch_compile, "seed": passes.seed},
-        "optim": {"lr": passes.lr},
+        "optim": {"lr": passes.lr, "betas": list(passes.betas)},
         "data": {
             "train_files": str(rows),
             # Of few episodes there may be fewer rows than a batch has; with less than one, verl divides by zero.

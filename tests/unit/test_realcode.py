@@ -11,11 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
+from rl.quickstart.realcode.drills import Drills
 from rl.quickstart.realcode.functions import Function, alone
-from rl.quickstart.realcode.script import DONE, TRIES, TryingScript
+from rl.quickstart.realcode.policy import PIECES, make
+from rl.quickstart.realcode.script import DONE, STOPS, TRIES, TryingScript
 from rl.quickstart.realcode.swaps import Swap, swaps
 from rl.quickstart.realcode.tasks import Puzzle, _puzzle, task_of
 
@@ -25,53 +30,66 @@ def clamp(x, low=0, high=10):
         return low
     for y in (0, True):
         x += y - 1
-    if x is None or x in (3,):
+    if y is None or x in (3,):
         return
     return min(x, high * 2)
 """
 
 
 def test_what_is_exchanged():
-    found = {(swap.line + 1, swap.old, swap.new) for swap in swaps(SOURCE)}
+    found = {(swap.line + 1, swap.old, swap.new, swap.after) for swap in swaps(SOURCE)}
     assert found == {
-        (2, "if not", "if"),
-        (2, " >", " >="),
-        (4, "0", "1"),
-        (4, " True", " False"),
-        (5, " +=", " -="),
-        (5, " 1", " 0"),
-        (6, "if", "if not"),
-        (6, " is", " is not"),
-        (6, " or", " and"),
-        (6, " in", " not in"),
+        (2, "if not ", "if ", "x"),
+        (2, " > ", " >= ", "low"),
+        (4, "True", "False", "):"),
+        (5, " += ", " -= ", "y"),
+        (5, " - ", " + ", "1"),
+        (6, "if ", "if not ", "y"),
+        (6, " is ", " is not ", "None"),
+        (6, " or ", " and ", "x"),
     }
 
 
-def test_what_sed_would_not_find_or_not_find_again_is_left():
-    lines = ["    a = b + c + d", "    a[10] = b[0]", "    a = b <= c < d", "    a = 1 + b[0]", "    f(*a)"]
-    found = [(swap.line, swap.column, swap.old) for swap in swaps("\n".join(lines))]
-    assert found == [(0, 9, " +"), (2, 9, " <="), (3, 7, " 1"), (3, 9, " +")]
+def test_what_is_there_twice_is_left():
+    lines = [
+        "    a = b + c + d",
+        "    a[1] = b[0]",
+        "    a = b[0] - c",
+        "    a = x - c",
+        "    f(*a)",
+        "    if a < -b.c:",
+    ]
+    found = [(swap.line, swap.old, swap.after) for swap in swaps("\n".join(lines))]
+    assert found == [(0, " + ", "c"), (0, " + ", "d"), (1, "1", "]"), (5, "if ", "a"), (5, "-", "b")]
 
 
 @pytest.mark.parametrize("swap", swaps(SOURCE), ids=str)
-def test_an_exchange_undoes_itself_at_its_place(swap: Swap, tmp_path: Path):
+def test_tokens_are_cut_alike_in_the_file_and_in_the_command(swap: Swap):
+    cut = pre_tokenizers.Split(Regex(PIECES), "isolated").pre_tokenize_str
+    place = [piece for piece, _ in cut(swap.old + swap.after)]
+    for text in (SOURCE, swap.command("module.py")):
+        pieces = [piece for piece, _ in cut(text)]
+        assert any(pieces[at : at + len(place)] == place for at in range(len(pieces)))
+
+
+@pytest.mark.parametrize("swap", swaps(SOURCE), ids=str)
+def test_sed_exchanges_what_is_meant(swap: Swap, tmp_path: Path):
     changed = swap.applied(SOURCE)
     ast.parse(changed)
-    assert [one for one in swaps(changed) if one.applied(changed) == SOURCE] == [swap.back]
+    (back,) = [one for one in swaps(changed) if one.applied(changed) == SOURCE]
     file = tmp_path / "module.py"
     file.write_text(SOURCE)
-    for command, text in ((swap.command("module.py"), changed), (swap.back.command("module.py"), SOURCE)):
-        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    for one, text in ((swap, changed), (back, SOURCE)):
+        subprocess.run(one.command("module.py"), shell=True, check=True, cwd=tmp_path)
         assert file.read_text() == text
 
 
-@given(st.text(st.sampled_from("if not x<>=+-*is\n    0True'\"\\()#\té")))
+@given(st.text(st.sampled_from("if not x<>=+-*is\n    0True'\"\\()#\té],:")))
 def test_any_text_has_exchanges_or_none(text: str):
     for swap in swaps(text):
         changed = swap.applied(text)
-        assert changed != text and swap.back.applied(changed) == text
-        line = text.split("\n")[swap.line]
-        assert changed.split("\n")[swap.line] == line.replace(swap.old, swap.new, 1)
+        assert changed != text
+        assert changed == text.replace(swap.old + swap.after, swap.new + swap.after)
 
 
 MODULE = '''
@@ -155,24 +173,22 @@ def test_the_check_runs_the_call_that_is_shown(source: str, status: int, said: s
 
 
 CALL = re.compile(r"<function=(\w+)>\n(.*?)</function>", re.DOTALL)
-SED = re.compile(r"sed -i '(\d+)s/([^/]+)/([^/]+)/' module.py")
+SED = re.compile(r"(git checkout -q module\.py; )?sed -i 's/([^/]+)/([^/]+)/' module\.py")
 PARAMETER = re.compile(r"<parameter=(\w+)>\n(.*?)\n</parameter>\n", re.DOTALL)
 
 
-def play(seed: str, statement: str, right: str) -> tuple[list[str], str]:
+def play(seed: str, statement: str, right: str, stops: float = STOPS) -> tuple[list[str], str]:
     """Answer a script's calls as Claude Code does; return the names of its calls, and the file at the end."""
-    script, prompt, text, calls = TryingScript(seed), f"<|im_start|>user\n{statement}", BROKEN, []
+    script, prompt, text, calls = TryingScript(seed, stops), f"<|im_start|>user\n{statement}", BROKEN, []
     while found := CALL.search(reply := script(prompt)):
         given = dict(PARAMETER.findall(found[2]))
         calls.append(found[1])
         if found[1] == "Read":
             result = "\n".join(f"{number}\t{line}" for number, line in enumerate(text.split("\n"), 1))
         elif edit := SED.fullmatch(given["command"]):
-            lines = text.split("\n")
-            line = lines[int(edit[1]) - 1]
-            lines[int(edit[1]) - 1] = line.replace(edit[2], edit[3], 1)
-            assert edit[2] in line and edit[2] != edit[3]
-            text, result = "\n".join(lines), "(Bash completed with no output)"
+            text = BROKEN if edit[1] else text
+            assert text.count(edit[2]) == 1 and edit[2] != edit[3]
+            text, result = text.replace(edit[2], edit[3]), "(Bash completed with no output)"
             calls[-1] = "sed"
         else:
             assert given == {"command": "python3 check.py"}
@@ -188,7 +204,7 @@ def test_the_expert_tries_and_makes_mistakes(puzzle: Puzzle):
     repaired = sum(text == SOURCE for _, text in played)
     assert 0.05 < repaired / 300 < 0.4  # there are a dozen places
     assert {calls[0] for calls, _ in played} == {"Read"}
-    assert max(calls.count("Bash") for calls, _ in played) == TRIES
+    assert max(play(str(seed), puzzle.statement, "", 0.0)[0].count("sed") for seed in range(20)) == TRIES
     assert min(len(calls) for calls, _ in played) == 2  # an edit that is not checked
 
 
@@ -197,3 +213,28 @@ def test_the_expert_ends_where_it_cannot_go_on():
     assert script("<|im_start|>user\nHello") == DONE
     start = "<|im_start|>user\nclamp(0) gives -1, not 0."
     assert script(start + "<tool_response>\nFile does not exist.\n</tool_response>") == DONE
+
+
+def test_drills_are_read_and_exchanged_as_the_expert_does():
+    drills = Drills([SOURCE, MODULE])
+    chat = drills.exchanges("1")
+    assert chat == drills.exchanges("1") != drills.exchanges("2")
+    text = "\n".join(line.partition("\t")[2] for line in chat[3]["content"].split("\n"))
+    steps = re.findall(r"s/([^/]+)/([^/]+)/", chat[4]["content"])
+    places = {(one.old + one.after, one.new + one.after) for one in swaps(text)}
+    assert len(places) >= 3 and set(steps) == places and len(steps) == len(places)
+    assert f"sed -i 's/{steps[0][0]}/" in chat[4]["content"]
+    sed = [SED.search(str(one["content"])) for number in range(20) for one in drills.messages(str(number))]
+    assert sum(one is not None for one in sed) > 20
+
+
+def test_the_policy_repeats_what_it_has_read_before_it_is_trained(tmp_path: Path):
+    make(tmp_path / "policy", 1, [SOURCE, MODULE])
+    make(tmp_path / "same", 1, [SOURCE, MODULE])
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("policy", "same")]
+    assert weights[0] == weights[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    words = torch.randint(0, model.config.vocab_size, (8, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        said = model(torch.cat([words, words], dim=1)).logits[:, 64:-1].argmax(-1)
+    assert (said == words[:, 1:]).float().mean() > 0.5  # by chance: 0.002

@@ -18,16 +18,20 @@ from typing import Any
 from rl.make.prepare import prepare
 from rl.quickstart.policy import BASH, READ, SYSTEM, rendered
 from rl.quickstart.realcode.functions import bare
-from rl.quickstart.realcode.script import TryingScript
+from rl.quickstart.realcode.script import DONE, TryingScript, call
+from rl.quickstart.realcode.swaps import command, swaps
 from rl.quickstart.realcode.tasks import CHECK, FILE
 
 TOOLS = [BASH, READ]
 _SHORTEST, _LONGEST = 8, 72  # characters of a line
-_LINES = 8  # of a file, at most
+_LINES = 6  # of a file, at most
+_FEWEST_SWAPS, _MOST_SWAPS = 3, 16
+_EVERY = 3  # which drill is an episode; the others are all exchanges of a file, ten times as much to look up
+_STOPS = 0.1  # seldomer than in the episodes: each try is a place to look up
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _SAID = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 _CALL = re.compile(r"<function=(\w+)>")
-_NOTHING = "(Bash completed with no output)"  # Claude Code says so
+_CHANGED = f"[This command modified 1 file you've previously read: {FILE}. Call Read before editing.]"  # says Bash
 _VALUES = ("0", "1", "[]", "True", "None", "''", "[1, 2]")
 
 
@@ -51,7 +55,8 @@ class Drills:
         """Return the chat of a drill."""
         rng = random.Random(seed)
         name = self._name(rng)
-        text = self._file(rng, name)
+        while len(swaps(text := self._file(rng, name))) < _FEWEST_SWAPS:
+            pass
         given = ", ".join(self._value(rng) for _ in range(rng.randint(1, 3)))
         wrong = f"{name}({given}) gives {self._value(rng)}"
         statement = f"{wrong}, not {self._value(rng)}."
@@ -59,19 +64,36 @@ class Drills:
             {"role": "system", "content": f"{SYSTEM.partition(chr(10))[0]}\n{PROMPT}"},
             {"role": "user", "content": statement},
         ]
-        script, prompt = TryingScript(seed), f"<|im_start|>user\n{statement}"
+        script, prompt = TryingScript(seed, _STOPS), f"<|im_start|>user\n{statement}"
         while found := _CALL.search(reply := script(prompt)):
-            result = _numbered(text) if found[1] == "Read" else _NOTHING
+            result = _numbered(text) if found[1] == "Read" else _CHANGED
             if CHECK in reply:
                 result = "ok" if rng.random() < 0.25 else f"Exit code 1\n{wrong}"
             messages += [{"role": "assistant", "content": reply}, {"role": "tool", "content": result}]
             prompt += f"<tool_response>\n{result}\n</tool_response>"
         return [*messages, {"role": "assistant", "content": reply}]
 
+    def exchanges(self, seed: str) -> list[dict[str, Any]]:
+        """Return the chat of a drill in which one command exchanges everything that can be, in a random order."""
+        rng = random.Random(seed)
+        while len(places := swaps(text := self._file(rng, self._name(rng)))) < _FEWEST_SWAPS:
+            pass
+        chosen = rng.sample(places, min(len(places), _MOST_SWAPS))
+        return [
+            {"role": "system", "content": f"{SYSTEM.partition(chr(10))[0]}\n{PROMPT}"},
+            {"role": "user", "content": "Exchange everything."},
+            {"role": "assistant", "content": call("Read", file_path=FILE)},
+            {"role": "tool", "content": _numbered(text)},
+            {"role": "assistant", "content": call("Bash", command=command(chosen, FILE))},
+            {"role": "tool", "content": _CHANGED},
+            {"role": "assistant", "content": DONE},
+        ]
+
     def rows(self, tokenizer: Any, seed: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
         """Yield ids and mask of drills: 1 for what the assistant says and the token that ends it."""
         for number in range(count):
-            text = rendered(self.messages(f"{seed}:{number}"), TOOLS)
+            make = self.messages if number % _EVERY == 0 else self.exchanges
+            text = rendered(make(f"{seed}:{number}"), TOOLS)
             ids, mask = list[int](), list[int]()
             for place, part in enumerate(_SAID.split(text)):  # every second part is the assistant's
                 new = tokenizer.encode(part, add_special_tokens=False)
@@ -89,13 +111,18 @@ class Drills:
             return renamed.setdefault(word, self._name(rng) if rng.random() < 0.6 else word)
 
         lines = [_WORD.sub(other, line) for line in rng.sample(self.lines, rng.randint(2, _LINES))]
+        depth = 0
+        for place, line in enumerate(lines):  # as in Python, a line is at most one step deeper than the one before
+            bare = line.lstrip()
+            depth = min(depth + 1, (len(line) - len(bare)) // 4)
+            lines[place] = "    " * depth + bare
         parameters = ", ".join(self._name(rng) for _ in range(rng.randint(1, 3)))
         return "\n".join([f"def {name}({parameters}):", *lines, ""])
 
     def _name(self, rng: random.Random) -> str:
         if rng.random() < 0.5:
             return rng.choice(self._words)
-        word = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 7)))
+        word = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 5)))
         return word if rng.random() < 0.5 else f"{word}_{rng.choice(self._words)}"
 
     def _value(self, rng: random.Random) -> str:

@@ -1,14 +1,17 @@
 """This module finds the places of a source at which a word or an operator can be exchanged for its counterpart.
 
 An exchange undoes itself: a place that has a bug is repaired by exchanging it again. So the places of a file are also
-all the repairs that an agent can try, and one of them is right.
+all the repairs that an agent can try, and one of them is right. A place is told by its text and the word after it,
+which must be there once: whoever wants to exchange something has to find both in the file.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import tokenize
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 _PAIRS = (
     ("<", "<="),
@@ -25,16 +28,19 @@ _PAIRS = (
 _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 _TESTS = ("if", "elif", "while")
 _KINDS = (tokenize.OP, tokenize.NAME, tokenize.NUMBER)
+# What tells a place: a word, a digit or signs that mean nothing to sed, as the tokenizer cuts them.
+_NEXT = re.compile(r"[A-Za-z_]+|[0-9]|(?:[):,\]]*[,:] |[):,\]]+)(?=[\sA-Za-z0-9_]|$)")
 
 
 @dataclass(frozen=True)
 class Swap:
-    """A swap exchanges the text ``old`` at a line (from 0) and column for ``new``."""
+    """A swap exchanges the text ``old`` at a line (from 0) and column for ``new``. ``after``: what follows it there."""
 
     line: int
     column: int
     old: str
     new: str
+    after: str = ""
 
     def applied(self, source: str) -> str:
         """Return the source after it. Raises ValueError if ``old`` is not there."""
@@ -45,18 +51,19 @@ class Swap:
         lines[self.line] = text[: self.column] + self.new + text[self.column + len(self.old) :]
         return "\n".join(lines)
 
-    @property
-    def back(self) -> Swap:
-        """Return the swap that undoes it."""
-        return Swap(self.line, self.column, self.new, self.old)
-
     def command(self, file: str) -> str:
-        """Return the shell command that does it. No swap's texts have a sign that means something to sed."""
-        return f"sed -i '{self.line + 1}s/{self.old}/{self.new}/' {file}"
+        """Return the shell command that does it."""
+        return command([self], file)
+
+
+def command(chosen: Sequence[Swap], file: str) -> str:
+    """Return the shell command that does some swaps. No swap's texts have a sign that means something to sed."""
+    steps = ";".join(f"s/{one.old}{one.after}/{one.new}{one.after}/" for one in chosen)
+    return f"sed -i '{steps}' {file}"
 
 
 def swaps(source: str) -> list[Swap]:
-    """Return the swaps of a source in order, where their text is the first of its kind in its line: sed needs that.
+    """Return the swaps of a source in order, where their text and what follows are there once: sed needs that.
 
     The first lines of functions, imports and other statements of the module have none. It may be no whole Python.
     """
@@ -71,18 +78,23 @@ def swaps(source: str) -> list[Swap]:
         before = tokens[number - 1].string if number else ""
         if (pair := _pair(lines[at], token, before, after)) is None:
             continue
-        swap = _with_space(lines[at], Swap(at, token.start[1], *pair))
-        changed = swap.applied(source).split("\n")[at]
-        if lines[at].find(swap.old) == changed.find(swap.new) == swap.column:
-            found.append(swap)
+        swap = _with_spaces(lines[at], Swap(at, token.start[1], *pair), token.type)
+        following = _NEXT.match(lines[at], swap.column + len(swap.old))
+        if following is not None and source.count(swap.old + following[0]) == 1:
+            found.append(replace(swap, after=following[0]))
     return found
 
 
-def _with_space(line: str, swap: Swap) -> Swap:
-    """Return the swap with the space before it, unless that is indentation: most tokens begin with one."""
-    if not line[: swap.column].strip() or line[swap.column - 1] != " ":
+def _with_spaces(line: str, swap: Swap, kind: int) -> Swap:
+    """Return the swap of an operator or keyword with the spaces around it, if there is one after it: so tokens are cut.
+
+    A sign before a number has none after it.
+    """
+    is_literal = kind == tokenize.NUMBER or swap.old in ("True", "False")
+    if is_literal or not line.startswith(" ", swap.column + len(swap.old)):
         return swap
-    return Swap(swap.line, swap.column - 1, f" {swap.old}", f" {swap.new}")
+    before = " " if line[: swap.column].endswith(" ") and line[: swap.column].strip() else ""
+    return Swap(swap.line, swap.column - len(before), f"{before}{swap.old} ", f"{before}{swap.new} ")
 
 
 def _pair(line: str, token: tokenize.TokenInfo, before: str, after: str) -> tuple[str, str] | None:

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 SEEDS = (1, 2, 3)
 TASKS, SAMPLES, HELD_OUT = 8, 3, 16
-# All that the quickstart imitates: with half of it, a policy is right in one of ten episodes, and has two to learn from.
+# The quickstart's own. With half of its episodes, a policy is right in one of ten, and learns from two.
 WARM = ["quickstart.heldout_tasks=16"]
 
 

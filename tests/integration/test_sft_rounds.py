@@ -30,7 +30,7 @@ pytestmark = [
 ]
 SEEDS = (1, 2, 3)
 TASKS, SAMPLES, HELD_OUT = 8, 3, 16
-# All that the quickstart imitates: with half of it, a policy is right in one of ten episodes, and learns from two.
+# The quickstart's own. With half of its episodes, a policy is right in one of ten, and learns from two.
 WARM = ["quickstart.heldout_tasks=16"]
 
 
@@ -45,8 +45,13 @@ class Rounds:
         return [json.loads((self.runs[seed] / f"iteration_{n}" / "report.json").read_text()) for n in range(4)]
 
     def rates(self, seed: int) -> list[float]:
-        """The share of held-out episodes that resolved, for each round."""
-        return [report["evaluation"]["pass_at_1"]["value"] for report in self.reports(seed)]
+        """The share of what each round's policy has played that resolved: of held-out tasks, and of the tasks that the
+        next round collects, which are as new to it."""
+        reports = self.reports(seed)
+        played = [[one["evaluation"]] for one in reports]
+        for number, report in enumerate(reports[1:]):
+            played[number].append(report["collection"])
+        return [sum(one["resolved"] for one in own) / sum(one["episodes"] for one in own) for own in played]
 
 
 def given(policy: Path, root: Path, seed: int) -> list[str]:
@@ -93,11 +98,11 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> Rounds:
 
 
 def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds) -> None:
-    """In each seed, and on average over them in each round."""
+    """In each seed from the first to the last, and on average over them round by round, until nearly all resolve."""
     rates = {seed: rounds.rates(seed) for seed in SEEDS}
     print(rates)
     for seed in SEEDS:
-        assert rates[seed][0] < 0.6 and rates[seed][3] > rates[seed][0] + 0.2, rates
+        assert rates[seed][3] > rates[seed][0] + 0.2, rates
         reports = rounds.reports(seed)
         for report in reports[1:]:
             chosen, sft = report["selection"], report["sft"]
@@ -105,8 +110,10 @@ def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds
             assert chosen["episodes"] == chosen["resolved"] == sft["episodes"] == sft["rows"] > 0
             assert sft["model"] == reports[report["iteration"] - 1]["policy"]
         assert audit.main([str(rounds.runs[seed] / "iteration_3" / "data")]) == 0
-    means = [sum(of_round) / len(SEEDS) for of_round in zip(*rates.values(), strict=True)]
-    assert means[0] < means[1] < means[2], means
+    # 120 episodes have a standard error of 0.05 at most, and of 0.03 once nine of ten resolve: what has learned cannot
+    # seem not to have, and what has no more to learn may seem to lose a little.
+    first, second, third, last = (sum(of_round) / len(SEEDS) for of_round in zip(*rates.values(), strict=True))
+    assert first + 0.2 < second and min(second, 0.9) < third + 0.05 and min(third, 0.9) < last + 0.05, rates
 
 
 def train(*command: str, root: Path) -> list[Line]:

@@ -46,7 +46,8 @@ def count_above(values, limit=0):
     return found
 
 def steps(length):
-    return floor(length / STEP) + 1
+    whole = floor(length / STEP)
+    return whole + 1 if length >= 0 and whole < 99 else None
 
 def forever(n):
     while n == 0:

@@ -175,7 +175,7 @@ async def test_a_conversation_is_read_back_from_the_tokens(there: bool, monkeypa
         said = one.calls[span["attributes"]["gen_ai.response.id"]]
         values = span["attributes"]
         assert (values["prompt_token_ids"], values["response_token_ids"]) == (said.prompt_ids, said.ids)
-        assert values["gen_ai.completion.0.content"] == said.reply
+        assert values["gen_ai.completion.0.content"] == "".join(block["text"] for block in said.reply)
         roles = [values[f"gen_ai.prompt.{n}.role"] for n in range(len(said.messages))]
         assert roles == [message["role"] for message in said.messages]
         texts = [values[f"gen_ai.prompt.{n}.content"] for n in range(0, len(said.messages), 2)]

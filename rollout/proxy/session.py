@@ -133,6 +133,7 @@ class Session:
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._seen, self._seals = Seen(), Seals()
+        self._asks: dict[Asked, Asked] = {}
         self._asked: dict[int, list[Asked]] = {}  # index of a context node -> all that was asked for there
         self._failed: set[str] = set()  # message ids of generations that left no reply
         self._generations: dict[str, _Generation] = {}  # those in progress, by message id
@@ -227,6 +228,7 @@ class Session:
         # If the client forbids tools for this reply, what looks like a call stays text.
         tools = () if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools
         asked = Asked(side, limit, stop, bool(tools))
+        asked = self._asks.setdefault(asked, asked)  # one object for all calls that ask for the same
         call = Call(self, context, tools, asked, self._message_id(context, asked, retry))
         self.counters.overhead_s += time.perf_counter() - began
         return call

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollout.proxy.messages import Conversation, Identity, Span, Spans, text_key
+from rollout.proxy.numbers import untracked
 from rollout.proxy.partings import cuts, partings, pieces_of
 from rollout.proxy.replies import Reply
 from rollout.proxy.texts import squeezed
@@ -255,7 +256,13 @@ class Tree:
         if context.children:
             self._ways = []
         node = self._add(context, ids)
-        node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
+        node.logprobs, node.reply, node.text, node.ended, node.versions = (
+            untracked(logprobs),
+            reply,
+            text,
+            ended,
+            versions,
+        )
         node.trained, node.tools_allowed, node.seal = trained, tools_allowed, seal
         if experts is not None:
             tokens = node.length - 1 - routed(context)
@@ -268,7 +275,7 @@ class Tree:
         return node
 
     def _add(self, parent: Node | None, ids: list[int]) -> Node:
-        node = Node(len(self.nodes), parent, ids, (parent.length if parent else 0) + len(ids))
+        node = Node(len(self.nodes), parent, untracked(ids), (parent.length if parent else 0) + len(ids))
         self.nodes.append(node)
         self.tokens += len(ids)
         (parent.children if parent else self.roots).append(node)

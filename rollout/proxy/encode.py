@@ -14,8 +14,8 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+from rollout.proxy.collector import untracked
 from rollout.proxy.marks import any_of
-from rollout.proxy.numbers import untracked
 from rollout.proxy.texts import here
 
 log = logging.getLogger(__name__)

@@ -94,7 +94,7 @@ class Span:
     def exact(self) -> bytes:
         """Identify all that the policy reads of the span; its key leaves some of that out. Raises RequestError."""
         if not self._exact:
-            self._exact = _digest([json.dumps(self.chat)])
+            self._exact = hashed(msgspec.json.encode(self.chat))
         return self._exact
 
     @property
@@ -225,10 +225,11 @@ class Seen:
 
         They are the messages that are not in the tree, the last one, and system prompt and tools if they are new.
         """
-        new = zip(request.digests, request.messages, strict=True)
+        kept = self.kept
+        new = [len(raw) for at, raw in zip(request.digests, request.messages, strict=True) if at not in kept]
         head = 0 if request.head_digest in _heads else request.head_size
         last = len(request.messages[-1]) if request.digests[-1] in self.kept else 0
-        return head + last + sum(len(raw) for digest, raw in new if digest not in self.kept)
+        return head + last + sum(new)
 
     def before(self, digests: list[bytes]) -> tuple[_Before | None, int]:
         """Return the request that had the most of these messages, in their order, and how many of them it had."""

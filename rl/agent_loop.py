@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import hashlib
 import os
 import time
@@ -32,6 +31,7 @@ from rl.metrics.samples import SampleLog
 from rl.run import errors
 from rl.setup import load_policy, make_setup, training_settings
 from rollout.episode import Episode, Setup, play
+from rollout.proxy.collector import keep_imports
 from rollout.proxy.heard import Hearing
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
@@ -58,8 +58,7 @@ class Worker:
     async def start(self) -> None:
         """Start the proxy, and load what grading needs beside the first episodes."""
         # What was imported stays as long as the process; a collection that walks it stops all episodes for 0.4 s.
-        gc.collect()
-        gc.freeze()
+        keep_imports()
         self.warming = asyncio.create_task(asyncio.to_thread(warm_up))  # the reference keeps the task alive
         await self.proxy.start()
 

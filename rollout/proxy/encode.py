@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+from rollout.proxy.collector import untracked
 from rollout.proxy.marks import any_of
 from rollout.proxy.texts import here
 
@@ -35,7 +36,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._backend = _backend(tokenizer)
         last = max(self._backend.get_vocab().values(), default=-1) if self._backend is not None else -1
-        self._shared = [*range(last + 1)]
+        self._shared = untracked([*range(last + 1)])
         self._cut = _cut(self._backend)
         self._heads: OrderedDict[str, list[int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -78,7 +79,7 @@ class Encoder:
         ids, rest = self.encode(text), self.encode(text[end:])
         if ids[len(ids) - len(rest) :] == rest:
             with self._lock:
-                self._heads[head] = ids[: len(ids) - len(rest)]
+                self._heads[head] = untracked(ids[: len(ids) - len(rest)])
                 if len(self._heads) > _KEPT:
                     self._heads.popitem(last=False)
         else:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rollout.proxy.collector import untracked
+
 if TYPE_CHECKING:
     from rollout.proxy.tree import Node
 
@@ -73,7 +75,7 @@ class Seals:
                 begun.ids += context.ids
                 break
         else:
-            begun = _Begun(context.path_ids())
+            begun = _Begun(untracked(context.path_ids()))
         begun.context, begun.answered = context, False
         self._begun = [*self._begun[1 - _BEGUN :], begun]
         return begun.ids

@@ -37,6 +37,9 @@ Identity = tuple[bytes, bytes, frozenset[str], frozenset[str]]  # what Span.iden
 # Claude Code sends "(no content)" in place of a reply that had no content at all; this is that text squeezed.
 _NO_CONTENT = "(nocontent)"
 
+# One for all spans that have no ids: each would be one more object for the garbage collector to visit.
+_NO_IDS: frozenset[str] = frozenset()
+
 
 class Span:
     """A Span is a run of consecutive messages of one side, which is either context or the assistant.
@@ -68,7 +71,7 @@ class Span:
         self._raws, self.first, self.assistant, self._fresh = raws, first, assistant, fresh or {}
         self._messages: list[WireMessage] | None = None
         self._exact = b""
-        self.identify((b"", b"", frozenset(), frozenset()))
+        self.identify((b"", b"", _NO_IDS, _NO_IDS))
 
     @classmethod
     def of(cls, messages: list[WireMessage], assistant: bool) -> Span:
@@ -91,7 +94,7 @@ class Span:
     def exact(self) -> bytes:
         """Identify all that the policy reads of the span; its key leaves some of that out. Raises RequestError."""
         if not self._exact:
-            self._exact = _digest([json.dumps(self.chat)])
+            self._exact = hashed(msgspec.json.encode(self.chat))
         return self._exact
 
     @property
@@ -222,10 +225,11 @@ class Seen:
 
         They are the messages that are not in the tree, the last one, and system prompt and tools if they are new.
         """
-        new = zip(request.digests, request.messages, strict=True)
+        kept = self.kept
+        new = [len(raw) for at, raw in zip(request.digests, request.messages, strict=True) if at not in kept]
         head = 0 if request.head_digest in _heads else request.head_size
         last = len(request.messages[-1]) if request.digests[-1] in self.kept else 0
-        return head + last + sum(len(raw) for digest, raw in new if digest not in self.kept)
+        return head + last + sum(new)
 
     def before(self, digests: list[bytes]) -> tuple[_Before | None, int]:
         """Return the request that had the most of these messages, in their order, and how many of them it had."""
@@ -371,12 +375,12 @@ def _identity(span: Span) -> Identity:
     said = text_key(span.text) if span.assistant else b""
     if span.assistant and not tool_ids:
         key = text_key("".join(parts[1:]))
-        return key, said, frozenset(), frozenset(signatures)
+        return key, said, _NO_IDS, frozenset(signatures) or _NO_IDS
     if not any(parts[1:]):  # only reminders, such as the news that a background agent has ended: they are the content
         texts = (flat(message.content) for message in span.messages())
         parts.append("".join("".join(texts).split()))
     # Clients merge and split text blocks; only tool results and images keep their borders.
-    return _digest(_merge_text(parts)), said, frozenset(tool_ids), frozenset(signatures)
+    return _digest(_merge_text(parts)), said, frozenset(tool_ids) or _NO_IDS, frozenset(signatures) or _NO_IDS
 
 
 def _merge_text(parts: list[str]) -> list[str]:

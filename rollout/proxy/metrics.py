@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
@@ -44,17 +45,21 @@ class Metrics(Collector):
             "rollout_proxy_tokens", "Tokens in prompts and in sampled replies.", ["kind"], registry=self._registry
         )
         self._registry.register(self)
+        # To find the counter of a label takes longer than to count.
+        self._of_status = functools.cache(lambda path, status: self._requests.labels(path, str(status)))
+        self._of_path = functools.cache(self._latency.labels)
+        self._prompt, self._sampled = self._tokens.labels("prompt"), self._tokens.labels("sampled")
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""
         path = path if path in _PATHS else "other"  # clients must not be able to create labels
-        self._requests.labels(path, str(status)).inc()
-        self._latency.labels(path).observe(seconds)
+        self._of_status(path, status).inc()
+        self._of_path(path).observe(seconds)
 
     def reply(self, reply: Reply, overhead_s: float) -> None:
         """Count a reply that was sent, and the seconds that the proxy itself worked on it."""
-        self._tokens.labels("prompt").inc(reply.input_tokens)
-        self._tokens.labels("sampled").inc(reply.output_tokens)
+        self._prompt.inc(reply.input_tokens)
+        self._sampled.inc(reply.output_tokens)
         self._overhead.observe(overhead_s)
 
     def retire(self, session: Session) -> None:

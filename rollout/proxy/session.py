@@ -106,9 +106,8 @@ def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
     What is sampled therefore does not depend on which other calls are in progress. The result has 63 bits.
     """
     data = array("Q", (seed, before, *prompt_ids)).tobytes()
-    return (
-        int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-    )  # engines take a signed 64-bit integer
+    # Engines take a signed 64-bit integer.
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def closed_error() -> RequestError:
@@ -133,6 +132,7 @@ class Session:
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._seen, self._seals = Seen(), Seals()
+        self._asks: dict[Asked, Asked] = {}  # one object for all calls that ask for the same
         self._asked: dict[int, list[Asked]] = {}  # index of a context node -> all that was asked for there
         self._failed: set[str] = set()  # message ids of generations that left no reply
         self._generations: dict[str, _Generation] = {}  # those in progress, by message id
@@ -227,6 +227,7 @@ class Session:
         # If the client forbids tools for this reply, what looks like a call stays text.
         tools = () if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools
         asked = Asked(side, limit, stop, bool(tools))
+        asked = self._asks.setdefault(asked, asked)
         call = Call(self, context, tools, asked, self._message_id(context, asked, retry))
         self.counters.overhead_s += time.perf_counter() - began
         return call
@@ -241,7 +242,7 @@ class Session:
         if asked not in variants:
             variants.append(asked)
         variant = variants.index(asked)
-        alike = [(child, child.reply.id) for child in context.children if child.asked == asked and child.reply]
+        alike = [(one, one.reply.id) for one in self.tree.children(context) if one.asked == asked and one.reply]
         new = f"msg_{self._id}{context.index:04x}{len(alike):02x}" + (f"_{variant:x}" if variant else "")
         if not all(child.delivered for child, _ in alike):
             self.settle()
@@ -362,7 +363,7 @@ class Session:
         engine fails, and is cancelled when the session is closed. When the last caller leaves the block before the
         generation is done, it is aborted, because nobody would receive the reply.
         """
-        for child in call.context.children:
+        for child in self.tree.children(call.context):
             if child.reply is not None and child.reply.id == call.message_id:
                 known = asyncio.get_running_loop().create_future()
                 known.set_result(child)
@@ -401,7 +402,7 @@ class Session:
         prompt_ids = self._seals.prompt(call.context)
         if "seed" in sampling:
             variant = self._asked[call.context.index].index(call.asked)
-            before = sum(child.asked == call.asked for child in call.context.children)
+            before = sum(child.asked == call.asked for child in self.tree.children(call.context))
             sampling["seed"] = call_seed(sampling["seed"], prompt_ids, before + (variant << 32))
         began = time.perf_counter()
         try:

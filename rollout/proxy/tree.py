@@ -13,9 +13,10 @@ is to be trained, into exactly one sequence, with mask 1.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rollout.proxy.collector import untracked
 from rollout.proxy.messages import Conversation, Identity, Span, Spans, text_key
 from rollout.proxy.partings import cuts, partings, pieces_of
 from rollout.proxy.replies import Reply
@@ -69,7 +70,6 @@ class Node:
     tools_allowed: bool = True  # False: the client forbade or did not offer tools, so no calls were looked for
     experts: Any = None
     seal: bytes = b""
-    children: list[Node] = field(default_factory=list)
 
     @property
     def sampled(self) -> bool:
@@ -180,6 +180,11 @@ class Tree:
         self._named: dict[str, Node] = {}  # id of a reply or of a call in it -> sampled node
         self._said: dict[bytes, list[Node]] = {}  # key of a text -> replies without calls
         self._ways: list[_Way] = []
+        self._children: dict[int, list[Node]] = {}  # not in the nodes: they would be cycles, and not freed at once
+
+    def children(self, node: Node | None) -> Sequence[Node]:
+        """Return the nodes that come right after a node; None: the roots."""
+        return self.roots if node is None else self._children.get(node.index, ())
 
     def match(self, head: bytes, spans: Spans) -> Match:
         """Find the deepest place that a request extends, and mark the replies that it repeats as delivered."""
@@ -215,16 +220,15 @@ class Tree:
 
     def _alone(self, context: Node) -> bool:
         """Tell whether what leads to a context can lead to no other, and what comes after it to one reply only."""
-        beside = context.parent.children if context.parent else self.roots
-        return len(context.children) == 1 and sum(node.key[:2] == context.key[:2] for node in beside) == 1
+        beside = (node.key[:2] == context.key[:2] for node in self.children(context.parent))
+        return len(self.children(context)) == 1 and sum(beside) == 1
 
     def add_context(self, base: Node | None, head: bytes, rest: Sequence[Span], ids: list[int]) -> Node:
         """Append the context ``rest`` of a match, encoded as ``ids``, after ``base``; return the new node."""
         node = self._add(base, ids)
         node.key = (head, *(span.key for span in rest))
         node.exact = rest[-1].exact
-        beside = base.children if base else self.roots
-        if any(other.key[:2] == node.key[:2] for other in beside if other is not node):
+        if any(other.key[:2] == node.key[:2] for other in self.children(base) if other is not node):
             self._ways = []
         return node
 
@@ -252,10 +256,11 @@ class Tree:
             raise ValueError(f"engine returned {len(ids)} tokens but {len(logprobs)} logprobs")
         if versions and len(ids) != len(versions):
             raise ValueError(f"engine returned {len(ids)} tokens but {len(versions)} weight versions")
-        if context.children:
+        if self.children(context):
             self._ways = []
         node = self._add(context, ids)
-        node.logprobs, node.reply, node.text, node.ended, node.versions = logprobs, reply, text, ended, versions
+        node.logprobs, node.reply, node.text = untracked(logprobs), reply, text
+        node.ended, node.versions = ended, versions
         node.trained, node.tools_allowed, node.seal = trained, tools_allowed, seal
         if experts is not None:
             tokens = node.length - 1 - routed(context)
@@ -268,10 +273,10 @@ class Tree:
         return node
 
     def _add(self, parent: Node | None, ids: list[int]) -> Node:
-        node = Node(len(self.nodes), parent, ids, (parent.length if parent else 0) + len(ids))
+        node = Node(len(self.nodes), parent, untracked(ids), (parent.length if parent else 0) + len(ids))
         self.nodes.append(node)
         self.tokens += len(ids)
-        (parent.children if parent else self.roots).append(node)
+        (self._children.setdefault(parent.index, []) if parent else self.roots).append(node)
         return node
 
     def _next(
@@ -285,7 +290,7 @@ class Tree:
         start = (head, spans[at].key)
         found = [
             node
-            for node in (base.children if base else self.roots)
+            for node in self.children(base)
             if node.key[:2] == start and (len(node.key) == 2 or node.key[1:] == _keys(spans, at, len(node.key) - 1))
         ]
         if len(found) > 1:  # the same but for what clients are known to rewrite, or one goes on where another one ends
@@ -302,11 +307,11 @@ class Tree:
 
     def _echoed(self, context: Node, span: Span) -> tuple[Node | None, list[Span]]:
         """Return the sampled child that an assistant span repeats, and what else the span has after it."""
-        if (reply := self._echo(context.children, span)) is not None:
+        if (reply := self._echo(self.children(context), span)) is not None:
             return reply, []
         if self._beside(span):
             for first, more in cuts(span):
-                if (reply := self._echo(context.children, first)) is not None:
+                if (reply := self._echo(self.children(context), first)) is not None:
                     return reply, [more]
         return None, []
 
@@ -373,10 +378,10 @@ class Tree:
         """
         answered = {
             node.key[1]
-            for node in (base.children if base else self.roots)
+            for node in self.children(base)
             if node.key[0] == head
             and len(node.key) == 2
-            and any((c.delivered or c.pending) and _says(c, _SILENT) for c in node.children)
+            and any((c.delivered or c.pending) and _says(c, _SILENT) for c in self.children(node))
         }
         if answered:
             for stays, taken in partings(span):

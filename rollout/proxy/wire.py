@@ -17,6 +17,8 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
+from rollout.proxy.texts import PIECE
+
 
 class RequestError(Exception):
     """A request cannot be answered. ``status`` (HTTP) and ``kind`` are those of Anthropic's table of errors."""
@@ -131,14 +133,23 @@ def _check_values(data: bytes | msgspec.Raw, field: str, most: int) -> None:
     if len(data) <= most:
         return
     text = bytes(data)
-    if _values(text) > most:  # or there are many commas in its strings
+    if _more_values(text, most):  # or there are many commas in its strings
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-        if text.count(b'"') > 4 * most or _values(b"".join(text.split(b'"')[::2])) > most:
+        if text.count(b'"') > 4 * most or _more_values(b"".join(text.split(b'"')[::2]), most):
             raise RequestError(f"{field}: more than {most} values")
 
 
-def _values(text: bytes) -> int:
-    return sum(map(text.count, (b",", b"[", b"{")))
+def _more_values(text: bytes, most: int) -> bool:
+    """Tell whether a JSON text without strings has more than ``most`` values, in pieces and as soon as that is clear.
+
+    To count five million takes 60 ms.
+    """
+    found = 0
+    for at in range(0, len(text), PIECE):
+        found += sum(text.count(mark, at, at + PIECE) for mark in (b",", b"[", b"{"))
+        if found > most:
+            return True
+    return False
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw, field: str, most: int = _MOST_VALUES) -> Any:

@@ -125,7 +125,7 @@ class Client(RuleBasedStateMachine):
     @rule(thread=threads, reply=replies, data=st.data())
     def retry(self, thread: list[Any], reply: str, data: st.DataObject) -> None:
         """A retry of the thread's last request gets the same reply, and nothing is sampled."""
-        if len(self.session.tree.nodes[thread[-1][1]].parent.children) > 1:
+        if len(self.session.tree.children(self.session.tree.nodes[thread[-1][1]].parent)) > 1:
             return  # nothing says of which of several equal requests it is the retry
         drawn = self.engine.drawn
         history, (last, _) = thread[:-2], thread[-2]  # nobody rewrites what is new, but its form may differ

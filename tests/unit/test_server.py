@@ -365,7 +365,7 @@ async def test_a_client_that_does_not_read_delays_nobody_and_is_cut(
     other = {**HELLO, "messages": [{"role": "user", "content": "other"}]}
     assert (await post(http, proxy, session, other))[1]["content"][0]["text"] == "quick"
     assert "did not read its reply" not in caplog.text  # the proxy still waits for it
-    slow = session.tree.roots[0].children[0]
+    slow = session.tree.children(session.tree.roots[0])[0]
     assert len(slow.ids) > 1_000_000
     async with asyncio.timeout(LONG):
         while "did not read its reply" not in caplog.text:

@@ -113,6 +113,7 @@ class Load:
     tag: str = ""
     prefix: str = ""
     seed: int = 0
+    at_once: bool = False
 
 
 SHAPES = ("text", "lines", "messages", "blocks", "values")
@@ -190,7 +191,10 @@ async def play(load: Load) -> dict[str, Any]:
             took.append(await turn(i))
         return took
 
-    first = [await turn(i) for i in range(load.sessions)]
+    if load.at_once:
+        first = await asyncio.gather(*(turn(i) for i in range(load.sessions)))
+    else:
+        first = [await turn(i) for i in range(load.sessions)]
     began, cpu = time.perf_counter(), time.process_time()
     later = await asyncio.gather(*(rest(i) for i in range(load.sessions)))
     wall = time.perf_counter() - began

@@ -162,13 +162,17 @@ class Spans(Sequence[Span]):
         return span
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Head:
-    """A Head is the system prompt and the tools (in chat form) of a request. ``key`` identifies both."""
+    """A Head is the system prompt and the tools (in chat form) of a request. ``key`` identifies both.
+
+    ``encoded``: whether a prompt that begins with it has been encoded, so that the next one takes little time.
+    """
 
     key: bytes
     system: str
     tools: tuple[dict[str, Any], ...]
+    encoded: bool = False
 
 
 @dataclass(frozen=True)

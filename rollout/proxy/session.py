@@ -181,7 +181,8 @@ class Session:
         try:
             if self._seen.new_bytes(request) <= _AT_ONCE:
                 place = self._place(request)
-                adds = sum(span.size for span in place.match.rest) + (0 if place.match.base else request.head_size)
+                known = place.match.base is not None or place.talk.head.encoded
+                adds = sum(span.size for span in place.match.rest) + (0 if known else request.head_size)
                 if place.match.context is not None or adds <= _AT_ONCE:
                     return place
             work = asyncio.get_running_loop().run_in_executor(_threads, self._find, request, place, left)
@@ -331,6 +332,7 @@ class Session:
             tokens = before + len(ids) + error.tokens
             fits = tokens <= self.policy.max_context
             raise self._full() if fits else self._too_long(f"at least {tokens}") from None
+        talk.head.encoded = True
         return ids
 
     def _too_long(self, length: str) -> RequestError:

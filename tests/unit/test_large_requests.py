@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.quickstart.policy import make_tokenizer
-from rollout.proxy import marks, messages, texts
+from rollout.proxy import marks, messages, texts, wire
 from rollout.proxy.messages import RequestError, Span, WireMessage
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.server import ProxyServer
@@ -263,18 +263,17 @@ async def test_a_large_message_is_decoded_once(monkeypatch: pytest.MonkeyPatch) 
     decoded = []
     decode = messages.decoded
     monkeypatch.setattr(messages, "decoded", lambda *given: decoded.append(given[2]) or decode(*given))
-    wire = decode_request(talk("x" * 100_000, "a", "go on"))
-    await Session("e", char_policy(QueueEngine("b"))).ahead(wire)
+    request = decode_request(talk("x" * 100_000, "a", "go on"))
+    await Session("e", char_policy(QueueEngine("b"))).ahead(request)
     assert decoded.count("messages[0]") == 1
 
 
 @pytest.mark.parametrize(
     "field, message",
     [
-        ("messages", {}),
+        ("the body", {}),
         ("messages[0]", {"role": "assistant", "content": [{"type": "tool_use", "input": {"a": [[]] * 100_000}}]}),
         ("messages[0]", {"role": "user", "content": [{"type": "text", "text": ""}] * 60_000}),
-        ("stop_sequences", {}),
         ("tools", {}),
     ],
 )
@@ -282,7 +281,8 @@ async def test_too_many_values_are_refused_before_they_are_decoded(field: str, m
     """While they were, for 5 s, no session of the process was answered."""
     asked = {"role": "user", "content": "x" * 2**20}
     request: dict[str, Any] = {"messages": [message, asked] if message else [asked]}
-    request |= {field: [[]] * 600_000} if not message else {}
+    if not message:
+        request |= {"tools": [[]] * 100_000} if field == "tools" else {"stop_sequences": [[]] * 600_000}
     with pytest.raises(RequestError, match=rf"{re.escape(field)}: more than \d+ values"):
         await Session("e", char_policy(QueueEngine())).ahead(decode_request(json.dumps(request).encode()))
 
@@ -291,6 +291,33 @@ async def test_too_many_values_are_refused_before_they_are_decoded(field: str, m
 async def test_commas_in_a_text_are_no_values(text: str) -> None:
     place = await Session("e", policy(context=10**7)).ahead(decode_request(body(text)))
     assert place.length > len(text)
+
+
+VALUE = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('",[{\\\\a\n'), max_size=9),
+    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.text(max_size=3), inner, min_size=1),
+    max_leaves=20,
+)
+
+
+@given(VALUE, st.integers(1, 9))
+def test_values_are_counted_however_the_text_is_cut(value: Any, piece: int) -> None:
+    def marks(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return len(inner) + sum(map(marks, inner))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PIECE", piece)
+        text, count = json.dumps(value).encode(), marks(value)
+        assert not wire._more_values(text, count) and (not count or wire._more_values(text, count - 1))
+
+
+async def test_a_request_has_at_most_so_many_stop_sequences() -> None:
+    """Each is looked for in each reply."""
+    asked = [{"role": "user", "content": "a"}]
+    assert decode_request(json.dumps({"messages": asked, "stop_sequences": ["a"] * 1000}).encode())
+    with pytest.raises(RequestError, match="stop_sequences: at most 1000"):
+        decode_request(json.dumps({"messages": asked, "stop_sequences": ["a"] * 1001}).encode())
 
 
 async def test_a_request_has_at_most_so_many_messages() -> None:

@@ -1,9 +1,10 @@
 """Reproduce README's figures: the quickstart for several seeds, one after the other.
 
     .venv/bin/python scripts/quickstart_seeds.py --seeds 1 2 3 --out docs/quickstart-seeds
+    .venv/bin/python scripts/quickstart_seeds.py --experiment realcode --out outputs/realcode-seeds [key=value ...]
 
-Runs `python -m rl.train +experiment=quickstart seed=S` for each seed (a run that is finished already is not run
-again), audits each run, and writes OUT.png (the curves) and OUT.md (the table).
+Runs `python -m rl.train +experiment=NAME seed=S [key=value ...]` for each seed (a run that is finished already is not
+run again), audits each run, and writes OUT.png (the curves) and OUT.md (the table).
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run(seed: int, root: Path) -> Path:
+def run(experiment: str, seed: int, root: Path, more: list[str]) -> Path:
     """Return the directory of a finished run of this seed; train one if there is none."""
     where = root / f"seed-{seed}"
-    command = ("rl.train", "+experiment=quickstart", f"seed={seed}", f"run.root={where}")
-    return finished(where / "quickstart", *command)
+    return finished(
+        where / experiment, "rl.train", f"+experiment={experiment}", f"seed={seed}", f"run.root={where}", *more
+    )
 
 
 def row(seed: int, directory: Path) -> list[str]:
@@ -66,7 +68,7 @@ def draw(runs: dict[int, Path], out: Path) -> None:
         (line,) = axes.plot(*zip(*train, strict=True), alpha=0.6, linewidth=1.2)
         axes.plot(*zip(*held_out, strict=True), "o", markersize=8, color=line.get_color(), label=f"seed {seed}")
     axes.set(xlabel="GRPO step", ylabel="share of episodes resolved", ylim=(-0.02, 1.02))
-    axes.set_title("lines: the training tasks of each step; dots: 32 held-out tasks, two episodes each", fontsize=9)
+    axes.set_title("lines: the training tasks of each step; dots: 64 episodes of held-out tasks", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=110)
@@ -74,11 +76,12 @@ def draw(runs: dict[int, Path], out: Path) -> None:
 
 def main() -> None:
     options = program.parser("python scripts/quickstart_seeds.py", __doc__)
+    options.add_argument("--experiment", default="quickstart", help="quickstart or realcode")
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--root", type=Path, default=Path("outputs/seeds"), help="where the runs are")
     options.add_argument("--out", type=Path, default=Path("docs/quickstart-seeds"), help="OUT.png, OUT.md are written")
-    args = options.parse_args()
-    runs = {seed: run(seed, args.root.resolve()) for seed in args.seeds}
+    args, more = options.parse_known_args()
+    runs = {seed: run(args.experiment, seed, args.root.resolve(), more) for seed in args.seeds}
     rows = table(COLUMNS, *(row(seed, directory) for seed, directory in runs.items()))
     machine = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, no GPU"
     args.out.with_suffix(".md").write_text(f"Measured on {machine}.\n\n{rows}")

@@ -119,8 +119,7 @@ class Session:
     """A Session answers the calls of one episode. Its agent authenticates with ``secret``."""
 
     def __init__(self, episode_id: str, policy: Policy) -> None:
-        self.episode_id = episode_id
-        self.policy = policy
+        self.episode_id, self.policy = episode_id, policy
         self.secret = issue()
         seed = policy.sampling.get("seed")
         # Some chat templates write the ids of tool calls into the prompt, so with a seed the ids must repeat, too.
@@ -227,8 +226,7 @@ class Session:
         stop = tuple(stop for stop in request.stop_sequences or () if stop)
         # If the client forbids tools for this reply, what looks like a call stays text.
         tools = () if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools
-        asked = Asked(side, limit, stop, bool(tools))
-        asked = self._asks.setdefault(asked, asked)
+        asked = self._asks.setdefault(asked := Asked(side, limit, stop, bool(tools)), asked)
         call = Call(self, context, tools, asked, self._message_id(context, asked, retry))
         self.counters.overhead_s += time.perf_counter() - began
         return call

@@ -1,5 +1,5 @@
 """This module tests fine-tuning in rounds with the real Claude Code, vLLM and verl's trainer: three rounds of three
-seeds, one of them killed in the middle; and what goes on from there, GRPO.
+seeds, one of them killed in the middle; and what goes on from there, GRPO and distillation.
 
 The seeds have one warm-started policy in common. Each has tasks of its own, and samples its own episodes.
 """
@@ -131,3 +131,16 @@ def test_grpo_goes_on_from_the_last_round(rounds: Rounds, tmp_path: Path) -> Non
     (step,) = train(*command, root=tmp_path)
     rate = resolve_rate(step, "train")
     assert rate is not None and rate > rounds.rates(1)[0]
+
+
+def test_a_student_learns_from_the_last_round(rounds: Rounds, tmp_path: Path) -> None:
+    """Distillation brings the policy that the rounds have started from closer to one that they ended with, on its own
+    episodes and without rewards."""
+    teacher = rounds.runs[2] / "iteration_3" / "model"
+    command = [*given(rounds.policy, tmp_path, 2), "+distill=on_policy", "ray_kwargs.ray_init.num_gpus=2"]
+    command += [f"distillation.teacher_models.teacher_model.model_path={teacher}", "trainer.total_training_steps=5"]
+    command += ["actor_rollout_ref.rollout.n=4"]
+    steps = train(*command, root=tmp_path)
+    apart = [step["actor/distillation/abs_loss"] for step in steps]
+    print(apart, [resolve_rate(step, "train") for step in steps])
+    assert len(apart) == 5 and apart[-1] < 0.8 * apart[0], apart

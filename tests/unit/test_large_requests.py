@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.quickstart.policy import make_tokenizer
-from rollout.proxy import marks, messages, texts, wire
+from rollout.proxy import marks, messages, texts
+from rollout.proxy import wire as wiring
 from rollout.proxy.messages import RequestError, Span, WireMessage
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.server import ProxyServer
@@ -307,9 +308,9 @@ def test_values_are_counted_however_the_text_is_cut(value: Any, piece: int) -> N
         return len(inner) + sum(map(marks, inner))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "PIECE", piece)
+        patch.setattr(wiring, "PIECE", piece)
         text, count = json.dumps(value).encode(), marks(value)
-        assert not wire._more_values(text, count) and (not count or wire._more_values(text, count - 1))
+        assert not wiring._more_values(text, count) and (not count or wiring._more_values(text, count - 1))
 
 
 async def test_a_request_has_at_most_so_many_stop_sequences() -> None:

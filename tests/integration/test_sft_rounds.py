@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -135,12 +136,15 @@ def test_grpo_goes_on_from_the_last_round(rounds: Rounds, tmp_path: Path) -> Non
 
 def test_a_student_learns_from_the_last_round(rounds: Rounds, tmp_path: Path) -> None:
     """Distillation brings the policy that the rounds have started from closer to one that they ended with, on its own
-    episodes and without rewards."""
+    episodes and without rewards, and it resolves more of them."""
     teacher = rounds.runs[2] / "iteration_3" / "model"
     command = [*given(rounds.policy, tmp_path, 2), "+distill=on_policy", "ray_kwargs.ray_init.num_gpus=2"]
-    command += [f"distillation.teacher_models.teacher_model.model_path={teacher}", "trainer.total_training_steps=5"]
-    command += ["actor_rollout_ref.rollout.n=4"]
+    command += [f"distillation.teacher_models.teacher_model.model_path={teacher}", "trainer.total_training_steps=8"]
     steps = train(*command, root=tmp_path)
     apart = [step["actor/distillation/abs_loss"] for step in steps]
-    print(apart, [resolve_rate(step, "train") for step in steps])
-    assert len(apart) == 5 and apart[-1] < 0.8 * apart[0], apart
+    rates = [step["episode/resolve_rate"] for step in steps]
+    print(apart, rates)
+    assert len(steps) == 8
+    # One step's episodes are of four tasks: rates of single steps are too rough.
+    assert mean(apart[4:]) < 0.8 * mean(apart[:2]), apart
+    assert mean(rates[4:]) > mean(rates[:2]) + 0.1, rates

@@ -38,9 +38,14 @@ def socket_directory(note: Path, local_dir: str | None = None) -> str:
     _temporary_note(note).write_text(temporary)
     os.environ["RL_SOCKET_DIR"] = os.environ["VLLM_RPC_BASE_PATH"] = sockets
     os.environ["RL_BOX_DIR"] = outside
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(outside, f"torchinductor_{os.getuid()}")))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache(outside)
     os.environ["TMPDIR"] = tempfile.tempdir = temporary
     return sockets
+
+
+def compile_cache(outside: str) -> str:
+    """Return the directory of torch's compile cache: the user's own choice, or one below ``outside``."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(outside, f"torchinductor_{os.getuid()}"))
 
 
 def local_directory(local_dir: str) -> str:

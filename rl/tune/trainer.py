@@ -24,6 +24,7 @@ from rl.config import CPU_TRAINING, package_dir
 from rl.metrics.episodes import Tail
 from rl.run.forks import Fork, Forks
 from rl.run.programs import end_of_log, tied
+from rl.run.scratch import compile_cache
 from rl.tune.adapter import split_adapter
 from rollout import files
 
@@ -125,7 +126,9 @@ def run_sft(
             watch(line["step"], batches * passes.epochs, line["data"])
 
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch:
-        own = {**_environment(scratch, out_dir, ranks), **(environment or {}), **on_device(config)}
+        # verl leaves a lock file behind for each checkpoint; torch's compile cache is for the next trainer, too.
+        places = {"TMPDIR": scratch, "TORCHINDUCTOR_CACHE_DIR": compile_cache(tempfile.gettempdir())}
+        own = {**places, **_environment(scratch, out_dir, ranks), **(environment or {}), **on_device(config)}
         if forks is not None and ranks == 1:
             attend(forks.start(TRAINER, arguments, {**os.environ, **own}, log), log, look)
         else:

@@ -1,6 +1,7 @@
 """This module tests verl's SFT trainer on token rows."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
+def test_recorded_conversations_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session file of another program becomes states, rows by the policy's tokenizer, and a trained policy.
 
     Its rows are fewer than a batch, and so all of them are one batch, once in each of two passes.
@@ -39,7 +40,10 @@ def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
     changes = ["sft.epochs=2", "sft.lr=1e-3", "trainer.logger=[file]", f"sft.data=[{rows}]"]
     config = compose(["+experiment=quickstart", f"run.root={tmp_path}", *changes])
     assert config.sft.batch_size > 4
-    (tmp_path / "run").mkdir()
+    for name in ("run", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     made = tune(config, str(policy), [rows], tmp_path / "run", 1, Screen())
     assert (made["given"], made["rows"], made["episodes"], made["too_long"]) == (4, 4, 0, 0)
     assert made["steps"] == 2
@@ -47,6 +51,7 @@ def test_recorded_conversations_are_trained_on(tmp_path: Path) -> None:
     before, after = (load_file(place / "model.safetensors") for place in (policy, tmp_path / "run" / "model"))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not before[name].equal(after[name])
+    assert [one for one in os.listdir(tmp_path / "temporary") if not one.startswith("torchinductor_")] == []
 
 
 @pytest.mark.long

@@ -103,7 +103,8 @@ def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds
     rates = {seed: rounds.rates(seed) for seed in SEEDS}
     print(rates)
     for seed in SEEDS:
-        assert rates[seed][3] > rates[seed][0] + 0.2, rates
+        # Of 16 episodes the one, of 40 the other: the difference has a standard error of 0.13.
+        assert rates[seed][3] > rates[seed][0], rates
         reports = rounds.reports(seed)
         for report in reports[1:]:
             chosen, sft = report["selection"], report["sft"]
@@ -114,7 +115,12 @@ def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds
     # 120 episodes have a standard error of 0.05 at most, and of 0.03 once nine of ten resolve: what has learned cannot
     # seem not to have, and what has no more to learn may seem to lose a little.
     first, second, third, last = (sum(of_round) / len(SEEDS) for of_round in zip(*rates.values(), strict=True))
-    assert first + 0.2 < second and min(second, 0.9) < third + 0.05 and min(third, 0.9) < last + 0.05, rates
+    assert (
+        first + 0.3 < last
+        and first + 0.1 < second
+        and min(second, 0.9) < third + 0.05
+        and min(third, 0.9) < last + 0.05
+    ), rates
 
 
 def train(*command: str, root: Path) -> list[Line]:
@@ -145,6 +151,7 @@ def test_a_student_learns_from_the_last_round(rounds: Rounds, tmp_path: Path) ->
     rates = [step["episode/resolve_rate"] for step in steps]
     print(apart, rates)
     assert len(steps) == 8
-    # One step's episodes are of four tasks: rates of single steps are too rough.
-    assert mean(apart[4:]) < 0.8 * mean(apart[:2]), apart
-    assert mean(rates[4:]) > mean(rates[:2]) + 0.1, rates
+    # A step's 32 episodes are of four tasks, so figures of single steps are rough. Of four such runs, the last two steps
+    # had at most half of the first two's distance, and resolved at least 0.26 more.
+    assert mean(apart[-2:]) < 0.8 * mean(apart[:2]), apart
+    assert mean(rates[-2:]) > mean(rates[:2]) + 0.1, rates

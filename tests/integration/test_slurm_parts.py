@@ -59,7 +59,7 @@ class Nodes:
 @pytest.mark.timeout(1800)
 def test_a_heterogeneous_job_plays_on_one_part_and_grades_on_another(three_nodes: Slurm, tmp_path: Path) -> None:
     """The policy of the other tests edits nothing, and an empty patch is not graded in a box: this one has learned."""
-    learned = [*WARM[:-1], "quickstart.sft.epochs=50", f"run.root={tmp_path / 'learned'}"]
+    learned = [*WARM[:-1], "quickstart.sft.epochs=20", f"run.root={tmp_path / 'learned'}"]
     command = [sys.executable, "-m", "rl.quickstart.prepare", *learned]
     subprocess.run(command, cwd=ROOT, env=plain_environment(), check=True)
     out = tmp_path / "out.txt"

@@ -2,9 +2,10 @@
 #   make quickstart ARGS="trainer.total_training_steps=4"
 #   make test ARGS="tests/unit -k proxy"
 # `make test` is for every change. `make test-long` has what takes minutes and breaks rarely: faults of whole runs,
-# experiments, SLURM, podman. `make test-gpu-pins` runs what needs no engine with the vLLM, verl and transformers of the
+# experiments, SLURM, podman. `make test-learning` shows that policies learn: fine-tuning in rounds for three seeds, then
+# GRPO and distillation from there. `make test-gpu-pins` runs what needs no engine with the vLLM, verl and transformers of the
 # GPU extra, on the CPU.
-.PHONY: setup quickstart test test-long test-gpu-pins lint format clean
+.PHONY: setup quickstart test test-long test-learning test-gpu-pins lint format clean
 
 setup:
 	@scripts/setup.sh
@@ -15,17 +16,21 @@ quickstart: setup
 PYTEST = .venv/bin/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --durations=20
 
 test: setup
-	@$(PYTEST) -m "not long" $(ARGS)
+	@$(PYTEST) -m "not long and not learning" $(ARGS)
 
 test-long: setup
 	@scripts/trainers.sh
 	@scripts/llamafactory.sh
 	@$(PYTEST) -m long $(ARGS)
 
+# One after the other: what they share takes most of the time, and most of what they do keeps both cores busy.
+test-learning: setup
+	@.venv/bin/python -m pytest --durations=20 -m learning $(ARGS)
+
 # Whole folders: a list of files could lose some.
 test-gpu-pins: setup
 	@scripts/gpu_pins.sh
-	@PYTHONPATH=$(CURDIR)/.gpu-pins $(PYTEST) -m "not long" $(or $(ARGS),tests/unit tests/property)
+	@PYTHONPATH=$(CURDIR)/.gpu-pins $(PYTEST) -m "not long and not learning" $(or $(ARGS),tests/unit tests/property)
 
 lint: setup
 	@.venv/bin/ruff check

@@ -36,6 +36,14 @@ CPU_TRAINING = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
+def workers_environment(config: DictConfig) -> dict[str, str]:
+    """Return the variables that a run's workers need when they start, because Python and libraries read them then."""
+    rollout, values = config.actor_rollout_ref.rollout, {}
+    if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers set VLLM_BATCH_INVARIANT
+        values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
+    return values | (CPU_TRAINING if config.trainer.device == "cpu" else {})
+
+
 class ConfigError(Exception):
     """The program cannot work as configured; each of ``lines`` says what, where and what to do."""
 

@@ -27,11 +27,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl.command import read_command
-from rl.config import CONFIGS, CPU_TRAINING, NO_REPORTS, ConfigError, check_all
+from rl.config import CONFIGS, CPU_TRAINING, NO_REPORTS, ConfigError, check_all, workers_environment
 from rl.metrics import episodes as metrics
 from rl.run import checkpoints, slurm, starts, stop, unfinished, watch
 from rl.run.directory import Run, open_run
-from rl.run.fork_server import ForkServer
+from rl.run.fork_server import ON_NODES, ForkServer, nodes_executable
 from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.run.scratch import ray_directory
@@ -97,11 +97,7 @@ def set_environment(config: DictConfig, run: Run) -> None:
         values["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes one into the home directory
     if "WANDB_API_KEY" not in os.environ:
         values["WANDB_MODE"] = "offline"
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers set VLLM_BATCH_INVARIANT
-        values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
-    if config.trainer.device == "cpu":
-        values |= CPU_TRAINING
+    values |= workers_environment(config)
     for key, value in values.items():
         os.environ.setdefault(key, value)
 
@@ -139,8 +135,8 @@ def train(
 ) -> None:
     """Start or join Ray and run verl's trainer to its end.
 
-    ``last_words``: see ``rl.run.watch.Watchdog``. ``forks``: what Ray's workers are forked from; None: each is a Python
-    of its own.
+    ``last_words``: see ``rl.run.watch.Watchdog``. ``forks``: what Ray's workers are forked from; None: from what their
+    nodes have (``rl.cluster``), or each is a Python of its own.
 
     This is the body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
     ``rl.trainer.run_trainer``). A Ray cluster that is started here ends here; one that is joined lives on.
@@ -160,6 +156,8 @@ def train(
         if forks is not None:
             options["runtime_env"]["py_executable"] = forks.executable
             forks.wait()
+        elif ON_NODES in os.environ:
+            options["runtime_env"]["py_executable"] = nodes_executable()
         try:
             ray.init(**options)
         except SystemExit:  # from Ray's own handler of SIGTERM

@@ -23,7 +23,7 @@ WINGS = {
     # The player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far it is.
     "rl": 2805,
     "rl/checks": 725,
-    "rl/cluster": 1245,  # 15: starts without progress end a job that never trains
+    "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
     "rl/cpu": 250,  # 20 start vLLM's server with an engine that is a fork
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
@@ -42,7 +42,7 @@ WINGS = {
     # With the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run; 35: an engine is
     # forked from the fork server as Ray's workers are, which is 8 s of each start on a CPU; 60 are programs that start
     # as forks, in rounds on a CPU.
-    "rl/run": 1270,
+    "rl/run": 1290,
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 705,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
@@ -74,7 +74,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 32_905
+EVERYTHING = 32_945
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -25,6 +25,7 @@ from rl.cluster.ray import RayNode, answers, gpu_nodes, joined
 from rl.config import ConfigError
 from rl.run import slurm, starts, stop
 from rl.run.directory import Run
+from rl.run.fork_server import ON_NODES
 from rl.run.lease import POLL_S, RunLease
 from rl.run.programs import free_port, tied
 from rollout.sandbox import SandboxError
@@ -175,6 +176,8 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
         say(f"all nodes are there; starting {config.cluster.program}")
         overrides = [*overrides, *_as_overrides({"run.dir": str(run_dir), **keys})]
         environment = {"RAY_ADDRESS": address, "RL_RUN_LEASE": lease.token}
+        if config.trainer.device == "cpu":
+            environment[ON_NODES] = "1"
         return await _train(config.cluster.program, environment, overrides, signals, [nodes.failed, ended], say)
     finally:
         watching.cancel()

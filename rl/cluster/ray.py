@@ -18,6 +18,8 @@ import psutil
 from omegaconf import DictConfig
 
 from rl.cluster.link import ROLES, NodeError, Place
+from rl.config import workers_environment
+from rl.run.fork_server import ForkServer
 from rl.run.programs import free_port, tied
 from rl.run.scratch import ray_directory, remove_socket_directory, socket_directory
 from rollout.sandbox import directory
@@ -33,6 +35,7 @@ class RayNode:
         self._place, self._config, self._logs = place, config, logs
         self._note = logs / "ray_dir"
         self._sockets = socket_directory(self._note, config.cluster.local_dir)
+        self._forks = _fork_server(config, self._sockets, logs) if config.trainer.device == "cpu" else None
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Future[None] | None = None
 
@@ -43,6 +46,11 @@ class RayNode:
             address: this node's.
             how: --head with its port, or --address of the head.
         """
+        if self._forks is not None:
+            try:
+                await asyncio.to_thread(self._forks.wait)
+            except RuntimeError as error:
+                raise NodeError(f"{self._place.node}: {error} {self._logs / 'forks.log'}") from error
         given, role = self._config.ray_kwargs.ray_init, self._place.role
         options = {
             "node-ip-address": address,
@@ -94,6 +102,8 @@ class RayNode:
                 for process in alive:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
+        if self._forks is not None:
+            self._forks.close()
         await asyncio.to_thread(directory.sweep)  # sandboxes of workers that were killed
         with contextlib.suppress(OSError, shutil.Error):  # Ray may still write; a shared disk may be full
             for session in Path(ray_directory(self._sockets)).glob("session_2*"):
@@ -104,6 +114,12 @@ class RayNode:
             if not Path(self._sockets).exists():
                 break
         remove_socket_directory(self._note)
+
+
+def _fork_server(config: DictConfig, sockets: str, logs: Path) -> ForkServer:
+    """Start what this node's workers are forked from, while the node is tested: without GPUs their start is imports."""
+    with open(logs / "forks.log", "ab") as log:
+        return ForkServer(sockets, environment={**workers_environment(config), **os.environ}, log=log)
 
 
 def gpu_nodes(config: DictConfig) -> int:

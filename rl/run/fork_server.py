@@ -21,6 +21,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import IO
 
 # The costly part of what verl's actors import, and nothing that imports Ray: its library reads its settings, and starts
 # threads, when it is loaded.
@@ -31,40 +33,63 @@ MODULES = (
 _MESSAGE = 1 << 20  # bytes of arguments and environment; a kernel's limit for both is 2 MiB
 _DESCRIPTORS = 64  # that come with it
 _FORK = "RL_FORK_SERVER"  # the variable by which a worker knows that it is a fork
+# The variable by which rl.train knows that each node of its cluster has a server.
+ON_NODES = "RL_NODES_FORK"
 
 
 class ForkServer:
     """This is a process that has modules loaded (``modules``: their names, by commas) and forks on demand. It ends with
     the process that made it.
 
-    Start it before anything that needs it, with the environment that workers get: libraries read some of it when they
-    are loaded; in the main thread (``rl.run.programs.tied``). ``directory``: where its socket is made.
+    Start it before anything that needs it, in the main thread (``rl.run.programs.tied``). ``directory``: where its
+    socket is made. ``environment``: what workers get, None: this process's; libraries read some of it when they are
+    loaded. ``log``: gets what it prints, None: this process's standard error.
     """
 
-    def __init__(self, directory: str, modules: str = MODULES) -> None:
+    def __init__(
+        self,
+        directory: str,
+        modules: str = MODULES,
+        environment: Mapping[str, str] | None = None,
+        log: IO[bytes] | None = None,
+    ) -> None:
         self.socket = os.path.join(directory, "fork")
         from rl.run.programs import tied  # not at the top: Ray runs this file without the project on its path
 
         command = tied(sys.executable, os.path.abspath(__file__), "serve", self.socket, modules)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
         )
 
     @property
     def executable(self) -> str:
         """Return what to run in place of ``python``, as a shell command."""
-        return f"{sys.executable} -I -S {os.path.abspath(__file__)} connect {self.socket}"
+        return _executable(self.socket)
 
     def wait(self) -> None:
         """Return when all modules are loaded. Raises RuntimeError if the server could not load them."""
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
-            raise RuntimeError(f"the fork server ended with status {self._process.wait()}; its reason is in the log")
+            raise RuntimeError(f"the fork server ended with status {self._process.wait()}; its reason is in its log")
 
     def close(self) -> None:
         """End the server. Processes that it has forked go on."""
         self._process.kill()
         self._process.wait()
+
+
+def _executable(path: str) -> str:
+    return f"{sys.executable} -I -S {os.path.abspath(__file__)} connect {path}"
+
+
+def nodes_executable() -> str:
+    """Return the same for workers of all nodes, each of which has a server in the RL_SOCKET_DIR of its processes."""
+    return _executable('"$RL_SOCKET_DIR"/fork')
 
 
 def _serve(path: str, modules: str) -> None:

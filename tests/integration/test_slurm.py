@@ -263,6 +263,9 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finishes(
     out, root = tmp_path / "out.txt", tmp_path / "runs"
     job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={root}", *OVERRIDES, *warm_start.given())
     read_until(cluster, job, out, r"step 1/3  resolved", 900)
+    workers = [one for one in cluster.processes(SLURM_JOB_ID=job) if "ray::AgentLoopWorker" in " ".join(one.cmdline())]
+    above = {one for worker in workers if (one := worker.parent()) and "serve" in one.cmdline()}
+    assert len(workers) == len(above) == 2, "each is a fork of its node's server"
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # what SLURM does before the time limit
     text = read_until(cluster, job, out, r"continuing from step", 400)
     saved = re.search(r"stopped by SIGUSR1 after step (\d); the same command continues", text)

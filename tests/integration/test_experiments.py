@@ -8,7 +8,6 @@ with random ones, and a learning rate of 1e-3 moves them far. One warm start ser
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -26,18 +25,14 @@ pytestmark = [
     pytest.mark.claude,
     pytest.mark.engine,
     pytest.mark.timeout(2400),
+    pytest.mark.xdist_group("trainers-1"),  # which takes about as long as trainers-2 so
 ]
-# Both groups of trainers take about the same time so.
-FIRST, SECOND = (pytest.mark.xdist_group(f"trainers-{number}") for number in (1, 2))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """run.root of all tests here, whichever worker has them; of two runs that prepare, the second waits."""
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "experiments"
-    directory.mkdir(exist_ok=True)
-    return directory
+    """run.root of all tests here: one warm start serves them."""
+    return tmp_path_factory.mktemp("experiments")
 
 
 def start(root: Path, experiment: str, *more: str, scale: str = "tiny") -> subprocess.Popen[str]:
@@ -60,7 +55,6 @@ def steps(run: Path, filtered: bool = True) -> list[dict[str, Any]]:
     return records
 
 
-@FIRST
 def test_tensor_and_expert_parallel(root: Path) -> None:
     """All weights are trained, with TP 2 and EP 2: two ranks of the trainer give their gathered weights to two workers,
     and each takes its half of heads, vocabulary and experts."""
@@ -77,7 +71,6 @@ def test_tensor_and_expert_parallel(root: Path) -> None:
     assert len(list(saved.glob("model_world_size_2_rank_*.pt"))) == 2
 
 
-@SECOND
 def test_lora(root: Path) -> None:
     """Adapters are trained for two steps. In the third a rollout worker is killed, and the run ends with a line."""
     run = root / "lora"
@@ -94,7 +87,6 @@ def test_lora(root: Path) -> None:
     assert json.loads(saved.read_text())["r"] == 32
 
 
-@FIRST
 def test_an_episode_outlives_a_weight_update(root: Path, tmp_path: Path) -> None:
     """Its box and session stay, and so do its first tokens; the later ones are sampled with the new weights, and it is
     trained on."""
@@ -105,8 +97,10 @@ def test_an_episode_outlives_a_weight_update(root: Path, tmp_path: Path) -> None
         "qwen3_coder_30b_async",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "algorithm.filter_groups.enable=false",  # the other episodes of its group may be as good or bad
-        # A thousand times the learning rate: tokens from before an update may be further off than the limit.
+        # Tokens from before an update may be further off than the limit; at a thousand times the usual learning rate
+        # they would hardly be those of the same policy.
         "algorithm.rollout_correction.rollout_rs_threshold=1.0",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
     )
     text, _ = process.communicate()
     assert process.returncode == 0, text
@@ -126,7 +120,6 @@ def versions(record: Record) -> list[set[int]]:
     return [set(unpack_ids(node.versions)) for node in record.nodes if node.logprobs is not None]
 
 
-@FIRST
 def test_separate_and_resumed(root: Path) -> None:
     """An engine of its own. Its trainer's worker is killed in the second step: one line says so, groups that were under
     way are played again, and the run goes on."""

@@ -151,3 +151,13 @@ class ScriptedEngine:
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.end_id]
         ids = ids[: sampling["max_tokens"]]
         return Completion(ids, [0.0] * len(ids))
+
+
+def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
+    """Derive the seed of one call from the episode's ``seed``, the prompt, and the number of replies that it has.
+
+    What is sampled therefore does not depend on which other calls are in progress. The result has 63 bits.
+    """
+    data = array("Q", (seed, before, *prompt_ids)).tobytes()
+    # Engines take a signed 64-bit integer.
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

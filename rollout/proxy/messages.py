@@ -166,7 +166,7 @@ class Spans(Sequence[Span]):
 class Head:
     """A Head is the system prompt and the tools (in chat form) of a request. ``key`` identifies both.
 
-    ``encoded``: whether a prompt that begins with it has been encoded, so that the next one takes little time.
+    ``encoded``: whether the last prompt that began with it took little time to encode, as the next one will.
     """
 
     key: bytes

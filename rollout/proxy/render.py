@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from datetime import date
 from typing import Any, Protocol
 
 import msgspec
@@ -192,7 +193,7 @@ class ChatTemplateRenderer:
 def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
     """Return a copy of the tokenizer that encodes texts by ``encoder`` and placeholders of ``marks``.
 
-    It remembers short conversations without a generation prompt.
+    It remembers short conversations without a generation prompt, for a day: some templates write the date.
 
     verl's builders find what a turn adds by comparing with a synthetic conversation, which is the same in every turn.
     """
@@ -202,7 +203,7 @@ def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
         return marks.encode(text, encoder.encode)  # verl asks for no other option than add_special_tokens=False
 
     @functools.lru_cache(_REMEMBERED)
-    def known(key: bytes) -> tuple[str, tuple[int, ...]]:
+    def known(key: bytes, day: date) -> tuple[str, tuple[int, ...]]:
         conversation, options = msgspec.json.decode(key)
         text = apply(conversation, **options)
         return text, tuple(encoded(text))
@@ -215,7 +216,7 @@ def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
         if not options.get("add_generation_prompt"):
             key = msgspec.json.encode([conversation, options])
             if len(key) <= _SHORT:
-                text, ids = known(key)
+                text, ids = known(key, date.today())
                 return list(ids) if wants_ids else text
         text = apply(conversation, **options)
         return encoded(text) if wants_ids else text

@@ -65,7 +65,10 @@ class ProxyServer:
         self.app.router.add_post("/v1/messages", self._messages, expect_handler=self._expect)
         self.app.router.add_post("/v1/messages/count_tokens", self._count_tokens, expect_handler=self._expect)
         # When a client hangs up, its handler is cancelled, and the generation too unless somebody else waits for it.
-        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        # A compressed body would be unpacked on the event loop, while no other session is answered.
+        self._runner = web.AppRunner(
+            self.app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True, auto_decompress=False
+        )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen on a TCP port; 0 chooses a free one. The port is then in ``self.port``. Raises OSError."""
@@ -162,6 +165,8 @@ class ProxyServer:
 
         A body whose Content-Length is too large is not read.
         """
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RequestError("Content-Encoding: only identity is possible", 415)
         most = min(most or self.max_body, self.max_body)
         if (request.content_length or 0) > most:
             raise _too_large(most)
@@ -349,6 +354,8 @@ def _as_request_error(error: Exception, request: web.Request) -> RequestError:
         return RequestError(f"engine: {error}", 529, "overloaded_error")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return RequestError("request body too large", 413, "request_too_large")
+    if isinstance(error, RecursionError):
+        return RequestError("the body is nested too deeply")
     if isinstance(error, web.HTTPException) and error.status < 500:
         text = f"{error.reason}: {request.method} {request.path}"
         return RequestError(text, error.status, _KINDS.get(error.status, "invalid_request_error"))

@@ -8,19 +8,18 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-import hashlib
 import secrets
 import threading
 import time
-from array import array
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout import SIDE_MODEL
-from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec
+from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec, call_seed
 from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation
+from rollout.proxy.offered import Offered
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
 from rollout.proxy.texts import NoRoom, Room, within
@@ -35,6 +34,8 @@ if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modu
 _TAIL = 8
 # A request with more new bytes than this is encoded in a thread. Less is a few milliseconds.
 _AT_ONCE = 1 << 14
+# A head that took less CPU time than this to encode, in seconds, is encoded at once from then on.
+_QUICK_S = 0.01
 # Each session uses one of these threads at a time, which the tokenizer lets run beside the event loop.
 _threads = ThreadPoolExecutor(64, "proxy-encode")
 
@@ -100,16 +101,6 @@ class Counters:
     cache_hits: int = 0
 
 
-def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
-    """Derive the seed of one call from the episode's ``seed``, the prompt, and the number of replies that it has.
-
-    What is sampled therefore does not depend on which other calls are in progress. The result has 63 bits.
-    """
-    data = array("Q", (seed, before, *prompt_ids)).tobytes()
-    # Engines take a signed 64-bit integer.
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-
-
 def closed_error() -> RequestError:
     """Return the error for a request to a closed session."""
     return RequestError("this session is closed", 410, "not_found_error")
@@ -127,7 +118,7 @@ class Session:
         self.tree = Tree()
         self.counters = Counters()
         self.closed = False
-        self.tools: dict[str, dict[str, Any]] = {}  # every tool that the agent offered, by name
+        self.tools = Offered()
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._seen, self._seals = Seen(), Seals()
@@ -214,6 +205,7 @@ class Session:
         if context is None:
             if self.tree.tokens + len(ids) > self.policy.max_session_tokens:
                 raise self._full()
+            self.tools.offer(talk.head.tools)
             context = self.tree.add_context(match.base, talk.head.key, match.rest, ids)
         self._seen.entered(request)
         side = request.model == SIDE_MODEL
@@ -222,7 +214,6 @@ class Session:
         self.counters.calls += 1
         self.counters.retries += retry
         self.counters.side_calls += side
-        self.tools.update((tool["function"]["name"], tool) for tool in talk.head.tools)
         stop = tuple(stop for stop in request.stop_sequences or () if stop)
         # If the client forbids tools for this reply, what looks like a call stays text.
         tools = () if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools
@@ -242,7 +233,7 @@ class Session:
             variants.append(asked)
         variant = variants.index(asked)
         alike = [(one, one.reply.id) for one in self.tree.children(context) if one.asked == asked and one.reply]
-        new = f"msg_{self._id}{context.index:04x}{len(alike):02x}" + (f"_{variant:x}" if variant else "")
+        new = f"msg_{self._id}{context.index:04x}_{len(alike):02x}" + (f"_{variant:x}" if variant else "")
         if not all(child.delivered for child, _ in alike):
             self.settle()
         if lost := [name for child, name in alike if not child.delivered and not child.pending]:
@@ -267,7 +258,8 @@ class Session:
         ``place``: what ``ahead`` has found. Raises RequestError.
         """
         place = self._find(request, place)
-        if place.ids is not None:
+        # What a reply in a new place is encoded as depends on what has been sampled until then.
+        if place.ids is not None and not any(span.assistant for span in place.match.rest):
             self._counted = place.key, place.ids
         return place.length
 
@@ -316,7 +308,7 @@ class Session:
                 else:
                     parts.append((reply, []))
             before = span
-        before, ids = match.base.length if match.base else 0, list[int]()
+        before, ids, began = match.base.length if match.base else 0, list[int](), time.thread_time()
         limit = min(self.policy.max_context - before, self.policy.max_session_tokens - self.tree.tokens)
         try:
             for number, (base, messages) in enumerate(parts):
@@ -324,13 +316,14 @@ class Session:
                 ids += base.ids if number and base else ()
                 with within(Room(max(0, limit - len(ids)), wanted)):
                     ids += self._render(talk, base, messages)
+                if base is None:
+                    talk.head.encoded = time.thread_time() - began < _QUICK_S
         except NoRoom as error:
             if not wanted():
                 raise closed_error() from None
             tokens = before + len(ids) + error.tokens
             fits = tokens <= self.policy.max_context
             raise self._full() if fits else self._too_long(f"at least {tokens}") from None
-        talk.head.encoded = True
         return ids
 
     def _too_long(self, length: str) -> RequestError:
@@ -429,7 +422,10 @@ class Session:
         at, stop = min(((text.find(stop), stop) for stop in call.asked.stop if stop in text), default=(-1, None))
         if stop is not None:
             # An engine may go on a little after a stop sequence. The client is not sent that, so it is not kept.
-            keep = bisect.bisect_left(range(len(ids)), True, key=lambda n: stop in self._decode(ids[: n + 1])) + 1
+            said = text[: at + len(stop)]
+            keep = (
+                bisect.bisect_left(range(len(ids)), True, key=lambda n: self._decode(ids[: n + 1]).startswith(said)) + 1
+            )
             ids, ended = ids[:keep], False
             text = self._decode(ids)
         kept = Completion(ids, done.logprobs[: len(ids)], done.versions[: len(ids)])

@@ -97,8 +97,8 @@ LARGE = 1 << 20
 _MOST_MESSAGES = 10_000
 # The most values in a message, in the tools and so on (50 ms), and in a body, whose messages are only cut out.
 _MOST_VALUES, _MOST_TOGETHER = 50_000, 500_000
-# Each is looked for in each reply.
-_MOST_STOPS = 1_000
+# Each is looked for in each reply, and kept as long as the session. The second limit is of all their characters.
+_MOST_STOPS, _LONGEST_STOPS = 1_000, 1 << 16
 _request_decoder = msgspec.json.Decoder(WireRequest)
 MESSAGE = msgspec.json.Decoder(WireMessage)
 SYSTEM = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
@@ -117,6 +117,8 @@ def decode_request(body: bytes) -> WireRequest:
         raise RequestError(f"messages: at most {_MOST_MESSAGES} messages are possible")
     if len(request.stop_sequences or ()) > _MOST_STOPS:
         raise RequestError(f"stop_sequences: at most {_MOST_STOPS} are possible")
+    if sum(map(len, request.stop_sequences or ())) > _LONGEST_STOPS:
+        raise RequestError(f"stop_sequences: at most {_LONGEST_STOPS} characters are possible")
     if isinstance(request.max_tokens, float) and not request.max_tokens.is_integer():
         raise RequestError("max_tokens: a whole number is required")
     return request

@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy import marks, messages, texts
+from rollout.proxy import session as sessions
 from rollout.proxy import wire as wiring
 from rollout.proxy.messages import RequestError, Span, WireMessage
 from rollout.proxy.render import ChatTemplateRenderer
@@ -319,6 +322,42 @@ async def test_a_request_has_at_most_so_many_stop_sequences() -> None:
     assert decode_request(json.dumps({"messages": asked, "stop_sequences": ["a"] * 1000}).encode())
     with pytest.raises(RequestError, match="stop_sequences: at most 1000"):
         decode_request(json.dumps({"messages": asked, "stop_sequences": ["a"] * 1001}).encode())
+    # They are kept as long as the session: 8 MB with one emoji take 32 MB.
+    assert decode_request(json.dumps({"messages": asked, "stop_sequences": ["a" * 64_000, "b" * 1000]}).encode())
+    with pytest.raises(RequestError, match="stop_sequences: at most 65536 characters"):
+        decode_request(json.dumps({"messages": asked, "stop_sequences": ["a" * 64_000, "b" * 2000]}).encode())
+
+
+async def test_a_session_keeps_only_so_many_bytes_of_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template need not write out all of a tool, so the limit of tokens does not see them."""
+    monkeypatch.setattr("rollout.proxy.offered._MOST_BYTES", 10_000)
+    session = Session("e", policy(1_000_000))
+
+    def offer(name: str, size: int) -> None:
+        tool = {"name": name, "description": "", "input_schema": {"$comment": "x" * size}}
+        session.prepare(decode_request(talk(f"{name} {size}", tools=[tool])), False)
+
+    for name in ("a", "a", "b"):
+        offer(name, 4000)
+    for name in ("a", "c"):  # the same tool with another schema counts, too
+        with pytest.raises(RequestError, match="at most 10000 bytes") as raised:
+            offer(name, 5000)
+        assert raised.value.status == 413
+    offer("b", 4000)
+    assert sorted(session.tools) == ["a", "b"] and len(session.tree.nodes) == 2
+
+
+async def test_a_head_that_still_takes_long_is_encoded_in_a_thread_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder does not keep every head: one that spells a control token is encoded anew each time."""
+    renderer, takes = Threads(), (1.0, 1.0, 0.001, 0.001, 1.0, 0.001)
+    clock = iter([reading for took in takes for reading in (0.0, took)])
+    ticking = SimpleNamespace(thread_time=lambda: next(clock), perf_counter=time.perf_counter)
+    monkeypatch.setattr(sessions, "time", ticking)
+    for _ in takes:
+        session = Session("e", char_policy(QueueEngine("a"), renderer))
+        request = decode_request(talk("q", system="s" * 20_000))
+        session.prepare(request, False, await session.ahead(request))
+    assert renderer.main == [False, False, False, True, True, False]
 
 
 async def test_a_request_has_at_most_so_many_messages() -> None:

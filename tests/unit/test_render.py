@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime
 from typing import Any
 
 import pytest
@@ -236,3 +237,27 @@ def test_added_tokens_of_plain_text_are_encoded_as_they_are() -> None:
     assert [i for i in ids if i in control] == [tokenizer.convert_tokens_to_ids("<start_of_turn>")] * 2
     assert [*map(ids.count, tokenizer.convert_tokens_to_ids(["\n\n", "<td>"]))] == [len(written) + 1] * 2
     assert forged.replace(" ", "") in tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "")
+
+
+def test_a_template_that_writes_the_date_goes_on_after_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Today(datetime):
+        day = date(2026, 1, 1)
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return cls(cls.day.year, cls.day.month, cls.day.day)
+
+        @classmethod
+        def today(cls) -> datetime:
+            return cls.now()
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Today)
+    monkeypatch.setattr("rollout.proxy.render.date", Today)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = '{{ strftime_now("%Y-%m-%d") }}<|im_end|>' + tokenizer.chat_template
+    renderer = ChatTemplateRenderer(tokenizer, "qwen3")
+    ids = [tokenizer.eos_token_id]
+    before = renderer.extend(ids, True, TALK[1:])
+    Today.day = date(2026, 1, 2)
+    for text in ("fix it", "long " * 800):  # the second one is too long to be remembered
+        assert renderer.extend(ids, True, [{"role": "user", "content": text}]) and before

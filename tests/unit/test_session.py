@@ -168,6 +168,15 @@ async def test_a_prompt_that_was_counted_is_not_encoded_again() -> None:
     assert renderer.encoded == encoded and node.parent.length == counted
 
 
+async def test_a_reply_keeps_its_own_tokens_also_in_a_prompt_that_was_counted_before_it() -> None:
+    session = Session("e", char_policy(QueueEngine("((hm))one", "two")))
+    talk = ("A summary.", {"role": "assistant", "content": "one"}, "go on")
+    session.count(decode_request(body(*talk)))
+    first = await ask(session, "q")
+    after = await ask(session, *talk)
+    assert first.text + "<e>" in CharTokenizer().decode(after.parent.path_ids())
+
+
 async def test_a_reply_in_a_new_place_keeps_its_own_tokens() -> None:
     """Claude Code's compaction: another first message, then the last replies, rewritten a little."""
     session = Session("e", char_policy(QueueEngine("((hm))one", f" so {CALL}", "three")))

@@ -1,8 +1,9 @@
 """Reproduce the figures of docs/fine-tuning.md: three rounds of fine-tuning for several seeds, one after the other.
 
-    .venv/bin/python scripts/sft_seeds.py --seeds 1 2 3 --out docs/sft-seeds [key=value ...]
+    .venv/bin/python scripts/sft_seeds.py --seeds 1 2 3 --out docs/sft-seeds tasks=16
+    .venv/bin/python scripts/sft_seeds.py --experiment realcode --out outputs/realcode-sft [key=value ...]
 
-Runs ``python -m rl.sft +experiment=quickstart rounds=3 tasks=16 seed=S`` for each seed (a run that is finished already
+Runs ``python -m rl.sft +experiment=NAME rounds=3 seed=S [key=value ...]`` for each seed (a run that is finished already
 is not run again), audits what was selected, and writes OUT.png (the curves) and OUT.md (the table).
 """
 
@@ -20,11 +21,11 @@ from measuring import audited, finished, minutes, table
 from rollout import program
 
 
-def run(seed: int, root: Path, more: list[str]) -> Path:
+def run(experiment: str, seed: int, root: Path, more: list[str]) -> Path:
     """Return the directory of a finished run of this seed; make one if there is none."""
     where = root / f"seed-{seed}"
-    command = ("rl.sft", "+experiment=quickstart", "rounds=3", "tasks=16", f"seed={seed}", f"run.root={where}")
-    return finished(where / "quickstart-sft", *command, *more)
+    command = ("rl.sft", f"+experiment={experiment}", "rounds=3", f"seed={seed}", f"run.root={where}")
+    return finished(where / f"{experiment}-sft", *command, *more)
 
 
 def reports(directory: Path) -> list[dict[str, Any]]:
@@ -54,7 +55,8 @@ def draw(runs: dict[int, Path], out: Path) -> None:
         places = [number + 0.03 * (seed - 2) for number in range(len(values))]
         axes.errorbar(places, values, errors, marker="o", capsize=3, label=f"seed {seed}")
     axes.set(xlabel="round", ylabel="share of held-out episodes resolved", ylim=(-0.02, 1.02), xticks=range(4))
-    axes.set_title("32 held-out tasks, two episodes each; 95 % intervals", fontsize=9)
+    episodes = {one["evaluation"]["episodes"] for directory in runs.values() for one in reports(directory)}
+    axes.set_title(f"{' or '.join(map(str, sorted(episodes)))} held-out episodes each; 95 % intervals", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=110)
@@ -62,12 +64,13 @@ def draw(runs: dict[int, Path], out: Path) -> None:
 
 def main() -> int:
     parser = program.parser("python scripts/sft_seeds.py", __doc__)
+    parser.add_argument("--experiment", default="quickstart", help="(quickstart)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, required=True, help="prefix of OUT.png and OUT.md")
     parser.add_argument("--root", type=Path, default=Path("outputs/sft-seeds"), help="where the runs are")
     parser.add_argument("more", nargs="*", metavar="key=value", help="more of rl.sft's command line")
     options = parser.parse_args()
-    runs = {seed: run(seed, options.root.absolute(), options.more) for seed in options.seeds}
+    runs = {seed: run(options.experiment, seed, options.root.absolute(), options.more) for seed in options.seeds}
     head = ["seed", *(f"round {n}" for n in range(4)), "played and resolved", "rows", "minutes", "audit"]
     load = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores"
     rows = table(head, *(row(seed, directory) for seed, directory in runs.items()))

@@ -35,7 +35,7 @@ _TAIL = 8
 # A request with more new bytes than this is encoded in a thread. Less is a few milliseconds.
 _AT_ONCE = 1 << 14
 # A head that took less CPU time than this to encode, in seconds, is encoded at once from then on.
-_QUICK_S = 0.01
+_QUICK_S = 0.015
 # Each session uses one of these threads at a time, which the tokenizer lets run beside the event loop.
 _threads = ThreadPoolExecutor(64, "proxy-encode")
 

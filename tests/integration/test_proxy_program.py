@@ -331,7 +331,10 @@ async def test_claude_code_talks_to_a_vllm_server(program: Program, tmp_path: Pa
         agent = await claude(urlsplit(program.url).port, tmp_path, 64)
         out, err = await asyncio.wait_for(agent.communicate(), 240)
         replies = [e for e in map(json.loads, out.splitlines()) if e.get("type") == "assistant"]
-        assert replies and re.match("msg_[0-9a-f]+_[0-9a-f]{2}$", replies[0]["message"]["id"]), (out.decode()[-2500:], err)
+        assert replies and re.match("msg_[0-9a-f]+_[0-9a-f]{2}$", replies[0]["message"]["id"]), (
+            out.decode()[-2500:],
+            err,
+        )
         async with http.get("/metrics") as response:
             text = await response.text()
         assert re.search(r'requests_total\{path="/v1/messages",status="200"\} [1-9]', text), text

@@ -406,3 +406,22 @@ def test_marks_are_found_however_the_text_is_cut(text: str, piece: int) -> None:
     pattern = "|".join(re.escape(mark) for mark in sorted(Vocabulary.all_special_tokens, key=len, reverse=True))
     assert found._placeholder.sub(lambda place: found._texts[int(place[1])], hidden) == text
     assert found._placeholder.sub("#", hidden) == re.sub(pattern, "#", text)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_what_is_nested_too_deeply_is_the_clients_error(
+    proxy: ProxyServer, http: aiohttp.ClientSession, path: str
+) -> None:
+    """JSON that the decoder takes may still be too deep for what is written in Python."""
+    session = await proxy.open_session(
+        "e", replace(char_policy(QueueEngine(*"abcd")), renderer=real_policy(10_000)[0].renderer)
+    )
+    statuses = set()
+    for depth in (200, 600, 900, 3000):
+        deep = '{"a":' * depth + "1" + "}" * depth
+        use = f'{{"type": "tool_use", "id": "t", "name": "f", "input": {deep}}}'
+        said = f'{{"role": "user", "content": "x"}}, {{"role": "assistant", "content": [{use}]}}'
+        data = f'{{"model": "m", "messages": [{said}, {{"role": "user", "content": "y"}}]}}'
+        async with http.post(path, data=data, headers={"x-api-key": session.secret}) as response:
+            statuses.add(response.status)
+    assert 400 in statuses and statuses <= {200, 400}

@@ -7,12 +7,15 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from rl.quickstart.policy import make_tokenizer
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import RequestError
@@ -85,6 +88,17 @@ async def test_a_reply_ends_at_the_agents_stop_sequence_and_keeps_the_tokens_up_
     assert after.path_ids()[: node.length] == node.path_ids()  # the echo, without the stop sequence, is matched
     (row,) = session.tree.sequences()
     assert sum(row.mask) == len(node.ids) + len(after.ids)
+
+
+async def test_half_a_character_is_no_stop_sequence() -> None:
+    """Of a character whose tokens are not all there, a tokenizer says U+FFFD, which may be a stop sequence."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("a🙂\ufffd and on", add_special_tokens=False)
+    assert "\ufffd" in tokenizer.decode(ids[:2])
+    engine = SimpleNamespace(generate=AsyncMock(return_value=Completion(ids, [-0.1] * len(ids))))
+    session = Session("e", replace(char_policy(engine), tokenizer=tokenizer))
+    node = await ask(session, "q", stop_sequences=["\ufffd"])
+    assert (node.text, node.reply.text) == ("a🙂\ufffd", "a🙂")
 
 
 class OfferedCalls(CallParser):

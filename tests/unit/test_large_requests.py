@@ -103,7 +103,7 @@ async def test_what_is_hardly_too_long_is_counted_exactly_and_not_kept() -> None
 
 
 async def test_a_text_with_few_tokens_is_not_refused() -> None:
-    """Of white space, a real tokenizer makes few tokens."""
+    """A real tokenizer makes few tokens of white space."""
 
     class Sparse(Counting):
         def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -419,7 +419,7 @@ async def test_what_is_nested_too_deeply_is_the_clients_error(
     statuses = set()
     for depth in (200, 600, 900, 3000):
         deep = '{"a":' * depth + "1" + "}" * depth
-        use = f'{{"type": "tool_use", "id": "t", "name": "f", "input": {deep}}}'
+        use = f'{{"type": "tool_use", "id": "t{depth}", "name": "f", "input": {deep}}}'
         said = f'{{"role": "user", "content": "x"}}, {{"role": "assistant", "content": [{use}]}}'
         data = f'{{"model": "m", "messages": [{said}, {{"role": "user", "content": "y"}}]}}'
         async with http.post(path, data=data, headers={"x-api-key": session.secret}) as response:

@@ -257,7 +257,8 @@ def test_a_template_that_writes_the_date_goes_on_after_midnight(monkeypatch: pyt
     tokenizer.chat_template = '{{ strftime_now("%Y-%m-%d") }}<|im_end|>' + tokenizer.chat_template
     renderer = ChatTemplateRenderer(tokenizer, "qwen3")
     ids = [tokenizer.eos_token_id]
-    before = renderer.extend(ids, True, TALK[1:])
+    renderer.extend(ids, True, TALK[1:])
     Today.day = date(2026, 1, 2)
     for text in ("fix it", "long " * 800):  # the second one is too long to be remembered
-        assert renderer.extend(ids, True, [{"role": "user", "content": text}]) and before
+        more = [{"role": "user", "content": text}]
+        assert renderer.extend(ids, True, more) == ChatTemplateRenderer(tokenizer, "qwen3").extend(ids, True, more)

@@ -91,7 +91,7 @@ async def test_a_reply_ends_at_the_agents_stop_sequence_and_keeps_the_tokens_up_
 
 
 async def test_half_a_character_is_no_stop_sequence() -> None:
-    """Of a character whose tokens are not all there, a tokenizer says U+FFFD, which may be a stop sequence."""
+    """A tokenizer says U+FFFD of a character whose tokens are not all there; that may be a stop sequence."""
     tokenizer = make_tokenizer()
     ids = tokenizer.encode("a🙂\ufffd and on", add_special_tokens=False)
     assert "\ufffd" in tokenizer.decode(ids[:2])

@@ -1,10 +1,12 @@
-"""Reproduce the figures of docs/fine-tuning.md: three rounds of fine-tuning for several seeds, one after the other.
+"""Reproduce the figures of docs/fine-tuning.md and of realcode: three rounds of fine-tuning for several seeds, one
+after the other, and GRPO from there.
 
     .venv/bin/python scripts/sft_seeds.py --seeds 1 2 3 --out docs/sft-seeds tasks=16
-    .venv/bin/python scripts/sft_seeds.py --experiment realcode --out outputs/realcode-sft [key=value ...]
+    .venv/bin/python scripts/sft_seeds.py --experiment realcode --grpo --out outputs/realcode [key=value ...]
 
-Runs ``python -m rl.sft +experiment=NAME rounds=3 seed=S [key=value ...]`` for each seed (a run that is finished already
-is not run again), audits what was selected, and writes OUT.png (the curves) and OUT.md (the table).
+Runs ``python -m rl.sft +experiment=NAME rounds=3 seed=S [key=value ...]`` for each seed, with --grpo ``rl.train`` from
+the last round's policy (a run that is finished already is not run again), audits their episodes, and writes OUT.png
+(the curves) and OUT.md (the table).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import Any
 
 from measuring import audited, finished, minutes, table
 
+from rl.evaluate.statistics import wilson
+from rl.metrics.episodes import Line, read_jsonl
 from rollout import program
 
 
@@ -26,6 +30,13 @@ def run(experiment: str, seed: int, root: Path, more: list[str]) -> Path:
     where = root / f"seed-{seed}"
     command = ("rl.sft", f"+experiment={experiment}", "rounds=3", f"seed={seed}", f"run.root={where}")
     return finished(where / f"{experiment}-sft", *command, *more)
+
+
+def go_on(experiment: str, seed: int, root: Path, policy: Path) -> Path:
+    """Return the directory of a finished run of GRPO from ``policy``; train one if there is none."""
+    where = root / f"seed-{seed}"
+    command = ("rl.train", f"+experiment={experiment}", f"policy={policy}", f"seed={seed}", f"run.root={where}")
+    return finished(where / experiment, *command, "trainer.logger=[]")
 
 
 def reports(directory: Path) -> list[dict[str, Any]]:
@@ -40,23 +51,43 @@ def row(seed: int, directory: Path) -> list[str]:
     return [str(seed), *held_out, ", ".join(played), ", ".join(rows), f"{minutes(directory):.1f}", audited(directory)]
 
 
-def draw(runs: dict[int, Path], out: Path) -> None:
+def validations(directory: Path) -> list[Line]:
+    """Return the held-out metrics of a run of GRPO, before its first step and after some others."""
+    return [line for line in read_jsonl(directory / "metrics.jsonl") if "val/resolve_rate" in line]
+
+
+def trained(directory: Path) -> list[str]:
+    """Return the cells of a run of GRPO."""
+    first, *_, last = [f"{line['val/resolve_rate']:.2f}" for line in validations(directory)]
+    steps = [line for line in read_jsonl(directory / "metrics.jsonl") if "episode/resolve_rate" in line]
+    rates = " ".join(f"{line['episode/resolve_rate']:.2f}" for line in steps)
+    return [f"{first}, {last}", rates, f"{minutes(directory):.1f}", audited(directory)]
+
+
+def draw(rounds: dict[int, Path], grpo: dict[int, Path], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for seed, directory in runs.items():
-        rates = [one["evaluation"]["pass_at_1"] for one in reports(directory)]
-        values = [rate["value"] for rate in rates]
-        errors = [[value - rate["low"] for value, rate in zip(values, rates, strict=True)]]
-        errors.append([rate["high"] - value for value, rate in zip(values, rates, strict=True)])
-        places = [number + 0.03 * (seed - 2) for number in range(len(values))]
-        axes.errorbar(places, values, errors, marker="o", capsize=3, label=f"seed {seed}")
-    axes.set(xlabel="round", ylabel="share of held-out episodes resolved", ylim=(-0.02, 1.02), xticks=range(4))
-    episodes = {one["evaluation"]["episodes"] for directory in runs.values() for one in reports(directory)}
-    axes.set_title(f"{' or '.join(map(str, sorted(episodes)))} held-out episodes each; 95 % intervals", fontsize=9)
+    labels = [f"round {number}" for number in range(4)] + ["GRPO"] * bool(grpo)
+    counts = set()
+    for seed, directory in rounds.items():
+        found = [(one["evaluation"]["resolved"], one["evaluation"]["episodes"]) for one in reports(directory)]
+        if seed in grpo:
+            last = validations(grpo[seed])[-1]
+            found.append((int(last["val/resolved"]), int(last["val/count"])))
+        shares = [resolved / count for resolved, count in found]
+        ends = [wilson(share, count) for share, (_, count) in zip(shares, found, strict=True)]
+        errors = [[share - low for share, (low, _) in zip(shares, ends, strict=True)]]
+        errors.append([high - share for share, (_, high) in zip(shares, ends, strict=True)])
+        places = [number + 0.03 * (seed - 2) for number in range(len(shares))]
+        axes.errorbar(places, shares, errors, marker="o", capsize=3, label=f"seed {seed}")
+        counts |= {count for _, count in found}
+    axes.set(ylabel="share of held-out episodes resolved", ylim=(-0.02, 1.02))
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_title(f"{' or '.join(map(str, sorted(counts)))} held-out episodes each; 95 % intervals", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=110)
@@ -66,16 +97,24 @@ def main() -> int:
     parser = program.parser("python scripts/sft_seeds.py", __doc__)
     parser.add_argument("--experiment", default="quickstart", help="(quickstart)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--grpo", action="store_true", help="train on from the last policy")
     parser.add_argument("--out", type=Path, required=True, help="prefix of OUT.png and OUT.md")
     parser.add_argument("--root", type=Path, default=Path("outputs/sft-seeds"), help="where the runs are")
     parser.add_argument("more", nargs="*", metavar="key=value", help="more of rl.sft's command line")
     options = parser.parse_args()
-    runs = {seed: run(options.experiment, seed, options.root.absolute(), options.more) for seed in options.seeds}
+    root = options.root.absolute()
+    runs, grpo = {}, {}
+    for seed in options.seeds:
+        runs[seed] = run(options.experiment, seed, root, options.more)
+        if options.grpo:
+            grpo[seed] = go_on(options.experiment, seed, root, runs[seed])
     head = ["seed", *(f"round {n}" for n in range(4)), "played and resolved", "rows", "minutes", "audit"]
+    head += ["GRPO: before, after", "steps", "minutes", "audit"] * options.grpo
     load = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores"
-    rows = table(head, *(row(seed, directory) for seed, directory in runs.items()))
+    cells = {seed: [*row(seed, directory), *(trained(grpo[seed]) if grpo else ())] for seed, directory in runs.items()}
+    rows = table(head, *cells.values())
     options.out.with_suffix(".md").write_text(f"{rows}\n{load}\n")
-    draw(runs, options.out.with_suffix(".png"))
+    draw(runs, grpo, options.out.with_suffix(".png"))
     print(rows)
     return 0
 

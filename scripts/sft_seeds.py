@@ -20,8 +20,9 @@ from typing import Any
 
 from measuring import audited, finished, minutes, table
 
-from rl.evaluate.statistics import wilson
-from rl.metrics.episodes import Line, read_jsonl
+from rl.data.rates import rated
+from rl.evaluate.statistics import estimate
+from rl.metrics.episodes import has_validation, read_jsonl, resolve_rate
 from rollout import program
 
 
@@ -51,17 +52,23 @@ def row(seed: int, directory: Path) -> list[str]:
     return [str(seed), *held_out, ", ".join(played), ", ".join(rows), f"{minutes(directory):.1f}", audited(directory)]
 
 
-def validations(directory: Path) -> list[Line]:
-    """Return the held-out metrics of a run of GRPO, before its first step and after some others."""
-    return [line for line in read_jsonl(directory / "metrics.jsonl") if "val/resolve_rate" in line]
-
-
 def trained(directory: Path) -> list[str]:
     """Return the cells of a run of GRPO."""
-    first, *_, last = [f"{line['val/resolve_rate']:.2f}" for line in validations(directory)]
-    steps = [line for line in read_jsonl(directory / "metrics.jsonl") if "episode/resolve_rate" in line]
-    rates = " ".join(f"{line['episode/resolve_rate']:.2f}" for line in steps)
+    lines = read_jsonl(directory / "metrics.jsonl")
+    first, *_, last = [f"{resolve_rate(line, 'val'):.2f}" for line in lines if has_validation(line)]
+    rates = " ".join(f"{rate:.2f}" for line in lines if (rate := resolve_rate(line, "train")) is not None)
     return [f"{first}, {last}", rates, f"{minutes(directory):.1f}", audited(directory)]
+
+
+def last_validation(directory: Path) -> dict[str, float]:
+    """Return what a report's pass_at_1 has, of the held-out episodes that a run of GRPO has played last."""
+    logs = (directory / "episode_metrics").glob("*.jsonl")
+    lines = [line for log in logs for line in read_jsonl(log) if line["split"] == "val" and not line["infra"]]
+    last = max(line["step"] for line in lines)
+    rates = rated((line["task"], line["resolved"]) for line in lines if line["step"] == last)
+    found = estimate([(rate.episodes, rate.resolved) for rate in rates.values()])
+    assert found is not None
+    return vars(found)
 
 
 def draw(rounds: dict[int, Path], grpo: dict[int, Path], out: Path) -> None:
@@ -71,23 +78,20 @@ def draw(rounds: dict[int, Path], grpo: dict[int, Path], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    labels = [f"round {number}" for number in range(4)] + ["GRPO"] * bool(grpo)
-    counts = set()
     for seed, directory in rounds.items():
-        found = [(one["evaluation"]["resolved"], one["evaluation"]["episodes"]) for one in reports(directory)]
+        rates = [one["evaluation"]["pass_at_1"] for one in reports(directory)]
         if seed in grpo:
-            last = validations(grpo[seed])[-1]
-            found.append((int(last["val/resolved"]), int(last["val/count"])))
-        shares = [resolved / count for resolved, count in found]
-        ends = [wilson(share, count) for share, (_, count) in zip(shares, found, strict=True)]
-        errors = [[share - low for share, (low, _) in zip(shares, ends, strict=True)]]
-        errors.append([high - share for share, (_, high) in zip(shares, ends, strict=True)])
-        places = [number + 0.03 * (seed - 2) for number in range(len(shares))]
-        axes.errorbar(places, shares, errors, marker="o", capsize=3, label=f"seed {seed}")
-        counts |= {count for _, count in found}
+            rates.append(last_validation(grpo[seed]))
+        values = [rate["value"] for rate in rates]
+        errors = [[value - rate["low"] for value, rate in zip(values, rates, strict=True)]]
+        errors.append([rate["high"] - value for value, rate in zip(values, rates, strict=True)])
+        places = [number + 0.03 * (seed - 2) for number in range(len(values))]
+        axes.errorbar(places, values, errors, marker="o", capsize=3, label=f"seed {seed}")
+    labels = [f"round {number}" for number in range(4)] + ["GRPO"] * bool(grpo)
     axes.set(ylabel="share of held-out episodes resolved", ylim=(-0.02, 1.02))
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_title(f"{' or '.join(map(str, sorted(counts)))} held-out episodes each; 95 % intervals", fontsize=9)
+    episodes = {one["evaluation"]["episodes"] for directory in rounds.values() for one in reports(directory)}
+    axes.set_title(f"{' or '.join(map(str, sorted(episodes)))} held-out episodes each; 95 % intervals", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=110)

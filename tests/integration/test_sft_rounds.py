@@ -29,7 +29,9 @@ pytestmark = [
     pytest.mark.timeout(3600),
 ]
 SEEDS = (1, 2, 3)
-TASKS, SAMPLES, HELD_OUT = 8, 3, 16
+# With three samples, a round that finds few right episodes learns from a single one, and may lose what it had. A round
+# collects another number of episodes than it evaluates, by which the first seed's kill finds its place.
+TASKS, SAMPLES, HELD_OUT = 8, 5, 16
 # The quickstart's own. With half of its episodes, a policy is right in one of ten, and learns from two.
 WARM = ["quickstart.heldout_tasks=16"]
 
@@ -68,7 +70,7 @@ def play(policy: Path, root: Path, seed: int) -> Path:
     """Play three rounds and return the run. The first seed is killed with -9 while it collects, and goes on."""
     own = root / str(seed)
     command = [*given(policy, own, seed), "rounds=3", f"tasks={TASKS}", f"samples={SAMPLES}"]
-    command += ["actor_rollout_ref.rollout.val_kwargs.n=1"]
+    command += ["actor_rollout_ref.rollout.val_kwargs.n=2"]
     count, played = TASKS * SAMPLES, 0
     if seed == SEEDS[0]:
         kill_after(f"10/{count} ", *command, program="rl.sft")
@@ -98,11 +100,11 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> Rounds:
 
 
 def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds) -> None:
-    """In each seed the last policy resolves more than the first, and on average over them each round's does."""
+    """In each seed from the first to the last, and on average over them round by round, until nearly all resolve."""
     rates = {seed: rounds.rates(seed) for seed in SEEDS}
     print(rates)
     for seed in SEEDS:
-        # Of 16 episodes the one, of 40 the other: the difference has a standard error of 0.13.
+        # Of 32 episodes the one, of 72 the other: the difference has a standard error of 0.11 at most.
         assert rates[seed][3] > rates[seed][0], rates
         reports = rounds.reports(seed)
         for report in reports[1:]:
@@ -111,10 +113,15 @@ def test_three_rounds_on_resolved_episodes_raise_the_resolve_rate(rounds: Rounds
             assert chosen["episodes"] == chosen["resolved"] == sft["episodes"] == sft["rows"] > 0
             assert sft["model"] == reports[report["iteration"] - 1]["policy"]
         assert audit.main([str(rounds.runs[seed] / "iteration_3" / "data")]) == 0
-    # A round learns from one to seven episodes, so it may also lose something. A share of 120 episodes, and of the last
-    # round's 48, has a standard error of 0.04 to 0.07.
-    first, *later = (sum(of_round) / len(SEEDS) for of_round in zip(*rates.values(), strict=True))
-    assert min(later) > first + 0.1 and later[-1] > first + 0.2, rates
+    # 216 episodes have a standard error of 0.04 at most, and of 0.03 once nine of ten resolve: what has learned cannot
+    # seem not to have, and what has no more to learn may seem to lose a little.
+    first, second, third, last = (sum(of_round) / len(SEEDS) for of_round in zip(*rates.values(), strict=True))
+    assert (
+        first + 0.3 < last
+        and first + 0.1 < second
+        and min(second, 0.9) < third + 0.05
+        and min(third, 0.9) < last + 0.05
+    ), rates
 
 
 def train(*command: str, root: Path) -> list[Line]:

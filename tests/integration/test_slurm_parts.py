@@ -58,13 +58,16 @@ class Nodes:
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
 def test_a_heterogeneous_job_plays_on_one_part_and_grades_on_another(three_nodes: Slurm, tmp_path: Path) -> None:
-    """The policy of the other tests edits nothing, and an empty patch is not graded in a box: this one has learned."""
-    learned = [*WARM[:-1], "quickstart.sft.epochs=20", f"run.root={tmp_path / 'learned'}"]
+    """The policy of the other tests edits nothing, and an empty patch is not graded in a box: this one has learned.
+
+    Of 48 episodes, 38 end with an edit after 50 passes over the warm start's rows, and 15 after 20 passes.
+    """
+    learned = [*WARM[:-1], "quickstart.sft.epochs=50", f"run.root={tmp_path / 'learned'}"]
     command = [sys.executable, "-m", "rl.quickstart.prepare", *learned]
     subprocess.run(command, cwd=ROOT, env=plain_environment(), check=True)
     out = tmp_path / "out.txt"
     one = ["--nodes=1", "--exclusive", "--mem=0"]
-    changed = ["trainer.nnodes=1", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1"]
+    changed = ["trainer.nnodes=1", "trainer.total_training_steps=1"]
     job = submit(
         three_nodes, out, *one, ":", *one, ":", *one, SCRIPT, f"run.root={tmp_path}", *OVERRIDES, *changed,
         *WarmStart(tmp_path / "learned").given(),
@@ -79,7 +82,7 @@ def test_a_heterogeneous_job_plays_on_one_part_and_grades_on_another(three_nodes
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), text
     run = tmp_path / "quickstart" / f"slurm-{job}"
     (record,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert record["episode/count"] == 4 and record["infra/failures"] == 0
+    assert record["episode/count"] == 8 and record["infra/failures"] == 0
 
     def workers(node: str, words: str = "") -> set[str]:
         """The numbers of Ray's workers on a node whose output has these words."""

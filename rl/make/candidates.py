@@ -135,6 +135,7 @@ def combinations(kept: Sequence[Kept], seed: str, most: int, names: Sequence[str
     """Yield kept edits combined by twos and threes, in turn; edits of different files first.
 
     most: tests that the edits of a combination break, each by itself. Together they nearly always break the same.
+    Edits of which one breaks all that the others break are not combined: their failure would be that one's.
     """
     queues = [_combined(kept, size, seed, most) for size, name in enumerate(COMBINED, 2) if name in names]
     for candidate in itertools.chain.from_iterable(itertools.zip_longest(*queues)):
@@ -160,7 +161,8 @@ def _combined(kept: Sequence[Kept], size: int, seed: str, most: int) -> Iterator
     for numbers in sets:
         if any(used[number] >= size for number in numbers):  # no edit is in too many tasks
             continue
-        if len({test for number in numbers for test in parts[number][1]}) > most:
+        broken = {test for number in numbers for test in parts[number][1]}
+        if len(broken) > most or any(broken == set(parts[number][1]) for number in numbers):
             continue
         if whole := edits.combined([parts[number][0].edit for number in numbers]):
             used.update(numbers)

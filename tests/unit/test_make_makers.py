@@ -193,3 +193,14 @@ def test_combinations_break_few_tests_as_far_as_is_known() -> None:
         for size in (2, 3):  # together they may break more, so those come first that break least
             first = [number for number, paths in zip(together, found, strict=True) if len(paths) == size]
             assert first == sorted(first)
+
+
+def test_edits_are_not_combined_with_one_that_hides_them() -> None:
+    """Where one of them breaks all that the others break, the failure is its own: there is that task already."""
+    broken = {"a.py": "12", "b.py": "1", "c.py": "3", "d.py": "12"}
+    kept = [
+        (candidates.Candidate("boundary", (edits.Change(path, 0, 1, ("x\n",)),), 1), list(tests))
+        for path, tests in broken.items()
+    ]
+    found = {frozenset(change.path for change in one.edit) for one in candidates.combinations(kept, "0", 20)}
+    assert found and not found & {frozenset(alike) for alike in (("a.py", "b.py"), ("a.py", "d.py"), ("b.py", "d.py"))}

@@ -33,6 +33,8 @@ SHAPES = {
     "empty": "assert list(()) == []\nassert dict() == {}",
     "numbers as keys": f"assert dict([(n, n) for n in range(999)]) == { {n: n for n in range(999)} }",
     "names": "a = b = 3\nassert a == b",
+    "what equals everything": "from unittest import mock\na = [1]\nassert a == mock.ANY\nassert mock.ANY == a",
+    "an object that equals everything": "class _A:\n    def __eq__(self, other): return True\nassert len('a') == _A()",
     "several lines": "assert (sum([1,\n  2]) ==\n    max(3,\n 2)), 'message'",
     "unicode": "assert 'ä€' + 'ö' == 'ä€ö', 'é'",
     "both are literals": "assert 1 == 1",

@@ -101,8 +101,8 @@ def test_dpo_prefers_what_resolved(warm: Path, tmp_path: Path) -> None:
     assert differ(warm / "model", tmp_path / "model") > 10
 
 
-def test_dpo_on_what_teachers_said(tmp_path: Path) -> None:
-    """Pairs of rl.teachers become ids, and DPO prefers the teachers' replies."""
+def test_dpo_on_what_teachers_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Pairs of rl.teachers become ids, and DPO prefers the teachers' replies; vLLM serves the policy."""
     policy, pairs, out = tmp_path / "policy", tmp_path / "pairs.parquet", tmp_path / "out"
     out.mkdir()
     make_policy(policy, seed=1)
@@ -115,4 +115,4 @@ def test_dpo_on_what_teachers_said(tmp_path: Path) -> None:
     made = run_dpo(config, str(policy), [pairs], out, passes, lambda *_: None)
     assert (made["pairs"], made["too_long"]) == (4, 0) and made["loss"]["last"] < made["loss"]["first"]
     assert differ(policy, out / "model") > 10
-    assert AutoModelForCausalLM.from_pretrained(out / "model").config.vocab_size > 0
+    served(out / "model", tmp_path / "vllm.log", caplog)

@@ -32,7 +32,7 @@ def three_nodes(tmp_path: Path) -> Iterator[Slurm]:
 
 
 class Nodes:
-    """What was seen on the nodes while a job ran: where agents were, and what graders' boxes have used of a CPU.
+    """Nodes keep what was seen on them while a job ran: where agents were, and what graders' boxes have used of a CPU.
 
     Processes in a box have no environment of SLURM, so they are found below Ray's actors; what those of a grader have
     used is in the grader's own account when they have ended, so none of them is missed.

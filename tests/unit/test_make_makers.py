@@ -196,7 +196,7 @@ def test_combinations_break_few_tests_as_far_as_is_known() -> None:
 
 
 def test_edits_are_not_combined_with_one_that_hides_them() -> None:
-    """Where one of them breaks all that the others break, the failure is its own: there is that task already."""
+    """An edit that breaks all that the others break fails in its own way: there is that task already."""
     broken = {"a.py": "12", "b.py": "1", "c.py": "3", "d.py": "12"}
     kept = [
         (candidates.Candidate("boundary", (edits.Change(path, 0, 1, ("x\n",)),), 1), list(tests))

@@ -7,6 +7,10 @@
 # GPU extra, on the CPU.
 .PHONY: setup quickstart test test-long test-learning test-gpu-pins lint format clean
 
+# Bytecode is kept, whatever the shell says (images of containers often say that it is not): else each process of a run
+# compiles our sources again, and each worker of pytest rewrites all tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 setup:
 	@scripts/setup.sh
 

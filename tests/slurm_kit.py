@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ AuthInfo=cred_expire=5
 SlurmctldPidFile={dir}/slurmctld.pid
 SlurmdPidFile={dir}/slurmd-%n.pid
 StateSaveLocation={dir}/state
-SlurmdSpoolDir={dir}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldLogFile={dir}/slurmctld.log
 SlurmdLogFile={dir}/slurmd-%n.log
 ProctrackType=proctrack/pgid
@@ -62,8 +63,8 @@ def problem() -> str:
 class Slurm:
     """A SLURM has the nodes n1, n2 and so on, in one partition."""
 
-    def __init__(self, directory: Path, nodes: int) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, spool: str, nodes: int) -> None:
+        self.directory, self.spool = directory, spool
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.conf = directory / "slurm.conf"
         self.environment = {
@@ -84,7 +85,7 @@ class Slurm:
         prolog.chmod(0o755)
         host, (port, *ports) = socket.gethostname(), free_ports(1 + len(self.nodes))
         lines = [NODE.format(node, host, own) for node, own in zip(self.nodes, ports, strict=True)]
-        self.conf.write_text("".join([*lines, CONF.format(host=host, port=port, dir=self.directory)]))
+        self.conf.write_text("".join([*lines, CONF.format(host=host, port=port, dir=self.directory, spool=self.spool)]))
         self._daemon("slurmctld", "-D", "-i")
         for node in self.nodes:
             self._daemon("slurmd", "-D", "-N", node)
@@ -152,9 +153,11 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(directory: Path, nodes: int = 2) -> Iterator[Slurm]:
-    cluster = Slurm(directory, nodes)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+    """Start a SLURM whose files are in ``directory``, yield it, and end it."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as spool:  # for sockets: it must be short
+        cluster = Slurm(directory, spool, nodes)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rl.cluster.link import ROLES, NodeError, Place
 from rl.config import workers_environment
 from rl.run.fork_server import ForkServer
-from rl.run.programs import free_port, tied
+from rl.run.programs import end_processes, free_port, tied
 from rl.run.scratch import ray_directory, remove_socket_directory, socket_directory
 from rollout.sandbox import directory
 
@@ -98,10 +98,7 @@ class RayNode:
                     await asyncio.wait_for(self._process.wait(), _STOP_S)
                 except TimeoutError:
                     self._process.kill()
-                _, alive = await asyncio.to_thread(psutil.wait_procs, started, 5)
-                for process in alive:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
+                await asyncio.to_thread(end_processes, started, 5)
         if self._forks is not None:
             self._forks.close()
         await asyncio.to_thread(directory.sweep)  # sandboxes of workers that were killed

@@ -88,7 +88,7 @@ def prepared(course: Course, config: DictConfig, screen: Screen) -> dict[str, An
     renamed. If the config names a policy, only the tasks are made. Raises RuntimeError if the warm start makes too few
     rows.
     """
-    where = Path(config.run.root).resolve() / "prepared" / f"{course.name}-{config.seed}-{_fingerprint(course, config)}"
+    where = directory_of(course, config)
     where.mkdir(parents=True, exist_ok=True)
     tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
     needs = tasks if config.policy else warm
@@ -105,6 +105,11 @@ def prepared(course: Course, config: DictConfig, screen: Screen) -> dict[str, An
                 _warm_start(course, config, tasks / "train.parquet", policy, out, screen)
     made = {"data.train_files": [str(tasks / "train.parquet")], "data.val_files": [str(tasks / "heldout.parquet")]}
     return made if config.policy else {**made, "actor_rollout_ref.model.path": str(warm / "model")}
+
+
+def directory_of(course: Course, config: DictConfig) -> Path:
+    """Return the directory of a course's preparation, named after all that its result depends on."""
+    return Path(config.run.root).resolve() / "prepared" / f"{course.name}-{config.seed}-{_fingerprint(course, config)}"
 
 
 def _warm_start(course: Course, config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:

@@ -78,9 +78,18 @@ class ForkServer:
             raise RuntimeError(f"the fork server ended with status {self._process.wait()}; its reason is in its log")
 
     def close(self) -> None:
-        """End the server. Processes that it has forked go on."""
+        """End the server, its forks and what these have started.
+
+        A worker may leave its engine behind when Ray ends: Ray's node is gone before it has ended the worker's group.
+        """
+        import psutil
+
+        from rl.run.programs import end_processes
+
+        forks = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
         self._process.kill()
         self._process.wait()
+        end_processes(forks)
 
 
 def _executable(path: str) -> str:

@@ -2,8 +2,11 @@
 
 import socket
 import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+import psutil
 
 _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -15,6 +18,15 @@ def tied(*command: str) -> list[str]:
     thread (PR_SET_PDEATHSIG).
     """
     return [sys.executable, "-I", "-S", "-c", _TIED, *command]
+
+
+def end_processes(processes: Sequence[psutil.Process], within_s: float = 10.0) -> None:
+    """End processes and return when they have ended: SIGTERM, then SIGKILL for those that live ``within_s`` later."""
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                send(process)
+        _, processes = psutil.wait_procs(processes, within_s)
 
 
 def free_ports(count: int) -> list[int]:

@@ -140,13 +140,15 @@ async def test_there_is_only_the_box_to_write_to_and_a_file_has_its_limit(
 async def check_mounts(box: Sandbox) -> None:
     """Check that nobody else's directory can be written to; of mounted files only one that the engine makes for each
     container."""
-    writable = {}
+    writable, own = {}, set()
     for line in (await sh(box, "cat /proc/self/mountinfo")).stdout.decode().splitlines():
-        left, right = line.split(" - ")
-        if left.split()[5].split(",")[0] == "rw":
-            writable[left.split()[4]] = right.split()[0]
-    assert writable.pop("/") in ("overlay", "fuse-overlayfs")
-    disks = {place for place, kind in writable.items() if kind not in ("proc", "tmpfs", "devpts", "mqueue")}
+        (_, _, device, root, place, options, *_), (kind, *_) = (part.split() for part in line.split(" - "))
+        if options.split(",")[0] == "rw":
+            writable[place] = (device, kind)
+        if root == "/" and kind in ("proc", "tmpfs", "devpts", "mqueue"):
+            own.add(device)  # all of it is the box's; of a directory of the machine's, a part would be mounted
+    assert writable.pop("/")[1] in ("overlay", "fuse-overlayfs")
+    disks = {place for place, (device, _) in writable.items() if device not in own}
     assert disks == {"/etc/hostname"}, writable
     kernel = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/sys/fs/cgroup/x", "/sys/kernel/uevent_helper")
     for place in kernel:

@@ -18,7 +18,7 @@ import pytest
 from rollout import audit
 from rollout.records import Reader, Record, unpack_ids
 from tests.integration import train_kit
-from tests.integration.test_run_faults import RunProcess, one_line
+from tests.integration.train_kit import RunProcess, WarmStart, one_line
 
 pytestmark = [
     pytest.mark.long,
@@ -30,9 +30,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """run.root of all tests here: one warm start serves them."""
-    return tmp_path_factory.mktemp("experiments")
+def root(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """run.root of all tests here: one policy serves them. It imitates the episodes of the session's warm start."""
+    made = tmp_path_factory.mktemp("experiments")
+    warm_start.lend_to(made, "+experiment=qwen3_coder_30b", "scale=tiny")
+    return made
 
 
 def start(root: Path, experiment: str, *more: str, scale: str = "tiny") -> subprocess.Popen[str]:
@@ -59,9 +61,10 @@ def test_tensor_and_expert_parallel(root: Path) -> None:
     """All weights are trained, with TP 2 and EP 2: two ranks of the trainer give their gathered weights to two workers,
     and each takes its half of heads, vocabulary and experts."""
     run = root / "tp2"
-    process = start(root, "qwen3_coder_30b", f"run.dir={run}", scale="tiny_tp2")
-    text, _ = process.communicate()
-    assert process.returncode == 0, text
+    process = RunProcess(run, "+experiment=qwen3_coder_30b", "scale=tiny_tp2", f"run.root={root}", f"run.dir={run}")
+    process.until("step 1/2  resolved")
+    said, code = process.ends(within=2400)
+    assert code == 0, said
     for record in steps(run):
         assert record["actor/grad_norm"] > 0 and record["rollout_corr/rollout_is_mean"] > 0
         assert record["rollout_corr/rollout_rs_seq_mean_k3_seq_masked_fraction"] == 0

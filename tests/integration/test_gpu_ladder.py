@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.train_kit import WarmStart
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.long,
@@ -21,8 +23,9 @@ pytestmark = [
 ]
 
 
-def test_the_toy_climbs(tmp_path: Path) -> None:
+def test_the_toy_climbs(warm_start: WarmStart, tmp_path: Path) -> None:
     """A server alone, a training run that looks at its engine, one with random weights, and what only a GPU can do."""
+    warm_start.lend_to(tmp_path / "work" / "shared", "+experiment=qwen3_4b", "scale=tiny", "quickstart.experts=0")
     command = [sys.executable, ROOT / "scripts" / "gpu_ladder.py", "--device", "cpu", "--out", tmp_path]
     rungs = ("engine", "grpo", "lora", "experts")
     done = subprocess.run([*command, *(word for rung in rungs for word in ("--only", rung))], env={**os.environ})

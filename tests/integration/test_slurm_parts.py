@@ -57,12 +57,16 @@ class Nodes:
 @pytest.mark.claude
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
-def test_a_heterogeneous_job_plays_on_one_part_and_grades_on_another(three_nodes: Slurm, tmp_path: Path) -> None:
+def test_a_heterogeneous_job_plays_on_one_part_and_grades_on_another(
+    three_nodes: Slurm, warm_start: WarmStart, tmp_path: Path
+) -> None:
     """The policy of the other tests edits nothing, and an empty patch is not graded in a box: this one has learned.
 
     Of 48 episodes, 38 end with an edit after 50 passes over the warm start's rows, and 15 after 20 passes.
     """
-    learned = [*WARM[:-1], "quickstart.sft.epochs=50", f"run.root={tmp_path / 'learned'}"]
+    learns = [*WARM[:-1], "quickstart.sft.epochs=50"]
+    warm_start.lend_to(tmp_path / "learned", "+experiment=quickstart", *learns)
+    learned = [*learns, f"run.root={tmp_path / 'learned'}"]
     command = [sys.executable, "-m", "rl.quickstart.prepare", *learned]
     subprocess.run(command, cwd=ROOT, env=plain_environment(), check=True)
     out = tmp_path / "out.txt"

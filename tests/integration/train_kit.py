@@ -19,6 +19,9 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 
+from rl.config import compose
+from rl.quickstart.prepare import QUICKSTART, directory_of
+
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 # The warm start depends on these, on the seed, and on the groups `agent` and `proxy`.
@@ -76,6 +79,19 @@ class WarmStart:
     def copy_to(self, root: Path) -> None:
         """Copy it below another run.root, for a test that changes the task files."""
         shutil.copytree(self.root / "prepared", root / "prepared", symlinks=True)
+
+    def lend_to(self, root: Path, *command: str) -> None:
+        """Let a run with this command and ``root`` as its run.root find tasks and episodes. It makes a policy of its
+        own and imitates them: they do not depend on the policy."""
+        own = compose(["+experiment=quickstart", *WARM, f"run.root={self.root}"])
+        others = compose([*command, f"run.root={root}"])
+        assert all(own[name] == others[name] for name in ("seed", "agent", "proxy"))
+        sizes = ("train_tasks", "heldout_tasks", "warm_episodes")
+        assert all(own.quickstart[name] == others.quickstart[name] for name in sizes)
+        warm = directory_of(QUICKSTART, others) / ".warm"
+        warm.mkdir(parents=True)
+        shutil.copytree(self.directory / "tasks", warm.parent / "tasks", symlinks=True)
+        shutil.copy(self.directory / "warm" / "rows.parquet", warm)
 
 
 def plain_environment() -> dict[str, str]:

@@ -138,6 +138,38 @@ def test_what_a_fork_starts_is_forked_too_and_belongs_to_its_group(server: ForkS
     assert "said" in said.read_text()
 
 
+STAYS = """
+import multiprocessing, os, sys, time
+
+def target(end):
+    end.send(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("forkserver").Process(target=target, args=(theirs,)).start()
+    with open(sys.argv[1] + ".new", "w") as out:
+        out.write(f"{os.getpid()} {ours.recv()}")
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_fork_has_started_ends_with_the_server(server: ForkServer, tmp_path: Path) -> None:
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(STAYS)
+    subprocess.run(["sh", "-c", f"exec {server.executable} {script} {told}"], check=True)
+    end = time.monotonic() + 60
+    while not told.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    killed, left = map(int, told.read_text().split())
+    psutil.wait_procs([psutil.Process(killed)] if psutil.pid_exists(killed) else [], 60)
+    assert psutil.pid_exists(left) and not psutil.pid_exists(killed)
+    server.close()
+    assert not psutil.pid_exists(left)
+
+
 def test_it_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     program = """
         import os, sys

@@ -1,5 +1,6 @@
 """This module helps to start other programs: free ports, an end together with this process, the last lines of a log."""
 
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+_LOWEST_PORT = 10_000
 _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
@@ -30,12 +32,19 @@ def end_processes(processes: Sequence[psutil.Process], within_s: float = 10.0) -
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different TCP ports on which nobody listens on any address of this machine."""
+    """Return different TCP ports on which nobody listens on any address of this machine.
+
+    They are below those that the kernel gives to connections: one of these could have the port before its server has.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            one = stack.enter_context(socket.socket())
+            with suppress(OSError):  # it is taken
+                one.bind(("", _LOWEST_PORT + secrets.randbelow(first - _LOWEST_PORT) if first > _LOWEST_PORT else 0))
+                ports.append(one.getsockname()[1])
+    return ports
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 programs.
 """
 
+import socket
 import subprocess
 import sys
 import time
@@ -30,8 +31,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_free_ports_are_different() -> None:
-    assert len(set(programs.free_ports(50))) == 50
+def test_free_ports_are_different_and_no_connection_gets_one() -> None:
+    ports = set(programs.free_ports(50))
+    assert len(ports) == 50
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        given = connection.getsockname()[1]
+    assert max(ports) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) <= given
 
 
 @pytest.mark.parametrize(("text", "count", "last"), [("a\n b \n\n", 1, "b"), ("a\nb\n\nc", 2, "b\nc"), ("\n", 3, "")])

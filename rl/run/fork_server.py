@@ -80,7 +80,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server, its forks and what these have started.
 
-        A worker may leave its engine behind when Ray ends: Ray's node is gone before it has ended the worker's group.
+        An engine that a worker has started is this server's child and not the worker's: Ray may end and leave it behind.
         """
         import psutil
 

@@ -80,7 +80,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server, its forks and what these have started.
 
-        An engine that a worker has started is this server's child and not the worker's: Ray may end and leave it behind.
+        An engine that a worker has started is this server's child, not the worker's: Ray may end and leave it behind.
         """
         import psutil
 

@@ -41,8 +41,8 @@ WINGS = {
     "rl/quickstart/realcode": 780,  # new: real functions: harvest, exchanges, an expert, drills, heads that look up
     # With the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run; 35: an engine is
     # forked from the fork server as Ray's workers are, which is 8 s of each start on a CPU; 60 are programs that start
-    # as forks, in rounds on a CPU. 10: what a fork has started ends with the fork server. 6: ports below connections'.
-    "rl/run": 1306,
+    # as forks, in rounds on a CPU. 10: what a fork has started ends with the fork server. 5: ports below connections'.
+    "rl/run": 1305,
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 705,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
@@ -74,7 +74,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 33_030
+EVERYTHING = 33_025
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -11,7 +11,6 @@ docs/gpu-ladder.md says what each rung shows and what to do when it fails. Exit 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import json
@@ -30,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from rl.run.programs import last_lines, tied
+from rl.run.programs import end_processes, last_lines, tied
 from rollout import files, program
 
 HERE = Path(__file__).resolve().parent
@@ -208,13 +207,8 @@ def child(function: str, place: Place) -> None:
             files.write(Path(place.directory) / "figures.json", json.dumps(figures))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end = psutil.Process.terminate
         while below := psutil.Process().children(recursive=True):
-            for one in below:
-                with contextlib.suppress(psutil.Error):
-                    end(one)
-            psutil.wait_procs(below, timeout=10)
-            end = psutil.Process.kill
+            end_processes(below)
 
 
 def main() -> int:

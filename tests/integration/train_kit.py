@@ -83,7 +83,7 @@ class WarmStart:
     def lend_to(self, root: Path, *command: str) -> None:
         """Let a run with this command and ``root`` as its run.root find tasks and episodes. It makes a policy of its
         own and imitates them: they do not depend on the policy."""
-        own = compose(["+experiment=quickstart", *WARM, f"run.root={self.root}"])
+        own = compose(["+experiment=quickstart", *WARM])
         others = compose([*command, f"run.root={root}"])
         assert all(own[name] == others[name] for name in ("seed", "agent", "proxy"))
         sizes = ("train_tasks", "heldout_tasks", "warm_episodes")

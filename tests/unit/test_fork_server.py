@@ -118,7 +118,7 @@ if __name__ == "__main__":
 
 
 def test_what_a_fork_starts_is_forked_too_and_belongs_to_its_group(server: ForkServer, tmp_path: Path) -> None:
-    """As vLLM starts its engine. What a target gets, says and sends goes its usual way."""
+    """vLLM starts its engine so. What a target gets, says and sends goes its usual way."""
     script, told, said = tmp_path / "script.py", tmp_path / "told.json", tmp_path / "said"
     script.write_text(STARTS)
     with open(said, "w") as stdout:

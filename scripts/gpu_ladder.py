@@ -1,4 +1,4 @@
-"""Prove on one GPU, rung by rung, what could not be proved without one; each rung takes less than five minutes.
+"""Prove on one GPU, rung by rung, what could not be proved without one; a rung has five minutes, two have eight.
 
     python scripts/gpu_ladder.py [key=value ...]                 # goes on where it was; keys are for all training runs
     python scripts/gpu_ladder.py --only grpo --again             # this one, even if its result is there
@@ -49,21 +49,22 @@ _SET_CHILD_SUBREAPER = 36  # prctl
 @dataclass(frozen=True)
 class Rung:
     """A rung is one thing to prove. ``function`` ("module:name") takes a ``Place`` and yields ``Figure``s; it runs in a
-    process of its own."""
+    process of its own, for at most ``limits`` times the ladder's limit."""
 
     name: str
     expects: str
     function: str
     needs_gpu: bool = False
+    limits: float = 1.0
 
 
 RUNGS = (
     Rung("versions", "the pinned versions, with which the engine-free unit tests pass", "ladder_rungs:versions"),
     Rung("engine", "vLLM alone: its cache is as large as planned, it sleeps and wakes up", "ladder_rungs:engine"),
     Rung("grpo", "toy GRPO: engine and trainer agree, before and after a weight sync", "ladder_rungs:grpo"),
-    Rung("size", "4 billion random weights: memory and seconds beside rl.plan", "ladder_rungs:size"),
+    Rung("size", "4 billion random weights: memory and seconds beside rl.plan", "ladder_rungs:size", limits=1.6),
     Rung("lora", "adapters reach the engine", "ladder_rungs:lora", needs_gpu=True),
-    Rung("experts", "4 layers of 128 experts: do engine and trainer route alike?", "ladder_rungs:experts"),
+    Rung("experts", "4 layers of 128 experts: do engine and trainer route alike?", "ladder_rungs:experts", limits=1.6),
     Rung("episodes", "the rate of whole episodes beside the engine's own", "ladder_rungs:episodes"),
 )
 
@@ -108,7 +109,7 @@ class Ladder:
                 continue
             if self.device == "cpu" and rung.needs_gpu:
                 results[rung.name] = {"state": NEEDS_GPU, "seconds": 0.0, "figures": [], "log": []}
-            elif time.monotonic() - began + self.limit_s > budget_s:
+            elif time.monotonic() - began + rung.limits * self.limit_s > budget_s:
                 print(f"{rung.name}: not started, too little is left of the budget", flush=True)
                 break
             else:
@@ -128,16 +129,16 @@ class Ladder:
         command = [sys.executable, str(HERE / "gpu_ladder.py"), "--child", rung.function, json.dumps(asdict(place))]
         paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-        began, state = time.monotonic(), "passed"
+        began, state, limit_s = time.monotonic(), "passed", rung.limits * self.limit_s
         # Short, because sockets are below it; random weights go there too, and do not outlive the rung.
         with tempfile.TemporaryDirectory(prefix="gl-", ignore_cleanup_errors=True) as scratch, open(log, "wb") as out:
             environment["TMPDIR"] = scratch
             process = subprocess.Popen(tied(*command), env=environment, stdout=out, stderr=out, start_new_session=True)
             try:
-                if process.wait(self.limit_s):
+                if process.wait(limit_s):
                     state = f"failed: it ended with {process.returncode}"
             except subprocess.TimeoutExpired:
-                state = f"failed: not done after {self.limit_s:g} s"
+                state = f"failed: not done after {limit_s:g} s"
             finally:
                 _end(process)
         file = directory / "figures.json"

@@ -7,10 +7,14 @@ A token is a character, so that a wrong token is visible in the text; <e> ends a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
+
+import psutil
 
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import Block
@@ -135,3 +139,15 @@ def empty_record(**changes: Any) -> Record:
         "agent": {}, "patch": b"", "timing": {}, "counters": {},
     }  # fmt: skip
     return Record(**fields | changes)
+
+
+def ends(pid: int, seconds: float = 60.0) -> bool:
+    """Tell whether a process of anybody's ends in time. One that nobody has waited for has ended, too: who adopts the
+    children of a dead process need not."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+    return True

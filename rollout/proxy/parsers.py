@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
+import orjson
 
 from rollout.proxy.messages import Block
 
@@ -291,7 +292,9 @@ class VllmReplyParser:
         arguments = msgspec.json.decode(parts.get("json", function.arguments))
         if not isinstance(arguments, dict):
             raise ValueError("its arguments are not a JSON object")
-        msgspec.msgpack.encode(arguments)  # fails for what a record cannot hold: an integer of more than 64 bits
+        # It refuses what cannot be passed on: integers of more than 64 bits, which no record holds, and more than 254
+        # levels. How deep msgspec goes depends on the version of Python.
+        orjson.dumps(arguments)
         if self._format.key:
             values = self._format.values(written.group())
             if len(dict(values)) != len(values) or dict(values).keys() != arguments.keys():

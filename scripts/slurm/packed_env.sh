@@ -8,6 +8,8 @@
 # scripts run it with RL_ENV=packed RL_IMAGE=FILE.
 set -euo pipefail
 
+command -v zstd >/dev/null ||
+  { echo "$(hostname): no zstd, which packs and unpacks the environment; install it (Debian: zstd)" >&2 && exit 69; }
 case ${1:-} in
   pack)
     venv=$(realpath .venv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,10 +187,10 @@ def test_what_a_dead_process_has_left_is_removed(parent: Path, nap: str) -> None
     group = Path(owner.stdout.readline().strip())
     while not alive(nap):
         assert owner.poll() is None
-    cgroup.parent.cache_clear()
+    cgroup._parent.cache_clear()
     assert cgroup.parent() == parent and group.is_dir() and alive(nap)
     owner.communicate()
-    cgroup.parent.cache_clear()
+    cgroup._parent.cache_clear()
     assert cgroup.parent() == parent and not group.exists() and not alive(nap)
 
 
@@ -208,15 +209,14 @@ def test_processes_are_killed_one_by_one_where_the_kernel_cannot_kill_a_group(tm
 async def test_one_line_says_that_boxes_are_watched(
     kind: BoxKit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cgroup, "own_and_above", lambda *_: [])
-    cgroup.parent.cache_clear()
+    monkeypatch.setattr(cgroup, "own_and_above", lambda *_: time.sleep(0.2) or [])  # the others ask meanwhile
+    cgroup._parent.cache_clear()
     try:
-        for _ in range(2):
-            box = await kind.boot()
+        for box in await asyncio.gather(*(kind.boot() for _ in range(3))):
             assert (await sh(box, "echo fine")).stdout == b"fine\n"
             await box.close()
     finally:
-        cgroup.parent.cache_clear()
+        cgroup._parent.cache_clear()
     lines = [record.getMessage() for record in caplog.records if record.name == cgroup.__name__]
     watched = "the memory and processes of boxes are looked at about once a second"
     assert lines == [f"{watched}: this process is in no control group of version 2"]

@@ -133,7 +133,7 @@ async def test_a_node_that_does_not_join_ray_is_named(monkeypatch: pytest.Monkey
 async def test_a_ray_that_does_not_answer_is_named_with_its_node(unused_tcp_port: int) -> None:
     with pytest.raises(NodeError, match=rf"^n1: Ray does not answer at 127\.0\.0\.1:{unused_tcp_port} in 0 s$"):
         await answers("n1", "127.0.0.1", unused_tcp_port, 0)
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", unused_tcp_port)
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", unused_tcp_port)
     async with server:
         await answers("n1", "127.0.0.1", unused_tcp_port, 0)
 

@@ -5,6 +5,7 @@ Python.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_the_sites_file_reaches_the_tasks(tmp_path: Path) -> None:
     assert run("bash", SCRIPT, cwd=ROOT, **common, RL_SITE=str(tmp_path / "mine.sh")) == (0, "modules: cuda/12\n")
 
 
+def test_what_packs_an_environment_is_asked_for_first(tmp_path: Path) -> None:
+    for program in ("bash", "hostname"):
+        (tmp_path / program).symlink_to(shutil.which(program) or "")
+    command = ["bash", ROOT / "scripts" / "slurm" / "packed_env.sh", "pack", tmp_path]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 69 and done.stderr.endswith(
+        ": no zstd, which packs and unpacks the environment; install it (Debian: zstd)\n"
+    )
+
+
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="no zstd")
 def test_a_packed_environment_runs_from_the_nodes_disk(tmp_path: Path) -> None:
     """With a Python of its own, as one in a home directory is: packed, moved, and used after the originals are gone."""
     clone, base, local = tmp_path / "clone", tmp_path / "python", tmp_path / "local"

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import psutil
+from tests.kit import ends
 
 # A program, and what makes it: multiprocessing has one fork server in a process, so the maker is one of its own.
 PROGRAM = """
@@ -87,6 +87,4 @@ def test_a_fork_is_the_program_that_was_asked_for(tmp_path: Path) -> None:
 def test_forks_end_with_the_process_that_has_made_them(tmp_path: Path) -> None:
     done = make(tmp_path, "die")
     assert done.returncode == -signal.SIGKILL, done.stderr
-    pid = int(done.stdout)
-    gone, _ = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 60)
-    assert gone or not psutil.pid_exists(pid)
+    assert ends(int(done.stdout))

@@ -115,6 +115,8 @@ def test_nothing_is_started_that_the_budget_may_not_last_for(
     module: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert ladder(module, tmp_path, "good", "wrong", limit_s=60).climb(budget_s=59) == {}
+    longer = module.Rung("good", "", "fake_rungs:good", limits=1.6)
+    assert module.Ladder((longer,), "cuda", tmp_path / "out", tmp_path / "work", limit_s=60).climb(budget_s=95) == {}
     assert "good: not started, too little is left of the budget" in capsys.readouterr().out
 
 

@@ -19,6 +19,7 @@ import re
 import secrets
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "code-rl-box,"
 _NEEDED = {"memory", "pids"}
 _GONE_S = 5.0  # how long killed processes may take to disappear
+_finding = threading.Lock()
 
 
 class Group:
@@ -92,9 +94,14 @@ def made(limits: Limits) -> Group | None:
         return None
 
 
-@functools.cache
 def parent() -> Path | None:
     """Return the group in which boxes get theirs, None if there is none (found, tried and told once per process)."""
+    with _finding:  # boxes are booted in many threads, and the first ones ask at the same time
+        return _parent()
+
+
+@functools.cache
+def _parent() -> Path | None:
     groups = own_and_above(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     found, why = choose(groups)
     if found and (why := _fails(found)):

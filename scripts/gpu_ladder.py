@@ -184,8 +184,7 @@ def _machine() -> str:
 
 def _end(process: subprocess.Popen) -> None:
     """End a rung's process, which ends all below it; if it cannot, end them here."""
-    if process.poll() is None:
-        process.terminate()
+    process.terminate()
     try:
         process.wait(60)
     except subprocess.TimeoutExpired:

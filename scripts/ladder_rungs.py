@@ -149,9 +149,8 @@ def experts(place: Place) -> Iterator[Figure]:
     if place.device == "cpu":
         changes = {**SMALL, "moe_intermediate_size": 64, **changes}
     # With its weights at home in host memory, where qwen3_4b has them, it fits a GPU of 80 GB.
-    actor = "actor_rollout_ref.actor"
-    home = [f"{actor}.fsdp_config.offload_policy=true", f"{actor}.optim.override_optimizer_config={{fused:true}}"]
-    more = home if place.device == "cuda" else []
+    home = ["fsdp_config.offload_policy=true", "optim.override_optimizer_config={fused:true}"]
+    more = [f"actor_rollout_ref.actor.{key}" for key in home if place.device == "cuda"]
     name = "Qwen3-Coder-30B-A3B-Instruct"
     with _untrained(place, "qwen3_coder_30b", name, changes, 0.5, *more) as (_, keys):
         _, steps = train(Path(place.directory, "run"), *keys)

@@ -104,10 +104,8 @@ def parent() -> Path | None:
 def _parent() -> Path | None:
     groups = own_and_above(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     found, why = choose(groups)
-    if found and (why := _fails(found)):
-        found = None
     # A warning in both cases, because nobody sees what is less.
-    if found is None:
+    if found is None or (why := _fails(found)):
         logger.warning("the memory and processes of boxes are looked at about once a second: %s", why)
         return None
     logger.warning("the memory and processes of boxes are limited by control groups in %s", found)
@@ -137,8 +135,7 @@ def choose(groups: Sequence[Path]) -> tuple[Path | None, str]:
     why = "this process is in no control group of version 2"
     for group in groups:
         try:
-            why = _unfit(group)
-            if not why:
+            if not (why := _unfit(group)):
                 return group, ""
             for name in ("memory.max", "memory.high"):  # the root of all groups has none
                 if (group / name).exists() and (group / name).read_text().strip() != "max":
@@ -168,9 +165,8 @@ def _fails(parent: Path) -> str:
     try:
         group = Group(parent, Limits())
         try:
-            done = subprocess.run(
-                group.entered(["/bin/true"]), stdin=subprocess.DEVNULL, capture_output=True, text=True
-            )
+            command = group.entered(["/bin/true"])
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         finally:
             group.remove()
     except OSError as error:

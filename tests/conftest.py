@@ -6,10 +6,12 @@ import io
 import os
 import pickle
 import random
+import re
 import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -18,6 +20,10 @@ from omegaconf import OmegaConf
 
 from rollout.sandbox import SandboxError
 from tests import slurm_kit
+
+ROOT = Path(__file__).parents[1]
+PLACES = re.search(r"^LONG = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+LONG = [ROOT / place for place in PLACES[1].split()] if PLACES else []
 
 # The cyclic garbage collector takes a seventh of the time: it looks again and again at what imports have made.
 gc.disable()
@@ -115,6 +121,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if item.get_closest_marker("long") and not any(item.path.is_relative_to(place) for place in LONG):
+        raise pytest.UsageError(f"{item.nodeid} is long: `make test-long` does not look there (LONG in the Makefile)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,8 @@ setup:
 quickstart: setup
 	@.venv/bin/python -m rl.train +experiment=quickstart $(ARGS)
 
-PYTEST = .venv/bin/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --durations=20
+WORKERS = 5
+PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20
 
 test: setup
 	@$(PYTEST) -m "not long and not learning" $(ARGS)
@@ -26,6 +27,7 @@ test: setup
 # 18 s of a core, these 9.
 LONG = tests/integration tests/boxes tests/property/test_http_fuzz.py tests/unit/test_ingest.py
 
+test-long: WORKERS = 3
 test-long: setup
 	@scripts/trainers.sh
 	@scripts/llamafactory.sh

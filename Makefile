@@ -27,6 +27,7 @@ test: setup
 # 18 s of a core, these 9.
 LONG = tests/integration tests/boxes tests/property/test_http_fuzz.py tests/unit/test_ingest.py
 
+# Two for the two groups that start trainers, one for all others: with five it takes longer.
 test-long: WORKERS = 3
 test-long: setup
 	@scripts/trainers.sh

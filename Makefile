@@ -17,8 +17,8 @@ setup:
 quickstart: setup
 	@.venv/bin/python -m rl.train +experiment=quickstart $(ARGS)
 
-WORKERS = 5
-PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20
+# Two for the two groups that start trainers, one for all others: with five, two cores take longer.
+PYTEST = .venv/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
 
 test: setup
 	@$(PYTEST) -m "not long and not learning" $(ARGS)
@@ -27,8 +27,6 @@ test: setup
 # 18 s of a core, these 9.
 LONG = tests/integration tests/boxes tests/property/test_http_fuzz.py tests/unit/test_ingest.py
 
-# Two for the two groups that start trainers, one for all others: with five it takes longer.
-test-long: WORKERS = 3
 test-long: setup
 	@scripts/trainers.sh
 	@scripts/llamafactory.sh

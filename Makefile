@@ -30,7 +30,7 @@ LONG = tests/integration tests/boxes tests/property/test_http_fuzz.py tests/unit
 test-long: setup
 	@scripts/trainers.sh
 	@scripts/llamafactory.sh
-	@$(PYTEST) -m long $(if $(filter tests%,$(ARGS)),,$(LONG)) $(ARGS)
+	@$(PYTEST) -m long $(if $(filter tests tests/%,$(ARGS)),,$(LONG)) $(ARGS)
 
 # One after the other: what they share takes most of the time, and most of what they do keeps both cores busy.
 test-learning: setup

@@ -22,8 +22,8 @@ from rollout.sandbox import SandboxError
 from tests import slurm_kit
 
 ROOT = Path(__file__).parents[1]
-PLACES = re.search(r"^LONG = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-LONG = [ROOT / place for place in PLACES[1].split()] if PLACES else []
+(PLACES,) = re.findall(r"^LONG = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+LONG = [ROOT / place for place in PLACES.split()]
 
 # The cyclic garbage collector takes a seventh of the time: it looks again and again at what imports have made.
 gc.disable()

@@ -141,12 +141,12 @@ def empty_record(**changes: Any) -> Record:
     return Record(**fields | changes)
 
 
-def ends(pid: int, seconds: float = 60.0) -> bool:
+def ends(pid: int, seconds: float = 60.0, reaped: bool = False) -> bool:
     """Tell whether a process of anybody's ends in time. One that nobody has waited for has ended, too: who adopts the
-    children of a dead process need not."""
+    children of a dead process need not. ``reaped``: somebody has to."""
     end = time.monotonic() + seconds
     with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE or reaped:
             if time.monotonic() > end:
                 return False
             time.sleep(0.02)

@@ -292,8 +292,8 @@ class VllmReplyParser:
         arguments = msgspec.json.decode(parts.get("json", function.arguments))
         if not isinstance(arguments, dict):
             raise ValueError("its arguments are not a JSON object")
-        # It refuses what cannot be passed on: integers of more than 64 bits, which no record holds, and more than 254
-        # levels. How deep msgspec goes depends on the version of Python.
+        # It refuses integers of more than 64 bits, which no record holds, and more than 254 levels; how many
+        # msgspec takes depends on the version of Python.
         orjson.dumps(arguments)
         if self._format.key:
             values = self._format.values(written.group())

@@ -86,9 +86,7 @@ def test_a_fork_goes_on_as_the_process_that_asked(server: ForkServer, tmp_path: 
         "blocked": True,
         "leads its group": True,
     }
-    while psutil.pid_exists(pid):
-        assert time.monotonic() < end, "a fork that has ended is left as a zombie"
-        time.sleep(0.02)
+    assert ends(pid, reaped=True), "a fork that has ended is left as a zombie"
 
 
 STARTS = """
@@ -166,7 +164,7 @@ def test_what_a_killed_fork_has_started_ends_with_the_server(server: ForkServer,
         assert time.monotonic() < end
         time.sleep(0.02)
     killed, left = map(int, told.read_text().split())
-    assert ends(killed) and psutil.pid_exists(left)
+    assert ends(killed, reaped=True) and psutil.pid_exists(left)
     server.close()
     assert ends(left, 0)
 

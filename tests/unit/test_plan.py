@@ -191,7 +191,7 @@ flags = st.booleans()
 
 
 class Case(NamedTuple):
-    """What the memory of a GPU is calculated from."""
+    """A Case is what the memory of a GPU is calculated from."""
 
     config: DictConfig
     shape: ModelShape

@@ -5,7 +5,6 @@ programs.
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from rl.run import programs
 from rollout import files
+from tests.kit import ends
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -67,7 +67,4 @@ time.sleep(99)
     assert child.cmdline() == [sys.executable, "-c", program]  # the program itself, not what tied it
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 30
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert ends(child.pid, 30)

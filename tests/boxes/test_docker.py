@@ -104,6 +104,31 @@ async def test_a_container_that_is_removed(box: DockerSandbox, nap: str) -> None
     assert failure.value.cause in ("box_killed", "exec_failed", "docker_failed")
 
 
+async def test_an_engine_that_has_not_begun_when_the_program_is_to_stop(
+    box: DockerSandbox, nap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker answers that it starts a program and then starts it. A look between the two must not be taken for the
+    program's end: it would begin after that."""
+    engine, looks, running, asked = get_engine(), [], [], []
+    inspect, stream = engine.client.exec_inspect, engine.open_stream
+
+    async def open_stream(exec_id: str) -> Any:
+        asked.append(exec_id)
+        looks.append(inspect(exec_id))  # what it says of a program that it has not begun
+        opened = await stream(exec_id)
+        running[0].cancel()
+        return opened
+
+    monkeypatch.setattr(engine, "open_stream", open_stream)
+    monkeypatch.setattr(engine.client, "exec_inspect", lambda exec_id: looks.pop() if looks else inspect(exec_id))
+    running.append(asyncio.create_task(sh(box, f"sleep {nap}")))
+    with pytest.raises(asyncio.CancelledError):
+        await running[0]
+    while not ((state := inspect(asked[0]))["Pid"] or state["ExitCode"] is not None):
+        await asyncio.sleep(0.01)
+    assert not alive(nap)
+
+
 @pytest.mark.parametrize("listed", [[["1", "sleep"]], [], None], ids=["listed", "not listed", "an error"])
 async def test_an_engine_that_lags_does_not_hide_that_the_container_was_ended(
     box: DockerSandbox, nap: str, monkeypatch: pytest.MonkeyPatch, listed: list[list[str]] | None

@@ -195,9 +195,13 @@ class DockerSandbox(BaseSandbox):
                 waiting.remove(streamed)
                 pause = 0.002
             state = await self._call(self._engine.client.exec_inspect, exec_id, cause="exec_failed")
-            if not state["Running"]:
+            # Docker says that it starts a program, and then starts it.
+            begun = state["Running"] or state["ExitCode"] is not None or streamed.done()
+            if begun and not state["Running"]:
                 return await self._settle(state["ExitCode"])
             late = deadline <= time.monotonic()
+            if not begun and not late:
+                continue
             if late and (await self._call(self._engine.state, self.container)).get("Paused"):
                 raise SandboxError("box_killed", "the container is paused, from outside")
             if stop.done() or late or await self._over_disk():

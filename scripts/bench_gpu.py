@@ -124,6 +124,8 @@ def engine_arguments(config: DictConfig) -> list[str]:
     keys = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
     values = {key: rollout["tensor_model_parallel_size" if key.startswith("tensor") else key] for key in keys}
     values |= {"seed": config.seed, "logprobs_mode": "processed_logprobs"}
+    if executor := rollout.engine_kwargs.vllm.get("distributed_executor_backend"):
+        values["distributed_executor_backend"] = executor
     if config.trainer.device != "cpu":
         values["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]

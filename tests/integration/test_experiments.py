@@ -103,7 +103,7 @@ def test_an_episode_outlives_a_weight_update(root: Path, tmp_path: Path) -> None
         # Tokens from before an update may be further off than the limit; at a thousand times the usual learning rate
         # they would hardly be those of the same policy.
         "algorithm.rollout_correction.rollout_rs_threshold=1.0",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
     )
     text, _ = process.communicate()
     assert process.returncode == 0, text

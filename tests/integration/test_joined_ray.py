@@ -118,7 +118,7 @@ def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
         for name, node in joined.nodes.items():
             below = psutil.Process(node.pid).children(recursive=True)
             where |= {name for child in below if "/claude" in command_line(child)}
-        time.sleep(0.1)
+        time.sleep(0.3)
     said = process.communicate()[0]
     log = run / "run.log"
     assert process.returncode == 0, said + (log.read_text()[-3000:] if log.exists() else "")

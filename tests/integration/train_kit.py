@@ -24,12 +24,13 @@ from rl.quickstart.prepare import QUICKSTART, directory_of
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-# The warm start depends on these, on the seed, and on the groups `agent` and `proxy`.
+# The warm start depends on these, on the seed, and on the groups `agent` and `proxy`. They are those of scale=tiny.
 WARM = [
     "quickstart.train_tasks=4",
     "quickstart.heldout_tasks=2",
-    "quickstart.warm_episodes=24",
-    "quickstart.sft.epochs=3",
+    "quickstart.warm_episodes=12",
+    "quickstart.sft.epochs=30",
+    "quickstart.sft.batch_size=4",
 ]
 TINY = [
     *WARM,
@@ -41,6 +42,8 @@ TINY = [
     "episode.infra_retries=1",
     "trainer.logger=[wandb,tensorboard]",
 ]
+# Arguments of a vLLM server whose engine has no process for its worker, as in configs/cpu.yaml.
+ONE_PROCESS = ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
 # A fault is told within the watch's period, what an engine may take to answer, and Ray's own end; on a busy machine
 # that is minutes.
 TOLD_S = 600
@@ -81,17 +84,20 @@ class WarmStart:
         shutil.copytree(self.root / "prepared", root / "prepared", symlinks=True)
 
     def lend_to(self, root: Path, *command: str) -> None:
-        """Let a run with this command and ``root`` as its run.root find tasks and episodes. It makes a policy of its
-        own and imitates them: they do not depend on the policy."""
+        """Let a run with this command and ``root`` as its run.root find this one, or, if its policy is another, tasks
+        and episodes. It then imitates these itself: they do not depend on the policy."""
         own = compose(["+experiment=quickstart", *WARM])
         others = compose([*command, f"run.root={root}"])
         assert all(own[name] == others[name] for name in ("seed", "agent", "proxy"))
         sizes = ("train_tasks", "heldout_tasks", "warm_episodes")
         assert all(own.quickstart[name] == others.quickstart[name] for name in sizes)
-        warm = directory_of(QUICKSTART, others) / ".warm"
-        warm.mkdir(parents=True)
-        shutil.copytree(self.directory / "tasks", warm.parent / "tasks", symlinks=True)
-        shutil.copy(self.directory / "warm" / "rows.parquet", warm)
+        theirs = directory_of(QUICKSTART, others)
+        if theirs.name == self.directory.name:
+            shutil.copytree(self.directory, theirs, symlinks=True)
+            return
+        shutil.copytree(self.directory / "tasks", theirs / "tasks", symlinks=True)
+        (theirs / ".warm").mkdir()
+        shutil.copy(self.directory / "warm" / "rows.parquet", theirs / ".warm")
 
 
 def plain_environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Run vLLM's API server on a CPU, with an engine that is a fork of it.
+"""Run vLLM's API server on a CPU, with an engine that is a fork of it and has no process for its worker.
 
     python -m rl.cpu.api_server [what vllm.entrypoints.openai.api_server takes]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import runpy
+import sys
 
 import vllm.entrypoints.openai.api_server
 import vllm.v1.engine.core
@@ -18,12 +19,14 @@ import vllm.v1.engine.utils
 import vllm.v1.worker.cpu_worker
 
 SERVER = vllm.entrypoints.openai.api_server.__name__
+EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # as in configs/cpu.yaml
 
 
 def main() -> None:
     """Run the server."""
     forking = multiprocessing.get_context("fork")
     vllm.v1.engine.utils.get_mp_context = lambda: forking  # ty: ignore[invalid-assignment]
+    sys.argv[1:1] = ["--distributed-executor-backend", EXECUTOR]  # first: a user's own goes before it
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 

@@ -5,8 +5,8 @@ those of the session trees, token for token, not re-rendered text. The quickstar
 edits at random, so the policy learns the form of an episode and not which edit is right.
 
 A preparation that is killed goes on where it was when the same command is started again, with the same result: tasks,
-policy, each scripted episode (its record) and each pass of the imitation are kept. The parts of one that is not whole
-have names with a dot in front.
+policy, each scripted episode (its record) and up to eight passes of the imitation are kept. The parts of one that is
+not whole have names with a dot in front.
 
     python -m rl.quickstart.prepare [key=value ...]
 

@@ -142,8 +142,8 @@ class _Rounds:
         found = _read(place / "results.json") if (place / "results.json").exists() else {}
         if not found.get("complete"):
             model = self.policy(policy)
-            values |= {"policy": model, "out": str(place), "name": f"{self.run.name}-{policy}"}
-            values |= {"store": self.config.store, **self._serve_args()}
+            called = f"{self.run.name}-{policy}"
+            values |= {"policy": model, "out": str(place), "name": called, "store": self.config.store}
             config = evaluation_of(self.config, values, program)
             server = self._serve(model, config, place)
             self.screen.say(f"{program}: policy {policy}, {len(tasks)} tasks")
@@ -153,13 +153,6 @@ class _Rounds:
             found = _read(place / "results.json")
         keys = ("complete", "tasks", "samples", "episodes", "resolved", "pass_at_1", "verdicts", "infra")
         return {key: found[key] for key in keys}
-
-    def _serve_args(self) -> dict[str, Any]:
-        """Return the server's arguments; on a CPU, the executor that saves a process."""
-        if self.config.trainer.device != "cpu":
-            return {}
-        engine = self.config.actor_rollout_ref.rollout.engine_kwargs.vllm
-        return {"serve.args": ["--distributed-executor-backend", engine.distributed_executor_backend]}
 
     def _serve(self, model: str, config: DictConfig, place: Path) -> VllmServer:
         if self._server is None or self._serves != model:

@@ -5,7 +5,6 @@ verl is told the model, the engine and the devices of an experiment's actor, so 
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -180,7 +179,7 @@ def _settings(
         "checkpoint": {"save_contents": ["model", "optimizer", "extra", *whole]},
         "trainer": {
             "total_epochs": passes.epochs,
-            "save_freq": math.ceil(passes.epochs / _MOST_SAVED) * (count // batch),
+            "save_freq": -(-passes.epochs // _MOST_SAVED) * (count // batch),
             "seed": passes.seed,
             "default_local_dir": str(checkpoints),
             "logger": [*loggers, "file"],

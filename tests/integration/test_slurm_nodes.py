@@ -15,7 +15,7 @@ from rl.quickstart.tasks import make_tasks
 from tests.packed_kit import small_environment
 from tests.slurm_kit import Slurm
 
-pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
+pytestmark = [pytest.mark.long, pytest.mark.slurm]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/slurm/train.sbatch"

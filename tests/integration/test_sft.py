@@ -77,7 +77,7 @@ from rl.config import compose
 from rl.tune.trainer import Passes, run_sft
 root, name = Path(sys.argv[1]), sys.argv[2]
 config = compose(["+experiment=quickstart"])
-passes = Passes(6, 1e-2, 4, 16, 1)
+passes = Passes(12, 1e-2, 8, 16, 1)
 log = root / f"{name}.log"
 far = lambda step, steps, _: print(step, steps, flush=True)
 run_sft(config, f"{root}/policy", root / "rows.parquet", root / name, passes, log, watch=far)
@@ -86,7 +86,8 @@ run_sft(config, f"{root}/policy", root / "rows.parquet", root / name, passes, lo
 
 @pytest.mark.long
 def test_a_killed_imitation_goes_on_with_the_same_result(tmp_path: Path) -> None:
-    """It is killed after its first epochs. The trainer ends with it, and the next call does the others."""
+    """It is killed after its first epochs, of which every second one is saved. The trainer ends with it, and the next
+    call does the others."""
     make_policy(tmp_path / "policy", seed=1)
     rows = [[number, *range(number + 1, number + 9)] for number in range(20, 44)]
     table = pyarrow.table({"input_ids": rows, "loss_mask": [[0] + [1] * 8] * len(rows)})

@@ -47,7 +47,7 @@ def test_the_experiments_can_be_fine_tuned(name: str, data: Path, monkeypatch: p
     assert (model.path, model.lora_rank) == ("/model", ref.model.lora_rank)
     assert model.target_modules == ref.model.target_modules
     assert model.override_config == ref.model.override_config
-    assert made.optim.lr == 1e-4 and made.data.train_batch_size == 30
+    assert made.optim.lr == 1e-4 and made.data.train_batch_size == 30 and made.trainer.save_freq == 3
     assert made.data.max_token_len_per_gpu >= ref.actor.ppo_max_token_len_per_gpu
     assert ("hf_model" in made.checkpoint.save_contents) != lora
     assert (config.sft.lr > 5e-5) == (lora or name == "quickstart")

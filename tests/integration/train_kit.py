@@ -56,9 +56,9 @@ class WarmStart:
     root: Path
 
     @classmethod
-    def make(cls, root: Path) -> WarmStart:
+    def make(cls, root: Path, *more: str) -> WarmStart:
         """Prepare the quickstart at its smallest; what is there already is used."""
-        command = [sys.executable, "-m", "rl.quickstart.prepare", *WARM, f"run.root={root}"]
+        command = [sys.executable, "-m", "rl.quickstart.prepare", *WARM, *more, f"run.root={root}"]
         subprocess.run(command, cwd=ROOT, env=plain_environment(), check=True)
         return cls(root)
 
@@ -78,10 +78,6 @@ class WarmStart:
             f"data.val_files=[{tasks / 'heldout.parquet'}]",
             f"actor_rollout_ref.model.path={self.directory / 'warm' / 'model'}",
         ]
-
-    def copy_to(self, root: Path) -> None:
-        """Copy it below another run.root, for a test that changes the task files."""
-        shutil.copytree(self.root / "prepared", root / "prepared", symlinks=True)
 
     def lend_to(self, root: Path, *command: str) -> None:
         """Let a run with this command and ``root`` as its run.root find this one, or, if its policy is another, tasks

@@ -89,8 +89,8 @@ def run_sft(
 ) -> Path:
     """Fine-tune a Hugging Face model on token rows: all weights, or an adapter if the experiment has a ``lora_rank``.
 
-    If this process is killed, the same call goes on after the last epoch that was saved, with the same result: every
-    one is, up to eight; of more, eight in equal distances.
+    If this process is killed, the same call goes on after the last epoch that was saved, with the same result. Each is;
+    of more than eight, every second, third, ..., so that it is done eight times at most.
 
     Args:
         config: a training config. Its model's settings, its actor's engine and its devices on one node are used.

@@ -46,7 +46,7 @@ EXACT = [
     "trainer.val_before_train=false",
     "trainer.test_freq=-1",
     "trainer.save_freq=1",
-    # The policy is too weak to be rewarded: something that moves the weights.
+    # The rewards of a group may all be equal: something that moves the weights.
     "actor_rollout_ref.actor.entropy_coeff=0.01",
 ]
 # What a step's numbers are, without times and memory.

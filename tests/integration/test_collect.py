@@ -309,6 +309,7 @@ async def test_an_endpoint_that_dies_costs_the_episodes_under_way(tasks_file: Pa
     assert {row["reward"] for row in rows_of(out)} == {None}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 @pytest.mark.timeout(300)
 async def test_a_full_disk_ends_it_and_the_same_command_goes_on(tasks_file: Path, tmp_path: Path) -> None:

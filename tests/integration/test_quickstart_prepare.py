@@ -47,6 +47,7 @@ def records(root: Path) -> list[str]:
     return [record.episode for path in root.glob("prepared/*/*warm/episodes/*.cep") for record in Reader(path)]
 
 
+@pytest.mark.long
 @pytest.mark.claude
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("no_sft")

@@ -26,7 +26,7 @@ def main() -> None:
     """Run the server."""
     forking = multiprocessing.get_context("fork")
     vllm.v1.engine.utils.get_mp_context = lambda: forking  # ty: ignore[invalid-assignment]
-    sys.argv[1:1] = ["--distributed-executor-backend", EXECUTOR]  # first: a user's own goes before it
+    sys.argv[1:1] = ["--distributed-executor-backend", EXECUTOR]  # first, so that a later one, a user's, counts
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 

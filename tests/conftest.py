@@ -87,7 +87,12 @@ def _works(*argv: str) -> bool:
     return shutil.which(argv[0]) is not None and subprocess.run(argv, capture_output=True).returncode == 0
 
 
-TRAINERS = ("trainers-1", "trainers-2")
+# Files and groups that take minutes, the longest first: one that begins late goes on alone at the end.
+LONGEST = (
+    *("test_slurm", "test_experiments", "test_gpu_ladder", "test_train", "test_sft_other", "test_run_faults"),
+    *("test_joined_ray", "test_sft", "test_distill", "vllm", "test_slurm_nodes", "test_slurm_parts"),
+    *("test_store_server", "podman", "test_realcode"),
+)
 NEEDS = {
     "bwrap": ("bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"),
     "gpu": ("nvidia-smi", "-L"),
@@ -118,10 +123,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Share the tests out to workers (pytest-xdist, ``--dist loadgroup``) file by file.
-
-    Files that start trainers are in two groups of about the same length: there is no memory for three at a time.
-    """
+    """Share the tests out to workers (pytest-xdist, ``--dist loadgroup``) file by file."""
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if item.get_closest_marker("long") and not any(item.path.is_relative_to(place) for place in LONG):
@@ -132,10 +134,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests that take longest first."""
 
     def rank(item: pytest.Item) -> int:
-        group = item.get_closest_marker("xdist_group")
+        (group,) = item.iter_markers("xdist_group")
         if item.get_closest_marker("last"):
-            return 3
-        return 0 if group and group.args[0] in TRAINERS else 1 if item.get_closest_marker("engine") else 2
+            return len(LONGEST) + 2
+        if group.args[0] in LONGEST:
+            return LONGEST.index(group.args[0])
+        return len(LONGEST) + (0 if item.get_closest_marker("engine") else 1)
 
     items.sort(key=rank)
 

@@ -21,7 +21,6 @@ from tests.wandb_kit import KEY, Wandb, wandb_server
 @pytest.mark.claude
 @pytest.mark.engine
 @pytest.mark.timeout(2400)
-@pytest.mark.xdist_group("trainers-1")
 async def test_a_teacher_that_is_the_policy_itself_differs_in_no_token(warm_start: WarmStart, tmp_path: Path) -> None:
     """So its log-probabilities are those of the right tokens: in the first step, before which the weights are equal."""
     own = [argument for argument in TINY if not argument.startswith("quickstart.")]

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.claude,
     pytest.mark.engine,
     pytest.mark.timeout(2400),
-    pytest.mark.xdist_group("trainers-1"),  # which takes about as long as trainers-2 so
 ]
 
 

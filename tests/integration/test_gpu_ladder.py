@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.claude,
     pytest.mark.engine,
     pytest.mark.timeout(3600),
-    pytest.mark.xdist_group("trainers-2"),
 ]
 
 

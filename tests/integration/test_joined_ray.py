@@ -20,7 +20,7 @@ from rl.cluster.ray import reachable
 from rl.run.programs import free_port
 from tests.integration.train_kit import ROOT, TINY, WarmStart, command_line, plain_environment
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("trainers-1")]
+pytestmark = [pytest.mark.long]
 
 # What another program of the cluster's users would ask: which nodes are there.
 ASK = """

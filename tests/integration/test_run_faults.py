@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.claude,
     pytest.mark.engine,
-    pytest.mark.xdist_group("trainers-1"),
     pytest.mark.timeout(4800),
 ]
 EPISODES = 8  # of a step: two tasks with four episodes

@@ -21,7 +21,7 @@ from tests.integration.train_kit import WarmStart
 from tests.slurm_kit import Slurm
 
 # Two nodes on one machine take 10 GiB: beside one other trainer, never beside two.
-pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
+pytestmark = [pytest.mark.long, pytest.mark.slurm]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/slurm/train.sbatch"

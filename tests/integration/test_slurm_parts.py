@@ -16,7 +16,7 @@ from tests.integration.test_slurm import OVERRIDES, SCRIPT, submit
 from tests.integration.train_kit import WarmStart, command_line
 from tests.slurm_kit import Slurm, slurm
 
-pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.xdist_group("trainers-2")]
+pytestmark = [pytest.mark.long, pytest.mark.slurm]
 
 ENDS = ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED")
 

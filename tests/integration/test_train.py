@@ -49,7 +49,6 @@ def gone(pids: set[int], seconds: float) -> bool:
 @pytest.mark.claude
 @pytest.mark.engine
 @pytest.mark.docker
-@pytest.mark.xdist_group("trainers-2")
 @pytest.mark.timeout(2400)
 def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = get_engine()

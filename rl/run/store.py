@@ -28,7 +28,7 @@ def check_store(config: DictConfig) -> None:
 
 @contextlib.contextmanager
 def storing(directory: Path, store: DictConfig, say: Callable[[str], None]) -> Generator[None]:
-    """Send the records in ``directory`` to ``store.url`` in the meantime, and say in the end whether all were sent.
+    """Send the records in ``directory`` to ``store.url`` while the block runs, and say in the end if not all were sent.
 
     Call it in the main thread. It waits ``store.timeout_s`` and ``_END_S`` at most.
     """
@@ -49,13 +49,14 @@ def storing(directory: Path, store: DictConfig, say: Callable[[str], None]) -> G
         yield
     finally:
         process.terminate()
+        said = ""
         try:
-            status = process.wait(store.timeout_s + _END_S)
+            if process.wait(store.timeout_s + _END_S):
+                said = last_lines(log.read_text(errors="replace")) or "no output"
         except subprocess.TimeoutExpired:
-            status = None
+            said = "the program that sends did not end in time"
         finally:
             process.kill()
             process.wait()
-        if status:
-            said = last_lines(log.read_text(errors="replace")) or "no output"
+        if said:
             say(f"store: {said[-300:]}; send the rest: {sys.orig_argv[0]} -m rl.store {directory} --url {store.url}")

@@ -12,11 +12,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from omegaconf import OmegaConf
 
 from rewards.task import Task
+from rl.run import store
 from rl.run.programs import free_port
 from rl.run.store import storing
 from rl.store import __main__ as command
@@ -138,17 +140,23 @@ async def test_a_store_that_fails_in_the_middle(
             command.alone([run], url)
 
 
-@pytest.mark.parametrize("kind", ["dead", "hangs", "fails"])
-async def test_a_run_does_not_wait_for_its_store(kind: str, episodes: list[Told], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dead", "hangs", "fails", "stopped"])
+async def test_a_run_does_not_wait_for_its_store(
+    kind: str, episodes: list[Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was not sent is said in the end, in one line with the command that sends it."""
     lines: list[str] = []
 
     def played(url: str) -> None:
         with storing(tmp_path / "run", OmegaConf.create({"url": url, "timeout_s": 1}), lines.append):
             write([one.record for one in episodes[:3]], tmp_path / "run")
+            if kind == "stopped":  # the program that sends
+                (sender,) = (one for one in psutil.Process().children() if "rl.store" in one.cmdline())
+                sender.suspend()
+                monkeypatch.setattr(store, "_END_S", 0.5)
 
     (tmp_path / "run").mkdir()
-    if kind == "dead":
+    if kind in ("dead", "stopped"):
         await asyncio.to_thread(played, "http://127.0.0.1:9")
     else:
         async with failing(hangs if kind == "hangs" else fails) as url:

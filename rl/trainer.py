@@ -73,7 +73,7 @@ def row_weights(sessions: list[str], row_tokens: list[int]) -> list[float]:
 def rejected(keys: list[str], row_tokens: list[int]) -> set[str]:
     """Return the episodes whose last row has no token left in the loss, because rejection sampling took it.
 
-    verl reads an episode's advantage from the tokens of its last row (the main thread's): it is 0 for all rows then.
+    verl reads an episode's advantage from the tokens of its last row (the main thread's); without any it is 0 for all.
 
     Args:
         keys: the rows' keys.
@@ -143,7 +143,7 @@ class EpisodeTrainer(PPOTrainer):
         # We remove old checkpoints ourselves, when the next one is complete (rl.run.checkpoints).
         self.keep = config.trainer.max_actor_ckpt_to_keep
         config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
-        # Per batch that is sampled: a step of the separate mode samples several, each of one mini-batch.
+        # Updates per sampled batch: a step of the separate mode samples several batches, each of one mini-batch.
         self.updates = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
         self.updates //= self.parameter_sync_step
 
@@ -176,7 +176,7 @@ class EpisodeTrainer(PPOTrainer):
 
     def _setup(self) -> None:
         # verl ends the set-up of separate-async without hybrid replicas with logger.info(..., flush=True), which
-        # logging refuses with a TypeError. Above this level the line is not made.
+        # logging refuses with a TypeError. With this level the line is not made.
         logging.getLogger("verl.trainer.ppo.v1.trainer_separate_async").setLevel(logging.WARNING)
         super()._setup()
 
@@ -243,7 +243,7 @@ class EpisodeTrainer(PPOTrainer):
         return len(batch)
 
     def _interrupts(self, partition: str) -> bool:
-        """Tell whether the rollout is to be left now. The last step's held-out episodes are the end of the run."""
+        """Tell whether to leave the rollout now. The last step's held-out episodes end the run anyway."""
         due = partition == "train" or self.global_steps < self.total_training_steps
         return self.training and stop.asked() is not None and due
 
@@ -293,7 +293,7 @@ class EpisodeTrainer(PPOTrainer):
         minutes = self.config.run.save_minutes
         if minutes and self.saved_step < self.global_steps and time.monotonic() - self.saved_at >= 60 * minutes:
             with marked_timer("save_checkpoint", self.timing_raw, color="green"):
-                self._save_checkpoint()  # before the weights are synced, the engine sleeps
+                self._save_checkpoint()  # here the engine still sleeps: the weights are not synced yet
         self._phase("sync")
         super().on_step_end()
 
@@ -311,7 +311,7 @@ class EpisodeTrainer(PPOTrainer):
             raise checkpoints.NotSaved(directory, step, error) from error
         checkpoints.drop_old(directory, self.keep)
         self.saved_step, self.saved_at = step, time.monotonic()
-        unfinished.drop(self.run_dir)  # it belonged to an older one
+        unfinished.drop(self.run_dir)  # it belonged to an older checkpoint
 
     # --- held-out episodes and metrics
 
@@ -358,7 +358,7 @@ class EpisodeTrainer(PPOTrainer):
         return episodes | run_metrics.group_metrics(_groups(batch), filtered, surplus, lone)
 
     def _known(self, batch: "KVBatchMeta", metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return what is known of a step while its checkpoint is saved; nothing is used up."""
+        """Return what is known of a step while its checkpoint is saved; the episodes' lines stay new."""
         times = {f"timing_s/{name}": seconds for name, seconds in self.timing_raw.items()}
         return metrics | times | self._played(batch, metrics, self.episodes.look("train"))
 
@@ -402,7 +402,7 @@ class EpisodeTrainer(PPOTrainer):
         import transfer_queue as tq
         from tensordict import TensorDict
 
-        known = _columns(batch, "response_mask", "old_log_probs", "entropy")  # before rejection changes the mask
+        known = _columns(batch, "response_mask", *trained.columns(self.config))  # before rejection changes the mask
         batch = super()._compute_advantage(batch, metrics)
         data = _columns(batch, "advantages", "response_mask")
         trained.write(self.run_dir, self.global_steps, trained.rows(batch, known, data["advantages"]))
@@ -420,7 +420,7 @@ class EpisodeTrainer(PPOTrainer):
             # share.
             columns["advantages"] = [row * w for row, w in zip(data["advantages"].unbind(0), weights, strict=True)]
         if self.config.actor_rollout_ref.actor.loss_agg_mode == "token-mean":
-            # verl divides by the sum of loss_mask, in which nothing is rejected or left out.
+            # verl divides by the sum of loss_mask, which would otherwise count rejected and left-out tokens.
             rows = zip(batch.keys, data["response_mask"].unbind(0), strict=True)
             columns["loss_mask"] = [mask * (key in self.trained) for key, mask in rows]
         if not columns:

@@ -16,16 +16,17 @@ from typing import Any
 
 import msgspec
 import zstandard
+from omegaconf import OmegaConf
 
 from rollout import files
 from rollout.records import Record, path_of
 
-_LATER = 8  # steps after that in which an episode began, in which it may have been trained on
+_LATER = 8  # an episode may be trained on up to so many steps after the one in which it began
 
 
 class Row(msgspec.Struct, array_like=True):
     """A row is what the trainer knows of one training row. ``logprobs`` and ``entropies``: float32, in this machine's
-    order of bytes, one per token with mask 1."""
+    byte order, one per token with mask 1; empty if the trainer has not computed them."""
 
     key: str
     advantage: float
@@ -53,10 +54,16 @@ class Trained:
         return self.values.get(node)
 
 
+def columns(config: Any) -> list[str]:
+    """Return the names of the columns that the trainer computes; with ``bypass_mode`` it takes the engine's."""
+    bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+    return [] if bypass else ["old_log_probs", "entropy"]
+
+
 def rows(batch: Any, known: Any, advantages: Any) -> list[Row]:
     """Return the rows of a batch, without padding.
 
-    batch: verl's KVBatchMeta. known: its columns response_mask, old_log_probs and entropy (which need not be there).
+    batch: verl's KVBatchMeta. known: its columns response_mask and those of ``columns``.
     All columns are nested tensors, one row per key.
     """
     count = len(batch.keys)
@@ -117,6 +124,8 @@ def _assigned(record: Record, rows: dict[int, Row]) -> Trained | None:
         if number >= len(record.rows):
             return None
         nodes = record.rows[number].nodes
+        if not row.logprobs:
+            continue
         logprobs, entropies, at = array("f", row.logprobs), array("f", row.entropies), 0
         for node in (one for one in path_of(record.nodes, max(nodes)) if one in set(nodes)):
             end = at + record.nodes[node].length

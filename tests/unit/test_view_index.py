@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.config import compose
 from rl.metrics import trained
 from rl.view.finding import Query, find
 from rl.view.index import Index
@@ -146,3 +147,15 @@ async def test_what_the_trainer_knows_comes_back_to_the_tokens_that_it_is_of(tmp
     kept = trained.read(directory, many)
     assert kept is not None and set(kept.values) == {node for row in many.rows for node in row.nodes}
     assert trained.read(directory, named(one, "train-1-crowd-0")) is None  # rows of another episode do not fit
+
+
+async def test_a_trainer_that_takes_the_engines_logprobs_has_none_of_its_own(tmp_path: Path) -> None:
+    """Else the viewer would show the engine's beside the engine's, as if both had computed the same."""
+    config = compose(["+experiment=quickstart"])
+    assert trained.columns(config) == ["old_log_probs", "entropy"]
+    assert trained.columns(compose(["+experiment=quickstart", "algorithm.rollout_correction.bypass_mode=true"])) == []
+    directory = await run(tmp_path / "run")
+    many = named(await crowd("train-1-crowd-0"), "train-1-crowd-0")
+    trained.write(directory, many.step, [trained.Row(f"group_2_{n}", -0.5, b"", b"") for n in range(len(many.rows))])
+    told = trained.read(directory, many)
+    assert told is not None and set(told.advantages.values()) == {-0.5} and told.values == {}

@@ -1,7 +1,7 @@
-"""This module finds tests that a log reports as passed although it reports them as failed, too.
+"""This module finds tests that a log reports both as passed and as failed.
 
-Of several lines about a test, swebench takes the last, and the tested code may print lines of its own after the test
-runner's, or in the middle of them. What a log says of failures therefore counts, wherever it says so.
+When a log has several lines about a test, swebench takes the last one, but the tested code may print lines of its own
+after the test runner's, or among them. A failure that a log reports therefore counts, wherever in the log it stands.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ Parse = Callable[[str], Mapping[str, str]]
 
 _PASSED, _FAILED = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
 _PYTEST = re.compile(r"^(FAILED|ERROR) (\S+)", re.MULTILINE)
-# The header of what unittest says of a failure at the end, and the line after it, which may be the test's docstring.
-# Its name has further parentheses for subtests.
+# The header of a failure in the report at the end of unittest's output, and the line after it, which may be the test's
+# docstring. For a subtest, further parentheses follow the name.
 _UNITTEST = re.compile(r"^(?:FAIL|ERROR): ((\S+) \(([\w.]+)\)).*\n(.*)", re.MULTILINE)
 _SYMPY = re.compile(r"^_+ .*\.py:(\w+) _+$", re.MULTILINE)
 
@@ -22,8 +22,8 @@ _SYMPY = re.compile(r"^_+ .*\.py:(\w+) _+$", re.MULTILINE)
 def contradicted(log: str, tests: Iterable[str], parse: Parse) -> str:
     """Return one of the tests that the log reports as passed and as failed; "" if there is none.
 
-    parse: the task's log parser, which returns test -> status. (A test of pytest's that passes and whose teardown fails
-    is reported as PASSED and as ERROR.)
+    parse: the task's log parser, which returns test -> status. (pytest reports a test that passes and whose teardown
+    fails as PASSED and as ERROR.)
     """
     passed = {name for name, status in _parsed(parse, log).items() if status not in _FAILED}
     failed, groups = _reported(log, parse), set()
@@ -34,7 +34,7 @@ def contradicted(log: str, tests: Iterable[str], parse: Parse) -> str:
             failed.add(name)
     for name, what, where, docstring in _UNITTEST.findall(log):
         failed.update((name, docstring.strip()))
-        if what in ("setUpClass", "setUpModule"):  # and so have those of a class or a module
+        if what in ("setUpClass", "setUpModule"):  # the set-up failed, and with it all tests of its class or module
             groups.add(where)
         elif where.startswith("unittest.loader."):
             groups.add(what)
@@ -43,7 +43,7 @@ def contradicted(log: str, tests: Iterable[str], parse: Parse) -> str:
 
 
 def _has(names: set[str], test: str) -> bool:
-    """Tell whether a test is among the names. Some rows have names that are cut within the parameters."""
+    """Tell whether a test is among the names. In some rows, a name is cut off within its parameters."""
     cut = test.count("[") > test.count("]")
     return test in names or (cut and any(name.startswith(test) for name in names))
 
@@ -57,9 +57,9 @@ def _around(test: str) -> set[str]:
 
 
 def _reported(log: str, parse: Parse) -> set[str]:
-    """Return the tests that the parser finds failed in any line, and in the log without the lines of those that passed.
+    """Return the tests that the parser finds failed in one line, or in the log without the lines that report a pass.
 
-    The second is for names that are made of several lines (a suite's and a test's).
+    The latter is for names that are put together from several lines (a suite's and a test's).
     """
     lines = log.split("\n")
     told = {line: found for line in set(lines) if (found := _parsed(parse, line))}

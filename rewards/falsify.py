@@ -1,8 +1,8 @@
 """This program makes tests wrong: each named test function must fail afterwards, whatever it tests.
 
-One comparison of the function, drawn by chance, gets another value, as plausible as the right one. Where there is no
-comparison that is certainly reached, the function gets a wrong one as its end. A function of which it is not certain
-that it comes to its end stays as it is.
+One comparison of the function, drawn at random, gets another value, as plausible as the right one. Where no comparison
+is certain to be reached, a wrong one is added at the function's end. A function that may not reach its end stays as it
+is.
 
 It runs in a box, before the tests, with the Python that is found there (3.8 or later), so it is one file that imports
 nothing of this project. `rewards.second` appends a call of `main`.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 _draw = random.SystemRandom()
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SWALLOWING = ("raises", "Raises", "suppress", "subtest", "subTest")  # names of what a `with` does to a failure
+_SWALLOWING = ("raises", "Raises", "suppress", "subtest", "subTest")  # context managers that may swallow a failure
 
 
 def main(word: str, wanted: dict[str, list[str]]) -> None:
@@ -38,7 +38,7 @@ def main(word: str, wanted: dict[str, list[str]]) -> None:
 def falsified(source: bytes, names: list[str]) -> tuple[bytes, set[str]]:
     """Return a module with the functions of these names made wrong, and the names for which that was possible.
 
-    Raises ValueError and SyntaxError.
+    Raises ValueError if the source is not UTF-8 or has line ends other than line feeds, and SyntaxError.
     """
     text = source.decode()
     if "\r" in text:
@@ -63,9 +63,9 @@ def falsified(source: bytes, names: list[str]) -> tuple[bytes, set[str]]:
 def _edit(
     function: ast.FunctionDef | ast.AsyncFunctionDef, source: bytes, lines: list[bytes]
 ) -> tuple[int, int, bytes] | None:
-    """Return from where to where (in bytes) to replace the source by what, so that a function fails.
+    """Return the edit of the source that makes a function fail: its start and end in bytes, and the new text.
 
-    None if it may end early, or is expected to fail.
+    None if the function may end early, or is expected to fail.
     """
     first, last = function.body[0], function.body[-1]
     for node in _own(function):
@@ -100,9 +100,9 @@ def _edit(
 
 
 def _comparisons(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.expr, ast.expr]]:
-    """Yield (statement, left, right) for the assertions of equality that are reached if nothing fails before.
+    """Yield (statement, left, right) for the assertions of equality that are reached unless something fails earlier.
 
-    Not those of two literals, or whose failure something around them may swallow.
+    Assertions about two literals are left out, as are those whose failure something around them may swallow.
     """
     for statement in body:
         sides: list[ast.expr] = []
@@ -127,7 +127,7 @@ def _comparisons(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.expr, ast
 
 
 def _tests_own(side: ast.expr) -> bool:
-    """Tell by its first letter whether a side may equal everything with honest code, too: `mock.ANY`, `Anything()`."""
+    """Tell by a capital letter whether a side may equal everything even with honest code: `mock.ANY`, `Anything()`."""
     named = side.func if isinstance(side, ast.Call) else side
     name = named.attr if isinstance(named, ast.Attribute) else named.id if isinstance(named, ast.Name) else ""
     return name.lstrip("_")[:1].isupper()
@@ -159,7 +159,7 @@ def _other(node: ast.expr) -> str | None:
 
 
 def _own(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of functions and classes in it."""
+    """Yield the nodes of a function, except those inside of functions and classes that are nested in it."""
     left: list[ast.AST] = list(function.body)
     while left:
         node = left.pop()

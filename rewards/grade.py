@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 # All stages are one exec, because each exec costs a container engine 50 ms, and apptainer a container. Standard input
 # is the eval script, of $2 bytes, followed by the patch, which "$@" applies. The word $1 is printed when both have
 # arrived in the box and again when the patch is applied, before any code of the policy runs. It is printed to standard
-# error if the patch cannot be applied and the disk is full. A box's diff is one of bytes, so it is applied with a git
-# directory whose attributes switch all conversions off: with the repository's own, git would compare it with what a
-# file is like in the commit (`$Id$` without the id, another encoding). A gold patch is made from commits and may need
-# those, so they come second. The eval script is read as a whole before any of it runs: of a file, bash reads each line
-# when it needs it, and the tested code could change what follows. Nor is a file left that tells the tested code which
-# script runs.
+# error if the patch cannot be applied and the disk is full. A box's diff is made from raw bytes, so it is applied with
+# a git directory whose attributes switch all conversions off: with the repository's own attributes, git would compare
+# it with the file as the commit stores it (`$Id$` without the id, another encoding). A gold patch is made from commits
+# and may need the repository's attributes, so these are tried second. The eval script is read as a whole before any of
+# it runs: bash reads a script file line by line as it goes, so the tested code could change what follows. Nor is a file
+# left that would tell the tested code which script runs.
 _STAGES = """
 word=$1 length=$2 input=$TMPDIR/input; shift 2
 cat >"$input" && head -c "$length" "$input" >"$TMPDIR/eval.sh" || exit
@@ -67,7 +67,7 @@ exec bash -c 'script=$(cat "$1" && printf x) && rm -f "$1" && set -- && eval "${
 _SPARE_S = 300.0
 _CLOSE_S = 60.0  # seconds to wait until the box is closed
 _TAIL = 4000  # characters of the log that the verdict keeps
-_MOST_LINES = 1_000_000  # of a log, each of which is parsed: a minute at most
+_MOST_LINES = 1_000_000  # of a log; all are parsed, which takes a minute at most
 _NO_RULES = Rules()
 
 
@@ -86,7 +86,8 @@ async def grade(
     An empty patch is unresolved at once. None runs the tests on the untouched snapshot, which shows whether they fail
     there. timeout_s: seconds for `git apply` and the eval script. rules: what of the patch is graded, and what is
     flagged. second_opinion: a task that is resolved is graded once more, with tests that must fail. spare_s: seconds
-    for everything else; a grading that takes longer than both together, twice with a second opinion, is GRADER_HUNG.
+    for everything else; a grading that takes longer than both together (twice that with a second opinion) is
+    GRADER_HUNG.
     Raises nothing except on cancellation, and always closes the sandbox.
     """
     started = time.monotonic()
@@ -199,7 +200,7 @@ async def _run(box: Sandbox, script: str, files: list[FileDiff], timeout_s: floa
         raise SandboxError("no_git", "the box has no git to apply the patch with")
     if word.encode() in run.stderr:
         raise SandboxError("no_space", said.removesuffix(word))
-    if run.timed_out or (run.returncode or 0) > 128:  # nothing of the policy has run, its patch is small
+    if run.timed_out or (run.returncode or 0) > 128:  # none of the policy's code has run, and its patch is small
         how = "was not done in time" if run.timed_out else f"was killed (signal {(run.returncode or 0) - 128})"
         raise SandboxError("exec_failed", f"git apply {how}: {said}")
     return Verdict(Reason.PATCH_APPLY_FAILED, said)
@@ -237,8 +238,8 @@ def _judge(harness: _Harness, spec: Any, script: str, run: ExecResult, log: str,
 
 
 def _prints(script: str, marker: str) -> int:
-    """Count how often an honest run prints the marker: each line that has it once if the script traces what it does,
-    and once more for `echo`."""
+    """Count how often an honest run prints the marker: once for each line that has it if the script is traced (set -x),
+    and once more for each `echo` of it."""
     traced = re.search(r"^set -[a-z]*x", script, re.MULTILINE) is not None
     lines = [line.strip() for line in script.splitlines() if marker in line]
     return sum(traced + line.startswith("echo") for line in lines)

@@ -45,7 +45,7 @@ class FileDiff:
 
     @property
     def created(self) -> bool:
-        """Tell whether the patch makes the file, under this name: it is new, renamed or copied."""
+        """Tell whether there is no file of this name before the patch: it is new, renamed or copied."""
         header = self.data.partition(b"\n@@ ")[0]
         return bool(_MADE.search(header)) or len(set(self.paths)) > 1
 
@@ -138,7 +138,7 @@ def _hunk(lines: list[bytes], at: int, added: list[bytes]) -> int:
 
 
 def _both(names: bytes) -> list[str]:
-    """Return the path of a `diff --git` line, which has it twice; [] if the two differ: other lines have them."""
+    """Return the path of a `diff --git` line, which has it twice; [] if the two differ: other lines name them."""
     quoted = _QUOTED_TWICE.fullmatch(names)
     if quoted:
         left, right = map(_name, quoted.groups())

@@ -17,20 +17,21 @@ from rewards.task import Task
 from rewards.verdict import Verdict
 
 IGNORED = "ignored_files"
-"""The flag of a patch from whose box files were left out that came with the task's image, outside of its commit."""
+"""The flag of a patch that leaves out changed files which came with the task's image but are not in its commit."""
 
 SHADOWS = "shadows_python"
-"""The flag of a new module at the root that some version of Python has one of its own for."""
+"""The flag of a new module at the root that has the name of a standard module of some version of Python."""
 
-# A new module in one of the directories from which tests are imported, and the names that would be found there first.
+# A new module in one of the directories from which tests are imported. If it has one of the names below, it is found
+# first.
 _MODULE = re.compile(r"(?:src/)?([^/.]+)(?:(?:\.[^/]*)?\.(?:py|so|pyd)|/__init__\.py)")
-# What pytest imports, in any of its versions, and what that imports, is taken, too.
+# Besides Python's own modules: what pytest imports, in any of its versions, and what that imports in turn.
 _TAKEN = sys.stdlib_module_names | {
     "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "exceptiongroup", "tomli", "toml", "attr", "attrs",
     "pygments", "colorama", "typing_extensions", "importlib_metadata", "zipp", "atomicwrites", "more_itertools", "six",
     "wcwidth", "pathlib2", "funcsigs", "xdist", "execnet", "nose",
 }  # fmt: skip
-# Modules of earlier and later Pythons: an image may have such a one. The names are also those of honest modules.
+# Modules of earlier and later Pythons, one of which an image may have. Honest modules have these names, too.
 _TAKEN_ELSEWHERE = {
     "parser", "symbol", "formatter", "binhex", "macpath", "dummy_threading", "_dummy_thread", "_bootlocale",
     "distutils", "imp", "asyncore", "asynchat", "smtpd", "annotationlib", "compression", "profiling", "_colorize",
@@ -100,9 +101,10 @@ class Rules:
     def screen(self, task: Task, patch: bytes) -> Screened:
         """Apply the rules to a patch. Raises PatchError.
 
-        A file is dropped as a whole, even if only its old or its new name is matched. Whatever the rules say, files
-        in the way of those that the task's eval script patches are dropped, and new modules that would be imported in
-        place of Python's own or pytest's. What the box has left out of the patch counts as dropped, and is flagged.
+        A file is dropped as a whole, even if only its old or its new name is matched. Whatever the rules say, these are
+        dropped, too: files in the way of those that the task's eval script patches, and new modules that would be
+        imported in place of Python's own or pytest's. What the box has left out of the patch counts as dropped, and is
+        flagged.
         """
         hidden = _patched_by(task.eval_script)
         kept: list[FileDiff] = []

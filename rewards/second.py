@@ -6,7 +6,7 @@ know is which answers are right. So the tests are run again in another fresh box
 those of FAIL_TO_PASS wrong: with honest code every one of them fails now. One that still passes would pass whatever the
 code does, and then the first results say nothing.
 
-This is for tests that are functions in Python files, whose names are those of pytest. docs/rewards.md says which
+This works for tests that are functions in Python files and are named as pytest names them. docs/rewards.md says which
 attacks it stops, and which it does not.
 """
 
@@ -21,8 +21,8 @@ from rewards.task import MARKERS
 from rewards.verdict import Reason, Verdict
 
 _PROGRAM = Path(__file__).with_name("falsify.py").read_text()
-# The test's own interpreter may be too old, or not be on the path; a Python of the image's will do. Without one, the
-# tests stay as they are, and the program says of none that it is wrong now.
+# The test's own interpreter may be too old, or not be on the path; any Python in the image will do. Without one, the
+# tests stay as they are, and none of them is reported as made wrong.
 _RUN = """\
 ( for python in python3 python /opt/miniconda3/bin/python3 /opt/conda/bin/python3 /usr/bin/python3; do
 "$python" -I -c 'import sys; sys.exit(sys.version_info < (3, 8))' </dev/null 2>/dev/null && break
@@ -36,7 +36,7 @@ main({word!r}, {wanted!r})
 def falsifying(script: str, tests: Iterable[str], word: str) -> str:
     """Return the eval script that makes these tests wrong before it runs them; "" if none of them is a function.
 
-    word: a secret, which begins the lines in which the script says what it has changed.
+    word: a secret that begins the lines in which the script reports what it has changed.
     """
     wanted: dict[str, list[str]] = {}
     for test in tests:
@@ -70,6 +70,6 @@ def _disagree(control: Verdict, detail: str) -> Verdict:
 
 
 def _function(test: str) -> str:
-    """Return "FILE::FUNCTION" of a test of pytest's ("FILE::CLASS::FUNCTION[PARAMETERS]"); "" for other names."""
+    """Return "FILE::FUNCTION" of a pytest test ("FILE::CLASS::FUNCTION[PARAMETERS]"); "" for other names."""
     path, *names = test.partition("[")[0].split("::")
     return f"{path}::{names[-1]}" if path.endswith(".py") and names and names[-1].isidentifier() else ""

@@ -35,7 +35,8 @@ class Shape:
     each turn and for each 1000 sampled tokens. max_penalty: the most that is subtracted. function: used instead of all
     of these; it is called for every verdict except infrastructure failures and returns a finite number.
 
-    Making one raises ValueError for values that are out of range or could reward unresolved like resolved episodes.
+    Making one raises ValueError for values that are out of range or could reward an unresolved episode as much as a
+    resolved one.
     """
 
     fail_to_pass: float = 0.0

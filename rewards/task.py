@@ -29,7 +29,7 @@ _ONE_LINE = ("instance_id", "image", "repo", "version", "log_parser", "eval_type
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 _LOCAL = "dir:"
 _LARGE = 1e15
-# Of swebench (swebench.harness.constants, which takes seconds to import). Results are read between them.
+# Copied from swebench.harness.constants, which takes seconds to import. Results are read between these two.
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output")
 
 
@@ -131,7 +131,7 @@ def load_tasks(path: Path | str) -> list[Task]:
         present = [name for name in (*COLUMNS, *OPTIONAL) if name in table.column_names]
         rows = table.select(present).to_pylist()
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError) as error:
-        # The last two: a text that is no UTF-8, a time that Python has none for.
+        # The last two: a text that is not UTF-8, a time that Python cannot represent.
         raise TaskError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from error
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
@@ -174,8 +174,8 @@ def _parsers_in_source() -> frozenset[str]:
 def _failures_only() -> frozenset[str]:
     """Return the parsers of swebench that never report a test as passed: of all statuses, their source names FAILED.
 
-    Only with these does a test without a result mean a test that passed. A parser that is another name for one, or that
-    calls one, is not among them, nor is one that is registered from outside: of these it is not known.
+    Only with these does a test without a result mean a test that passed. A parser that is another name for one of them
+    or calls one is left out, as is one that is registered from outside: what these report is not known.
     """
     found: set[str] = set()
     for path in _source().glob("*.py"):
@@ -193,7 +193,7 @@ def _source() -> Path:
 
 
 def _unreadable(script: str) -> str:
-    """Return why no result of an eval script could ever be read; empty if that is not so."""
+    """Return why no result of an eval script could ever be read; "" if there is no such reason."""
     if "\r\n" in script:
         return "has CRLF line ends, which bash takes for part of its words"
     missing = [marker for marker in MARKERS if marker not in script]
@@ -207,7 +207,7 @@ def _wrong(row: Mapping[str, Any], name: str, what: str) -> TaskError:
 
 
 def _checked(row: Mapping[str, Any], name: str, value: Any) -> str:
-    """Return a value that is a text which files and programs can be given. Raises TaskError for any other."""
+    """Return a value that is text which files and programs accept. Raises TaskError for any other value."""
     if not isinstance(value, str):
         raise _wrong(row, name, "is missing" if value is None else f"is {type(value).__name__}, not text")
     if "\0" in value or value.encode(errors="ignore").decode() != value:

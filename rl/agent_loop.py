@@ -56,8 +56,8 @@ class Worker:
         self.tasks = functools.cache(lambda file: {task.instance_id: task for task in load_tasks(file)})
 
     async def start(self) -> None:
-        """Start the proxy, and load what grading needs beside the first episodes."""
-        # What was imported stays as long as the process; a collection that walks it stops all episodes for 0.4 s.
+        """Start the proxy, and begin to load what grading needs while the first episodes run."""
+        # Imported modules stay for good; a garbage collection that walked them would stop all episodes for 0.4 s.
         keep_imports()
         self.warming = asyncio.create_task(asyncio.to_thread(warm_up))  # the reference keeps the task alive
         await self.proxy.start()
@@ -97,15 +97,15 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:  # ty: ignore
         """Return the episode's training rows, the main thread's last.
 
-        There are none if the infrastructure failed for good, or if a limit ended the episode and such ones are not
-        trained on: its group then goes on without it. There are none either if the episode was played before the run
-        was interrupted, and its rows are there already (``rl.run.unfinished``).
+        The list is empty if the infrastructure failed for good, or if a limit ended the episode and such episodes are
+        not trained on: its group then goes on without it. It is also empty if the episode was played before the run was
+        interrupted and its rows are in TransferQueue already (``rl.run.unfinished``).
         """
         if str(row["session_id"]) in row.get("kept", "").split():
             return []
         try:
             return await self._rows(sampling_params, row)
-        except Exception as error:  # a failure of an episode is none: it is a verdict
+        except Exception as error:  # an episode that fails raises nothing: its failure is a verdict
             errors.note(Path(self.config.run.dir), error)
             raise
 
@@ -113,7 +113,7 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
         worker = await self._worker()
         task = worker.tasks(row["task_file"])[row["task"]]
         split, step = row["split"], int(row["global_steps"])
-        # A validation at step k and a resumed run play tasks again: the id has to tell them apart.
+        # A validation at step k and a resumed run play tasks again: the id has to tell these episodes apart.
         name = f"{split}-{step}-{task.instance_id}-{row['session_id']}-{uuid.uuid4().hex[:8]}"
         if self.config.actor_rollout_ref.rollout.full_determinism:
             place = (split, step, task.instance_id, row["session_id"])
@@ -122,7 +122,7 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
             setup = worker.sampling(sampling_params)
             session = f"{row['uid']}_{row['session_id']}"
             episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step, session))
-        return outputs(episode, split == "train" and self.config.episode.mask_overlong)  # held-out ones all count
+        return outputs(episode, split == "train" and self.config.episode.mask_overlong)  # all held-out episodes count
 
     async def _worker(self) -> Worker:
         global _worker
@@ -160,7 +160,7 @@ def outputs(episode: Episode, mask_overlong: bool = False) -> list[AgentLoopOutp
             reward_score=episode.verdict.reward,
             num_turns=episode.agent.turns if episode.agent else 0,
             metrics=metrics,
-            # One entry per token but the last, whose routing nobody needs; verl pads it.
+            # One entry per token except the last, whose routing nobody needs; verl pads the array.
             routed_experts=np.concatenate(row.experts) if row.experts else None,
             extra_fields={
                 "min_global_steps": row.versions[0],

@@ -34,8 +34,8 @@ class LostError(RuntimeError):
 class Losses:
     """Losses are attempts in a row that the infrastructure lost for the same cause.
 
-    limit: how many of them end a batch. apart: causes that one piece of work has by itself, such as an image that does
-    not exist; ``_APART_LIMIT`` of them in a row end a batch.
+    limit: how many of them end a batch. apart: causes that may concern a single piece of work, such as an image that
+    does not exist; it takes ``_APART_LIMIT`` of them in a row to end a batch.
     """
 
     def __init__(self, limit: int, apart: Collection[str] = ()) -> None:
@@ -58,8 +58,8 @@ _APART_LIMIT = 60
 class Journal:
     """A journal is a file of attempts that one process at a time may have open.
 
-    records: all attempts so far, oldest first. The key "infra" of a record tells that the attempt was lost to the
-    infrastructure, so the work is still to be done.
+    records: all attempts so far, oldest first. A record whose key "infra" is true is an attempt that was lost to the
+    infrastructure, so its work is still to be done.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class Journal:
             mark = self._path.with_name(f"{self._path.name}.open")
             try:
                 if mark.exists() and gone(mark.read_text(), running=False):
-                    mark.unlink()  # of a process of this machine that was killed
+                    mark.unlink()  # left by a killed process of this machine
                 with open(mark, "x") as file:
                     file.write(me())
             except FileExistsError:
@@ -121,9 +121,9 @@ class Journal:
 
 
 def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a journal, and how many bytes they are: an incomplete last line is left out.
+    """Return the records of a journal, and how many bytes they take up; an incomplete last line is left out.
 
-    Another process may be writing it. Raises JournalError if a line is damaged.
+    Another process may be writing to the file. Raises JournalError if a line is damaged.
     """
     records, whole = [], 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):

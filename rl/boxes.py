@@ -45,7 +45,7 @@ _ABOUT = """Pull and seal the images of task files, and print what was found in 
 
 
 class Kind:
-    """A kind of box does what is said here, by its config group ``sandbox``; this base class is one without images.
+    """A kind of box implements these methods from its config group ``sandbox``; the base class has no images.
 
     numbers: the keys of the group that must be numbers above 0. from_images: boxes are made from container images,
     which are pulled and sealed before a run.
@@ -66,8 +66,8 @@ class Kind:
     def boot(self, binary: Path, run: str = "") -> Boot:
         """Return the function that boots a task's boxes.
 
-        binary: the agent's, which is visible at its own path in an agent's box. run: the name of the run, for kinds
-        that label their boxes.
+        binary: the agent's program, which has the same path in an agent's box as on this machine. run: the name of the
+        run, for kinds that label their boxes.
         """
         limits = self.limits()
 
@@ -129,7 +129,7 @@ class Local(Kind):
 
 
 class FromImages(Kind):
-    """This class is what the kinds have in common whose boxes start from a task's image.
+    """This class has what the kinds whose boxes start from a task's image have in common.
 
     base_hint: how to get a base image, for messages.
     """
@@ -157,8 +157,8 @@ class FromImages(Kind):
 
     @property
     def pulls(self) -> Pulls:
-        """Return where images are pulled from ahead of a run. A box that boots in a run waits for no registry: its
-        episode is tried again, and the other episodes of the step wait for it."""
+        """Return where images are pulled from ahead of a run, and with what patience. A box that boots during a run
+        never waits for a registry: its episode is retried, and the other episodes of the step would wait for it."""
         return Pulls(self.sandbox.registry_mirror, self.sandbox.pull_patience_s)
 
     def missing(self, wanted: Sequence[Wanted]) -> list[str]:
@@ -196,7 +196,7 @@ class Docker(FromImages):
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if a snapshot has no image to run in, or if the first missing image cannot be pulled.
 
-        Whether the others can be is seen when they are pulled, before the run starts. With podman this goes for all
+        Whether the others can be pulled turns out when they are, before the run starts. With podman this holds for all
         images, because it cannot ask a registry without a pull.
         """
         super().check_tasks(tasks)
@@ -234,7 +234,7 @@ class Apptainer(FromImages):
         return apptainer_images.Cache(directory, self.budget_bytes, self.pulls)
 
     def missing(self, wanted: Sequence[Wanted]) -> list[str]:
-        """Return the images that are not in the cache, neither sealed nor as they are."""
+        """Return the images that are not in the cache, neither sealed nor as they were pulled."""
         return apptainer_images.missing(self.cache, [one.source for one in wanted])
 
     def store(self) -> Path | None:
@@ -277,8 +277,8 @@ def prepare_images(
 ) -> None:
     """Pull and seal the images of a run's tasks, if its boxes are made from images.
 
-    What was found in them that could tell an answer is written to images.json in the run directory. ``say`` is given
-    lines for the user; ``count`` is given how many of how many images are ready. Raises SandboxError.
+    Whatever was found in them that could give away an answer is written to images.json in the run directory. ``say`` is
+    given lines for the user; ``count`` is given how many images are ready and how many there are. Raises SandboxError.
     """
     kind = kind_of(sandbox)
     wanted = wanted_of(tasks)
@@ -302,7 +302,7 @@ def source_of(task: Task, *, grading: bool) -> Source:
 
 
 def wanted_of(tasks: Iterable[Task]) -> list[Wanted]:
-    """Return the sealed images that tasks need: for each the agent's, and the one for grading where that is another."""
+    """Return the sealed images that tasks need: for each task the agent's, and the one for grading if it differs."""
     wanted = []
     for task in tasks:
         if not is_snapshot(task):
@@ -314,7 +314,7 @@ def wanted_of(tasks: Iterable[Task]) -> list[Wanted]:
 
 
 def writable(wanted: Path, key: str, advice: str) -> Path:
-    """Return a directory, or if it does not exist the nearest one above it, in which it will be made.
+    """Return ``wanted`` or, if it does not exist, the nearest directory above it that does, in which it will be made.
 
     Raises:
         ConfigError: that directory cannot be written. ``key`` and ``advice`` are for the message.
@@ -326,14 +326,14 @@ def writable(wanted: Path, key: str, advice: str) -> Path:
 
 
 # Bytes on disk per compressed byte that is pulled: layers are unpacked, by docker as files, by apptainer for a sealed
-# copy beside the image. Assumed: what pip and apt install shrinks to about a third.
+# copy beside the image. The factor is assumed: what pip and apt install shrinks to about a third.
 _ON_DISK = 3.0
 
 
 def check_room(kind: FromImages, wanted: Sequence[Wanted], say: Say) -> None:
     """Say how large the images are that have to be pulled. Raises ConfigError if the disk has no room for them.
 
-    If the registry does not tell, that is said, and nothing is checked. Raises SandboxError.
+    If the registry does not report sizes, ``say`` is told so and nothing is checked. Raises SandboxError.
     """
     lost = kind.missing(wanted)
     if not lost:

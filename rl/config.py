@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 # What every process of a run with trainer.device=cpu needs in its environment. It is here and not in rl.cpu because
-# importing rl.cpu imports verl, which reads the environment at its import.
+# importing rl.cpu imports verl, which reads the environment when it is imported.
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     # verl's FSDP engine is registered for "cuda" and "npu" only; through the platform interface it works on a CPU too.
@@ -19,18 +19,19 @@ CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # All processes are on one machine: a host name that does not resolve must not matter.
     "GLOO_SOCKET_IFNAME": "lo",
-    # Ray would start Python processes ahead that no actor of the run can use: their environment is another.
+    # Ray would start Python processes in advance that no actor of the run can use, because their environment differs.
     "RAY_prestart_worker_first_driver": "0",
 }
-# Nothing that runs tells anybody about it.
+# No program of a run reports its use to anybody.
 NO_REPORTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
 }
-# Of a training run, whose model has a few million parameters. Operations on them are too short to share: with two
-# threads an update takes twice as long. vLLM would also compile a function for the first reply that it samples (12 s).
+# For training runs, whose models have a few million parameters. Operations on them are too short to be split over
+# threads: with two, an update takes twice as long. vLLM would also compile a function for the first reply that it
+# samples (12 s).
 CPU_TRAINING = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -40,7 +40,7 @@ class Rule:
 
 @dataclass
 class _Task:
-    """A _Task is what is known of a task. groups: (episodes, resolved), the newest last. judged: step of the newest."""
+    """A _Task is what is known of a task. groups: (episodes, resolved), newest last. judged: the newest one's step."""
 
     turn: float
     groups: deque[tuple[int, int]]
@@ -101,10 +101,10 @@ class Curriculum:
         return len(self._names)
 
     def __next__(self) -> int:
-        # Where all others were drawn in this step, a solved task is better than the same one twice.
+        # If all others were drawn in this step, a solved task is better than drawing one of them twice.
         fresh = [name for name in self._names if name not in self._taken]
         names = [name for name in fresh if not self._out(self._tasks[name])] or fresh or self._names
-        turns = {name: max(self._tasks[name].turn, self._now) for name in names}  # who comes back gets no arrears
+        turns = {name: max(self._tasks[name].turn, self._now) for name in names}  # no arrears after coming back
         name = min(names, key=lambda one: (turns[one], self._chance(one, self._tasks[one]), one))
         task = self._tasks[name]
         self._now = turns[name]
@@ -138,7 +138,7 @@ class Curriculum:
         return self.rule.prefer[0] <= rate <= self.rule.prefer[1]
 
     def _weight(self, task: _Task) -> float:
-        """Return how often a task is drawn, relative to one of middling rate. What is unknown has to be measured."""
+        """Return how often a task is drawn, relative to one of middling rate. A task without a rate counts as one."""
         return 1.0 if task.rate is None or self._prefers(task.rate) else self.rule.other
 
     def _out(self, task: _Task) -> bool:
@@ -185,7 +185,7 @@ class Scheduled(PPOTrainer):
         super().on_step_begin()
         if self.curriculum is not None:
             lines = self.later + self.lines.take("train")
-            # An interrupted step has left episodes of the step that begins: they belong to its own groups.
+            # The step that begins may have left episodes when it was interrupted: they belong to its own groups.
             self.later = [one for one in lines if one["step"] >= self.global_steps]
             self.curriculum.learn(one for one in lines if one["step"] < self.global_steps)
             self.curriculum.begin(self.global_steps)

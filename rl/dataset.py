@@ -14,12 +14,12 @@ from rl.metrics.episodes import MAX_LABELS
 
 
 class TaskDataset(Dataset[dict[str, Any]]):
-    """A data set has one item per task. It is verl's ``data.custom_cls``, whose signature this is.
+    """A data set has one item per task. verl makes it by its key ``data.custom_cls``, which prescribes the signature.
 
     An item names the task and its file and does not carry the row itself: hidden tests stay out of the trainer's
-    queues, and an agent loop worker reads each file once. ``labels``: by which of "difficulty" and "repo" metrics are
-    split. ``rates``: (episodes, resolved) that were measured of each task (``rl.data.probe``), (0, 0) without. Raises
-    rewards.task.TaskError for a bad row.
+    queues, and an agent loop worker reads each file once. ``labels``: those of "difficulty" and "repo" by which metrics
+    are split. ``rates``: (episodes, resolved) as measured for each task (``rl.data.probe``), (0, 0) if nothing was.
+    Raises rewards.task.TaskError for a bad row.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """This module lets a teacher score all rows of an episode, for on-policy distillation (``+distill=on_policy``).
 
-verl asks its teacher for the log-probabilities of an episode's last row only. One with sub-agents or a compaction has
-several, and a batch in which some rows have no such column cannot be trained on.
+verl asks its teacher for the log-probabilities of an episode's last row only. An episode with sub-agents or a
+compaction has several rows, and a batch in which some rows lack that column cannot be trained on.
 """
 
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +26,7 @@ class Scored(AgentLoopWorker):
 
 
 def scored() -> type:
-    """Return verl's agent loop worker with ``Scored``, as an ordinary class: verl has it as a Ray actor's only."""
+    """Return verl's agent loop worker with ``Scored``, as an ordinary class; verl itself has it only as a Ray actor."""
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ as Actor
 
     base = cast(Any, Actor).__ray_metadata__.modified_class.__ray_actor_class__
@@ -34,7 +34,7 @@ def scored() -> type:
 
 
 def worker_class(config: DictConfig) -> Any | None:
-    """Return the class of Ray actors that plays episodes of which a teacher scores all rows; None without a teacher."""
+    """Return the Ray actor class that plays episodes and has a teacher score all their rows; None without a teacher."""
     if not config.distillation.enabled:
         return None
     import ray

@@ -22,15 +22,15 @@ class VerlEngine:
     *Logprobs* are those of the distribution that was sampled from: verl starts vLLM with
     ``logprobs_mode=processed_logprobs``.
 
-    *Weight versions* are the trainer's global step on the server when an attempt ended. They are exact for each token,
-    because verl ends every attempt before it loads new weights. The async trainer's client then goes on from the tokens
-    it has with another attempt, which looks like one slow reply. If the server ends a reply and the client does not
-    resume it (the sync client never does, but no weight update should interrupt it either), EngineError is raised and
-    the agent retries.
+    A token's *weight version* is the trainer's global step that its server had when the attempt ended. It is exact for
+    each token, because verl ends every attempt before it loads new weights. The async trainer's client then makes
+    another attempt, which continues from the tokens it has; to the caller both are one slow reply. If the server ends a
+    reply and the client does not resume it (the sync client never does, but no weight update should interrupt it
+    either), EngineError is raised and the agent retries.
 
-    *Cancelling* a call cancels its Ray task, at which vLLM frees the request's place. verl's own ``abort_request`` does
-    not work: it needs an id that the client makes for itself, and looks for it among vLLM's internal request ids, where
-    vLLM since 0.12 does not keep it.
+    *Cancelling* a call cancels its Ray task, whereupon vLLM frees the request's slot. verl's own ``abort_request`` does
+    not work: it needs an id that only the client knows, and looks for it among vLLM's internal request ids, where vLLM
+    has not kept it since 0.12.
     """
 
     def __init__(self, client: LLMServerClient) -> None:
@@ -95,8 +95,8 @@ class _WatchedServer:
 def _watched(client: LLMServerClient, servers: dict[str, str]) -> LLMServerClient:
     """Return the same client with watched servers, whose names are noted in ``servers`` by request id.
 
-    All of verl's clients pick their servers in ``_acquire_server``, which makes it the one place to see them; what
-    ``generate`` returns neither tells the attempts nor can end them.
+    All of verl's clients pick their servers in ``_acquire_server``, which makes that method the one place to observe
+    them; what ``generate`` returns neither lists the attempts nor can end them.
     """
     watched = copy.copy(client)
 

@@ -25,7 +25,7 @@ from rollout.sandbox import OUTPUT_CAP, ExecResult, Sandbox, SandboxError
 
 
 class Host:
-    """A host has boxes for grading, by number. Each of its methods may raise what the verb of a box raises."""
+    """A host has boxes for grading, by number. Each method may raise what a box's verb raises."""
 
     def __init__(self, sandbox: DictConfig, run: str) -> None:
         self._boot = kind_of(sandbox).boot(Path(), run)  # the agent's program is not needed for grading
@@ -40,7 +40,7 @@ class Host:
         return number, box.workdir, box.home, box.tmpdir
 
     async def do(self, number: int, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Return what a verb of the box returns."""
+        """Call a verb of a box, and return what it returns."""
         return await getattr(self._boxes[number], verb)(*args, **kwargs)
 
     async def close(self, number: int) -> None:
@@ -114,7 +114,7 @@ def far_boot(near: Boot, config: DictConfig) -> Boot:
 
 
 async def _answer(reference: Any, cause: str) -> Any:
-    """Return what the host's method returns, or raise what it raises; ``cause`` is that of a host that has died."""
+    """Return what the host's method returns, or raise what it raises; ``cause`` is reported if the host has died."""
     try:
         return await reference
     except asyncio.CancelledError:

@@ -34,23 +34,23 @@ def in_flight(missing: int, lost: float, most: int) -> int:
         lost: share of groups that cannot be used, below 1.
         most: limit of the result.
     """
-    return min(most, math.ceil(missing / (1 - lost) - 1e-9))  # the last digits of a quotient start no group
+    return min(most, math.ceil(missing / (1 - lost) - 1e-9))  # a rounding error of the quotient must not start a group
 
 
 def group_of(session: str) -> str:
-    """Return the group of an episode, of which ``{group}_{session}`` is the key."""
+    """Return the group of an episode; ``session`` is the episode's key, ``{group}_{session}``."""
     return session.rpartition("_")[0]
 
 
 def session_of(key: str) -> str:
-    """Return the episode's key of a row, of which ``{group}_{session}_{row}`` is the key."""
+    """Return the key of the episode that a row belongs to; ``key`` is the row's, ``{group}_{session}_{row}``."""
     return key.rpartition("_")[0]
 
 
 def alone(sessions: Iterable[str]) -> set[str]:
-    """Return the episodes that have no other of their group beside them.
+    """Return the episodes that are the only ones of their group in ``sessions``.
 
-    verl takes the reward itself for the advantage of such an episode.
+    verl uses the reward itself as the advantage of such an episode.
     """
     episodes = set(sessions)
     size = Counter(map(group_of, episodes))
@@ -65,12 +65,12 @@ class GroupBuffer(ReplayBuffer):
     """This mix-in goes before a replay buffer of verl.
 
     - A group with fewer than two episodes counts as a failed one: the infrastructure lost the others, or a limit ended
-      them (``episode.mask_overlong``). verl takes it for a finished one; its dynamic filtering then misses the rewards
-      of one without rows and ends the run, and keeps one with a single episode, which teaches nothing.
+      them (``episode.mask_overlong``). verl counts it as finished. Its dynamic filtering then ends the run over the
+      missing rewards of a group without rows, and keeps a group with a single episode, which teaches nothing.
     - A synchronous step with dynamic filtering starts as many groups as it will probably need: those that are missing,
       divided by the share that could be used in the steps before (``in_flight``).
     - Of the groups that can be used, those are taken that were started first, not those that ended first. A synchronous
-      step waits for all that it has started; so its groups are the first ones in the order of tasks whose rewards
+      step waits for all groups that it has started; so it uses the first groups, in the order of tasks, whose rewards
       differ, however long their episodes took.
     - After ``most_raised`` groups in a row that have no row because the agent loop raised, the run ends: those that
       would replace them raise as well. The asynchronous modes would go on for ever.
@@ -83,8 +83,8 @@ class GroupBuffer(ReplayBuffer):
     most_raised = math.inf
     last_error: Callable[[], str] = str  # tells why the agent loop raised
     raised = 0  # groups in a row
-    rowful: frozenset[str] = frozenset()  # groups that had ended with rows when it was looked last
-    lost = ended = 0.0  # groups that could not be used and all, of the steps so far; each step halves the older ones
+    rowful: frozenset[str] = frozenset()  # groups that had ended with rows at the last look
+    lost = ended = 0.0  # unusable groups and all groups of the steps so far; each step halves the older counts
 
     def take_over(self) -> None:
         """Decide from now on how many groups are started, if the mode waits for them and filters."""
@@ -103,7 +103,7 @@ class GroupBuffer(ReplayBuffer):
         return self.lost / self.ended if self.ended else 0.0
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Return a batch and metrics as verl does, with the groups started that will replace others."""
+        """Return a batch and metrics as verl does, after starting ahead the groups that will replace others."""
         mine = self.submit is not None and partition_id == "train"
         self.replaced = {}
         if mine and (more := in_flight(batch_size, self.lost_share, self.most) - batch_size) > 0:
@@ -151,7 +151,7 @@ class GroupBuffer(ReplayBuffer):
         """Start the groups that are missing, whatever number verl asks for. It asks whenever one has been replaced."""
         assert self.submit is not None and self.train_batch_size is not None
         running = len(self.pending_keys["train"]) + len(self.running_keys["train"])
-        usable = len(self.finished_keys["train"]) + len(self.failure_keys["train"])  # the others are gone by now
+        usable = len(self.finished_keys["train"]) + len(self.failure_keys["train"])  # replaced groups are gone by now
         if (more := in_flight(self.train_batch_size - usable, self.lost_share, self.most) - running) > 0:
             self.submit(more)
 
@@ -196,8 +196,8 @@ class Spread(AgentLoopManagerTQ):
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Give the groups to the workers, one each, and begin with the worker after the last one that got one."""
-        # Rounds of one group a worker. Prompts that a resumed run plays again have jagged columns; chunk() takes them
-        # apart, split() cannot.
+        # In each round a worker gets one group. Prompts that a resumed run plays again have jagged columns, which
+        # chunk() can take apart and split() cannot.
         rounds: Any = prompts.chunk(math.ceil(len(prompts) / len(self.agent_loop_workers)))
         for piece in rounds:
             super().generate_sequences(piece)
@@ -205,13 +205,14 @@ class Spread(AgentLoopManagerTQ):
 
 
 class _Beside:
-    """This class starts Ray actors on nodes with a resource only, in turn, wherever their creator wants them."""
+    """This class starts Ray actors in turn on the nodes that have a resource, and ignores where their creator wants
+    them."""
 
     def __init__(self, actors: Any, resource: str) -> None:
         self._actors, self._places = actors, itertools.cycle(places(resource))
 
     def options(self, name: str, **_: Any) -> Any:
-        """Return the actors' class with its place: on the next of the nodes."""
+        """Return the actor class with options that place it on the next node."""
         return self._actors.options(name=name, **next(self._places))
 
 
@@ -227,7 +228,7 @@ def places(resource: str) -> list[dict[str, Any]]:
     if not nodes:
         raise RuntimeError(f"no node of the Ray cluster has the resource {resource!r} (cluster.*_resource)")
     return [
-        # Soft, as verl's own; a node that is gone is replaced by one that has the resource too.
+        # Soft, like verl's own: if the node is gone, another one that has the resource takes its place.
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True), "resources": {resource: 0.001}}
         for node in nodes
     ]

@@ -1,6 +1,6 @@
-"""This module composes a config, and says of every override of a command line that is wrong what was meant.
+"""This module composes a config, and says for every wrong override of a command line what was probably meant.
 
-Hydra names only the first one, most of them in a dozen lines about its search path.
+Hydra names only the first wrong one, mostly in a dozen lines about its search path.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[
             good.append(override.input_line or "")
     try:
         return hydra.compose(name, good), wrong
-    except failures as error:  # whatever else Hydra does not take
+    except failures as error:  # whatever else Hydra does not accept
         return hydra.compose(name, groups), [*wrong, _first(error)]
 
 
@@ -93,7 +93,7 @@ def dotted(plain: Mapping[Any, Any], path: str = "") -> Iterator[str]:
 
 
 def _first(error: Exception) -> str:
-    """Return the first line of a message, which says what is wrong; those after it are Hydra's surroundings."""
+    """Return the first line of a message, which says what is wrong; the lines after it are about Hydra itself."""
     return str(error).strip().partition("\n")[0].removesuffix(".")
 
 

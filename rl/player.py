@@ -2,10 +2,10 @@
 
 An evaluation, a collection and the quickstart's warm start are such directories.
 
-    evaluation.json    everything that decides how an episode ends; others are refused the directory
+    evaluation.json    everything that decides how an episode ends; a player with another one is refused
     journal.jsonl      one line per attempt, derived from its record
     episodes/*.cep     the records (docs/records.md)
-    shards/I-of-N/     the same three for each part of what is played in parts
+    shards/I-of-N/     the same three, for each part of a batch that is played in parts
 
 A record is on the disk before its line in the journal. If the process is killed between the two, the next start derives
 the line from the record. So an episode that was graded is never played again.
@@ -39,10 +39,10 @@ class Player:
     """A player holds a directory of episodes open, locked for other processes until ``close``."""
 
     def __init__(self, directory: Path, identity: Mapping[str, Any], split: str = "eval") -> None:
-        """Open or create the directory. ``identity``: everything that decides how an episode ends. ``split``: of the
-        records: eval, collect or warm.
+        """Open or create the directory. ``identity``: everything that decides how an episode ends. ``split``: that of
+        the records: eval, collect or warm.
 
-        Raises ConfigError if the directory belongs to others, JournalError if it is in use or damaged.
+        Raises ConfigError if the directory belongs to another identity, JournalError if it is in use or damaged.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.dir, self.split, name = directory, split, _NAMES[split]
@@ -71,7 +71,7 @@ class Player:
     def wanted(self, tasks: Sequence[Task], samples: int) -> list[tuple[Task, int]]:
         """Return the (task, number of the sample) of all episodes without a verdict.
 
-        The first samples of all tasks come first, so that what was interrupted still covers many tasks.
+        The first samples of all tasks come first, so that an interrupted player still covers many tasks.
         """
         graded = self._journal.finished("task", "sample")
         return [(task, n) for n in range(samples) for task in tasks if (task.instance_id, n) not in graded]
@@ -93,9 +93,10 @@ class Player:
         """Play the episodes ``wanted``, ``concurrency`` of them at the same time, with ``pause_s`` after each.
 
         ``step`` and ``model`` are written to the records. ``done`` is called with the line of every attempt. ``check``
-        is called after an attempt was lost to the infrastructure, and raises if no other one can succeed. ``kept`` is
-        given each attempt, in a thread, before its record is written: it may add to that, and writes what else is to be
-        there when the record is. ``setup_of``: the set-up of a (task, sample), if they have not all the same.
+        is called after an attempt was lost to the infrastructure, and raises if no further attempt can succeed.
+        ``kept`` is given each attempt, in a thread, before its record is written: it may add to the record, and it
+        writes whatever else must be on the disk by the time the record is. ``setup_of``: returns the set-up of a (task,
+        sample), if not all have the same.
 
         Raises LostError when all episodes of about three rounds in a row were lost (at least nine), and JournalError or
         OSError when the directory cannot be written.

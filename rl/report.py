@@ -82,7 +82,7 @@ def figure(runs: Runs) -> Figure:
 
 
 def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
-    """Return the charts to draw: one for all runs of a panel, or one per run if their curves could not be told
+    """Return the charts to draw: for each panel one for all runs, or one per run if their curves could not be told
     apart."""
     charts: list[tuple[Panel, Runs]] = []
     for panel in panels:
@@ -95,7 +95,7 @@ def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
     return charts
 
 
-# Of a y axis, as a share of its largest value.
+# The shortest span of a y axis, as a share of its largest value.
 _LEAST_SPAN = 0.02
 
 

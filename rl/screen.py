@@ -28,7 +28,7 @@ from rollout import program
 
 
 class _Console(Console):
-    """A console that nobody reads any more writes to nowhere: whoever prints goes on."""
+    """A console whose reader is gone writes to nowhere, so that whoever prints goes on."""
 
     def on_broken_pipe(self) -> None:
         program.to_nowhere(self.file.fileno())

@@ -27,7 +27,7 @@ from rollout.proxy.session import Policy
 # Makes each kind of agent (``agent.kind``) from the values of its configs/agent/*.yaml, max_tokens and max_context.
 AGENTS: dict[str, Callable[..., Agent]] = {"claude_code": ClaudeCode.of}
 
-# What speaks the protocol of an endpoint that calls are forwarded to.
+# By protocol, the class that speaks it with an endpoint that calls are forwarded to.
 ENDPOINTS: dict[str, type[SideEndpoint]] = {"messages": SideEndpoint, "chat": ChatEndpoint}
 
 
@@ -50,7 +50,7 @@ def rules_from(config: DictConfig) -> Rules:
 
 
 def shape_from(config: DictConfig) -> Shape | None:
-    """Return the shape of the reward, None for 1 or 0. Raises ValueError that begins with the key."""
+    """Return the shape of the reward, None if it is 1 or 0. Raises ValueError that begins with the key."""
     try:
         return Shape.of(**config.grading.reward)
     except ValueError as error:

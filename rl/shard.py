@@ -12,7 +12,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard is one of ``count`` parts of a batch, ``number`` of them counted from 1. Its text is "NUMBER/COUNT"."""
+    """A shard is part ``number``, counted from 1, of a batch in ``count`` parts. Its text is "NUMBER/COUNT"."""
 
     number: int
     count: int

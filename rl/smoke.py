@@ -115,7 +115,7 @@ def _nodes(run_dir: Path, config: DictConfig) -> Iterator[Figure]:
 
 
 def _engines(config: DictConfig, starts: Sequence[list[dict[str, Any]]]) -> Iterator[Figure]:
-    """Yield the rows about what is made anew in each start, whose episodes are given."""
+    """Yield the rows about what each start makes anew. ``starts``: the lines of each start's episodes."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     own = rollout if trainer.v1.trainer_mode == "separate_async" else trainer
     gpus = own.nnodes * own.n_gpus_per_node

@@ -52,10 +52,9 @@ def prepare(config: DictConfig, screen: Screen) -> None:
 
 
 def adopt(config: DictConfig) -> Weights | None:
-    """Let ``policy`` take the place of the experiment's model, and return its weights; None: there is none.
+    """Let ``policy`` take the place of the experiment's model, and return its weights, None if it is not set.
 
-    Until they are merged, the model is the directory that has the config and the tokenizer of shards. Raises
-    ConfigError.
+    Until shards are merged, the model is the directory that has their config and tokenizer. Raises ConfigError.
     """
     if not config.policy:
         return None
@@ -93,7 +92,7 @@ def set_environment(config: DictConfig, run: Run) -> None:
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    if not joins_cluster(config):  # that has a token of its own, or none
+    if not joins_cluster(config):  # such a cluster has its own token, or none
         values["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes one into the home directory
     if "WANDB_API_KEY" not in os.environ:
         values["WANDB_MODE"] = "offline"
@@ -135,8 +134,8 @@ def train(
 ) -> None:
     """Start or join Ray and run verl's trainer to its end.
 
-    ``last_words``: see ``rl.run.watch.Watchdog``. ``forks``: what Ray's workers are forked from; None: from what their
-    nodes have (``rl.cluster``), or each is a Python of its own.
+    ``last_words``: see ``rl.run.watch.Watchdog``. ``forks``: the server that Ray's workers are forked from; None: they
+    are forked from the server of their node, if it has one (``rl.cluster``), else each starts as a new Python process.
 
     This is the body of ``verl.trainer.main_ppo.run_ppo``, with the trainer in this process (see
     ``rl.trainer.run_trainer``). A Ray cluster that is started here ends here; one that is joined lives on.
@@ -212,11 +211,11 @@ def start(
         else:
             check_files(config)  # the images are those of other nodes
     screen.show("checking the model")
-    # On a CPU the start of a run is imports; from here on other cores can make them. A cluster that is joined has
+    # On a CPU most of a run's start is imports; from here on other cores can do them. A cluster that is joined has
     # workers of its own.
     forkable = config.trainer.device == "cpu" and not joins_cluster(config)
     forks = ForkServer(os.environ["RL_SOCKET_DIR"]) if forkable else None
-    gc.disable()  # it would take a fifth of what is imported until the trainer's loop begins, where it goes on
+    gc.disable()  # collections take a fifth of the imports' time; run_trainer enables them again
     try:
         check_model(config)
         check_family(config)  # last: it imports verl, which is needed from here on anyway
@@ -259,7 +258,7 @@ def report(failure: BaseException, run: Run, screen: Screen) -> int:
         screen.next(("continue", this_command()))
         return stop.CUT_SHORT
     plain = isinstance(failure, KeyboardInterrupt) and not isinstance(failure, stop.Ended)
-    # With Ray an error's text is pages of traceback, and its end is the cause.
+    # With Ray an error's text is pages of traceback, at whose end is the cause.
     cause = "interrupted" if plain else last_lines(str(failure), 3) or repr(failure)
     failed(f"{cause}; {continues(run)}", screen)
     return 1
@@ -278,7 +277,7 @@ def main() -> None:
         check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
         if "RL_RUN_LEASE" not in os.environ:  # else rl.cluster has noted it
-            # A job of the user's own may have other runs: starts in which this one did not come up are not its own.
+            # A user's own job may contain other runs: starts in which this one did not begin do not count for it.
             number = starts.following(run.dir, slurm.job()) if slurm.is_requeued() else 0
             starts.note(run, slurm.job(), number, Path(config.run.root) / "prepared")
     except ConfigError as error:
@@ -297,7 +296,7 @@ def main() -> None:
     screen.say(f"{state} in {run.dir}")
     set_environment(config, run)
     sockets = run.dir / "ray_dir"
-    stop.hold()  # what is made here has to be removed
+    stop.hold()  # what is made from here on has to be removed
     socket_directory(sockets, config.cluster.local_dir)
     progress = RunProgress(run.dir, config.trainer.total_training_steps, screen)
     witness = watch.Witness(

@@ -11,12 +11,12 @@ It checks every record with code that shares nothing with the session tree:
 3. Each row is the path of its last node: ids, mask (1 on the tokens that the row trains on, 0 elsewhere) and
    log-probabilities reproduce the digest of what was given to the trainer; its weight versions are its nodes'.
 4. The sampled ids decode to the recorded text, and that text says the content blocks that were sent.
-5. What the agent reports to have received (its own event stream) is what was sent, and all of that is marked as
-   delivered. What is trained on is reported, comes before a reported reply, or is on the longest path of a conversation
-   that is the first or has one, or has no calls and follows these or a prompt that begins like them (a summary); and
-   all of that is trained on.
+5. What the agent reports as received (in its own event stream) is what was sent, and all of it is marked as delivered.
+   Exactly the agent's own replies are trained on: those that it reports, those that come before a reported one, and
+   those on the longest path of a conversation that is the first or has a reported reply; and so is a reply without
+   calls that follows one of these, or whose prompt begins like one of these conversations (a summary).
 6. Records are complete: each follows the one before it in its file, no episode is there twice, and every line of
-   episode_metrics has its record and its figures. An episode that a selection inside of the run has copied
+   episode_metrics has its record and its figures. An episode that a selection inside the run has copied
    (rl.data.select) is the same as in the record that it was copied from.
 
 The exit status is 0, with one summary line, or 1, with one line per finding. docs/records.md says what it cannot find.
@@ -49,7 +49,7 @@ _SEALED = 3  # the first version of records with seals, versions in rows, and co
 def audit_tokens(record: Record) -> Iterator[str]:
     """Yield the findings of checks 1 to 3; there are none if the record is sound."""
     nodes = record.nodes
-    paths: list[Any] = []  # the SHA-256 of the ids on the path to each node, which goes on in its children
+    paths: list[Any] = []  # a running SHA-256 of the ids on the path to each node, for its children to continue
     lengths: list[int] = []
     for i, node in enumerate(nodes):
         if not -1 <= node.parent < i:
@@ -126,7 +126,7 @@ def _row(record: Record, number: int) -> Iterator[str]:
 
 
 def audit_text(record: Record, tokenizer: Any, reading: Reading) -> Iterator[str]:
-    """Yield the findings of check 4. Version 1 kept other blocks than were sampled; its text alone is checked."""
+    """Yield the findings of check 4. Version 1 kept blocks other than those sampled; only its text is checked."""
     malformed = 0
     for i, node in enumerate(record.nodes):
         if node.logprobs is None:
@@ -168,7 +168,7 @@ def audit_heard(record: Record) -> Iterator[str]:
                 yield f"node {i}: the agent reports another reply than the one it was sent ({name})"
     reports = record.agent.get("reports", "foreign_calls" in record.counters and any(heard))
     if not reports or any(node.parent >= i for i, node in enumerate(nodes)):
-        return  # an agent that does not tell, an older record, or a finding of check 1
+        return  # an agent that reports nothing, an older record, or a finding of check 1
     known = _known(nodes, {i for name, i in sent.items() if name in heard and nodes[i].delivered})
     for number in sorted({n for row in record.rows for n in row.nodes} - known):
         yield f"node {number}: it is trained on, but the agent does not report it"
@@ -187,7 +187,8 @@ def audit_heard(record: Record) -> Iterator[str]:
 def _same(said: list[dict[str, Any]], sent: list[dict[str, Any]], sub_agent: bool, cut: bool) -> bool:
     """Tell whether reported blocks are those that were sent.
 
-    Of a sub-agent's reply Claude Code may report the calls only; an agent that was killed, only the first blocks.
+    Of a sub-agent's reply, Claude Code may report only the calls; an agent that was killed may have reported only the
+    first blocks of its last reply.
     """
     left, right = [_essence(block) for block in said], [_essence(block) for block in sent]
     if left == right or (cut and left == right[: len(left)]):
@@ -232,7 +233,7 @@ def _follows(nodes: list[NodeRecord], context: NodeRecord, known: set[int], star
 def _essence(block: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what Claude Code does not change in a block.
 
-    It adds defaults to the input of its own tools, so of a call only its id and the tool's name are compared.
+    It adds defaults to the input of its own tools, so only a call's id and its tool's name are compared.
     """
     if block.get("type") == "tool_use":
         return ("tool_use", block.get("id"), block.get("name"))
@@ -244,7 +245,7 @@ def _infra_failed(record: Record) -> bool:
 
 
 def _digest_of(record: Record) -> bytes:
-    """Return a hash of a record, which is the same wherever in a file it stands."""
+    """Return a hash of a record that does not depend on the record's place in its file."""
     return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(record, number=0, previous=b""))).digest()
 
 
@@ -261,7 +262,7 @@ class Audit:
         self.reading = functools.cache(FormatReading)
 
     def read(self) -> None:
-        """Audit all records. Raises FileNotFoundError and ValueError for what the user has to give."""
+        """Audit all records. Raises FileNotFoundError without a run or tokenizer, ValueError for an unknown format."""
         for copied, path in sorted((self._is_copy(path), path) for path in self.reader.files()):
             try:
                 for record in self.reader.read(path):
@@ -272,7 +273,7 @@ class Audit:
             self._compare(self.reader.source)
 
     def _is_copy(self, path: Path) -> bool:
-        """Tell whether a file is part of a selection that is a part of the run."""
+        """Tell whether a file belongs to a selection inside the run."""
         inside = path.relative_to(self.reader.source).parents if path != self.reader.source else ()
         return any((self.reader.source / place / SELECTION).exists() for place in list(inside)[:-1])
 
@@ -347,10 +348,10 @@ def _figures(record: Record) -> dict[str, Any]:
 
 
 def tokenizer_of(model: str) -> Any:
-    """Return what decodes a model's ids, from its directory. Raises FileNotFoundError.
+    """Return a tokenizer that decodes the ids of the model in a directory. Raises FileNotFoundError.
 
-    Where tokenizer.json has all tokens, the library that reads it is enough. transformers would do no more with it, and
-    imports torch first.
+    Where tokenizer.json has all tokens, the ``tokenizers`` library is enough; transformers would do no more with it,
+    and imports torch first.
     """
     place = Path(model)
     if not place.is_dir():

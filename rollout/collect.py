@@ -1,6 +1,7 @@
 """This module is the command ``python -m rollout.collect``: Claude Code on tasks, without training (docs/collect.md).
 
-The program itself is ``rl.collect``, because it is told by a config what to do; nothing else here imports ``rl``.
+The program itself is ``rl.collect``, because a config tells it what to do. In this package, only this module
+and ``rollout.view`` import ``rl``.
 """
 
 import sys

@@ -50,7 +50,7 @@ class Setup:
     second_opinion: bool = False
     shape: Shape | None = None  # None: the reward is 1 if resolved, else 0
     infra_retries: int = 1
-    keeps: bool = False  # the agent's raw output and own files, in ``AgentRun.kept``
+    keeps: bool = False  # True: keep the agent's raw output and its own files in ``AgentRun.kept``
     grades: bool = True  # False: the verdict is that nothing was graded
     # Directory for the sessions' sockets: a short path (sun_path has 108 bytes) that is removed with the run. None: the
     # system's temporary directory.
@@ -84,7 +84,10 @@ class Episode:
 
 
 async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 0) -> Episode:
-    """Play ``task`` once. No failure of an episode is raised: each is a verdict. A cancellation cleans up first."""
+    """Play ``task`` once. No failure of an episode is raised: each is a verdict. A cancellation cleans up first.
+
+    ``episode_id``: names the session and the record; ``attempt``: counts from 0.
+    """
     began = time.time()
     watch = _Stopwatch()
     session, run, patch, rows, grading, home = None, None, b"", [], None, None
@@ -151,9 +154,9 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
 
 
 async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], Awaitable[None] | None]) -> Episode:
-    """Run the episode, again after an infrastructure failure, and return the last attempt.
+    """Run an episode, again after an infrastructure failure (``infra_retries`` times at most); return the last attempt.
 
-    ``keep`` gets every one, and is waited for if it is asynchronous.
+    ``keep`` is called with every attempt, and awaited if it is asynchronous.
     """
     for attempt in range(setup.infra_retries + 1):
         episode = await run_episode(setup, task, episode_id if not attempt else f"{episode_id}.{attempt}", attempt)
@@ -167,8 +170,8 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
     """Return the verdict of a run that says nothing about the policy: the agent could not start, or the engine or the
-    proxy failed it. None for all others, which are graded: no patch, out of turns, calls or time, a full context are
-    the policy's doing."""
+    proxy failed it. None for all others, which are graded: an empty patch, a full context, and running out of turns,
+    calls or time are the policy's doing."""
     if run.status is Status.FINISHED or session.counters.refused_calls:
         return None
     if session.closed:  # and not by us: we have not closed it yet
@@ -206,7 +209,7 @@ class _Booting:
         self._taken = False
 
     async def take(self) -> Sandbox:
-        """Return the box, and a new one each further time."""
+        """Return the box; each further call boots a new one."""
         if self._taken:
             return await self._boot()
         box = await asyncio.shield(self._booting)  # a caller that is cancelled here leaves the box to `close`

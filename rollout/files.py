@@ -32,8 +32,8 @@ def replacing(path: Path, synced: bool = False) -> Generator[Path]:
 def making(path: Path, overwrite: bool = False) -> Generator[Path]:
     """Yield a new directory beside ``path``, which becomes ``path`` with all that the block writes there.
 
-    If the block raises, it is removed, and nothing has happened. Raises FileExistsError, before anything is written, if
-    there is a ``path`` that may not be overwritten.
+    If the block raises, the new directory is removed, and ``path`` stays as it was. Raises FileExistsError, before
+    anything is written, if ``path`` exists and ``overwrite`` is False.
     """
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path}: is there already")

@@ -1,4 +1,4 @@
-"""This module is what all programs share: the text of their ``--help``, and how they end when nobody reads any more."""
+"""This module is what all programs share: their ``--help`` text, and how they end when nobody reads their output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-# What a shell reports of a program that has ended because nobody reads its output.
+# The status that a shell reports for a program that has ended because nobody reads its output.
 UNREAD = 128 + signal.SIGPIPE
 
 
 def plain(docstring: str | None, paragraphs: int | None = None) -> str:
-    """Return a docstring without the marks around names. ``paragraphs``: only the first ones."""
+    """Return a docstring without the marks around names. ``paragraphs``: how many to keep, None: all."""
     text = "\n\n".join((docstring or "").strip("\n").rstrip().split("\n\n")[:paragraphs])
     return re.sub(r"(`{1,2})(.+?)\1", r"\2", text, flags=re.DOTALL)
 
@@ -46,7 +46,7 @@ def end(main: Callable[[], int | None]) -> NoReturn:
 
 
 def to_nowhere(fd: int) -> None:
-    """Let everything that is still written to a file descriptor vanish."""
+    """Discard everything that is written to a file descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd)
     os.close(nowhere)
@@ -55,5 +55,5 @@ def to_nowhere(fd: int) -> None:
 def _unread() -> bool:
     """Tell whether the reader of our output has gone."""
     poll = select.poll()
-    poll.register(1, 0)  # POLLERR and POLLHUP are always told
+    poll.register(1, 0)  # POLLERR and POLLHUP are always reported
     return bool(poll.poll(0))

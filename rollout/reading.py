@@ -1,7 +1,7 @@
 """This module reads sampled text a second time, for the audit: does it say what the agent was sent?
 
 It shares the definitions of well-formed calls with the proxy (``rollout.proxy.parsers.FORMATS``) but not vLLM's
-parsers, which the proxy reads names, arguments and types with. It needs no tokenizer and no tool definitions.
+parsers, with which the proxy reads names, arguments and types. It needs no tokenizer and no tool definitions.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FormatReading:
         return rests
 
     def _tiles(self, text: str, sent: Sequence[Block]) -> bool:
-        """Tell whether the blocks are the text from its beginning to its end: each piece between calls, each call."""
+        """Tell whether the blocks cover the text from beginning to end: each piece between calls, and each call."""
         waiting, at = list(sent), 0
 
         def said(piece: str) -> bool:

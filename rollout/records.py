@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 VERSION = 3
 _READABLE = (1, 2, 3)
 SUFFIX = ".cep"
-SELECTION = "selection.json"  # says of a directory that its records are copies of some of other ones
+SELECTION = "selection.json"  # marks a directory whose records are copies of some from elsewhere
 _MAGIC = b"CEP1"
 _HEADER = struct.Struct("<4sII")
 _LEVEL = 6
@@ -103,8 +103,8 @@ class Record(msgspec.Struct, omit_defaults=True):
     calls are trained on. ``number`` and ``previous``, which the writer fills in: the record's place in its file, from
     0, and the SHA-256 of the payload before it. Older records lack these.
 
-    Only a collection has the last three: ``parts`` and ``calls`` (a run with a store has them, too), see
-    ``rollout.proxy.calls``, and ``missing``, what it should have and lacks, in words.
+    Only a collection has the last three: ``parts`` and ``calls`` (which a run with a store has, too), see
+    ``rollout.proxy.calls``, and ``missing``: what should be kept of the episode and is not, in words.
     """
 
     version: int
@@ -247,7 +247,7 @@ def unpack_floats(data: bytes) -> list[float]:
 
 class RecordWriter:
     """A writer appends records to a new file of its own: one per process and start, so that nothing is ever appended
-    behind a torn tail. Without ``synced``, records have reached the disk when it is closed. Raises FileExistsError."""
+    behind a torn tail. Without ``synced``, records are on the disk only once it is closed. Raises FileExistsError."""
 
     def __init__(self, directory: Path, name: str, synced: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -257,12 +257,12 @@ class RecordWriter:
         self._number, self._previous, self._synced = 0, b"", synced
 
     def append(self, record: Record) -> None:
-        """Write one record; it is on the disk when this returns."""
+        """Write one record; with ``synced``, it is on the disk when this returns."""
         placed = msgspec.structs.replace(record, number=self._number, previous=self._previous)
         self._write(msgspec.msgpack.encode(placed))
 
     def copy(self, payload: bytes) -> None:
-        """Write a record of another file as it is, fields that this version does not know included, in a new place."""
+        """Write a record of another file unchanged but for its place, with fields that this version does not know."""
         record = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload))
         self._write(msgspec.msgpack.encode(record | {"number": self._number, "previous": self._previous}))
 
@@ -298,7 +298,7 @@ class TornTail:
 
 @dataclass
 class Position:
-    """A position says how far a file was read: to ``offset``, which is behind ``number`` records.
+    """A position says how far a file was read: to ``offset``, which comes after ``number`` records.
 
     ``previous``: the hash of the last one, None if it was damaged.
     """
@@ -338,8 +338,8 @@ class Reader:
         return (record for _, record in self.placed(path))
 
     def placed(self, path: Path, at: Position | None = None) -> Iterator[tuple[int, Record]]:
-        """Iterate over (offset, record) of one of the files, from ``at`` on, which goes with it: a record counts
-        as read when the next one is asked for. Raises CorruptRecordError."""
+        """Iterate over (offset, record) of one of the files from ``at`` on, which is moved along: a record counts as
+        read when the next one is asked for. Raises CorruptRecordError."""
         at = Position() if at is None else at
         for offset, end, payload in self.payloads(path, at.offset):
             place, number = f"{path}, offset {offset}", at.number
@@ -384,7 +384,7 @@ class Reader:
 
 
 def payload_at(path: Path, offset: int) -> bytes:
-    """Return the payload of the frame that a reader has found there. Raises CorruptRecordError if it has changed."""
+    """Return the payload of a frame that a reader found at ``offset``. Raises CorruptRecordError if it has changed."""
     with open(path, "rb") as file:
         file.seek(offset)
         magic, length, checksum = _HEADER.unpack(file.read(_HEADER.size).ljust(_HEADER.size))
@@ -395,7 +395,7 @@ def payload_at(path: Path, offset: int) -> bytes:
 
 
 def record_at(path: Path, offset: int) -> Record:
-    """Return the record that a reader has found there. Raises CorruptRecordError if it has changed."""
+    """Return the record that a reader found at ``offset``. Raises CorruptRecordError if it has changed."""
     return decode(payload_at(path, offset), f"{path}, offset {offset}")
 
 

@@ -1,4 +1,4 @@
-"""This module plays a recorded episode back and tells where this time differs from then."""
+"""This module replays a recorded episode and tells where the replay first differs from the record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 24
 
 class ReplayDifferenceError(EngineError):
     """This run asked for something that the recorded one did not. The message names the call and the first token that
-    differs, and shows the text around it in both. Asking again does not help."""
+    differs, and shows the text around it in both. A retry does not help."""
 
 
 class ReplayEngine:
@@ -44,7 +44,7 @@ class ReplayEngine:
 
     @property
     def left(self) -> int:
-        """Return how many recorded replies were not asked for yet."""
+        """Return how many recorded replies have not been asked for yet."""
         return len(self._replies)
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:

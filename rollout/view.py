@@ -1,6 +1,7 @@
 """This module is the command ``python -m rollout.view``: a local web page over runs' records (docs/view.md).
 
-The program itself is ``rl.view``, because it shows figures and panels of runs; nothing else here imports ``rl``.
+The program itself is ``rl.view``, because it shows figures and panels of runs. In this package, only this module
+and ``rollout.collect`` import ``rl``.
 """
 
 from rl.view.__main__ import main

@@ -154,9 +154,9 @@ def prepared(base: list[str], keys: list[str], work: Path) -> tuple[DictConfig, 
 
 @dataclass(frozen=True)
 class Throughput:
-    """The throughput of an engine with ``concurrent`` episodes at a time: the ``calls`` of all episodes (``lost``:
-    those that the infrastructure failed), their tokens of ``prompts`` and those ``sampled``, seconds through whole
-    episodes (``whole``) and without them (``raw``), milliseconds of the proxy in a call, and mean seconds of the
+    """This is the throughput of an engine with ``concurrent`` episodes at a time: the ``calls`` of all episodes
+    (``lost``: those that the infrastructure failed), their tokens of ``prompts`` and those ``sampled``, seconds through
+    whole episodes (``whole``) and without them (``raw``), milliseconds of the proxy in a call, and mean seconds of the
     ``phases`` of an episode."""
 
     lost: int
@@ -235,7 +235,8 @@ def beside_plan(
     seconds = {name: (planned[name], last.get(f"timing_s/{key}", 0)) for name, key in PHASES.items()}
     update = next(tensors(phase) for phase in made.gpu if phase.name == "update")
     if config.trainer.device == "cpu":
-        # No counter of tensors: resident memory, with the process's own, which no plan knows.
+        # A CPU has no counter of tensors: this is resident memory, with the process's own, of which the plan knows
+        # nothing.
         return seconds, {"trainer's tensors; its process": (update, peak(peaks, TRAINER))}
     tensors_gb = max(step.get("actor/perf/max_memory_allocated_gb", 0) for step in found)
     fullest = max(phase.total for phase in made.gpu)
@@ -256,7 +257,7 @@ def training(config: DictConfig, made: Plan, keys: list[str], work: Path, steps:
         row(name, f"{measured:.1f}", "" if cpu else f"{planned:.1f}")
     head("memory, GiB", "rl.plan", "measured", "error")
     for name, (planned, measured) in memory.items():
-        if cpu:  # the error of a sum without its largest part
+        if cpu:  # no error, because the plan lacks the largest part of what was measured
             row(name, f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", "")
         else:
             compare(name, planned, measured, GIB)

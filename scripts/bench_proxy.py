@@ -43,7 +43,7 @@ from rollout import program
 
 # A context for which bodies of megabytes are too long, and the number of sessions whose memory is measured.
 _CONTEXT, _KEPT = 131_072, 10
-# The shares of what the proxy can do at which its latency is measured.
+# The shares of the proxy's highest rate at which its latency is measured.
 _SHARES = (0.5, 0.25, 0.1)
 SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</parameter>\n</function>\n</tool_call>"
 
@@ -262,7 +262,7 @@ def own(model: str, mine: set[int], others: set[int]) -> None:
         show(title, most, "turns/s", ">= 1000", most >= 1000)
         show("  processor time per turn, the first ones included", 1e3 * used, "ms", "< 1", used < 1e-3)
         show("  the client was busy", 100 * result["client_busy"], "% of a core")
-        # At what the proxy can just do, latency is only how long the queue has become.
+        # At the proxy's highest rate, latency only tells how long the queue has become.
         for share in _SHARES:
             offered = most * share
             load = replace(load, think_s=load.sessions / offered, tag=f"t{share}")
@@ -305,7 +305,7 @@ async def without_http(model: str) -> None:
     show("without HTTP: turn 100 / turn 2", ratio, "x", "<= 3", ratio <= 3)
     ratio = session.tree.encoded_tokens() / max(node.length for node in session.tree.nodes)
     show("tokens encoded / final length", ratio, "x", "<= 1.05", ratio <= 1.05)
-    # Each turn's best time of several: what else runs on the machine makes it no better.
+    # The best of several times for each turn: whatever else runs on the machine can only make a time worse.
     again = [(await episode(policy, f"e{number}", 60, 300))[0] for number in range(12)]
     best = [min(times) for times in zip(*again, strict=True)]
     show("without HTTP: processor time of a turn, of turns 31 to 60", 1e6 * statistics.median(best[30:]), "us")

@@ -5,8 +5,8 @@
 
 Bytes are those on the disk, compressed. The records of RUN are written once more, next to RUN and synced as a run does
 it, and timed. Their share is of the time from the start of the first episode to the end of the last one: a worker plays
-nothing else while it writes. What a record takes before, to be gathered from the session, is timed with the made-up
-episode only. Its texts and log-probabilities are drawn by lot. ``python -m rl.quickstart.policy --out DIR --seed 1``
+nothing else while it writes. The time to gather a record from the session, before that, is measured with the made-up
+episode only, whose texts and log-probabilities are random. ``python -m rl.quickstart.policy --out DIR --seed 1``
 makes a DIR.
 """
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines of code per directory. A directory that is not named here counts in the one above it.
 WINGS = {
     # 145 are the curriculum: which tasks a step plays, by measured rates, the same after a resume.
-    # The player of episodes came up from rl/evaluate: collection and warm start use it; 15: how far it is.
+    # The player of episodes moved here from rl/evaluate, because collection and warm start use it too; 15 show its
+    # progress.
     "rl": 2805,
     "rl/checks": 725,
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
@@ -32,17 +33,18 @@ WINGS = {
     "rl/evaluate": 780,
     "rl/ingest": 1980,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
-    # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75: what is alike; 55:
-    # what functions return while tests run.
+    # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75 find what is alike;
+    # 55 record what functions return while tests run.
     "rl/make": 2175,
-    "rl/metrics": 560,  # 90: what the trainer made of sampled tokens is kept
+    "rl/metrics": 564,  # 94 keep what the trainer made of sampled tokens
     "rl/plan": 970,
-    "rl/quickstart": 693,  # 47: what a course is, of which there are two
+    "rl/quickstart": 693,  # 47 define what a course is; there are two courses
     "rl/quickstart/realcode": 780,  # new: real functions: harvest, exchanges, an expert, drills, heads that look up
-    # With the weights that policy= names, which rl.train takes, too; 45 run the sender beside a run; 35: an engine is
-    # forked from the fork server as Ray's workers are, which is 8 s of each start on a CPU; 60 are programs that start
-    # as forks, in rounds on a CPU. 10: what a fork has started ends with the fork server. 5: ports below connections'.
-    "rl/run": 1305,
+    # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
+    # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
+    # forks, in rounds on a CPU; 10 end with the fork server what a fork has started; 5 keep ports below those of
+    # connections.
+    "rl/run": 1306,
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 705,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
@@ -53,10 +55,10 @@ WINGS = {
     # while their file grows.
     "rollout": 1060,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
-    # 210 are proofs: of delivery (the socket tells what was read), and of which is meant of several replies, requests
-    # or branches that are alike. 300 are chat completions, and conversations as they went over the wire.
-    # 280: a request that is large holds nobody up and is refused before it is encoded; a head is encoded, and the
-    # beginning of a prompt hashed, once.
+    # 210 are proofs: of delivery (the socket tells what was read), and of which one is meant among several replies,
+    # requests or branches that are alike. 300 are chat completions, and conversations as they went over the wire. 280
+    # are for large requests, which hold nobody up and are refused before they are encoded; a head is encoded, and the
+    # beginning of a prompt hashed, only once.
     "rollout/proxy": 3215,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
@@ -74,7 +76,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 33_030
+EVERYTHING = 33_037
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and
@@ -93,7 +95,7 @@ ONE_TASK_MODULES = (
     "rewards.shape",
     "rewards.falsify",
 )
-# 5,000 were asked for. 210 of what is more are proofs (of delivery, and of which reply is meant); 130 an agent's own
+# The goal was 5,000. Of the excess, 210 are proofs (of delivery, and of which reply is meant); 130 an agent's own
 # settings, and keeping its files; 265 speed; 30 reading on behind a broken record, and copying one; 10 reading on while
 # a file grows; 160 control groups of boxes; 55 failures in logs that nothing takes back; 35 limits of what a client
 # sends.
@@ -108,7 +110,7 @@ _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 class Size(NamedTuple):
-    """Lines of a file: of code, of code and docstrings, and all."""
+    """A size is the number of a file's lines: of code, of code and docstrings, and all."""
 
     code: int
     documented: int

@@ -41,7 +41,7 @@ sets, and "verl:" is what verl says of one. verl documents all of them in `verl/
 
 @dataclass(frozen=True)
 class Key:
-    """A key with its place, its value as YAML ("" if it only groups) and the lines that are said about it."""
+    """A key has its place, its value as YAML ("" if it only groups others) and the lines that describe it."""
 
     name: str
     value: str
@@ -190,7 +190,7 @@ def _cell(text: str) -> str:
 
 
 def files() -> list[Path]:
-    """train.yaml, the groups' files, the experiments, then what they share. agent_loops.yaml is verl's list."""
+    """Return train.yaml, the groups' files, the experiments, then what they share, without verl's agent_loops.yaml."""
     groups = ("agent", "proxy", "sandbox", "grading", "sft", "cluster", "plan", "experiment")
 
     def order(path: Path) -> tuple[int, str]:

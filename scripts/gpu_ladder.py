@@ -33,7 +33,7 @@ from rl.run.programs import end_processes, last_lines, tied
 from rollout import files, program
 
 HERE = Path(__file__).resolve().parent
-# A GPU is lent by the minute; two cores without one take longer for the same way.
+# A GPU is lent by the minute; two cores without one take longer for the same rungs.
 LIMIT_S = {"cuda": 300.0, "cpu": 1500.0}
 NEEDS_GPU = "not measured: needs a GPU"
 OFFLINE = {

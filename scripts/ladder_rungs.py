@@ -1,4 +1,5 @@
-"""The rungs of scripts/gpu_ladder.py: each takes a ``Place`` and yields the ``Figure``s that it has seen."""
+"""This module has the rungs of scripts/gpu_ladder.py: each takes a ``Place`` and yields ``Figure``s that it has
+seen."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ from rl.plan.model import KNOWN
 from rl.quickstart.policy import make_tokenizer
 from rl.run.vllm_server import vllm_server
 
-# Their versions decide what our code meets.
+# The packages whose behaviour, and so whose version, our code depends on.
 PINNED = ("torch", "vllm", "transformers", "verl", "ray")
-# On a CPU only that it can be done: all tests belong to make test.
+# On a CPU one file, to show that the rung works: running all tests is for make test.
 TESTS = {"cuda": ["tests/unit"], "cpu": ["tests/unit/test_render.py"]}
 KL = 0.01  # docs/metrics.md: healthy
-# In place of the real widths, on a CPU: nothing but the way is measured there.
+# In place of the real widths on a CPU, where a rung only shows that it works.
 SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -47,7 +48,7 @@ SMALL = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "vocab_size": 4096,
-    "tie_word_embeddings": False,  # rl.checks: on a CPU it has to be
+    "tie_word_embeddings": False,  # rl.checks requires it on a CPU
 }
 
 
@@ -144,7 +145,7 @@ def size(place: Place) -> Iterator[Figure]:
 
 def experts(place: Place) -> Iterator[Figure]:
     """Compare the engine's and the trainer's log-probabilities of a mixture of experts with random weights."""
-    vocabulary = len(make_tokenizer(multiple=64))  # verl forbids the engine, but not the trainer, what has no token
+    vocabulary = len(make_tokenizer(multiple=64))  # verl bars the engine, but not the trainer, from ids without a token
     changes: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": vocabulary}
     if place.device == "cpu":
         changes = {**SMALL, "moe_intermediate_size": 64, **changes}
@@ -239,7 +240,7 @@ def _untrained(
     """Yield the config, and its overrides, of two steps of an experiment with random weights in the shape of a known
     model; ``changes`` are made to the shape. The weights exist as long as the block.
 
-    A reply of such a model is noise that a limit ends and that no test passes: nothing is filtered or masked here.
+    Such a model's reply is noise: a limit ends it, and no test passes. So nothing is filtered or masked here.
     """
     with tempfile.TemporaryDirectory(prefix="model-") as model:
         _apart(_random_model, Path(model), known, changes, place.device)

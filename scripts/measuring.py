@@ -98,7 +98,7 @@ def train(directory: Path, *keys: str) -> tuple[Counter[tuple[str, str]], list[d
         now = phases.read(directory)
         return now.name if now else "start"
 
-    # What is freed goes back at once: malloc would keep blocks of up to 32 MiB, and peaks would be none of tensors.
+    # Freed memory goes back at once: malloc would keep blocks of up to 32 MiB, and the peaks would not be tensors'.
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)})
     peaks = watch(process, phase)
     if process.returncode:

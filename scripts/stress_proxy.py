@@ -46,7 +46,7 @@ KINDS |= {"large": 5, "too large": 3}
 
 
 class NumberedEngine:
-    """Replies with a number, as text or as a call; keeps what it was given and what it returned, by number."""
+    """This engine replies with a number, as text or as a call; it keeps what it was given and returned, by number."""
 
     def __init__(self, tokenizer: Any, numbers: Any, draw: random.Random) -> None:
         self.tokenizer, self.numbers, self.draw = tokenizer, numbers, draw
@@ -65,7 +65,7 @@ class NumberedEngine:
 
 
 class Agent:
-    """Plays one episode. ``read``: the numbers of the replies that it has read to their end."""
+    """An agent plays one episode. ``read``: the numbers of the replies that it has read to their end."""
 
     def __init__(self, path: Path, session: Session, draw: random.Random, told: Counter[str]) -> None:
         self.path, self.session, self.draw, self.told = path, session, draw, told
@@ -165,7 +165,7 @@ class Agent:
         else:
             if kind == "hang up":
                 await self.hang_up(self.request(self.body(new, self.system, self.draw.random() < 0.5)))
-                new = self.draw.choice([new, self.next(talk)])  # nobody may come for the reply
+                new = self.draw.choice([new, self.next(talk)])  # it may be that nobody comes for the reply
             reply = await self.ask(new, self.system)
         if kind == "count":
             _, said = await self.answer(self.request(self.body(new, self.system, False), count=True))
@@ -238,7 +238,7 @@ async def play(number: int, calls: int, policy: Policy, sample: int, told: Count
         session = await server.open_session(name, replace(policy, engine=engine), path)
         agent = Agent(path, session, draw, told)
         await agent.play()
-        for _ in range(1000):  # what was hung up on ends
+        for _ in range(1000):  # until the calls that were hung up on have ended
             if not server._busy:
                 break
             await asyncio.sleep(0.01)

@@ -4,8 +4,8 @@
 verl nor vLLM. For a run on GPUs it also makes the plan of ``rl.plan``, which imports torch
 and transformers (seconds). What only verl can judge is left to verl's own ``validate_config``.
 
-A check raises ``ConfigError``. Those that do not depend on each other are all made, so that the error names all that is
-wrong.
+A check raises ``ConfigError``. Checks that do not depend on each other are all made, so that the error names all that
+is wrong.
 """
 
 from omegaconf import DictConfig
@@ -46,7 +46,7 @@ def check(config: DictConfig, plays: bool = True) -> None:
     tasks: list[Task] = []
 
     def settings(config: DictConfig) -> None:
-        check_values(config)  # the others count on them
+        check_values(config)  # the other checks rely on them
         made = () if config.prepare else (check_model, check_teacher, lambda config: tasks.extend(check_files(config)))
         check_all(
             config,

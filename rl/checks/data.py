@@ -108,7 +108,7 @@ def _load(config: DictConfig, key: str) -> dict[str, tuple[str, Task]]:
 
 
 def _usable(config: DictConfig) -> Callable[[Task], Any]:
-    """Return a function that raises TaskError if a task lacks its snapshot; without images each task needs one."""
+    """Return a function that raises TaskError if a task lacks a snapshot that it needs; without images all need one."""
 
     def local(task: Task) -> None:
         if not task.snapshot.is_dir():

@@ -2,8 +2,8 @@
 
 Hydra refuses an unknown key on the command line, but takes one in an experiment's file for a new key, and verl mostly
 never looks at it: a misspelt ``total_training_step`` would train forever. ``check_keys`` compares a config with what
-the same groups compose to without any experiment. verl's own yaml files have keys, too, that no code of it reads any
-more; they are found by looking for their names in that code.
+the same groups compose to without any experiment. verl's own yaml files also have keys that no code of verl reads any
+more; they are found by looking for their names in verl's code.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
 from rl.checks.types import fields, wrong_value
 from rl.config import CONFIGS, ConfigError, compose, package_dir
 
-# What is below these keys is another program's own (Ray's, Megatron's), or names that the user chooses. The same holds
-# below every key that is null or empty by default.
+# What is below these keys belongs to another program (Ray, Megatron), or is named by the user. The same holds below
+# every key that is null or empty by default.
 OPEN = (
     "ray_kwargs.ray_init",
     "grading.flags",
@@ -32,7 +32,7 @@ OPEN = (
     "actor_rollout_ref.ref.megatron.override_transformer_config",
     "hydra",
 )
-# What verl passes on whole, so that its code does not name what is in it.
+# Groups that verl passes on whole, so that its code does not name the keys in them.
 PASSED_ON = (
     *OPEN,
     "actor_rollout_ref.rollout.engine_kwargs",
@@ -47,7 +47,7 @@ def check_keys(config: DictConfig) -> None:
     """Raise ConfigError with a line for each key that nothing reads, which names the closest known key.
 
     Known keys are those of configs/train.yaml, its groups and verl's yaml files, and the fields of the dataclass that
-    verl makes of the key's place. This takes half a second; verl is read, not imported.
+    verl makes of the group with the key. This takes half a second; verl is read, not imported.
     """
     plain, reference = _plain(config), _reference(config)
     known = _plain(reference)
@@ -70,9 +70,9 @@ def check_keys(config: DictConfig) -> None:
 
 
 def check_types(config: DictConfig, name: str = "train", leave: Collection[str] = POSITIVE + POSITIVE_OR_NULL) -> None:
-    """Raise ConfigError with a line for each value whose type is not the one that its key has (``rl.checks.types``).
+    """Raise ConfigError with a line for each value whose type is not that of its key (``rl.checks.types``).
 
-    name: of the primary config. leave: keys that ``check_numbers`` looks at.
+    name: of the primary config. leave: keys to skip, because ``check_numbers`` looks at them.
     """
     reference = _reference(config, name)
     lines = []
@@ -94,7 +94,7 @@ def check_interpolations(config: DictConfig) -> None:
         except OmegaConfBaseException as error:
             said = str(error).partition("\n")[0]
             missing = re.search("Interpolation key '(.+)' not found", said)
-            if missing is None or missing[1] in raw:  # else what it leads to leads nowhere, which has its own line
+            if missing is None or missing[1] in raw:  # else its target leads nowhere, which has its own line
                 lines.append(f"{path}={raw}: {said}")
     if lines:
         raise ConfigError(*lines)
@@ -110,14 +110,14 @@ def _texts(plain: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
 
 
 def _declared(config: DictConfig, path: str) -> Mapping[str, ast.expr]:
-    """Return the fields, with their types, of the dataclass that verl makes of the place of a key."""
+    """Return the fields, with their types, of the dataclass that verl makes of the group with a key."""
     parent = path.rpartition(".")[0]
     target = OmegaConf.select(config, f"{parent}._target_") if parent else None
     return fields(target.rpartition(".")[2]) if target else {}
 
 
 def _changed(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, name) of each value of ``given`` that is not the one of ``known``."""
+    """Yield (dotted key, name) of each value of ``given`` that differs from the one in ``known``."""
     for name, value in given.items():
         here = f"{path}.{name}" if path else str(name)
         if here in PASSED_ON or name not in known:

@@ -31,7 +31,7 @@ def check_loggers(config: DictConfig) -> None:
     if "wandb" in config.trainer.logger and os.environ.get("WANDB_MODE") == "online":
         import wandb
 
-        # Silent: wandb would ask its server for the user's name to greet, for minutes where packets are dropped.
+        # Silent: else wandb would ask its server for the user's name, for minutes where packets are dropped.
         wandb.setup(wandb.Settings(silent=True))
         if not wandb.login(prompt=False, verify=False):
             raise ConfigError("WANDB_MODE=online, but wandb has no key: set WANDB_API_KEY or run `wandb login`")

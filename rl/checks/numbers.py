@@ -75,7 +75,7 @@ def _not_positive(config: DictConfig, keys: Iterable[str], or_null: bool = False
 
 
 def check_curriculum(config: DictConfig) -> None:
-    """Raise ConfigError if the preferred rates are no range, or if the tasks are another dataset's, without rates."""
+    """Raise ConfigError if the preferred rates are not a range, or if the tasks come from a dataset without rates."""
     rates = list(config.curriculum.prefer)
     numbers = len(rates) == 2 and all(isinstance(one, int | float) for one in rates)
     if not (numbers and 0 <= rates[0] <= rates[1] <= 1):
@@ -130,7 +130,7 @@ def check_batches(config: DictConfig) -> None:
 
 
 def check_left_out(config: DictConfig) -> None:
-    """Raise ConfigError if episodes that a limit ended are left out, and groups that they leave empty not replaced."""
+    """Raise ConfigError if episodes that a limit ended are left out, but groups emptied by that are not replaced."""
     v1 = config.trainer.v1
     if config.episode.mask_overlong and v1.trainer_mode == "sync" and not v1.sampler.sync_refill_failed_groups:
         raise ConfigError(
@@ -140,7 +140,7 @@ def check_left_out(config: DictConfig) -> None:
 
 
 def check_loss(config: DictConfig) -> None:
-    """Raise ConfigError if the loss would be divided by something else than what it adds up."""
+    """Raise ConfigError if the loss would be divided by something that does not match the terms that it adds up."""
     mode, key = config.actor_rollout_ref.actor.loss_agg_mode, "actor_rollout_ref.actor.loss_agg_mode"
     if config.episode.weigh_by_episode and mode != "seq-mean-token-mean":
         raise ConfigError(

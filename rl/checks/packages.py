@@ -1,4 +1,4 @@
-"""This module checks that the packages are there which the trainer needs on GPUs, and that its attention can work.
+"""This module checks that the packages which the trainer needs on GPUs are there, and that its attention can work.
 
 Which attention computes what, and what each costs, is in docs/experiments.md#attention.
 """
@@ -29,7 +29,7 @@ INSTALL = {
 
 
 def check_packages(config: DictConfig) -> None:
-    """Raise ConfigError with the command that installs it if a package is missing that an experiment on GPUs needs."""
+    """Raise ConfigError if a package that an experiment on GPUs needs is missing; the line says how to install it."""
     if config.trainer.device == "cpu":
         return
     actor, needed = config.actor_rollout_ref.actor, []

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl.config import package_dir
 
-# Where verl's dataclasses of a config are, in its package.
+# The folders of verl's package that have the dataclasses of its config.
 _CLASSES = ("workers/config", "trainer/config", "utils/profiler", "utils/skip")
 # Keys that may be null although their default has a type.
 NULL_TOO = (
@@ -90,7 +90,7 @@ def _expected(declared: ast.expr) -> set[type] | None:
 def fields(name: str) -> Mapping[str, ast.expr]:
     """Return the fields, with the expressions of their types, of one of verl's dataclasses and those it derives from.
 
-    The classes of a config have different names. One that is not known has no fields.
+    No two classes of the config have the same name. A class that is not known has no fields.
     """
     found = _classes().get(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""This module keeps signals that come before ``rl.cluster`` can act on them; what it imports, Python has loaded.
+"""This module keeps signals that come before ``rl.cluster`` can act on them. It imports only what Python has loaded.
 
 The batch script starts Python with these signals blocked where it can, so one that comes while Python starts is
 delivered by ``install``.
@@ -16,7 +16,7 @@ seen: list[int] = []
 def install() -> None:
     """Install handlers for SIGUSR1 and SIGTERM that end nothing in the head, and let the signals in."""
     if int(os.environ.get("SLURM_PROCID", 0)) > 0:
-        # The exit code is the head's to give: when it ends before it listens, SLURM ends the others.
+        # Only the head's exit code counts: when the head ends before it listens, SLURM ends the other nodes.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         signal.signal(signal.SIGUSR1, lambda *_: None)
     else:

@@ -1,7 +1,7 @@
 """This module sets up the environment of a node's processes: network, caches, model hub, no reports to anyone.
 
 Ray and all that it starts inherit the environment of the process that calls ``set_up``. What the user has set stays,
-but for the keys of the config, which are what runs.
+except where the config has a key for it: the config is what runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""The variables that move a cache of compiled code, which is by default in the home directory, and its directory."""
+"""The variables that move a cache of compiled code (by default in the home directory), and its directory's name."""
 
 
 def set_up(config: DictConfig) -> list[str]:

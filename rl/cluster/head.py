@@ -65,7 +65,7 @@ def check_job(config: DictConfig, parts: Sequence[int], left_s: float | None = N
 
 
 class Signals:
-    """This passes SIGUSR1 and SIGTERM to the trainer, each once; before it runs, the first of them ends the start."""
+    """This passes SIGUSR1 and SIGTERM to the trainer, each once. Before the trainer runs, the first ends the start."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -78,7 +78,7 @@ class Signals:
             self._on(number)
 
     async def watch(self, warning: Path) -> None:
-        """Take the batch script's warning for SIGUSR1: it makes a file, which cannot come too early."""
+        """Treat the batch script's warning as SIGUSR1. It is a file, which unlike a signal cannot come too early."""
         while not warning.is_file():
             await asyncio.sleep(_LOOK_S)
         self._on(signal.SIGUSR1)
@@ -111,7 +111,7 @@ class Signals:
             process.send_signal(number)
 
     def exit_code(self, returncode: int) -> int:
-        """Return the job's exit code for the trainer's."""
+        """Return the job's exit code for the trainer's ``returncode``."""
         # A trainer that SIGUSR1 or the first signal killed had not begun: nothing is lost.
         if returncode < 0:
             begun = -returncode != signal.SIGUSR1 and [-returncode] != self.seen
@@ -122,7 +122,7 @@ class Signals:
 async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: Path, say: Say) -> int:
     """Start the nodes, train, stop, and return the job's exit code.
 
-    Raises ConfigError, NodeError, StartStopped, and as RunLease.take and starts.note.
+    Raises ConfigError, NodeError, StartStopped, and what RunLease.take and starts.note raise.
     """
     lease = RunLease(run_dir, say)
     run = Run(run_dir, Path(config.trainer.default_local_dir), place.attempt > 0, lease)
@@ -141,7 +141,7 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
     overrides = [*overrides, *more]
     signals, nodes = Signals(), Listener(place, say)
     warning = Path(os.environ.get("RL_WARNING") or os.devnull).absolute()
-    if not warning.parent.is_dir():  # of the host; this may be a container
+    if not warning.parent.is_dir():  # a path of the host; this may be a container
         raise NodeError(
             f"{place.node}: no {warning.parent.parent} here: bind the host's (RL_BIND), where the batch script warns"
         )
@@ -186,7 +186,7 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
 
 
 async def _checked(nodes: Listener, config: DictConfig) -> None:
-    """Wait until each node has checked itself. Raises NodeError, or ConfigError if all find the same wrong."""
+    """Wait until each node has checked itself. Raises NodeError, or ConfigError if all find the same fault."""
     place = nodes.place
     await nodes.listen()
     own = await asyncio.to_thread(check_node, config, place.plays)
@@ -260,7 +260,7 @@ async def _train(
         if ended.done():
             return signals.exit_code(ended.result())
         say(f"node {next(guard.exception() for guard in guards if guard.done())}")
-        # Without its node it has nothing to save. After a signal SLURM gives little time (KillWait).
+        # A trainer that lost a node has nothing to save. After a signal SLURM gives little time (KillWait).
         await asyncio.wait([ended, signals.asked], timeout=_FAIL_S, return_when=asyncio.FIRST_COMPLETED)
         return UNAVAILABLE
     finally:

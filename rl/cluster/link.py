@@ -1,9 +1,9 @@
 """This module lets the nodes of a job talk while ``rl.cluster`` starts and ends them: JSON lines, a TCP connection
 each.
 
-The connection lives as long as its two processes, so each side learns of the other's end by the connection's. Each side
-proves that it knows the job's key, so that neither a foreign client nor a foreign server at one of the ports is heard.
-Nothing secret is sent, the key included, so nothing is encrypted.
+The connection lives as long as its two processes, so a side whose peer has ended learns it from the end of the
+connection. Each side proves that it knows the job's key, so that neither a foreign client nor a foreign server at one
+of the ports is heard. Nothing secret is sent, not even the key, so nothing is encrypted.
 
 head -> node: {"nonce"}; node -> head: {"node", "proof"}; head -> node: {"welcome": proof of the proof}; then
 node -> head: any of {"checked": text}, {"tested": figures}, {"say": text}, {"ready": keys}, {"problem": text};
@@ -30,8 +30,8 @@ from rl.config import ConfigError
 ROLES = ("training", "episodes", "grading")
 _LINE = 1 << 20
 _PORTS = 8
-_ANSWER_S = 10.0  # for the head to greet a node; a foreign server at one of the ports may not
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone says nothing: 90 s
+_ANSWER_S = 10.0  # for the head to greet a node; a foreign server at one of the ports may never do so
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a lost machine is noticed after 90 s
 
 
 class NodeError(Exception):
@@ -75,8 +75,8 @@ class Place:
                 job=str(number) if task is None else f"{environment['SLURM_ARRAY_JOB_ID']}_{task}",
                 attempt=attempt,
                 array_task=task,
-                head=environment["SLURM_LAUNCH_NODE_IPADDR"],  # srun runs where the batch script does: on the first
-                # Below the ports that the kernel hands out; others than before when the job starts again.
+                head=environment["SLURM_LAUNCH_NODE_IPADDR"],  # srun runs where the batch script does: the first node
+                # Below the ports that the kernel hands out; different ones when the job starts again.
                 ports=[20000 + (16 * number + _PORTS * attempt + i) % 12000 for i in range(_PORTS)],
                 key=environment["RAY_AUTH_TOKEN"],
             )

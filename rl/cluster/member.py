@@ -1,4 +1,4 @@
-"""This module does what every node of a job does before Ray starts, and all that a node does which is not the head."""
+"""This module does what every node of a job does before Ray starts, and all that nodes other than the head do."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def check_node(config: DictConfig, plays: bool) -> str:
 
 
 def judge(problems: Mapping[str, str], config: DictConfig, plays: bool) -> None:
-    """Raise ConfigError if all nodes have found the same wrong with the config, NodeError for nodes of which it is.
+    """Raise ConfigError if all nodes have found the same fault (the config's), else NodeError for those that found one.
 
-    ``problems``: what ``check_node`` has returned, by node. ``plays``: boxes run on this node. What only a machine can
-    lack is always the node's. Blocks.
+    ``problems``: what ``check_node`` has returned, by node. ``plays``: boxes run on this node. Something that only a
+    machine can lack is always a fault of the node. Blocks.
     """
     bad = {node: text for node, text in problems.items() if text}
     if not bad:

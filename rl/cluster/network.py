@@ -33,9 +33,9 @@ def interface_address(name: str) -> str:
 
 
 def node_address(config: DictConfig, seen: str) -> str:
-    """Return the address that Ray gets on this node, and from it verl for its master.
+    """Return this node's address for Ray, from which verl takes its master's.
 
-    ``seen``: this node's end of the connection to another node, which is taken without ``cluster.interface``.
+    ``seen``: this node's address in its connection to another node, which is used if ``cluster.interface`` is not set.
     Raises ConfigError.
     """
     return interface_address(config.cluster.interface) if config.cluster.interface else reachable(seen)

@@ -36,7 +36,7 @@ Pair = tuple[str, str]
 Ask = Callable[[Mapping[str, Order]], Awaitable[dict[str, Result]]]
 
 SLOWER = 3.0
-"""So many times slower than the median of the nodes is a finding."""
+"""A node that is so many times slower than the median of the nodes is a finding."""
 
 _MIB = 1 << 20
 _WRITE = 64 * _MIB
@@ -271,10 +271,10 @@ class Ring:
 
 
 async def probe_ring(ask: Ask, names: Sequence[str], backend: str, store: Order, least: float | None) -> Ring:
-    """Test the links of a ring of nodes, and if there is nothing to find all nodes together.
+    """Test the links of a ring of nodes and, if that finds nothing, all nodes together.
 
-    ``least``: the bandwidth below which a link is bad, in GB/s; None: only one that does not work, or is far slower
-    than the others.
+    ``least``: the bandwidth below which a link is bad, in GB/s; None: a link is bad only if it does not work, or is far
+    slower than the others.
     """
     links: dict[Pair, Result] = {}
     meetings = itertools.count()
@@ -332,7 +332,7 @@ def without_good_link(names: Sequence[str], links: Mapping[Pair, Result], least:
 def judge_links(names: Sequence[str], links: Mapping[Pair, Result], backend: str, least: float | None) -> list[Finding]:
     """Return a finding for each node that has no good link.
 
-    If no node has one, it cannot be told which is the cause: there is one finding, and its node is "n1, n2".
+    If no node has a good link, the cause cannot be told: there is one finding, whose node is "n1, n2".
     """
     speeds = [one["gbs"] for one in links.values() if "gbs" in one]
     limit = (
@@ -387,7 +387,7 @@ def line(name: str, one: Result, rings: Mapping[str, Ring]) -> str:
 def finish(findings: Sequence[Finding], names: Sequence[str], exclude: bool, say: Callable[[str], None]) -> None:
     """Say what was found, and raise BadNodes if the job must not go on.
 
-    If more than half of several nodes are bad, it is not the nodes: then none is to be excluded.
+    If more than half of several nodes are bad, the cause is not in the nodes, and none is to be excluded.
     """
     ending = [one for one in findings if one.fails or (exclude and one.node in names)]
     for one in findings:

@@ -29,7 +29,7 @@ _STOP_S = 12.0
 
 
 class RayNode:
-    """A RayNode is Ray's processes on one node. Their session is their own: signals to the job's tasks miss them."""
+    """A RayNode is Ray's processes on one node. Signals to the job's tasks miss their session, which is their own."""
 
     def __init__(self, place: Place, config: DictConfig, logs: Path) -> None:
         self._place, self._config, self._logs = place, config, logs

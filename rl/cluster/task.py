@@ -2,8 +2,8 @@
 
 ``scripts/slurm/train.sbatch`` starts it, docs/cluster.md is the guide. The first task is the head:
 
-1. each node checks itself (``rl.checks``: config, data files, container engine, disk); if all find the same wrong, it
-   is the config, else the node;
+1. each node checks itself (``rl.checks``: config, data files, container engine, disk); if all find the same fault,
+   the config is at fault, else the node;
 2. the head leases the run directory (``rl.run.lease``): until then nobody has written there. It ends a job that was
    requeued without getting on (``rl.run.starts``);
 3. the nodes are tested (``rl.cluster.preflight``); each copies model and task files to its own disk where

@@ -1,4 +1,4 @@
-"""This module keeps what a collection keeps of each episode, and says what of it is missing.
+"""This module writes what a collection keeps of each episode, and says which parts of it are missing.
 
     traces/<instance_id>/epoch_<n>/
         stream.jsonl      the agent's raw output, its event stream
@@ -8,8 +8,8 @@
         patch.diff, episode.json
     dataset/<instance_id>.epoch_<n>.parquet     a row per call (rl/collect/dataset.py)
 
-They are written before the episode's record, so that an episode with a record has all of them, and they are made of the
-record, except for the first three. Files have [redacted] in place of the session's secret and of all secrets in this
+They are written before the episode's record, so that an episode with a record has all of them, and all except the first
+three are made from the record. Files have [redacted] in place of the session's secret and of all secrets in this
 process's environment; token ids and messages of records and datasets are exact.
 """
 
@@ -117,7 +117,7 @@ def _redacted(data: bytes, secrets: list[bytes]) -> bytes:
 
 
 def missing(episode: Episode, record: Record, talk: Conversation, graded: bool) -> Iterator[str]:
-    """Yield what an episode should have left and has not, in words."""
+    """Yield, in words, what an episode should have left behind but has not."""
     run = episode.agent
     if run is None or run.kept is None:
         yield "everything that the agent leaves"

@@ -1,8 +1,8 @@
 """This module writes an episode as spans, in the form that agentlightning's adapters read (version 0.3.0).
 
-A call is two spans that share ``gen_ai.response.id``: ``raw_gen_ai_request`` has the values as Python literals, as its
-LLMProxy reports them, and ``openai.chat.completion`` as attributes. The verdict and the reward are an annotation after
-them. docs/agentlightning.md lists the attributes.
+A call is two spans that share ``gen_ai.response.id``: ``raw_gen_ai_request`` has the values as Python literals, as
+agentlightning's LLMProxy reports them, and ``openai.chat.completion`` has them as attributes. The verdict and the
+reward are an annotation after them. docs/agentlightning.md lists the attributes.
 """
 
 from __future__ import annotations
@@ -92,18 +92,18 @@ def spans_of(record: Record, rollout: str = "", attempt: str = "") -> Iterator[d
 
 
 def _root(record: Record, call: CallRecord) -> Any:
-    """Return what the calls of a thread have in common and those of others, such as sub-agents, have not."""
+    """Return what a thread's calls have in common, and those of other threads, such as sub-agents, do not have."""
     return path_of(record.nodes, call.node)[0] if call.node >= 0 else (call.system, *call.messages[:1])
 
 
 def about_of(record: Record) -> dict[str, Any]:
-    """Return which episode it is."""
+    """Return what identifies a record's episode."""
     names = ("episode", "attempt", "task", "repo", "difficulty", "split", "step")
     return {name: value for name in names if (value := getattr(record, name)) is not None}
 
 
 def ending_of(record: Record) -> dict[str, Any]:
-    """Return what became of it: verdict and flags, how the agent ended, seconds."""
+    """Return what became of a record's episode: verdict and flags, how the agent ended, seconds."""
     verdict = record.verdict
     found = {
         **{name: verdict.get(name) for name in ("outcome", "reason", "flags", "detail")},

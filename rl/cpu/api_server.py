@@ -3,8 +3,8 @@
     python -m rl.cpu.api_server [what vllm.entrypoints.openai.api_server takes]
 
 On a CPU vLLM starts its engine as a Python of its own, because OpenMP's threads do not outlive a fork; that imports
-everything again (10 s of a core). With OMP_NUM_THREADS=1, as training on a CPU has it, there are none. Imported by
-``rl.run.forks``, this module brings what server and engine import.
+everything again (10 s of a core). With OMP_NUM_THREADS=1, as training on a CPU has it, there are no such threads. When
+``rl.run.forks`` imports this module, it thereby imports what server and engine need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     """Run the server."""
     forking = multiprocessing.get_context("fork")
     vllm.v1.engine.utils.get_mp_context = lambda: forking  # ty: ignore[invalid-assignment]
-    sys.argv[1:1] = ["--distributed-executor-backend", EXECUTOR]  # first, so that a later one, a user's, counts
+    sys.argv[1:1] = ["--distributed-executor-backend", EXECUTOR]  # first: the user's own, which comes later, counts
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 

@@ -54,7 +54,8 @@ class ZmqCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return what tells each process of the trainer where the engines listen.
+        """Return the arguments of ``init_process_group``, an item per process: the trainer's get where all engines
+        listen, the engines get nothing.
 
         ``metadata``: what each ``prepare`` returned, the trainer's processes first.
         """

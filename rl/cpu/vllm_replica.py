@@ -3,8 +3,8 @@
 vLLM repacks linear weights for the CPU after loading them, so verl's ``model.load_weights`` on the live model fails
 ("Parameter has no attribute weight_loader"). vLLM's own answer is ``reload_weights``: it restores the layout of a
 checkpoint, loads, and repacks. It takes all weights in one call, while verl sends them in buckets, so the worker
-collects the buckets first. With tensor parallel each of vLLM's workers does so with the buckets of its own rank of the
-trainer, and takes its part of every weight.
+collects the buckets first. With tensor parallelism each of vLLM's workers does so with the buckets of its own rank of
+the trainer, and takes its part of every weight.
 
 vLLM's CPU kernel for experts needs two corrections (``CPUExperts``), which are registered in each process that imports
 this module.
@@ -84,9 +84,9 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
 def _local_experts(
     places: torch.Tensor, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and numbers of each token's experts, [tokens, topk], as a worker needs them that holds a part.
+    """Return the weights and numbers of each token's experts, [tokens, topk], for a worker that holds only a part.
 
-    ``places``: for each expert its number in this worker; -1 if another worker has it. Its weight here is 0.
+    ``places``: for each expert its number in this worker; -1 if another worker has it; its weight is 0 then.
     """
     weights, experts = select_experts(
         hidden_states, gating_output, topk, use_grouped_topk=False, renormalize=renormalize

@@ -161,12 +161,12 @@ async def grade_tasks(
         if await one(*first):  # else the others would be lost too, most likely, and the task stays undecided anyway
             await run_all(rest, len(rest), lambda piece: one(*piece))
 
-    images = {task.image: place for place, task in reversed([*enumerate(tasks)])}  # the first place of each
+    images = {task.image: place for place, task in reversed([*enumerate(tasks)])}  # the place of each one's first task
     wanted = [task for task in tasks if task.instance_id in missing]
     await run_all(sorted(wanted, key=lambda task: images[task.image]), plan.jobs, work)
 
 
-# Causes that a task has by itself; a whole repository may lack its images.
+# Causes that may concern single tasks; a whole repository may lack its images.
 _OF_A_TASK = (Reason.MISSING_IMAGE, Reason.MISSING_SNAPSHOT, Reason.SEAL_FAILED, Reason.TASK_INVALID)
 
 
@@ -196,7 +196,7 @@ def findings(tasks: Sequence[Task], plan: Plan, records: Iterable[Mapping[str, A
 
 
 def journals(out: Path) -> Iterator[Path]:
-    """Yield the journals that there are of an admission to `out`: its own and those of its shards."""
+    """Yield the journals that exist of an admission to `out`: its own and those of its shards."""
     for path in sorted(out.parent.glob(f"{glob.escape(out.stem)}.*admission.jsonl")):
         if re.fullmatch(r"\.(\d+-of-\d+\.)?admission\.jsonl", path.name.removeprefix(out.stem)):
             yield path
@@ -207,7 +207,7 @@ def admit(
 ) -> list[Finding]:
     """Grade the tasks of `source`, write `out` and the reports, and return the findings.
 
-    Without an admitted task there is no `out`. With `shard`, its part of the tasks is graded, and only its journal is
+    If no task is admitted, there is no `out`. With `shard`, its part of the tasks is graded, and only its journal is
     written. With `merge`, nothing is graded. Raises TaskError, JournalError, LostError.
     """
     tasks = load_tasks(source)
@@ -237,7 +237,7 @@ def admit(
         write_rows(source, out, tasks, admitted, {})
         counts = Counter(one.status.value for one in found)
         write_card(out, "admitted", source, tries=plan.tries, tasks=counts)
-    else:  # an older file would be taken for this run's
+    else:  # an older file would be mistaken for this run's
         out.unlink(missing_ok=True)
     return found
 
@@ -266,7 +266,7 @@ def _grade(
         task, good = record["task"], as_expected(record)
         if not record["infra"]:
             left[task] -= 1
-            if task in decided:  # it was running when another one decided
+            if task in decided:  # it was running when another grading decided the task
                 progress.total += 1
             elif not good:
                 decided.add(task)

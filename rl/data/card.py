@@ -1,4 +1,4 @@
-"""This module writes the card of a task file: what is in it, and what every command did from which it came."""
+"""This module writes the card of a task file: what is in it, and what each of the commands that led to it did."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def write_card(out: Path, did: str, source: Path | None = None, text: Sequence[s
     """Write OUT.card.json and OUT.card.md.
 
     did: what the command did, such as "admitted". source: the task file from which it made OUT; the steps of its card
-    come first. details: what else is to be known of this step, as JSON values. text: their lines in the document, in
-    place of one line each. Raises OSError.
+    come first. details: what else is to be known of this step, as JSON values. text: the lines in the document that
+    describe them, in place of one line for each. Raises OSError.
     """
     step = {"did": did, "command": this_command(), "file": out.name, "sha256": _digest(out), **details}
     if text:
@@ -45,7 +45,7 @@ def beside(out: Path, name: str) -> Path:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """Return what the rows of a task file say: how many there are, and of each repository, licence, maker and rate."""
+    """Return how many rows a task file has: in all, and of each repository, licence, maker and rate."""
     head = pyarrow.parquet.read_schema(path).names
     names = [name for name in (*_COUNTED, "image", "resolve_rate") if name in head]
     columns = pyarrow.parquet.read_table(path, columns=names).to_pydict()
@@ -95,7 +95,7 @@ def _digest(path: Path) -> str:
 
 
 def _steps(source: Path | None) -> list[dict[str, Any]]:
-    """Return the steps of a task file's card; without a card, that there is none."""
+    """Return the steps of a task file's card; if it has none, a step that says so."""
     if source is None:
         return []
     try:

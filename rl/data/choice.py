@@ -37,10 +37,11 @@ class Rules:
 
     audited: no finding of the audit's checks 1 to 3 and 5. splits, models, instances (ids of tasks), repos: shell
     patterns, one of which must fit. rate: bounds of the task's measured resolve rate, neither included. min_episodes:
-    graded ones of the task. resolved: what the verdict must be. unflagged: without any flag. ranges: least and greatest
-    value of figures (``rl.metrics.episodes.line``), both included. same: what two episodes of a task share of which
-    only the first is chosen: "said" (patch and all sampled ids) or "patch". best: as many of each task, by reward, then
-    without flags, then fewest turns, then fewest sampled tokens. per_task, limit: as many, by lot. seed: of the lot.
+    the fewest graded episodes of the task. resolved: what the verdict must be. unflagged: without any flag. ranges:
+    least and greatest value of figures (``rl.metrics.episodes.line``), both included. same: of a task's episodes that
+    have this in common only the first is chosen: "said" (patch and all sampled ids) or "patch". best: at most so many
+    of each task, ranked by reward, then without flags, then fewest turns, then fewest sampled tokens. per_task, limit:
+    at most so many of each task and in all, drawn by lot. seed: of the lot.
     """
 
     audited: bool = True
@@ -106,7 +107,8 @@ class Chosen:
     """Chosen are the episodes that the rules leave, in the order of the sources.
 
     ``read``: by file, how many records could be read; ``damage``: lines about those that could not; ``taken``: (rule,
-    episodes that it took) in order; ``rates``: of the tasks that were measured and fit.
+    number of episodes that it removed) in order; ``rates``: of the tasks that were measured and that fit ``rate`` and
+    ``min_episodes``.
     """
 
     rules: Rules
@@ -193,7 +195,7 @@ def _steps(chosen: Chosen, rules: Rules) -> Iterator[tuple[str, _Step]]:
     for flag, (name, key) in PATTERNS.items():
         if wanted := getattr(rules, name):
             yield flag, only(lambda one, k=key, w=wanted: any(fnmatch.fnmatchcase(one.facts[k], p) for p in w))
-    # What is left now are the episodes that tasks are measured by.
+    # The episodes that are left now are those by which tasks are measured.
     low, high = rules.rate or (-math.inf, math.inf)
     chosen.rates = {
         name: rate
@@ -227,7 +229,7 @@ PATTERNS = {
     "--instance-ids": ("instances", "task"),
     "--repo": ("repos", "repo"),
 }
-# What two episodes share of which one is enough.
+# What two episodes have in common if one of them is enough.
 ALIKE: dict[str, Callable[[Entry], Any]] = {
     "said": lambda one: (one.task, one.patch, one.said),
     "patch": lambda one: (one.task, one.patch),
@@ -257,5 +259,5 @@ def _few(
 
 
 def _lot(seed: int, entry: Entry) -> bytes:
-    """Return a key that depends on nothing but seed and episode, so that what is added later moves nothing."""
+    """Return a key that depends on nothing but seed and episode, so that later additions change no other draw."""
     return hashlib.sha256(f"{seed}:{entry.facts['episode']}".encode()).digest()

@@ -49,7 +49,7 @@ class Base:
 
 
 def chosen(tasks: Sequence[Task], limit: int | None) -> list[int]:
-    """Return the numbers of at most `limit` tasks, as many of each repository as there are; in their order."""
+    """Return the numbers of at most `limit` tasks, in their order, taken evenly from the repositories."""
     seen: Counter[str] = Counter()
     ranked = []
     for number, task in enumerate(tasks):
@@ -61,8 +61,8 @@ def chosen(tasks: Sequence[Task], limit: int | None) -> list[int]:
 def look(engine: ContainerEngine, image: str, snapshots: Mapping[str, Path], copies: bool) -> Base:
     """Return what there is to know about a base image. Blocks.
 
-    snapshots: one of each repository. copies: take an image that has these packages. Raises MakeError if the image does
-    not have the Python of the environments, or git, or shows a copy of a package; SandboxError.
+    snapshots: one of each repository. copies: accept an image that has copies of these packages. Raises MakeError if
+    the image does not have the Python of the environments, or git, or shows a copy of a package; SandboxError.
     """
     wanted = {_python(snapshot) for snapshot in snapshots.values()}
     if len(wanted) > 1:

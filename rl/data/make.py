@@ -72,7 +72,7 @@ def make(args: argparse.Namespace, order: Order, screen: Screen) -> int:
     for path, part in kept.items():
         if part:
             write_tasks(path, part, _MORE)
-        else:  # an older file would be taken for this command's
+        else:  # an older file would be mistaken for this command's
             path.unlink(missing_ok=True)
     told = _told(args, order, made, refused)
     for path, part in kept.items():

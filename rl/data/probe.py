@@ -5,7 +5,8 @@
 
 It is an evaluation (rl.evaluate, with all of its keys) whose results go into columns: resolve_rate, resolve_rate_low
 and _high (Wilson's interval at 95 %) and episodes. Tasks without a verdict are left out. The evaluation's directory is
-OUT.probe/ unless out=DIR names another one; the same command continues it, and raises --episodes of a finished one.
+OUT.probe/ unless out=DIR names another one; the same command continues it, and a higher --episodes adds to a
+finished one.
 `rl.data.select --rate` chooses tasks of such a file, and `curriculum.by_rate` starts from its rates.
 
 Exit status: 0 every episode has a verdict, 1 not all have, 2 the config is wrong, 130 interrupted.

@@ -1,4 +1,4 @@
-"""This module chooses tasks by their measured resolve rates, and writes them with these in columns."""
+"""This module chooses tasks by their measured resolve rates, and writes them with their rates in columns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rated(episodes: Iterable[tuple[str, bool]]) -> dict[str, Rate]:
 
 
 def write_rated(source: Path, out: Path, tasks: Sequence[Task], rates: Mapping[str, Rate]) -> None:
-    """Write the rows of the tasks that have a rate, with it; columns of earlier rates are replaced."""
+    """Write the rows of the tasks that have a rate, together with it; columns of earlier rates are replaced."""
     found = [rates[task.instance_id].columns() for task in tasks if task.instance_id in rates]
     columns = {name: [one[name] for one in found] for name in (found[0] if found else ())}
     write_rows(source, out, tasks, rates, columns)

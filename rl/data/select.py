@@ -7,10 +7,11 @@ RUN is the directory of a training run, an evaluation, a collection or another s
 like a run: OUT/episodes/*.cep holds the chosen records, so rollout.records, rollout.audit, rl.export and every other
 reader of runs works on it. OUT/selection.json names the sources, the rules and how many episodes each of them took.
 
-Rules are applied in the order of this help. Without any, all that goes is: an episode that is there twice, one in which
-the audit (without its check of texts, which needs the tokenizer) finds something, and one that the infrastructure
-failed. With --tasks, the tasks that --rate and --min-episodes leave are written, too, with their measured resolve rate
-and its interval in columns; without --out nothing else is. A broken record is a line on stderr and is left out.
+Rules are applied in the order of this help. Without any, only these episodes are left out: second
+copies, those in which the audit (without its check of texts, which needs the tokenizer) finds something, and those that
+the infrastructure failed. With --tasks, the tasks that --rate and --min-episodes leave are written, too, with their
+measured resolve rate and its interval in columns; without --out nothing else is. A broken record is a line on stderr
+and is left out.
 
 Exit status: 0 something was chosen, 1 nothing was or the disk failed, 2 the input or the options are wrong, 130
 interrupted. A command that fails leaves nothing.

@@ -88,7 +88,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
     except SourceError:
         raise
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError, RecursionError) as error:
-        # ValueError: no JSON, no UTF-8, a number of thousands of digits, a time that Python has none for.
+        # ValueError: not JSON, not UTF-8, a number of thousands of digits, a time that Python cannot represent.
         raise SourceError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 

@@ -1,6 +1,7 @@
-"""This module is the program behind ``rl.evaluate`` and ``rl.collect``: they are the same, and keep different things.
+"""This module is the program behind ``rl.evaluate`` and ``rl.collect``: the two play episodes in the same way, and keep
+different things of them.
 
-A ``Purpose`` says what.
+A ``Purpose`` says which.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Purpose:
         return setup
 
     def kept(self, episode: Episode, record: Record) -> None:
-        """Keep what is kept of an attempt besides its record, which is written next and may be added to."""
+        """Keep what is kept of an attempt besides its record. The record is written next, and may be added to here."""
         if isinstance(self._setup.proxy, Hearing):
             self._setup.proxy.tell(record, episode.session)
 

@@ -56,9 +56,9 @@ def estimate(counts: Sequence[tuple[int, int]], k: int = 1, level: float = LEVEL
     """Estimate pass@k over tasks from each task's (episodes, resolved episodes).
 
     Tasks with fewer than k episodes are left out; returns None if no task is left. The interval is Wilson's for an
-    effective number of independent trials, the number whose mean would vary as the mean over tasks does: the number of
-    tasks if the episodes of a task always end alike, up to the number of all episodes if they vary as much within a
-    task as between tasks. With one episode per task it is Wilson's interval itself.
+    effective number of independent trials: the number of trials whose mean would vary as much as the mean over tasks
+    does. That is the number of tasks if the episodes of a task always end alike, and up to the number of all episodes
+    if they vary as much within a task as between tasks. With one episode per task it is Wilson's interval itself.
     """
     counts = [(n, c) for n, c in counts if n >= k]
     if not counts:

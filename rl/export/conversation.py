@@ -1,4 +1,4 @@
-"""This module makes conversations, chat messages in OpenAI's form, of an episode's record.
+"""This module makes conversations, which are chat messages in OpenAI's form, from an episode's record.
 
 A conversation is one training row: a chain of calls in which each prompt extends the one before it, so the main thread,
 each sub-agent, and what follows a compaction are conversations of their own. Its replies are those that were sampled,
@@ -30,7 +30,7 @@ _TAIL = 8  # ids before a context that its encoding may depend on
 @dataclass(frozen=True)
 class Said:
     """Said is where a reply of a conversation is from: its ``name``, the message's id; ``node`` of the record's tree,
-    -1 for a hosted model's; ``call``, in a collection; ``fresh``: no conversation before has it."""
+    -1 for a hosted model's; ``call``: its record in a collection; ``fresh``: no earlier conversation has it."""
 
     name: str
     node: int
@@ -94,7 +94,7 @@ def _conversation(record: Record, talk: _Talk, row: list[int], parents: Mapping[
     path.reverse()
     messages: list[ChatMessage] = []
     replies: dict[int, Said] = {}
-    names: dict[str, str] = {}  # of the tools that calls are for
+    names: dict[str, str] = {}  # by the id of a call, the tool that it is for
     for place in path:
         for part in talk.context.get(place, [place]):
             if isinstance(part, int):
@@ -145,9 +145,9 @@ class _Pieces:
 
 
 def _heard(record: Record) -> _Talk:
-    """Match the calls of a collection with each other as the proxy does: its session is given them again."""
+    """Match the calls of a collection with each other as the proxy does, by giving them to a session again."""
     pieces, talk = _Pieces(), _Talk()
-    nothing: Any = None  # what samples: all replies are there
+    nothing: Any = None  # nothing has to sample or parse: all replies are there
     many = 1 << 60
     session = Session("export", Policy(nothing, pieces, nothing, nothing, frozenset(), many, many))
     for call in calls_of(record):
@@ -260,7 +260,7 @@ def _assigned(
     messages: list[ChatMessage], calls: Sequence[ChatMessage], results: Mapping[str, str]
 ) -> list[ChatMessage]:
     """Give each tool result the call that it answers: templates write no ids, and parallel calls may be answered in
-    another order. A result belongs to the call with the reported text that it begins with, else to the next one."""
+    another order. A result belongs to the call whose reported text it begins with, else to the next call."""
     tools = [message for message in messages if message["role"] == "tool"]
     left = list(calls)
     answers: dict[int, Any] = {}

@@ -54,7 +54,7 @@ class Sink:
         files.write(path, text, synced=True)
 
     def close(self) -> None:
-        """Close all files, which have reached the disk then."""
+        """Close all files; they are on the disk when this returns."""
         for file in self._open.values():
             file.close()
         for table in self._tables.values():

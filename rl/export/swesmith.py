@@ -1,7 +1,7 @@
 """This module writes rows as SWE-smith's collect_trajs does: {messages, instance_id, resolved, model, traj_id, patch}.
 
-Its styles differ in how a call is said: ``xml`` and ``ticks`` in the text of the reply, with results as user messages;
-``tool`` in tool_calls.
+Its styles differ in how a call is written: ``xml`` and ``ticks`` in the text of the reply, with results as user
+messages; ``tool`` in tool_calls.
 """
 
 from __future__ import annotations

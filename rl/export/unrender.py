@@ -25,7 +25,7 @@ from rollout.proxy.render import ChatTemplateRenderer, Renderer
 _HOLES = ("\u2980hole\u2980", "zqxholeqz", "7431957", "qz")
 _FIRST_MARK, _LAST_MARK = 0xD800, 0xDFFF  # lone surrogates, which no decoded text has
 _STARTS = ("su", "u", "suu", "uu", "sus", "ss")
-# With what the agent says that the assistant said ("No response requested.").
+# With messages that the agent attributes to the assistant ("No response requested.").
 _TOLD = tuple(start + more for more in ("au", "a", "auau", "auu", "aus") for start in _STARTS)
 _MORE_TOLD = ("au", "uau", "sau", "aus", "suau", "usau", "uaus", "auau")
 _MORE = ("", "u", "s", "uu", "us", "su", "uuu")
@@ -34,7 +34,7 @@ _ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 
 
 class Unreadable(ValueError):
-    """The messages of a context cannot be told. The message is one line."""
+    """The messages of a context cannot be told from its ids. The message is one line."""
 
 
 class Unrenderer:
@@ -102,7 +102,7 @@ class Unrenderer:
         raise Unreadable("the chat template does not write such a context after a reply")
 
     def _written(self, tool: dict[str, Any]) -> str:
-        """Return what the template writes for a tool: what a prompt has more if the tool is offered beside another."""
+        """Return what the template writes for a tool: what a prompt gains if the tool is offered beside another."""
         key = msgspec.json.encode(tool)
         if key not in self._tools:
             asked = [{"role": "user", "content": self._hole}]

@@ -1,1 +1,1 @@
-"""This package makes states of recorded conversations of coding agents, and data of states (docs/ingest.md)."""
+"""This package makes states from recorded conversations of coding agents, and data from states (docs/ingest.md)."""

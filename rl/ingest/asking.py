@@ -80,7 +80,7 @@ class Survey(msgspec.Struct):
         return survey
 
     def estimate(self, endpoint: Endpoint) -> tuple[float, float]:
-        """Return what asking an endpoint costs in dollars: about, and at most as far as sizes tell."""
+        """Return what asking an endpoint costs in dollars: an estimate, and an upper bound as far as sizes give one."""
         count, size = self.asked[endpoint.name], self.bytes[endpoint.name]
         about = endpoint.cost(size // _BYTES, count * min(_TYPICAL, endpoint.max_tokens))
         return about, endpoint.cost(2 * size // _BYTES, count * endpoint.max_tokens)
@@ -100,7 +100,7 @@ def limited(source: Path, limit: int | None) -> Iterator[State]:
 
 
 def identify(source: Path, directory: Path, endpoints: Sequence[Endpoint]) -> None:
-    """Write what a directory's answers are answers to. Raises ValueError if that is something else, and OSError."""
+    """Write down what a directory's answers are answers to. Raises ValueError if it has other answers, and OSError."""
     digest = hashlib.sha256()
     with open(source, "rb") as file:
         while chunk := file.read(1 << 20):

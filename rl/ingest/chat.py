@@ -11,7 +11,7 @@ from rl.ingest.states import Message
 
 
 def message_of(chat: Mapping[str, Any]) -> Message:
-    """Return a chat message as a message: the results of tools are the user's. Raises ValueError if it is none."""
+    """Return a chat message in Anthropic's form: tools' results are the user's. Raises ValueError if it is not one."""
     role = chat.get("role")
     content = chat.get("content")
     if role == "tool":
@@ -45,7 +45,7 @@ def result(called: str, content: str | list[Message]) -> Message:
 
 
 def call_of(call: Any) -> Message:
-    """Return the block of a chat message's call; with arguments that are no JSON object, the call is text."""
+    """Return the block of a chat message's call; a call whose arguments are not a JSON object becomes text."""
     if not isinstance(call, Mapping):
         raise ValueError("a call that is no object")
     function = call.get("function") if isinstance(call.get("function"), Mapping) else call
@@ -61,7 +61,7 @@ def call_of(call: Any) -> Message:
 
 
 def tools_of(tools: Any) -> list[Message]:
-    """Return tool definitions, of either form, in Anthropic's; those that are none are left out."""
+    """Return tool definitions, given in either form, in Anthropic's; what is not a definition is left out."""
     found = []
     for tool in tools if isinstance(tools, Sequence) and not isinstance(tools, str) else ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}

@@ -52,14 +52,14 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 class _Meta(msgspec.Struct):
-    """This is what a file beside a sub-agent's says of it."""
+    """This is what the file beside a sub-agent's session file says of the sub-agent."""
 
     toolUseId: str | None = None
     spawnDepth: int = 1
 
 
 class _Group:
-    """A group is one message of the transcript, out of one or several lines. Closed, it is kept on the shelf."""
+    """A group is one message of the transcript, out of one or several lines. When closed, it is on the shelf."""
 
     __slots__ = ("before", "blocks", "calls", "digest", "results", "role", "written")
 
@@ -88,7 +88,7 @@ class _Reply(_Group):
         self.inside = [line.agentId or "sidechain"] if line.isSidechain else []
 
 
-# What a line follows whose parent is not in the file, or could not be read.
+# The message that a line follows if its parent is not in the file, or could not be read.
 _GONE = _Group("gone", None)
 _GONE.digest = ""
 
@@ -101,7 +101,7 @@ class Thread:
     """A thread reads one file and writes its states.
 
     ``agent``: of a sub-agent's file, the ids of the sub-agents that it is inside of; ``spawned_by``: see State.
-    ``spawns``: call ids that began a sub-agent; what the thread finds of these is in ``owners``.
+    ``spawns``: call ids that began a sub-agent; those of them that the thread finds in its file are in ``owners``.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Thread:
         return None if line.parentUuid is None else self._at.get(line.parentUuid, _GONE)
 
     def _follow(self, line: Line) -> None:
-        """Let what follows a line that is no message follow what the line follows."""
+        """Let the successors of a line that is not a message follow the message that the line itself follows."""
         if line.uuid is not None:
             self._at[line.uuid] = self._parent(line)
 
@@ -257,7 +257,8 @@ class Thread:
                 return
 
     def _preserved(self, summary: _Group, kept: dict[str, Any]) -> _Group:
-        """Return what the next message after a compaction follows: the preserved messages, anew, after the summary."""
+        """Put copies of the preserved messages after a compaction's summary, and return the last one, which the next
+        message follows."""
         if isinstance(kept.get("uuids"), list):
             named = kept["uuids"]
         else:  # only the two ends are named
@@ -328,7 +329,7 @@ class Thread:
             tip = self._writer.message(tip, msgspec.json.decode(kept.json))
             one.written = self._writer.block, tip
             if isinstance(one, _Group):
-                one.before = _GONE  # so that a long conversation is not kept; nobody asks for what was before again
+                one.before = _GONE  # frees a long conversation; nobody asks again for what was before
         return tip
 
 

@@ -24,7 +24,7 @@ from rollout.proxy.messages import RequestError
 _TRIES = 6
 _LONGEST_PAUSE_S = 120.0  # between two tries, where the endpoint names none
 _LONGEST_ANSWER = 32 << 20  # bytes of a body
-# A server of this status may answer the same request later.
+# A server that answers with such a status may answer the same request later.
 _BUSY = {408, 409, 425, 429}
 _DEAD = {401, 403, 404, 405}
 
@@ -38,7 +38,7 @@ class RefusedError(Exception):
 
 
 class BusyError(Exception):
-    """An endpoint has not answered one request, as often as it was asked."""
+    """An endpoint has not answered a request, however often it was asked."""
 
 
 class Answer(msgspec.Struct):

@@ -14,14 +14,14 @@ import msgspec
 Kind = TypeVar("Kind")
 LONGEST_LINE = 64 << 20  # bytes; what is longer is passed over
 LARGEST_FILE = 256 << 20  # bytes of a file that is one JSON value, which is read whole
-_SHOWN = 20  # problems that are told in a line each
+_SHOWN = 20  # problems that are reported in a line each
 _LONE = re.compile("[\ud800-\udfff]")
 
 
 class Findings:
     """Findings are what an ingest counts: ``counts`` by what it is, in words, and problems, each with its place.
 
-    show: is called with the MiB that were read, when another one was.
+    show: is called with the MiB read so far, whenever another one was read.
     """
 
     def __init__(self, say: Callable[[str], None], show: Callable[[int], object] = lambda read: None) -> None:
@@ -36,7 +36,7 @@ class Findings:
             self._show(self._read >> 20)
 
     def problem(self, place: str, what: object) -> None:
-        """Tell a problem in one line, and count it; after the first ones they are only counted."""
+        """Report a problem in one line, and count it; after the first few, problems are only counted."""
         self.problems += 1
         if self.problems <= _SHOWN:
             self._say(f"{place}: {' '.join(str(what).split())[:300]}")
@@ -67,7 +67,7 @@ def lines(path: Path, findings: Findings) -> Iterator[tuple[int, bytes]]:
 def decode(text: bytes, decoder: msgspec.json.Decoder[Kind]) -> Kind:
     """Return a JSON text as what ``decoder`` makes. Raises ValueError with what is wrong.
 
-    Lone surrogates, which are no Unicode, stay in its texts; ``mended`` replaces them.
+    Lone surrogates, which are not valid Unicode, stay in its texts; ``mended`` replaces them.
     """
     try:
         return decoder.decode(text)
@@ -97,7 +97,7 @@ def whole(path: Path, decoder: msgspec.json.Decoder[Kind]) -> Kind:
 
 
 def mended(value: Any) -> Any:
-    """Return a JSON value, or a struct's one, with U+FFFD for each lone surrogate; the same if it has none."""
+    """Return a JSON value, or a struct, with U+FFFD for each lone surrogate; the value itself if it has none."""
     try:
         msgspec.json.encode(value)
         return value

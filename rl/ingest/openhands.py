@@ -230,7 +230,7 @@ def _instance(where: str, row: Mapping[str, Any], writer: StateWriter, findings:
         elif "action" in event and event.get("source") == "agent":
             response = (event.get("tool_call_metadata") or {}).get("model_response") or {}
             reply = str(response.get("id") or f"{name}/{event.get('id', number)}")
-            if reply in seen:  # the other calls of a reply that is there
+            if reply in seen:  # another call of a reply that was seen already
                 continue
             seen.add(reply)
             action = _acted(event, response)

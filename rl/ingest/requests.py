@@ -107,7 +107,7 @@ class Asked(msgspec.Struct):
 
 
 class Requests:
-    """Requests are what a session file tells of them so far."""
+    """Requests are what a session file has told of its requests so far."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf

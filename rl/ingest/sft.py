@@ -1,4 +1,4 @@
-"""This module makes rows of token ids of states, and of what teachers said to them, as ``rl.sft`` takes them.
+"""This module makes rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
 
 A row is one state, whose conversation has mask 0 and whose reply mask 1, or a pair of replies to one conversation.
 Other tokens than the model's own may spell the same text: recorded text is encoded anew here, with the chat template of
@@ -72,7 +72,7 @@ class Encoder:
 def chat_of(state: State) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return a state's messages with its reply, and its tools, in chat form. Arguments are objects, not JSON text.
 
-    Raises ValueError if a message has parts that are not there.
+    Raises ValueError if a message lacks something that its form requires.
     """
     system, *talk = state.messages
     asked = {"system": system["content"], "messages": [*talk, state.student_action], "tools": state.tools}

@@ -9,7 +9,8 @@ names the one before it, and a state the last one that it has, so a file grows w
     {"type": "message", "after": -1, "message": {"role": ..., "content": ...}}
     {"type": "state", "state_id": ..., "head": 0, "tip": 7, "student_action": {...}, ...}
 
-``read_states`` yields full states. A conversation that went on after a compaction is there again, with its messages.
+``read_states`` yields full states. A conversation that goes on after a compaction begins once more in the file, with
+messages of its own.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def without_thinking(message: Message) -> Message | None:
 
 class StateWriter:
     """A state writer appends conversations to an open states file. ``states``: how many it has written; ``unnamed``:
-    those of which nobody knows what model has replied.
+    those whose model is not known.
 
     Raises OSError when the disk is full.
     """

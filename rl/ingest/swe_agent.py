@@ -1,8 +1,8 @@
 """This module reads trajectories of SWE-agent (.traj) and rows of SWE-smith's training sets (.jsonl, .json, .parquet).
 
 A .traj file of version 1 keeps the messages of each step's query (`query`, before 1.1 `messages`): what the model was
-sent. In older ones this is the history as far as it had come; a demonstration may be a history only. A row of a
-training set is one conversation, as a list or as JSON text.
+sent. In older files the history up to the step takes their place; a demonstration may have nothing but a history. A row
+of a training set is one conversation, as a list or as JSON text.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def _replies(found: Mapping[str, Any], findings: Findings) -> Iterator[tuple[int
     for number, step in enumerate(found["trajectory"]):
         query = step.get("query") or step.get("messages")
         if query == [{}] or not (step.get("response") or step.get("action")):
-            # The model was not asked, as at a limit of costs: what is there as a reply are SWE-agent's own words.
+            # The model was not asked, for example at a limit of costs: what stands there as a reply is SWE-agent's own
+            # text.
             findings.counts["steps without a reply, left out"] += 1
             continue
         # The reply of a step is in the history, with its calls; a reply that was asked for again is not.

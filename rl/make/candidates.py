@@ -1,6 +1,6 @@
 """This module lists the edits that are tried on a package, in an order that depends on the seed only.
 
-Edits of all makers take turns. Among a maker's places those come first that few tests run, because an edit there is
+Edits of all makers take turns. Among a maker's places, those that few tests run come first, because an edit there is
 more likely to break few of them. Combined edits are made of edits that were kept by themselves.
 """
 
@@ -80,7 +80,7 @@ def _shared(sources: Mapping[str, str]) -> frozenset[str]:
 
 
 def singles(files: Mapping[str, File], seed: str, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
-    """Yield one candidate of each maker after the other, until none has any left."""
+    """Yield the candidates of all makers in turn, one of each at a time, until no maker has any left."""
     queues = [_of_maker(files, MAKERS[name], seed) for name in names if name in MAKERS]
     if FEATURE in names:
         queues.append(_features(files, seed))
@@ -107,7 +107,7 @@ def _planted(files: Mapping[str, File], path: str, maker: Maker, site: Site, see
 
 
 def _features(files: Mapping[str, File], seed: str) -> Iterator[Candidate]:
-    """Yield functions dropped together with one or two helpers that no other tests run than theirs."""
+    """Yield functions dropped together with one or two helpers that no tests but theirs run."""
     maker = MAKERS["drop_function"]
     places = [(path, site) for path, file in files.items() for site in file.sites(maker)]
     random.Random(f"{seed}:{FEATURE}").shuffle(places)
@@ -134,8 +134,9 @@ def _overlap(one: Site, other: Site) -> bool:
 def combinations(kept: Sequence[Kept], seed: str, most: int, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
     """Yield kept edits combined by twos and threes, in turn; edits of different files first.
 
-    most: tests that the edits of a combination break, each by itself. Together they nearly always break the same.
-    Edits of which one breaks all that the others break are not combined: their failure would be that one's.
+    most: limit of the tests that a combination's edits break, each by itself; together they nearly always break the
+    same ones. Edits are not combined if one of them breaks everything that the others break: their failure would be
+    that one's.
     """
     queues = [_combined(kept, size, seed, most) for size, name in enumerate(COMBINED, 2) if name in names]
     for candidate in itertools.chain.from_iterable(itertools.zip_longest(*queues)):

@@ -105,7 +105,7 @@ def _python_files(place: str) -> dict[str, list[Path]]:
 
 
 def _alike(package: Package, path: Path) -> bool:
-    """Tell whether a file says much of what the package's file of this name says."""
+    """Tell whether a file has much of the content of the package's file of this name."""
     end = f"{path.parent.name}/{path.name}" if path.name == "__init__.py" else path.name
     for source in package.sources():
         if source.endswith(end):

@@ -1,6 +1,6 @@
 """This module holds the thirteen makers that SWE-smith has too: plain edits of a syntax tree.
 
-Each is a function from a node and its place (`rl.make.sites`) to the node that takes its place, None where it does not
+Each is a function from a node and its place (`rl.make.sites`) to the node that replaces it, None where it does not
 apply. `rl.make.mistakes` has the makers of mistakes that people make.
 """
 
@@ -54,7 +54,7 @@ def remove_bases(node: cst.ClassDef, place: Place) -> Replacement | None:
 
 @maker(cst.FunctionDef)
 def remove_function(node: cst.FunctionDef, place: Place) -> Replacement | None:
-    """Remove a method. (Without a function of a module, mostly nothing could be imported.)"""
+    """Remove a method. (If a module lost a function, mostly nothing could be imported.)"""
     return cst.RemoveFromParent() if place.is_method(node) else None
 
 

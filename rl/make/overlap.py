@@ -25,7 +25,7 @@ VERIFIED = (
     "sphinx-doc/sphinx",
     "sympy/sympy",
 )
-_ALIKE = 0.8  # of the pieces of two texts that are in either are in both
+_ALIKE = 0.8  # of the pieces that are in either of two texts, this share is in both
 _PIECE = 4  # words of a piece
 _SHORT = 16  # words; so short a change is compared with the lines around it
 
@@ -110,7 +110,7 @@ def _words(text: str) -> list[str]:
 def _of_diff(patch: str) -> list[str]:
     """Return the words of a patch's changed lines, with the lines around them if they are few.
 
-    A bug and its fix are the same: removed and added lines are told apart by nothing.
+    A bug and its fix count as the same: removed and added lines are not told apart.
     """
     body = [line for line in patch.split("\n") if line[:1] in ("+", "-", " ") and line[:4] not in ("+++ ", "--- ")]
     changed = sorted(line[1:].strip() for line in body if line[0] != " ")

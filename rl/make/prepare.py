@@ -54,8 +54,8 @@ class Prepared:
 def prepare(spec: str, directory: Path, requires: Sequence[str] = (), copies: bool = False) -> Prepared:
     """Fetch a package, make its environment and run its tests; or read what an earlier call has left in `directory`.
 
-    spec: NAME==VERSION, or the path of a source distribution. requires: what its tests need beside what it says.
-    copies: take a package although a local box would show another copy of it. Raises MakeError, SandboxError.
+    spec: NAME==VERSION, or the path of a source distribution. requires: what its tests need besides what it declares.
+    copies: accept a package although a local box would show another copy of it. Raises MakeError, SandboxError.
     """
     archive, sha256 = sources.fetch(spec, directory / "sdists")
     home = directory / archive.name.removesuffix(".tar.gz")

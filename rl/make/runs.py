@@ -143,7 +143,7 @@ class Bench:
             await box.close()
 
     async def scripts(self, changed: Mapping[str, str], programs: Sequence[str], *, timeout_s: float) -> list[str]:
-        """Return what Python programs print in the tree with these files changed, "" for one that comes to no end."""
+        """Return what Python programs print in the tree with these files changed, "" for one that does not end."""
         box = await self.boot(changed)
         said = []
         try:
@@ -200,5 +200,5 @@ def _one_of(outcome: Any) -> str:
 
 
 def slow(seconds: float) -> float:
-    """Return how long tests may take that took so long before, in seconds."""
+    """Return how many seconds tests may take that took ``seconds`` before."""
     return 20 + 5 * seconds

@@ -23,8 +23,8 @@ Replacement = cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel
 class Place:
     """A place is where a maker is asked for a bug.
 
-    rng: all chance of an edit comes from here. tests: bits of the tests that run each line (from 1). shared: names and
-    keys that another module of the package uses, too.
+    rng: the source of all randomness of an edit. tests: bits of the tests that run each line (from 1). shared: names
+    and keys that another module of the package uses, too.
     """
 
     rng: random.Random
@@ -118,7 +118,7 @@ class File:
         return Place(random.Random(seed), self._parents, self._shared)
 
     def planted(self, maker: Maker, site: Site, seed: str) -> str | None:
-        """Return the source with a bug at a site; None if the maker has none for it, or it would be no Python."""
+        """Return the source with a bug at a site; None if the maker has none for it, or the result is not Python."""
         new = maker.make(site.node, self.place(seed))
         if new is None or new is site.node:
             return None

@@ -61,7 +61,7 @@ def snippet(source: str, failure: Failure) -> Snippet | None:
         function = _function(module, failure.test)
         if function is None or not lines:
             return None
-        for line in lines:  # the test itself first, then helpers in its file, whose names the test cannot give
+        for line in lines:  # the test's own first, then helpers', whose names the test does not define
             if (function.lineno <= line <= (function.end_lineno or 0)) and (asked := _asked(function, line)):
                 found = _Slice(module, function, failure.values, asked[1]).program(asked[0])
                 return found if len(found.text) <= _LONGEST and found.text.count("\n") < _MOST_LINES else None
@@ -159,7 +159,7 @@ def _telling(sides: list[ast.expr]) -> ast.expr:
 
 
 class _Slice:
-    """A slice is what of a test an expression needs."""
+    """A slice is the part of a test that an expression needs."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _Slice:
         self._before = [one for one in function.body if (one.end_lineno or 0) < until.lineno]
         self._module = [one for one in module.body if one is not function]
         self._parameters = {one.arg for one in [*function.args.args, *function.args.kwonlyargs]}
-        # By where it comes: statements of the module, plain values, statements of the test.
+        # By where they stand: statements of the module, plain values, statements of the test.
         self._statements: dict[tuple[int, int, int], ast.stmt | str] = {}
         self._known = set(dir(builtins)) - self._parameters - set(values)
 

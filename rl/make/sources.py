@@ -76,9 +76,10 @@ class Package:
 
 
 def fetch(spec: str, directory: Path) -> tuple[Path, str]:
-    """Return the archive of NAME==VERSION, downloaded to a directory unless it is there, or of a path; and its SHA-256.
+    """Return a source distribution's archive and its SHA-256.
 
-    Raises MakeError.
+    spec: NAME==VERSION, whose archive is downloaded to ``directory`` unless it is there already, or the path of an
+    archive. Raises MakeError.
     """
     if spec.endswith(".tar.gz"):
         path = Path(spec)
@@ -146,7 +147,7 @@ class _Links(HTMLParser):
 
 def _index() -> str:
     """Return the address of the package index that pip uses. Raises MakeError."""
-    # Only the list has a password, and only the help has the index that pip uses if none is set.
+    # Only the list of settings has passwords, and only the help has the index that pip uses if none is set.
     settings, about = _pip("config", "list"), _pip("download", "--help")
     found = re.findall(r"^(?:global|install|download|:env:)\.index-url='(.*)'$", settings, re.MULTILINE)
     found = found or re.findall(r"Index \(default (\S+)\)", about)

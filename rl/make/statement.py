@@ -1,4 +1,4 @@
-"""This module states the problem of a task: what goes wrong, as somebody reports it who has only seen it happen.
+"""This module states the problem of a task: what goes wrong, as it is reported by somebody who has only seen it happen.
 
 Everything in a statement was observed: what a short program gives with the bug and without it, or the words of a failed
 assertion. The edit that made the bug is used for one thing only: to check that nothing of it is said.
@@ -66,7 +66,7 @@ def statements(
 ) -> dict[int, str]:
     """Return the statement of each level. sources: the package's own files. tests, gold: what must not be said.
 
-    A part that would tell the answer or name a test is left out; what is left without one is general.
+    A part that would tell the answer or name a test is left out; if no part is left, the statement is a general one.
     """
     levels: dict[int, str] = {}
     safe = [one for one in shown if not leaks(_example(one), tests, gold)]

@@ -26,7 +26,7 @@ from rl.make.sources import Package
 from rollout import files
 
 _END = "END_OF_HIDDEN_TESTS"
-# swebench reads a test's name up to the first blank, and parameters may have some.
+# swebench reads a test's name up to the first blank, and parameters may contain blanks.
 _JOIN = r":a; s/^([A-Z]+ [^ []*\[[^] ]*) /\1_/; ta"
 _BLANK = re.compile(r"^([^ []*\[[^] ]*) ")
 _COMMIT = {

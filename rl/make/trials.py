@@ -166,7 +166,7 @@ class Workshop:
         return Outcome.KEPT, row
 
     async def _misgraded(self, task: Task) -> str:
-        """Return what is wrong with how a task is graded, "" if nothing is. (It fails for the third time here.)"""
+        """Return what is wrong with how a task is graded, "" if nothing. (The tests fail for the third time here.)"""
         boot = functools.partial(boot_local, task.snapshot, isolation="bwrap")
         graded = functools.partial(grade, task, boot=boot, timeout_s=self._timeout_s * 2, rules=self._rules)
         gold = await graded(patch=(task.patch or "").encode(), second_opinion=True)

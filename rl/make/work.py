@@ -30,8 +30,8 @@ _SHARE = 0.25  # of a package's tasks are combined edits, as far as there are an
 
 @dataclass(frozen=True)
 class Order:
-    """An order says what to make. limit: tasks per package. seed: of all chance. makers: their names. jobs: boxes at a
-    time. rules: what of a patch is graded in training; files that they drop are not edited."""
+    """An order says what to make. limit: tasks per package. seed: of all randomness. makers: their names. jobs: boxes
+    at a time. rules: what of a patch is graded in training; files that they drop are not edited."""
 
     limit: int
     seed: int
@@ -91,7 +91,7 @@ class Maker:
         stream = singles(files, seed, self._order.makers)
         await self._until(stream, quota, kept)
         await self._until(combinations(list(kept), seed, MOST_BROKEN, self._order.makers), self._order.limit, [])
-        await self._until(stream, self._order.limit, kept)  # where nothing can be combined
+        await self._until(stream, self._order.limit, kept)  # if combinations did not give enough
         return self.rows
 
     async def _until(self, stream: Iterator[Candidate], limit: int, kept: list[Kept]) -> None:
@@ -122,7 +122,7 @@ class Maker:
                 self._tell(len(self.rows), len(self.records))
 
     async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[Outcome, Any]]:
-        """Make tasks of trials, in any order; returns what became of each, in theirs."""
+        """Make tasks from trials, in any order; return what became of each, in the order of ``pieces``."""
         made: dict[int, tuple[Outcome, Any]] = {}
 
         async def one(piece: tuple[int, tuple[Candidate, Trial]]) -> None:

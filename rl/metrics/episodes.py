@@ -8,7 +8,8 @@
     TensorBoard get the same numbers.
 ``saved_step.json``
     such a line, of the last step whose checkpoint was saved, with what was known of it then. A run that is killed
-    between its checkpoint and the end of the step resumes after it; the line then takes its place in metrics.jsonl.
+    between this checkpoint and the end of the step resumes after the step, whose place in metrics.jsonl this line then
+    takes.
 
 This module imports neither verl nor torch: agent loop, trainer and screen all use it.
 """
@@ -108,7 +109,7 @@ class EpisodeLog:
         directory = run_dir / "episode_metrics"
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-        self.path.touch()  # a shared disk shows a new file late, but soon what is added to a known one
+        self.path.touch()  # a shared disk shows a new file late, but additions to a known one soon
 
     def append(self, line: Line) -> None:
         """Write an attempt's line; to be called before the episode's rows are handed to verl."""
@@ -163,12 +164,12 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
 
     Args:
         lines: episodes of one step and split.
-        prefix: "episode" or "val"; with "val" the names of counts have it in front, too.
+        prefix: "episode" or "val"; with "val" the names of counts begin with it, too.
         labels: keys of the lines ("difficulty", "repo") by whose values the resolve rate is split.
 
     Returns:
-        Nothing for no lines. ``<prefix>/resolve_rate`` and the other means are left out if every episode was lost to
-        the infrastructure.
+        The metrics, none if there are no lines. ``<prefix>/resolve_rate`` and the other means are left out if every
+        episode was lost to the infrastructure.
     """
     if not lines:
         return {}
@@ -248,10 +249,10 @@ def group_metrics(
         alone: groups that had fewer than two episodes to compare, because the others were left out or lost.
 
     Returns:
-        ``group/played``, ``group/used`` and ``group/alone``, counts; ``group/episodes``, mean of the used ones; and as
-        shares of the played ones without those that were alone ``group/all_equal`` (one reward), ``group/all_resolved``
-        and ``group/none_resolved``. A filtered group counts as resolved if its reward is above 0. Nothing for no
-        groups.
+        ``group/played``, ``group/used`` and ``group/alone``, counts; ``group/episodes``, mean of the used ones; and, as
+        shares of the played groups that were not alone, ``group/all_equal`` (one reward), ``group/all_resolved`` and
+        ``group/none_resolved``. A filtered group counts as resolved if its reward is above 0. No metrics if there are
+        no groups.
     """
     replaced = filtered or {}
     compared = len(groups) + sum(replaced.values()) + surplus
@@ -295,7 +296,7 @@ def append_step(run_dir: Path, step: int, time_s: float, metrics: dict[str, Any]
 
 
 def keep_step(run_dir: Path, step: int, time_s: float, metrics: dict[str, Any]) -> None:
-    """Keep what is known of a step whose checkpoint is being saved; ``rewind`` uses it if nothing more came."""
+    """Keep what is known of a step whose checkpoint is being saved; ``rewind`` uses it if the step got no line."""
     files.write(run_dir / "saved_step.json", _json_line(step, time_s, metrics), synced=True)
 
 

@@ -20,7 +20,7 @@ _WAIT_S = 10.0
 
 
 class GpuMeter:
-    """A meter measures the GPUs of one node. Where NVML cannot be used there are none."""
+    """A meter measures the GPUs of one node. Where NVML cannot be used, it measures none."""
 
     def __init__(self) -> None:
         import pynvml

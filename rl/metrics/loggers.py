@@ -57,7 +57,7 @@ class Loggers:
 
     @contextlib.contextmanager
     def guarded(self, name: str) -> Generator[None]:
-        """Leave the logger ``name`` out from now on if the block raises an exception, which ends here."""
+        """Leave the logger ``name`` out from now on if the block raises an exception, which goes no further."""
         try:
             yield
         except Exception as error:

@@ -12,7 +12,7 @@ from rl.plan.memory import GIB, Ledger, engine_weights, gradients, ledger, momen
 from rl.plan.model import ModelShape
 from rl.plan.throughput import traffic
 
-# Of a token in TransferQueue: ids twice and mask as int64, six float32 fields (log-probabilities of engine and
+# Bytes of a token in TransferQueue: ids twice and mask as int64, six float32 fields (log-probabilities of engine and
 # trainer, entropy, advantages, returns, rewards), and the copies that a step makes of some of them.
 QUEUE_BYTES = 72
 START, STEP = "CPU memory of a node, at the start", "CPU memory of a node, in a step"

@@ -119,7 +119,7 @@ def batches_in_flight(config: DictConfig) -> int:
 
 
 def count_tasks(config: DictConfig, *keys: str) -> int:
-    """Count the rows of the task files that are here, of those that ``keys`` name."""
+    """Count the rows of those task files named by ``keys`` that are on this machine."""
     import pyarrow.parquet
 
     found = 0

@@ -179,7 +179,7 @@ def gpu_bytes(config: DictConfig) -> int:
 
 
 def kv_room(config: DictConfig, shape: ModelShape, engine: EngineLayout) -> float:
-    """Return the bytes per GPU that are left for the KV cache; not above 0: the engine's weights do not fit."""
+    """Return the bytes per GPU that are left for the KV cache; 0 or less if the engine's weights do not fit."""
     return engine.utilization * gpu_bytes(config) - engine_weights(shape, engine) - engine_working(shape, engine)
 
 

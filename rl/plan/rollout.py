@@ -19,8 +19,8 @@ STEPS = 40  # simulated steps; with ten times as many the means change by 3 % or
 
 
 class Boxes(NamedTuple):
-    """Boxes play episodes: ``each`` of so many ``workers``, at the same time. An episode's duration has a
-    logarithm with the standard deviation ``spread``, and ends at ``longest``."""
+    """Boxes play episodes: each of the ``workers`` plays ``each`` at the same time. The logarithm of an episode's
+    duration has the standard deviation ``spread``; no episode takes more than ``longest``."""
 
     workers: int
     each: int
@@ -29,8 +29,8 @@ class Boxes(NamedTuple):
 
 
 class Simulation:
-    """A simulation plays groups of ``size`` episodes in boxes, of which a ``share`` has equal rewards. ``now`` is the
-    time, ``running`` and ``played`` count groups."""
+    """A simulation plays groups of ``size`` episodes in boxes; a ``share`` of the groups has equal rewards. ``now`` is
+    the time, ``running`` and ``played`` count groups."""
 
     def __init__(self, boxes: Boxes, size: int, share: float, random: random.Random) -> None:
         self.boxes, self.size, self.share, self.random = boxes, size, share, random

@@ -14,7 +14,7 @@ from rl.plan.model import ModelShape
 from rl.plan.throughput import Pace
 
 SPARE = 1.5  # of calculated seconds, because the speeds are assumed
-REQUEUE_S = 300  # from the end of the grace to the job's: Ray's end, the script that requeues, a warning that is late
+REQUEUE_S = 300  # from the grace's end to the job's: Ray's end, the script that requeues, a warning that is late
 
 
 @dataclass(frozen=True)

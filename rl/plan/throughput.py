@@ -41,7 +41,7 @@ class Traffic(NamedTuple):
 @dataclass(frozen=True)
 class Pace:
     """A pace says how fast a step is: tokens trained on and sampled, groups ``used`` and ``played``, how many times as
-    long a rollout takes because of those that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
+    long a rollout takes because of groups that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
     mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
     (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of the ``asked``
     ones that run there.

@@ -84,9 +84,9 @@ def make_policy(
     experts: per layer, at least 2; 0 makes a dense model.
     head_dim: width of an attention head.
     multiple: unused tokens fill the vocabulary up to a multiple of this.
-    tokenizer: another one. shape: the model's, in the words of its Hugging Face config. output: the output layer begins
-        as the embedding times this; None: at random. begin: is called with the model whose weights are random, to set
-        some of them.
+    tokenizer: used in place of the quickstart's own. shape: the model's, in the words of its Hugging Face config.
+        output: the output layer begins as the embedding times this; None: at random. begin: is called with the model
+        whose weights are random, to set some of them.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -148,7 +148,7 @@ def make_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Control tokens are cut out, as the trainer would learn pieces of them like any text.
+    # Control tokens are cut out, because the BPE's trainer would learn pieces of them like any text.
     control = re.compile("|".join(map(re.escape, [*SPECIAL, *TAGS])))
     corpus = _corpus() if texts is None else texts
     tokenizer.train_from_iterator((part for text in corpus for part in control.split(text)), trainer)

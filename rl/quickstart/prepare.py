@@ -5,8 +5,8 @@ those of the session trees, token for token, not re-rendered text. The quickstar
 edits at random, so the policy learns the form of an episode and not which edit is right.
 
 A preparation that is killed goes on where it was when the same command is started again, with the same result: tasks,
-policy, each scripted episode (its record) and up to eight passes of the imitation are kept. The parts of one that is
-not whole have names with a dot in front.
+policy, each scripted episode (its record) and up to eight passes of the imitation are kept. Incomplete parts have names
+with a dot in front.
 
     python -m rl.quickstart.prepare [key=value ...]
 
@@ -137,10 +137,10 @@ def _warm_start(course: Course, config: DictConfig, task_file: Path, policy: Pat
 def _imitate(
     course: Course, config: DictConfig, start: Path, rows: Path, out: Path, settings: Mapping[str, Any], screen: Screen
 ) -> None:
-    """Fine-tune the model ``start`` on rows, as the model ``out``."""
+    """Fine-tune the model ``start`` on rows, and make the result the model ``out``."""
     what = f"warm start, updates ({rows.stem})"
     screen.show(what)
-    cpu = compose([f"+experiment={course.name}"])  # whatever the experiment is for
+    cpu = compose([f"+experiment={course.name}"])  # on a CPU, whatever the experiment is for
     working = out.with_name(f"{out.name}.sft")
     made = run_sft(
         cpu,

@@ -7,7 +7,7 @@ process that has those modules loaded, and ends; the server's fork goes on as th
 memory until it writes to it.
 
 A process that a worker starts with multiprocessing's method "forkserver" is a fork of this server, too. It belongs to
-the worker's process group; how it ended is not known: its exit code is 255.
+the worker's process group; how it ended is not known, so its exit code is given as 255.
 
 Only the standard library is imported here at the top: the part that Ray runs must start in no time.
 """
@@ -97,7 +97,8 @@ def _executable(path: str) -> str:
 
 
 def nodes_executable() -> str:
-    """Return the same for workers of all nodes, each of which has a server in the RL_SOCKET_DIR of its processes."""
+    """Return an ``executable`` for workers of all nodes, each of which has a server in the RL_SOCKET_DIR of its
+    processes."""
     return _executable('"$RL_SOCKET_DIR"/fork')
 
 
@@ -181,7 +182,7 @@ def _serve_multiprocessing(path: str) -> None:
 def _run_target(data: int, status: int, tracker: int, *inherited: int) -> None:
     """Run what a worker's multiprocessing has written to ``data``, as a process of its own server would, and end.
 
-    The worker reads from ``status`` which process this is, and, by its end, that it has ended.
+    The worker reads from ``status`` which process this is, and learns from the end of ``status`` that it has ended.
     """
     from multiprocessing import forkserver, resource_tracker, spawn
 

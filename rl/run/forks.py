@@ -22,8 +22,8 @@ from pathlib import Path
 class Forks:
     """Programs (``python -m NAME``) are started by this as forks of a process that has imported ``modules``.
 
-    environment: more variables of that process, for what reads some when it is imported. A module that cannot be
-    imported is imported, and fails, in the programs that need it.
+    environment: more variables of that process, for modules that read some when they are imported. A module that cannot
+    be imported is imported, and fails, in the programs that need it.
     """
 
     def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:

@@ -50,7 +50,8 @@ class RunLease:
             time.sleep(POLL_S)
 
     def tried(self) -> bool:
-        """Return whether the lease is taken now; if not, ask again after ``POLL_S`` seconds. Raises as ``take``."""
+        """Try to take the lease; return whether that worked. If not, try again after ``POLL_S`` s. Raises as
+        ``take``."""
         try:
             if take(self._file, self._line):
                 return True

@@ -16,8 +16,8 @@ _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.a
 def tied(*command: str) -> list[str]:
     """Return a command that runs ``command`` and sends it SIGTERM when the process that started it ends in any way.
 
-    What the program starts itself is its own to end. Start it in the main thread: for the kernel, the parent is the
-    thread (PR_SET_PDEATHSIG).
+    The program itself has to end what it starts. Start it in the main thread: for the kernel, its parent is the thread
+    that starts it (PR_SET_PDEATHSIG).
     """
     return [sys.executable, "-I", "-S", "-c", _TIED, *command]
 
@@ -34,7 +34,7 @@ def end_processes(processes: Sequence[psutil.Process], within_s: float = 10.0) -
 def free_ports(count: int) -> list[int]:
     """Return different TCP ports on which nobody listens on any address of this machine.
 
-    They are below those that the kernel gives to connections: one of these could have the port before its server has.
+    They are below those that the kernel gives to connections, one of which could take a port before its server does.
     """
     with ExitStack() as stack:
         ports: list[int] = []

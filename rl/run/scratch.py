@@ -18,8 +18,8 @@ def socket_directory(note: Path, local_dir: str | None = None) -> str:
     The path is written to the file ``note``. What an earlier, killed process has noted there is removed first. The
     directory is not inside the run directory, whose path may be too long for sockets. Only this user can enter it.
 
-    local_dir: config.cluster.local_dir; below it is all that is made here. None: TMPDIR, and for sockets /tmp if that
-    is shorter. Raises ConfigError if it is too long or cannot be written.
+    local_dir: config.cluster.local_dir, below which everything is made. None: TMPDIR, and for sockets /tmp if that is
+    shorter. Raises ConfigError if it is too long or cannot be written.
 
     The processes that this one starts also get a TMPDIR of their own, on the disk of the current one, because verl,
     vLLM and wandb leave temporary files behind. Sandboxes stay beside it (RL_BOX_DIR), where any later process finds

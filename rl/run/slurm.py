@@ -10,8 +10,8 @@ ANSWER_S = 5  # for the controller to answer
 def job_end() -> float | None:
     """Return when the job's time is up (seconds since the epoch); None if that is not known.
 
-    The controller is asked first, because a time limit can be changed; then SLURM's variable counts, which newer
-    versions set at the job's start.
+    The controller is asked first, because a time limit can be changed; if it does not answer, SLURM's variable counts,
+    which newer versions set at the job's start.
     """
     if not job():
         return None

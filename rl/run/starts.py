@@ -7,12 +7,12 @@ newest checkpoint, the episodes that are kept from an interrupted rollout, what 
 (``rl.quickstart.prepare``), and the images that a job's nodes have pulled. A step that was finished and not saved is
 done again, so it does not count.
 
-Of a job on a cluster, ``rl.cluster`` notes the start when it has the run directory's lease, before it pulls images and
-starts Ray, and the ``rl.train`` in it notes none. A start that ends before has written nothing, but SLURM has counted
-it: the numbers that are missing in ``starts.json`` are starts without progress too, and ``rl.cluster`` looks at them as
-the first thing that it does.
+For a job on a cluster, ``rl.cluster`` notes the start when it has the run directory's lease, before it pulls images and
+starts Ray, and the ``rl.train`` in it notes none. A start that ends earlier has written nothing, but SLURM has counted
+it: numbers that are missing in ``starts.json`` are starts without progress too, and ``rl.cluster`` looks at them first
+of all.
 
-Only starts after a requeue are held to this: who starts a run by hand, or presses Ctrl-C, sees what happens.
+Only starts after a requeue are held to this: whoever starts a run by hand, or presses Ctrl-C, sees what happens.
 """
 
 import json
@@ -29,7 +29,7 @@ from rollout.records import Reader
 
 FRUITLESS = 2  # starts in a row without progress that end a run
 FILE = "starts.json"
-IMAGES = "images_ready"  # file in the logs of a node: how many images it had at last
+IMAGES = "images_ready"  # file in the logs of a node: how many images it had in the end
 
 
 class NoProgress(Exception):

@@ -5,8 +5,8 @@ signal is a request: the trainer ends as soon as nothing is lost by it, saves a 
 While episodes are played that is at once, because those that are done are kept (``rl.run.unfinished``); in the update
 it is after the step. Outside of a step it exits at once with the same code. A second signal, or ``grace_s`` seconds
 after the first, ends the process in the middle of its work with ``CUT_SHORT``: work since the last checkpoint is lost.
-If the job ends sooner (``rl.run.slurm``), the time is what is left of it, without a margin. In all cases the same
-command continues the run. SIGINT keeps Python's meaning.
+If the job ends sooner (``rl.run.slurm``), the time is what is left of it, less a margin. In all cases the same command
+continues the run. SIGINT keeps Python's meaning.
 
 The state is global because signal handlers belong to the process. ``rl.train`` installs the handlers, first ``early``,
 and reports the end; the trainer (``rl.trainer``) says when its steps begin and asks whether it should end.
@@ -42,7 +42,7 @@ class CutShort(Ended):
 
 _reason: Ended | None = None
 _grace_s: float = 0.0
-_allowed_s: float = 0.0  # the part of it that the job's end leaves
+_allowed_s: float = 0.0  # what the job's end leaves of the grace
 _say: Callable[[str], None] = print
 _job_end: Callable[[], float | None] = float  # 0: not known
 _asked: str | None = None  # the name of the first signal

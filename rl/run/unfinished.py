@@ -195,7 +195,7 @@ class Draws:
 
         items = tq.kv_list("train").get("train", {})
         rows = {key: tag for key, tag in items.items() if not tag.get("is_prompt")}
-        writing = {session_of(key) for key, tag in rows.items() if not tag}  # tags come last, at once for an episode
+        writing = {session_of(key) for key, tag in rows.items() if not tag}  # an episode's tags come last, all at once
         keys: dict[str, list[str]] = {}  # by group
         for key in rows:
             if session_of(key) not in writing:

@@ -32,8 +32,8 @@ class VllmServer:
         model: a model directory or a hub name.
         log: the file to which the server's output is appended.
         arguments: more arguments of vLLM's api_server.
-        environment: variables that go before this process's own, which go before the defaults for a CPU.
-        forks: what starts it, on a CPU, sooner than a Python of its own does.
+        environment: variables that override this process's own, which override the defaults for a CPU.
+        forks: what starts it on a CPU, faster than as a new Python process.
     """
 
     def __init__(

@@ -146,8 +146,8 @@ class Witness:
     """A witness is a process that outlives this one for a moment. Make it before there are threads.
 
     Args:
-        line: makes the line that is printed if this process ends without ``dismiss``, from the cause that it could
-            ``tell``, "" if it told none.
+        line: makes the line that is printed if this process ends without ``dismiss``, from the cause given to ``tell``,
+            "" if there was none.
         out: file descriptor of the user's screen.
         scratch: directories to remove in that case. Sandboxes of killed workers are removed too.
     """

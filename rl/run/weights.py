@@ -43,8 +43,8 @@ class Weights:
     def stamps(self) -> dict[str, list[int]]:
         """Return size in bytes and time of change in ns of the weight files, by name; empty for a name on the hub.
 
-        They tell whether a directory was trained on since, without reading large files. A merged checkpoint has the
-        stamps of its shards.
+        They tell whether training has changed a directory since, without reading large files. A merged checkpoint has
+        the stamps of its shards.
         """
         place = self.sharded or Path(self.model)
         if place.name == "merged":

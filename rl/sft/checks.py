@@ -46,7 +46,7 @@ def check_sft(config: DictConfig) -> None:
     """
 
     def settings(config: DictConfig) -> None:
-        check_values(config)  # the others count on them
+        check_values(config)  # the other checks rely on them
         plays = [check_episodes] if config.sft.rounds else []
         made = [] if config.prepare else [check_model, *([check_files] if config.sft.rounds else [])]
         check_all(

@@ -69,7 +69,7 @@ def run_llamafactory(
     shutil.rmtree(trained, ignore_errors=True)
     rows = sum(json.loads((data / "export.json").read_text())["rows"].values())
     command = [str(PROGRAMS / "llamafactory-cli"), "train", str(data / "train.yaml")]
-    # Packages that are in front of .venv's here must not be in front of its own.
+    # Packages that come before .venv's in this process must not come before LLaMA-Factory's own.
     _train(command, "", config, model, out, bool(lora), watch)
     return {"rows": rows, **_losses(out)}
 
@@ -137,7 +137,7 @@ def _train(
         return
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)  # the one and the template that episodes are played with
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)  # with the template that episodes are played with
     tokenizer.save_pretrained(trained)
     trained.rename(out / "model")
 

@@ -74,7 +74,8 @@ def pairs_of(sources: Sequence[Path]) -> Iterator[Pair]:
 
 def write_pairs(sources: Sequence[Path], path: Path, max_length: int, tokenizer: Any = None) -> tuple[int, int]:
     """Write the pairs to a parquet file with TRL's columns, in one step; return how many, and how many were longer than
-    ``max_length`` tokens and left out. A source that is a .parquet file gives pairs, of the policy's ``tokenizer``.
+    ``max_length`` tokens and left out. A source that is a .parquet file gives pairs as they are, which must be of the
+    policy's ``tokenizer``.
 
     Raises RowsError for a file that does not have them, and FileNotFoundError.
     """

@@ -1,15 +1,15 @@
 """This module fine-tunes in rounds: collect, select, fine-tune, evaluate.
 
     RUN/iteration_0/evaluation/           the policy as it is, on the held-out tasks
-    RUN/iteration_N/collection/           what the policy before has played of the training tasks
+    RUN/iteration_N/collection/           the training tasks as the policy of the round before played them
     RUN/iteration_N/data/                 what was selected of that (a selection: it reads like a run)
     RUN/iteration_N/model/, rows.parquet  the policy, and what it was trained on (rl.sft.tune)
     RUN/iteration_N/evaluation/           the policy on the held-out tasks
     RUN/iteration_N/report.json           all figures of the round
     RUN/rounds.md                         the table
 
-Each step's result is whole or not there; evaluation and collection know which episodes they have. So a run that is
-killed goes on with the step, and within these two with the episode, that it was in.
+Each step's result is whole or not there, and evaluation and collection know which episodes they have. So a run that is
+killed goes on with the step that it was in and, within these two steps, with the episode.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def play_rounds(config: DictConfig, model: str, run: Path, screen: Screen) -> No
 
 
 class _Quiet(Purpose):
-    """The rounds' table shows the results."""
+    """This purpose shows nothing: the rounds' table shows the results."""
 
     def tables(self, found: dict[str, Any]) -> Sequence[Any]:
         return ()
@@ -93,7 +93,7 @@ class _Rounds:
         return str(self.place(number) / "model") if number else self.first
 
     def spent(self, number: int) -> int:
-        """Return the episodes that were selected in all rounds up to one."""
+        """Return how many episodes were selected in the rounds up to ``number``."""
         return sum(_read(self.place(n) / "data" / "selection.json")["episodes"] for n in range(1, number + 1))
 
     def one(self, number: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _LOOK_S, _LONGEST_S = 2.0, 15.0  # between two looks at the records; at most, wh
 
 
 async def send(record: Record, run: str, store: Store, known: dict[str, StoredAttempt]) -> bool:
-    """Put an attempt into the store, unless it is there; return whether it was not.
+    """Put an attempt into the store unless it is there; return whether it was put there.
 
     An episode is a rollout, named by its first attempt. ``run``: where it was played; ``known``: what the store has,
     which is kept up to date. Raises StoreError.
@@ -59,8 +59,8 @@ def _name(record: Record) -> str:
 class Sender:
     """A sender sends the records of run directories, or of record files, to a store.
 
-    Its queue are the files: it holds one record at a time. ``sent``: attempts that it has sent; ``there``: that were in
-    the store already; ``refused``: what the store said of the others, by their names; ``damage``: what
+    The files are its queue: it holds one record at a time. ``sent``: attempts that it has sent; ``there``: attempts
+    that were in the store already; ``refused``: what the store said of the others, by their names; ``damage``: what
     could not be read.
     """
 

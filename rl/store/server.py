@@ -1,7 +1,7 @@
 """This module speaks with the server of a LightningStore (``agl store``), without importing agentlightning.
 
-That import takes 10 s of CPU time and 380 MB, for what are six requests. Spans go in as OTLP: as many as fit into one
-request, where agentlightning's own client sends each one alone and is sent it back.
+That import takes 10 s of CPU time and 380 MB, although no more than six kinds of requests are needed. Spans go in as
+OTLP, as many as fit into one request; agentlightning's own client sends each span alone, and gets it back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATUS = {"OK": Status.STATUS_CODE_OK, "ERROR": Status.STATUS_CODE_ERROR}
 
 
 class Server:
-    """A Server is a LightningStore at an URL. Close it in the end. ``timeout_s``: for each request."""
+    """A Server is a LightningStore at a URL. Close it in the end. ``timeout_s``: for each request."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url.rstrip("/")

@@ -36,7 +36,7 @@ class Store(Protocol):
         ...
 
     async def has(self, rollout: str) -> bool:
-        """Tell whether the store has a rollout. One that was started anew has lost all it had in memory."""
+        """Tell whether the store has a rollout. A store that was started anew has lost all it had in memory."""
         ...
 
     async def start(self, rollout: Mapping[str, Any]) -> StoredAttempt:

@@ -1,6 +1,6 @@
 """This module makes training data of teachers' answers: preference pairs, and replies to distil.
 
-A state's verdict is what more than half of the teachers that answered have replied: the same tools with the same
+A state's majority is what more than half of the teachers that answered have replied: the same tools with the same
 arguments. If the student replied otherwise, its reply and a teacher's are a pair. Without such a majority a state gives
 nothing.
 """
@@ -35,7 +35,7 @@ def majority(answers: Mapping[str, Message]) -> list[str]:
 
 
 def write(source: Path, limit: int | None, names: Sequence[str], answers: Answers, out: Path) -> dict[str, int]:
-    """Write pairs.jsonl and distill.jsonl in ``out``; return how many states came to what. Raises OSError.
+    """Write pairs.jsonl and distill.jsonl in ``out``; return how many states had which outcome. Raises OSError.
 
     Rows are those of TRL: ``prompt``, ``chosen``, ``rejected``, and ``messages``; each with ``tools``.
     """

@@ -40,7 +40,7 @@ _SYSTEM = (
 )
 _FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _QUOTED = re.compile(r"``(.+?)``|`([^`\n]+)`")
-_LONGEST = 3  # times what it was, and some more
+_LONGEST = 3  # times the length of the old statement; ``_MORE`` characters are added
 _MORE = 400
 
 

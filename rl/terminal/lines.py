@@ -1,4 +1,4 @@
-"""This module makes lines of records, for lists and for reading. It knows no terminal; all text in it is hostile."""
+"""This module makes lines from records, for lists and for reading. It knows no terminal; all text in it is hostile."""
 
 from __future__ import annotations
 

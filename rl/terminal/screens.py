@@ -1,4 +1,4 @@
-"""This module shows lines as lists, one screen upon the other. All of them are tables of rows with find and filters."""
+"""This module shows lines as lists, one screen on top of the other. All are tables of rows with find and filters."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Table(DataTable[Text]):
 class Listing(Screen[None]):
     """A listing is a table of rows with a heading.
 
-    ``make`` returns its rows, ``opens`` the screen that a row is about, or None. With ``filters``, words leave the rows
-    that have them, and the rows are made again while records are being read; else words are looked for.
+    ``make`` returns its rows, ``opens`` the screen that a row is about, or None. With ``filters``, words leave only the
+    rows that have them, and the rows are made again while records are being read; without, words are searched for.
     """
 
     CSS = "DataTable { height: 1fr; } #heading { text-style: bold; }"

@@ -33,9 +33,9 @@ Row = tuple[list[int], list[int]]  # ids and mask
 
 @dataclass
 class Counts:
-    """Counts are what was made of episodes. ``tokens``: of all rows; ``trained``: those with mask 1; ``longest``: row
-    in tokens; ``too_long``: rows that were left out; ``without``: episodes that have no row (left); ``given``: rows
-    that are of no episode."""
+    """Counts are what was made of episodes. ``tokens``: of all rows; ``trained``: those with mask 1; ``longest``:
+    tokens of the longest row; ``too_long``: rows that were left out; ``without``: episodes that have no row (left);
+    ``given``: rows that come from no episode."""
 
     episodes: int = 0
     resolved: int = 0
@@ -67,9 +67,9 @@ def write_rows(
     """Write the rows of all episodes that ``sources`` have recorded to a parquet file, in one step.
 
     A source that is a .parquet file gives rows. An episode that is there twice counts once, one that the infrastructure
-    failed not at all. Rows with more than ``max_length`` tokens are left out, never cut. tokenizer: the policy's, by
-    which the sampled tokens must spell what the record says, and the given rows' own. show: is called with what was
-    counted so far.
+    failed not at all. Rows with more than ``max_length`` tokens are left out, never cut. tokenizer: the policy's; with
+    it the sampled tokens must spell what the record says, and the given rows must have been made with it. show: is
+    called with what was counted so far.
 
     Raises RowsError for a record that is damaged, has none of the engine's tokens, or those of another tokenizer, for
     such given rows, and if no row is left; FileNotFoundError for a source that is not there.

@@ -43,7 +43,7 @@ _SETTINGS: dict[str, Any] = {
     },
     "trainer": {"resume_mode": "auto", "max_ckpt_to_keep": 2},
 }
-# Half a second of a core for the smallest model, which in a short epoch is most of what it does.
+# Saving takes half a second of a core for the smallest model, which is most of the time of a short epoch.
 _MOST_SAVED = 8
 _HYDRA = (
     "hydra.run.dir=.",
@@ -89,20 +89,20 @@ def run_sft(
 ) -> Path:
     """Fine-tune a Hugging Face model on token rows: all weights, or an adapter if the experiment has a ``lora_rank``.
 
-    If this process is killed, the same call goes on after the last epoch that was saved, with the same result. Each is;
-    of more than eight, every second, third, ..., so that it is done eight times at most.
+    If this process is killed, the same call goes on after the last epoch that was saved, with the same result. Every
+    epoch is saved; if there are more than eight, only every second, third, ... one, so that eight are saved at most.
 
     Args:
         config: a training config. Its model's settings, its actor's engine and its devices on one node are used.
         model: directory or hub name of the model; float32 weights are trained unless the engine says otherwise.
         rows: parquet with columns input_ids list[int] and loss_mask list[int].
         out_dir: made if missing; the trained model is ``out_dir/model``, an adapter also ``out_dir/adapter``.
-        passes: see there.
+        passes: see ``Passes``.
         log: the trainer's output is appended to it.
         loggers: verl's, besides the file ``out_dir/sft_metrics.jsonl``.
         environment: more variables for the trainer.
         watch: called with step, number of steps and metrics after each step.
-        forks: what starts the trainer, on a CPU, sooner than a Python of its own does.
+        forks: what starts the trainer on a CPU, faster than as a new Python process.
 
     Returns:
         The directory with weights, config and tokenizer, as vLLM and verl load it.
@@ -163,7 +163,7 @@ def _settings(
     count = pyarrow.parquet.read_metadata(rows).num_rows
     if count < side_by_side:
         raise RuntimeError(f"{count} rows cannot be split over {side_by_side} devices; use fewer, or more episodes")
-    # Of few episodes there may be fewer rows than a batch has; with less than one, verl divides by zero.
+    # Few episodes may have fewer rows than a batch; with less than one batch, verl divides by zero.
     batch = max(min(passes.batch_size, count) // side_by_side * side_by_side, side_by_side)
     whole = [] if config.actor_rollout_ref.model.lora_rank else ["hf_model"]
     own = {
@@ -238,7 +238,7 @@ def _go_on(out_dir: Path, settings: Any) -> None:
         for name in ("checkpoints", "model", "adapter"):
             shutil.rmtree(out_dir / name, ignore_errors=True)
         files.write(known, text)
-    # Checkpoints are those of an epoch's end. With the loader's state from there, verl would find the next one empty.
+    # Checkpoints are those of an epoch's end. With the loader's state from there, verl would find the next epoch empty.
     for state in (out_dir / "checkpoints").glob("global_step_*/data_*.pt"):
         state.unlink()
 

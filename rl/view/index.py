@@ -157,7 +157,7 @@ class Index:
             yield entry if found else None
 
     def save(self) -> None:
-        """Write the cache file, if there is one; a disk that cannot be written costs a new start its time only."""
+        """Write the cache file, if there is one; if the disk cannot be written, the next start only takes longer."""
         self._saved = len(self.entries)
         if self._cache is None:
             return

@@ -126,7 +126,7 @@ def _causes(entries: Sequence[Entry]) -> list[tuple[str, int, bool]]:
 
 
 def _tasks(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return a row per task: those with most attempts first, of these the ones that are nearest to one half."""
+    """Return a row per task, those with most attempts first; among equals, those whose rate is nearest to one half."""
     found: dict[str, list[Entry]] = defaultdict(list)
     for one in entries:
         if not one.facts["infra"]:

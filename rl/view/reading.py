@@ -63,7 +63,7 @@ class Turn:
     sub-agent's, started by the call ``caller``) or side. ``after``: the turn that it goes on from, 0 if it begins a
     conversation; ``notice``: what is unusual about that. ``context``: the nodes that were read in addition;
     ``asked``: messages, (role, text), where these were kept; ``told``: texts that the agent put before it.
-    ``sampled``: the text of all tokens; ``differs``: how what the agent received is something else. ``rows``: the
+    ``sampled``: the text of all tokens; ``differs``: how what the agent received differs from that. ``rows``: the
     training rows that it is in; ``untrained``: why it is in none. ``mean``, ``least``: log-probabilities.
     """
 
@@ -194,7 +194,7 @@ def _of_tree(record: Record) -> list[Turn]:
 
 
 def _sort_out(nodes: list[NodeRecord], turns: list[Turn], by_node: dict[int, Turn], callers: dict[str, str]) -> None:
-    """Say of replies that the agent does not report whose they are: those of the conversation that they are in."""
+    """Say whose the replies are that the agent does not report: they belong to the conversation that they are in."""
     roots: dict[int, int] = {}
     for place, node in enumerate(nodes):
         roots[place] = roots.get(node.parent, place) if node.parent >= 0 else place
@@ -249,7 +249,7 @@ def _of_calls(record: Record) -> list[Turn]:
 
 
 def _of_events(record: Record) -> list[Turn]:
-    """One reply is several events, one per block; all have the message's id."""
+    """Return the turns of the agent's events: a reply is several events, one per block, all with the message's id."""
     turns: dict[str, Turn] = {}
     for event in record.events:
         if said := blocks(event, "assistant"):

@@ -19,7 +19,7 @@ _LINES = 2000  # of texts that are compared line by line; longer ones are compar
 
 
 def clean(text: Any) -> str:
-    """Return a text that does nothing but stand there: without terminal sequences, with visible control characters."""
+    """Return a text that is harmless to show: without terminal sequences, with visible control characters."""
     text = str(text).replace("\r\n", "\n")
     text = _SURROGATES.sub("\ufffd", _ESCAPES.sub("", text)).translate(_CONTROLS)
     return _MARKS.sub(lambda mark: f"\u27e8U+{ord(mark[0]):04X}\u27e9", text)

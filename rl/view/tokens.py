@@ -68,7 +68,7 @@ class Vocabulary:
     def _bytes(self) -> tuple[Any, Any, Any] | None:
         """Return where each id's bytes begin, how many there are, and all of them; None if ids depend on each other.
 
-        One id more, the last, is a zero byte.
+        After the last id there is one more, which is a zero byte.
         """
         if type(self._codec.decoder).__name__ != "ByteLevel":
             return None
@@ -308,7 +308,7 @@ class Texts:
         return self._made(node)[0]
 
     def token(self, node: int, character: int) -> int:
-        """Return the token of a node in which a character of its text is."""
+        """Return the number of a node's token that has a character of the node's text."""
         ends = self._made(node)[1]
         chunk = bisect_right(ends, character)
         ids, at = self._chunk(node, chunk), character - (ends[chunk - 1] if chunk else 0)
@@ -321,7 +321,7 @@ class Texts:
         return unpack_ids(self._record.nodes[node].ids[4 * MOST * number : 4 * MOST * (number + 1)])
 
     def _made(self, node: int) -> tuple[str, list[int]]:
-        """Return the text of a node, and where each ``MOST`` tokens end in it: a list of all ends would be large."""
+        """Return the text of a node, and where each ``MOST`` of its tokens end: a list of all ends would be large."""
         if node not in self._known:
             chunks = range(-(-self._record.nodes[node].length // MOST))
             texts = [self._words.text(self._chunk(node, number)) for number in chunks]

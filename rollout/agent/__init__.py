@@ -1,6 +1,6 @@
 """An agent is a program that works on a task inside a sandbox and reaches its model through a proxy session.
 
-``Agent`` is all that an episode needs to know of one; ``rollout.agent.claude_code`` is the first. Another one is a
+``Agent`` is all that an episode needs to know of one; ``rollout.agent.claude_code`` is the first. Another one takes a
 module here, an entry in ``rl.setup.AGENTS`` and a configs/agent/NAME.yaml.
 """
 
@@ -34,10 +34,10 @@ class AgentRun:
 
     ``turns``: calls of the main thread that the agent acted on, as the proxy counts them; ``detail``: the last answer,
     or what went wrong; ``events``: the agent's event stream, one dict per line (``rollout.agent.events``); ``replies``:
-    the ids of the replies that the agent says it got, None if it does not say. The last three are the output of a
-    process that the policy's commands can write to: they are shown to people, and all that they decide is which replies
-    are not trained on, and that one which was sent has arrived. ``kept``: the raw output and the agent's own files, if
-    they were to be kept.
+    the ids of the replies that the agent says it got, None if it does not say. The last three come from output that
+    the policy's commands can write to: they are shown to people, and decide only which replies are not trained on, and
+    that a reply which was sent has arrived. ``kept``: the raw output and the agent's own files, if they were to be
+    kept.
     """
 
     status: Status
@@ -75,7 +75,7 @@ class Agent(Protocol):
         ...
 
     def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
-        """Return the agent's variables. ``secret`` opens the proxy session, which is reached at the unix socket
+        """Return the agent's environment. ``secret`` opens the proxy session, which is reached at the unix socket
         ``socket`` or at ``base_url``."""
         ...
 
@@ -84,8 +84,8 @@ class Agent(Protocol):
         ...
 
     def result(self, done: ExecResult, turns: int) -> AgentRun:
-        """Return what the ended process came to. ``turns``: see ``AgentRun``. It raises nothing, whatever was output:
-        the policy's commands can write there."""
+        """Return the outcome of a process that has ended. ``turns``: see ``AgentRun``. Raises nothing, whatever the
+        output is: the policy's commands can write to it."""
         ...
 
 

@@ -22,8 +22,8 @@ from rollout.agent.events import message_id, read
 from rollout.sandbox import ExecResult
 
 # Claude Code compacts when the conversation exceeds its window less the longest reply less 13,000 tokens. A window that
-# leaves next to nothing after that would make it compact all the time; without being told it runs into the proxy's
-# "prompt is too long" and compacts then.
+# leaves next to nothing after that would make it compact all the time. It is not told of such a window: it runs into
+# the proxy's "prompt is too long" and compacts then.
 _LEAST_WINDOW = 45_000
 # The longest JSON text on the command line; Linux takes no argument of more than 128 KiB.
 _ARGUMENT = 100_000
@@ -67,9 +67,9 @@ class ClaudeCode:
         output_style: str | None = None,
         **more: Any,
     ) -> ClaudeCode:
-        """Return the agent of a config's plain values.
+        """Make the agent from a config's plain values.
 
-        Raises FileNotFoundError when there is no Claude Code binary, ValueError for what is wrong with other files.
+        Raises FileNotFoundError if there is no Claude Code binary, ValueError if another file or a value is wrong.
         """
         if more.get("bare") and (hooks or skills or output_style):
             raise ValueError("agent.bare=true runs without agent.hooks, agent.skills and agent.output_style")
@@ -98,7 +98,7 @@ class ClaudeCode:
 
     @property
     def leaves(self) -> Sequence[str]:
-        """Return where Claude Code writes its sessions, those of sub-agents too, and the shipped hooks their events."""
+        """Return where Claude Code writes its sessions (sub-agents', too), and where the shipped hooks write events."""
         return (".claude/projects", ".claude/hooks.jsonl")
 
     def argv(self) -> list[str]:
@@ -125,7 +125,7 @@ class ClaudeCode:
         return f"\n{prompt}".encode() if prompt.startswith("/") else prompt.encode()
 
     def environment(self, secret: str, *, socket: Path | None = None, base_url: str = "") -> dict[str, str]:
-        """Return the agent's variables. With ``socket`` no TCP is used; else the session is at ``base_url``."""
+        """Return the agent's environment. With ``socket`` no TCP is used; else the session is at ``base_url``."""
         env = {
             "ANTHROPIC_AUTH_TOKEN": secret,
             "ANTHROPIC_BASE_URL": base_url or "http://proxy.invalid",
@@ -164,7 +164,7 @@ class ClaudeCode:
         if last is None:
             tail = done.stderr[-2000:].decode("utf-8", "replace").strip()
             return AgentRun(Status.CRASHED, turns, f"exit status {done.returncode}: {tail}", events, replies)
-        # An episode that a limit ended may be left out of training, so a line alone must not say so.
+        # An episode that a limit ended may be left out of training, so a line of output alone must not say so.
         if last.get("subtype") == "error_max_turns" and turns >= self.max_turns:
             return AgentRun(Status.MAX_TURNS, turns, "", events, replies)
         status = Status.ERROR if last.get("is_error") else Status.FINISHED
@@ -179,7 +179,7 @@ def _read(key: str, path: str) -> bytes:
 
 
 def _json(key: str, given: Any) -> dict[str, Any]:
-    """Return a mapping, or the one in the JSON file that is named. It becomes one argument of a command line."""
+    """Return a mapping, given as such or by the path of its JSON file. It becomes one command-line argument."""
     try:
         value = json.loads(_read(key, given)) if isinstance(given, str) else given or {}
     except (ValueError, RecursionError) as error:

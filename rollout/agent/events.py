@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-_DEPTH = 64  # of lists and objects in each other; Claude Code's own events have about ten
-_PARTS = 1 << 20  # of a whole stream, about 100 bytes each when they are read; an episode of 200 turns has 20,000
+_DEPTH = 64  # levels of nested lists and objects; Claude Code's own events have about ten
+_PARTS = 1 << 20  # values in a whole stream, about 100 bytes each once read; an episode of 200 turns has 20,000
 
 
 def read(output: bytes) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def _count(value: Any) -> int:
 
 
 def _storable(value: Any) -> bool:
-    """Tell whether MessagePack can hold a value, and whoever walks it comes to its end."""
+    """Tell whether MessagePack can hold a value, and whether it is shallow enough for any code that walks it."""
     level = [value]
     for _ in range(_DEPTH):
         inner = [one for one in level if isinstance(one, dict | list)]

@@ -1,7 +1,7 @@
 """This module keeps what an agent's process leaves behind: its output, and its own files.
 
 All of it is hostile input: the policy's commands can write to the output and change the files. Files are read by a
-program in the box, whose output is cut off, and which can name no path outside of the directory that they are put in.
+program in the box; its output is capped, and no path that it names may lead out of the directory they are put in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ done
 
 @dataclass(frozen=True)
 class Kept:
-    """Kept is what a process left: its output, its own files by their paths relative to HOME, and what is wrong."""
+    """Kept is what a process left: its output, its own files by their paths relative to HOME, and what is missing."""
 
     stdout: bytes
     stderr: bytes
@@ -50,7 +50,7 @@ async def keep(box: Sandbox, done: ExecResult, places: Sequence[str]) -> Kept:
 
 
 def unpack(data: bytes) -> tuple[dict[str, bytes], bool]:
-    """Return the files in the output of the script, and whether that is all of it. Raises nothing, whatever it is."""
+    """Return the files in the output of the script, and whether none is missing. Raises nothing, whatever it holds."""
     files: dict[str, bytes] = {}
     at = 0
     while at < len(data):

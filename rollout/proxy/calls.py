@@ -16,9 +16,9 @@ _MOST = 256 << 20
 
 
 class CallRecord(msgspec.Struct, omit_defaults=True):
-    """A call record is one call that was answered. Numbers are places in ``Conversation.parts``.
+    """A call record is one call that was answered. Its parts are named by their places in ``Conversation.parts``.
 
-    ``node``: of the session tree, whose sampled node is the reply; -1 for a forwarded call, whose ``reply`` is the
+    ``node``: the index of the reply's sampled node in the session tree; -1 for a forwarded call, whose ``reply`` is the
     body of the endpoint's answer. ``started``: Unix time; ``seconds``: until the reply was sent.
     """
 

@@ -36,7 +36,7 @@ class ChatEndpoint(SideEndpoint):
     ``key`` is sent as ``Authorization: Bearer``. Replies are asked for whole; the agent is sent pings meanwhile.
     """
 
-    _limit = "max_tokens"  # OpenAI's own newer models know another name, which they say when they are asked
+    _limit = "max_tokens"  # OpenAI's own newer models want another name, which their error message gives
 
     def address(self, path: str) -> str:
         """Return the URL of chat completions."""
@@ -48,7 +48,7 @@ class ChatEndpoint(SideEndpoint):
         return {"Content-Type": "application/json", **key}
 
     def hello(self) -> dict[str, Any]:
-        """Return the body of a small request, without a limit: its name, and what a reply needs, differ by model."""
+        """Return the body of a small request, without a token limit, whose name and least value differ by model."""
         return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
 
     async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
@@ -113,9 +113,9 @@ class ChatEndpoint(SideEndpoint):
 
 
 def chat_request(asked: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Return the body of a chat completion that asks for what the body of a Messages request does.
+    """Return the body of a chat completion that asks ``model`` for the same as ``asked``, a Messages request's body.
 
-    Raises RequestError if that is not one.
+    Raises RequestError if ``asked`` is not such a body.
     """
     try:
         system = _text(asked.get("system") or "")
@@ -160,9 +160,9 @@ def _joined(blocks: Sequence[Mapping[str, Any]], kind: str) -> str:
 
 
 def _heard(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield a tool message per result, and what is between them. A result has texts only: its images come after all."""
+    """Yield a tool message per result, then one message with the rest, to which the results' images move."""
     parts: list[dict[str, Any]] = []
-    for block in sorted(blocks, key=lambda block: block["type"] != "tool_result"):  # they follow the calls at once
+    for block in sorted(blocks, key=lambda block: block["type"] != "tool_result"):  # results follow the calls directly
         if block["type"] == "tool_result":
             content = block.get("content") or ""
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _text(content)}
@@ -185,7 +185,7 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return a content as text; in place of an image, which follows the result, is its name, other blocks are JSON."""
+    """Return content as text: "[image]" stands for an image, which follows the results; other blocks become JSON."""
     if isinstance(content, str):
         return content
     known = {"text": lambda one: one["text"], "image": lambda one: "[image]"}

@@ -27,13 +27,13 @@ def untracked(numbers: Numbers) -> Numbers:
 
 
 def keep_imports() -> None:
-    """Collect garbage, and take what is left out of the collector's sight: a million objects of what was imported."""
+    """Collect garbage, then hide what remains from the collector: a million objects that imports have made."""
     gc.collect()
     gc.freeze()
 
 
 def collect_rarely() -> None:
-    """Collect less often than Python does by itself: full collections once for a million objects that are not freed.
+    """Collect less often than Python does by itself: fully only once per million objects that are not freed.
 
     Even a young collection visits the messages of all requests in progress: by default, a twentieth of all time.
     """

@@ -1,11 +1,12 @@
 """This module finds out which replies their clients have read.
 
-That the kernel has taken a reply proves nothing: its client may have gone. What proves it, without the client's help:
+That the kernel has taken a reply proves nothing: its client may have gone. What proves, without the client's help, that
+it was read:
 
 * On a unix socket the kernel knows how much of what was written the other process has not taken out. If that is
   nothing, and the other end was not closed with something unread in it, then all of it was read.
-* A TCP client that has read everything closes its end in order; one that has not is answered for with a reset. (Its
-  next request would prove as much, if nobody sent requests ahead.)
+* A TCP client that has read everything closes its end in order; for one that has not, its kernel sends a reset. (A
+  client's next request would prove as much, if no client sent requests ahead.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CLOSE_WAIT = 8
 
 
 class Deliveries:
-    """Deliveries has the replies of which it is not known whether they were read, by connection."""
+    """Deliveries holds, by connection, the replies that are not yet known to have been read."""
 
     def __init__(self) -> None:
         self._sent: dict[asyncio.Transport, list[tuple[Session, Node]]] = {}

@@ -20,16 +20,16 @@ from rollout.proxy.texts import here
 
 log = logging.getLogger(__name__)
 
-# The heads of this many prompts are kept, and of each at most so many characters. A shorter one than ``_SHORT`` costs
-# less than half a millisecond. An agent and its sub-agents have a few.
+# How many prompts' heads are kept, and the most characters of one. A head shorter than ``_SHORT`` takes less than half
+# a millisecond to encode. An agent and its sub-agents have a few heads.
 _KEPT, _LONG, _SHORT = 32, 1 << 18, 1 << 12
 _PROBE = "  One line,\n\nthen def f(x):\n\treturn 'é 漢字 🙂' # 1234567 "
 
 
 class Encoder:
-    """An Encoder returns the ids that ``tokenizer(text, add_special_tokens=False)`` has. Threads may share it.
+    """An Encoder returns the ids that ``tokenizer(text, add_special_tokens=False)`` returns. Threads may share it.
 
-    A tokenizer that is not of the ``tokenizers`` library, or that does something of its own, is called itself.
+    A tokenizer that is not from the ``tokenizers`` library, or that adds steps of its own, is called directly.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,7 +50,7 @@ class Encoder:
     def _ids(self, text: str) -> list[int]:
         if self._backend is None:
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        # The same integers for all sessions: a list has 8 bytes for each then, and not 40.
+        # The same integers for all sessions: a list then takes 8 bytes for each, and not 40.
         ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [self._shared[number] for number in ids]
 
@@ -65,7 +65,7 @@ class Encoder:
         return False
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a first prompt, whose head may be that of another one. Raises NoRoom."""
+        """Return the ids of a first prompt, whose head may be known from another one. Raises NoRoom."""
         end = self._head(text)
         if not end:
             return self.encode(text)
@@ -98,7 +98,7 @@ class Encoder:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Return a copy of what a tokenizer encodes with, which nobody else sets options of; None if it has none."""
+    """Return a copy of a tokenizer's backend, whose options nobody else sets; None if it cannot be used alone."""
     # For one text at a time the library's threads are of no use, and those that wait take time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer
@@ -122,7 +122,7 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def _cut(backend: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the control tokens before which a text can be cut; None if it can be nowhere."""
+    """Return a pattern of the control tokens before which a text can be cut; None if there are none."""
     added = backend.get_added_tokens_decoder().values() if backend is not None else ()
     first = [token for token in added if not token.normalized]  # the others are looked for later
     if not first or any(token.single_word or token.lstrip or token.rstrip for token in first):

@@ -38,13 +38,13 @@ class Completion:
     experts: Any = None
 
 
-# A session keeps so many conversations for its prompts and seals: that of the agent, and those of sub-agents.
+# How many conversations a session keeps for its prompts and seals: that of the agent, and those of sub-agents.
 _BEGUN = 4
 
 
 @dataclass(eq=False)
 class _Begun:
-    """A prompt and, as soon as it is sampled, the reply to it. ``digest``: a hash of the first ``hashed`` ids."""
+    """This is a prompt and, once it is sampled, the reply to it. ``digest``: a hash of the first ``hashed`` ids."""
 
     ids: list[int]
     context: Node | None = None  # whose path the prompt is
@@ -67,8 +67,8 @@ class Seals:
         """Return the ids of a context's path. Nobody may change them; ``make`` takes the list back."""
         said = context.parent
         for begun in reversed(self._begun):
-            # A list is free when its call is answered: until then an engine may read it. That of a call that failed is
-            # given up.
+            # A list is free when its call is answered: until then an engine may read it. The list of a call that
+            # failed is given up.
             asked = begun.context if begun.answered else None
             if asked and said and asked is said.parent and begun.ids[asked.length :] == said.ids:
                 self._begun.remove(begun)
@@ -113,9 +113,9 @@ class Engine(Protocol):
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         """Sample one reply.
 
-        ``prompt_ids`` may not be changed, and go on growing after this has returned. ``request_id`` is the same for all
-        calls of an episode, so that they reach the replica that has their prefix cached. ``sampling`` always has
-        ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), and ``stop`` (a list of strings) if the
+        ``prompt_ids`` must not be changed; the list goes on growing after this has returned. ``request_id`` is the same
+        for all calls of an episode, so that they reach the replica that has their prefix cached. ``sampling`` always
+        has ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), and ``stop`` (a list of strings) if the
         agent has stop sequences; the other parameters are the trainer's. The result may go on after a stop sequence.
         Cancelling the call aborts the generation in the engine. Raises EngineError.
         """

@@ -19,7 +19,7 @@ from rollout.proxy.wire import decode_request
 
 
 class Spoken(Protocol):
-    """A Spoken keeps a conversation: a record, which is of a higher layer."""
+    """A Spoken can hold a conversation; it stands for a record, which belongs to a higher layer."""
 
     parts: list[bytes]
     calls: list[CallRecord]

@@ -23,7 +23,7 @@ def control_texts(tokenizer: Any) -> list[str]:
     """Return the texts of the tokens that a tokenizer finds in text before all others and that control something.
 
     They are its special tokens, those that the chat template or a format of tool calls writes, and those that look like
-    one. Families such as Gemma also add tokens of plain text (runs of line breaks, HTML tags), which are none.
+    one. Families such as Gemma also add tokens of plain text (runs of line breaks, HTML tags), which are left out.
     """
     written = str(getattr(tokenizer, "chat_template", None))
     patterns = [make().section.pattern for make in FORMATS.values()]
@@ -39,8 +39,8 @@ def control_texts(tokenizer: Any) -> list[str]:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds any of the texts, and the longest where several begin, as tokenizers do."""
-    # By their first characters: the search for a text that begins with one is many times as fast.
+    """Return a pattern that finds any of the texts, the longest of those that begin together, as tokenizers do."""
+    # Grouped by first character: the search for a pattern that begins with a literal is many times as fast.
     firsts: dict[str, list[str]] = {}
     for text in sorted(texts, key=len, reverse=True):  # there may be thousands
         firsts.setdefault(text[0], []).append(text[1:])

@@ -92,14 +92,14 @@ class Span:
 
     @property
     def exact(self) -> bytes:
-        """Identify all that the policy reads of the span; its key leaves some of that out. Raises RequestError."""
+        """Return a hash of all that the policy reads of the span, even what ``key`` leaves out. Raises RequestError."""
         if not self._exact:
             self._exact = hashed(msgspec.json.encode(self.chat))
         return self._exact
 
     @property
     def text(self) -> str:
-        """Return the text of the span, as a reply's. Raises RequestError."""
+        """Return the span's text, joined as a reply's is. Raises RequestError."""
         return "".join(text_in(blocks_of(message.content)) for message in self.messages())
 
     def messages(self) -> list[WireMessage]:
@@ -193,7 +193,7 @@ class _Before:
     assistant: bool
 
 
-# The number of requests whose beginnings are found again at once: those of the agent and of sub-agents.
+# How many earlier requests a new one is compared with: those of the agent and of its sub-agents.
 _RECENT = 4
 
 
@@ -236,7 +236,7 @@ class Seen:
         return head + last + sum(new)
 
     def before(self, digests: list[bytes]) -> tuple[_Before | None, int]:
-        """Return the request that had the most of these messages, in their order, and how many of them it had."""
+        """Return the earlier request that begins with the most of these messages, and with how many."""
         most: tuple[_Before | None, int] = None, 0
         for before in self._recent:
             same = sum(itertools.takewhile(bool, map(operator.eq, digests, before.digests)))
@@ -245,7 +245,7 @@ class Seen:
         return most
 
     def remember(self, now: _Before, before: _Before | None, same: int) -> None:
-        """Note a request, in place of that ``before`` it which had the ``same`` messages, if it goes on from there."""
+        """Note a request. It replaces ``before`` unless the two share less than half of that one's messages."""
         kept = [one for one in self._recent if one is not before or 2 * same < len(one.digests)]
         self._recent = [*kept[1 - _RECENT :], now]
 
@@ -295,7 +295,7 @@ def _side(request: WireRequest, index: int, fresh: dict[int, WireMessage], seen:
     return side
 
 
-# The heads of all sessions. They are as large as prompts, but an agent and its sub-agents have a few, always the same.
+# The heads of all sessions. They are as large as prompts, but an agent and its sub-agents use only a few.
 _heads: dict[bytes, Head] = {}
 _MOST_HEADS, _LARGEST_HEAD = 64, 1 << 18
 

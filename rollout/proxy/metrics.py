@@ -45,7 +45,7 @@ class Metrics(Collector):
             "rollout_proxy_tokens", "Tokens in prompts and in sampled replies.", ["kind"], registry=self._registry
         )
         self._registry.register(self)
-        # To find the counter of a label takes longer than to count.
+        # Finding the counter of a label takes longer than counting.
         self._of_status = functools.cache(lambda path, status: self._requests.labels(path, str(status)))
         self._of_path = functools.cache(self._latency.labels)
         self._prompt, self._sampled = self._tokens.labels("prompt"), self._tokens.labels("sampled")

@@ -9,17 +9,17 @@ import msgspec
 
 from rollout.proxy.wire import RequestError
 
-# A template need not write all of a tool into the prompt, so the limits of tokens do not limit these.
+# A template need not write all of a tool into the prompt, so the token limits do not bound these.
 _MOST_BYTES = 16 << 20
 
 
 class Offered(dict[str, dict[str, Any]]):
-    """An Offered has every tool that was offered in a session, in the newest form of its name."""
+    """An Offered holds every tool that was offered in a session, by its name, in its newest form."""
 
     _bytes = 0  # of all that were put here
 
     def offer(self, tools: Iterable[dict[str, Any]]) -> None:
-        """Keep what is new. Raises RequestError if all of it together is too large; then nothing is kept."""
+        """Keep what is new. Raises RequestError if this makes all tools together too large; then nothing is kept."""
         named = {tool["function"]["name"]: tool for tool in tools}
         new = [tool for name, tool in named.items() if (known := self.get(name)) is not tool and known != tool]
         size = self._bytes + sum(len(msgspec.json.encode(tool)) for tool in new)

@@ -1,6 +1,6 @@
 """This module parses sampled text into content blocks, with vLLM's reasoning and tool parsers made strict.
 
-vLLM's tool parsers are written to get something out of any text: of a call without its end they read as much as there
+vLLM's tool parsers are written to get something out of any text: from a call without an end they read as much as there
 is, and they drop junk between arguments and text after a call. In training that is wrong for two reasons: the agent
 would act on something that the policy did not say, and the policy would never learn to say it correctly. ``FORMATS``
 therefore defines what a well-formed call looks like in each format. If a marker of a call is left over outside of
@@ -292,8 +292,8 @@ class VllmReplyParser:
         arguments = msgspec.json.decode(parts.get("json", function.arguments))
         if not isinstance(arguments, dict):
             raise ValueError("its arguments are not a JSON object")
-        # It refuses integers of more than 64 bits, which no record holds, and more than 254 levels; how many
-        # msgspec takes depends on the version of Python.
+        # orjson refuses integers of more than 64 bits, which no record holds, and more than 254 levels of nesting;
+        # how many levels msgspec takes depends on the version of Python.
         orjson.dumps(arguments)
         if self._format.key:
             values = self._format.values(written.group())
@@ -344,7 +344,7 @@ def _strings(tools: Sequence[dict[str, Any]]) -> dict[str, frozenset[str]]:
 
 
 def _is_string(schema: Any) -> bool:
-    """Tell whether a schema is that of strings, and says nothing of which vLLM might make another type."""
+    """Tell whether a schema is one of strings, without a key from which vLLM might derive another type."""
     return isinstance(schema, dict) and schema.get("type") == "string" and schema.keys().isdisjoint(_TYPED)
 
 
@@ -352,7 +352,7 @@ _TYPED = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
 
 
 def _read_plain(text: str, plain: re.Pattern[str], strings: dict[str, frozenset[str]]) -> list[Block] | None:
-    """Return what ``VllmReplyParser._read`` does if that is certain without vLLM's parser (0.2 ms), else None.
+    """Return what ``VllmReplyParser._read`` would, if that is certain without vLLM's parser (0.2 ms), else None.
 
     It is certain if every "<" belongs to a whole call, and every argument is a string, according to its tool's schema.
     (Tests compare both.) That is most of what a policy says: commands, paths, patterns.
@@ -387,8 +387,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def _unstreamed(parser: Any) -> Any:
     """Keep one of vLLM's parsers from making what a streaming client would be sent; return it.
 
-    It would convert all arguments of a call once more with each chunk of them, and drop the result: the calls are made
-    from the whole text. vLLM fixes the switch for each format; nobody else uses this parser.
+    The parser would convert all arguments of a call once more with each chunk of them, and drop the result: the calls
+    are made from the whole text. vLLM sets the switch once per format; nobody else uses this parser.
     """
     engine = getattr(parser, "_parser_engine", None)
     if hasattr(engine, "_stream_arg_deltas"):  # not every version has it

@@ -1,4 +1,4 @@
-"""This module cuts spans between their blocks, where a client has put a reply of ours and something else together."""
+"""This module cuts spans between their blocks, where a client has joined a reply of ours with something else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cuts(span: Span) -> Iterator[tuple[Span, Span]]:
 
 
 def pieces_of(span: Span, find: Callable[[Span], Any]) -> list[tuple[Span, Any]]:
-    """Cut an assistant span where ``find`` knows a part of it; return the parts, each with what ``find`` said."""
+    """Cut an assistant span where ``find`` knows a part of it; return the parts, each with what ``find`` returned."""
     blocks, parts, start, at = _assistant_blocks(span), list[tuple[Span, Any]](), 0, 0
     while at < len(blocks):
         known = ((end, find(_from_blocks(blocks[at:end], assistant=True))) for end in range(len(blocks), at, -1))

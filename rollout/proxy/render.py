@@ -97,7 +97,7 @@ class ChatTemplateRenderer:
         self.builder = create_continuous_token_builder(
             prepared, hf_model_type=model_type, chat_template_kwargs=self._template_args
         )
-        # Of a builder that renders first prompts in its own way, the text is not known.
+        # If a builder renders first prompts in its own way, their text is not known.
         plain = type(self.builder).build_initial_tokens is ContinuousTokenBuilder.build_initial_tokens
         self._render: Any = None
         if plain:
@@ -143,7 +143,7 @@ class ChatTemplateRenderer:
         return self._written(build, messages, first=0)
 
     def _added(self, before: list[ChatMessage], added: list[ChatMessage], **options: Any) -> list[int]:
-        """Return the ids that ``added`` messages have after those ``before``.
+        """Return the ids that the messages ``added`` add to those of the messages ``before``.
 
         verl's builders encode both texts and compare the ids. Where the longer text can be cut after the shorter one,
         only what it adds is encoded.
@@ -191,9 +191,9 @@ class ChatTemplateRenderer:
 
 
 def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
-    """Return a copy of the tokenizer that encodes texts by ``encoder`` and placeholders of ``marks``.
+    """Return a copy of the tokenizer that encodes texts with ``encoder`` and the placeholders in them with ``marks``.
 
-    It remembers short conversations without a generation prompt, for a day: some templates write the date.
+    It remembers short conversations without a generation prompt until the date changes, which some templates write.
 
     verl's builders find what a turn adds by comparing with a synthetic conversation, which is the same in every turn.
     """

@@ -78,9 +78,9 @@ class Counters:
     requests refused because the context was full. ``refused_calls``: those refused because the session had made all the
     calls that it may make. ``foreign_calls``: replies that the agent did not ask for itself (``Session.disown``);
     ``unknown_reports``: replies that the agent's output names and the session never sent. ``unread_replies``: replies
-    that were sent, but nothing proves that their client has read them: not trained on.
-    ``cache_queries``: prompt tokens of the calls for which the engine
-    reported its prefix cache, and ``cache_hits``: those of them that were in it.
+    that were sent, but that their client is not proven to have read; they are not trained on. ``cache_queries``: prompt
+    tokens of the calls for which the engine reported its prefix cache, and ``cache_hits``: those of them that were in
+    the cache.
     """
 
     calls: int = 0
@@ -129,7 +129,7 @@ class Session:
         self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
         self.entrance = asyncio.Lock()  # held while a request is encoded and enters the tree
         self._admitted = 0
-        # A server sets this to what marks as delivered the replies that clients have read by now.
+        # A server sets this to a function that marks the replies that clients have read by now as delivered.
         self.settle: Callable[[], None] = lambda: None
 
     def admit(self) -> None:
@@ -142,7 +142,7 @@ class Session:
         self._admitted += 1
 
     def disown(self, reported: Collection[str]) -> None:
-        """Take what the agent says that it got for delivered, if it was sent, and leave replies out of training that
+        """Mark as delivered what was sent and the agent reports as received, and leave out of training the replies that
         are not the agent's own (``Tree.unreported``).
 
         Any program in the agent's box can call: the session's secret is in its environment. Side calls are left out,
@@ -225,8 +225,8 @@ class Session:
     def _message_id(self, context: Node, asked: Asked, retry: bool) -> str:
         """Return the id of the reply that a request gets: one that was or is being sampled for it, or else a new one.
 
-        A reply that never reached the client is sent again. A retry gets the reply to the one request like it, unless
-        its own generation failed: then that reply is another client's, as one of several may be.
+        A reply that never reached the client is sent again. A retry gets the reply to the one request like it, but
+        a new one if its own generation failed or if there are several: they are, or may be, other clients' replies.
         """
         variants = self._asked.setdefault(context.index, [])
         if asked not in variants:
@@ -281,7 +281,7 @@ class Session:
     def _find(self, request: WireRequest, place: Place | None, left: threading.Event | None = None) -> Place:
         """Find a request's place in the tree and encode what is new in it. ``left``: set when nobody wants it any more.
 
-        This may run in a thread: all that it changes in the tree is that replies are delivered. Raises RequestError.
+        This may run in a thread: all that it does to the tree is to mark replies as delivered. Raises RequestError.
         """
         place = place or self._place(request)
         if place.match.context is None and place.ids is None:

@@ -333,10 +333,10 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
 
 
 def _loaded(kind: Any, model: str, what: str) -> Any:
-    """Load a part of a model with transformers. Raises ValueError with words of our own."""
+    """Load a part of a model with transformers. Raises ValueError with a message of our own."""
     try:
         return kind.from_pretrained(model)
-    except Exception as error:  # of json, the hub's client, tokenizers or transformers, and of pages of text
+    except Exception as error:  # from json, the hub's client, tokenizers or transformers, with pages of text
         log.debug("loading %s", model, exc_info=True)
         if Path(model).is_dir():
             raise ValueError(f"its {what} is missing or cannot be read ({type(error).__name__})") from error
@@ -347,7 +347,7 @@ def _loaded(kind: Any, model: str, what: str) -> Any:
 
 
 async def _in_daemon(work: Callable[[], Any]) -> Any:
-    """Run ``work`` as asyncio.to_thread does, but in a thread for which the program does not wait at its end."""
+    """Run ``work`` as asyncio.to_thread does, but in a thread that does not keep the program from ending."""
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only abandoned
 

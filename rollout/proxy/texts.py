@@ -10,8 +10,8 @@ from dataclasses import dataclass
 _REMINDER, _REMINDER_END = "<system-reminder>", "</system-reminder>"
 # The size of a piece in characters.
 PIECE = 1 << 16
-# A text with more characters than this for each token of room is counted before it is encoded: hardly any has so few
-# tokens. What is less than a tenth beyond the limit is left to the exact count.
+# A text with more characters than this for each token of room is counted in pieces before it is encoded, because it
+# hardly ever fits. If that count is less than a tenth over the limit, the exact count decides.
 _SPARSE, _NEAR = 4, 1.1
 
 
@@ -32,7 +32,7 @@ def squeezed(text: str) -> str:
 
 
 class NoRoom(Exception):
-    """A text has more tokens than there is room for; ``tokens`` of them were counted. Or nobody waits for it."""
+    """A text has more tokens than there is room for; ``tokens`` of them were counted. Or nobody waits for the text."""
 
     def __init__(self, tokens: int = 0) -> None:
         super().__init__(f"more than {tokens} tokens" if tokens else "nobody waits for this text")
@@ -43,21 +43,21 @@ class NoRoom(Exception):
 class Room:
     """A Room is how many ``tokens`` may be encoded, and for how long: while ``wanted`` returns True.
 
-    What is near to the limit is left to the exact count, for a text that is cut may have more tokens than the whole.
+    Near the limit, the exact count decides, because the pieces of a text may have more tokens than the whole.
     """
 
     tokens: int
     wanted: Callable[[], bool]
 
     def take(self, tokens: int) -> None:
-        """Raise NoRoom if there is none for so many tokens, or nobody waits for them."""
+        """Raise NoRoom if there is no room for so many tokens, or nobody waits for them."""
         if not self.wanted():
             raise NoRoom
         if tokens > _NEAR * self.tokens:
             raise NoRoom(tokens)
 
     def take_text(self, text: str, encode: Callable[[str], Sequence[int]]) -> None:
-        """Raise NoRoom if there is none for a text. No more of it is encoded than that takes."""
+        """Raise NoRoom if there is no room for a text. No more of it is encoded than it takes to know that."""
         self.take(0)
         if len(text) > _SPARSE * self.tokens:
             tokens = 0

@@ -43,8 +43,8 @@ class Node:
     ``ids``: the token ids that it adds to its parent's path. ``key``, of a context node: the head's key and the keys
     of its spans; ``exact``: all that the policy reads of the last span. The other fields belong to sampled nodes.
     ``asked``: what the request for the reply asked for. ``logprobs``: the engine's own, one per id. ``text``: the
-    ids decoded. ``reply``: what the client was sent. ``sent``: all of it was, once; ``pending``: on how many
-    connections it may still be read; ``delivered``: it is proven that a client has it. ``versions``: the
+    ids decoded. ``reply``: what the client was sent. ``sent``: whether all of it was sent; ``pending``: on how many
+    connections it may still be read; ``delivered``: whether a client is proven to have it. ``versions``: the
     version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
     trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
     routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``seal``: see
@@ -166,7 +166,7 @@ class _Way:
     reply: Node
 
 
-# A session keeps so many: those of the agent, and of sub-agents.
+# How many a session keeps: those of the agent, and of sub-agents.
 _WAYS = 4
 
 
@@ -180,7 +180,7 @@ class Tree:
         self._named: dict[str, Node] = {}  # id of a reply or of a call in it -> sampled node
         self._said: dict[bytes, list[Node]] = {}  # key of a text -> replies without calls
         self._ways: list[_Way] = []
-        self._children: dict[int, list[Node]] = {}  # not in the nodes: they would be cycles, and not freed at once
+        self._children: dict[int, list[Node]] = {}  # not in the nodes, which would form cycles and not be freed at once
 
     def children(self, node: Node | None) -> Sequence[Node]:
         """Return the nodes that come right after a node; None: the roots."""
@@ -188,7 +188,7 @@ class Tree:
 
     def match(self, head: bytes, spans: Spans) -> Match:
         """Find the deepest place that a request extends, and mark the replies that it repeats as delivered."""
-        ways = self._ways  # another list as soon as there is a second choice, perhaps in another thread
+        ways = self._ways  # gets replaced when there is a second choice, perhaps by another thread
         known = way = self._way(head, spans)
         base, passed = (way.reply, way.size) if way else (None, 0)
         rest, at, plain = spans[passed:], 0, True  # spans before `at` are covered by `base`
@@ -219,7 +219,7 @@ class Tree:
         return max(fitting, key=lambda way: way.size, default=None)
 
     def _alone(self, context: Node) -> bool:
-        """Tell whether what leads to a context can lead to no other, and what comes after it to one reply only."""
+        """Tell whether no other context in the same place begins like this one, and this one has exactly one reply."""
         beside = (node.key[:2] == context.key[:2] for node in self.children(context.parent))
         return len(self.children(context)) == 1 and sum(beside) == 1
 
@@ -285,7 +285,7 @@ class Tree:
         """Return the child context of ``base`` that covers the most of ``spans[at:]``, its reply that comes next in
         them, and what the span of that reply has beside it.
 
-        The reply is None if the context ends where they do; both are None if there is no such context.
+        The reply is None if the context ends where the spans do; both are None if there is no such context.
         """
         start = (head, spans[at].key)
         found = [
@@ -317,7 +317,7 @@ class Tree:
 
     def _echo(self, replies: Sequence[Node], span: Span) -> Node | None:
         """Return the one of ``replies`` that a span repeats, by our ids or else by its text."""
-        for node in replies:  # most spans are these, as they were sent
+        for node in replies:  # most spans come back as they were sent
             if node.reply and span.tool_ids and span.tool_ids == node.reply.tool_ids and span.said == node.reply.said:
                 return node
         if (named := self._by_id(span)) is not None or any(name in self._named for name in span.signatures):
@@ -347,8 +347,8 @@ class Tree:
         return any(name in self._named for name in (*span.tool_ids, *span.signatures)) or len(span.messages()) > 1
 
     def recall(self, span: Span, before: Span) -> list[tuple[Span, Node | None]]:
-        """Return the parts of an assistant span in a new place, each with the reply that it repeats, and mark these as
-        delivered.
+        """Return the parts of an assistant span in a new place, each with the reply that it repeats, and mark these
+        replies as delivered.
 
         ``before``: the span before it. Of replies with the same text, the one that followed the same span is taken, or
         else the latest that may have reached the client.
@@ -412,12 +412,12 @@ class Tree:
     def unreported(self, reported: Collection[str]) -> list[Node]:
         """Return the delivered replies that are not the agent's own, judged by the ids of those that it reports.
 
-        A conversation is the agent's if it reports a reply of it, or if it is the first: nothing but the agent runs
-        yet. Of these, the reported replies count and the longest path, with all that comes before them, and a reply
-        without calls that follows one of these, or whose prompt begins like an agent's conversation: the summary that
-        Claude Code asks for when the context is full, which it reports to nobody. (The second summary of a conversation
-        comes after a prompt that extends none.) A command that spoils the reports takes hardly anything out of
-        training.
+        A conversation is the agent's if the agent reports a reply in it, or if it is the first one, when nothing but
+        the agent runs yet. In these, the reported replies and the longest path are the agent's own, with all that comes
+        before them. So is a reply without calls that follows one of these, or whose prompt begins like one of these
+        conversations: the summary that Claude Code asks for when the context is full, and reports to nobody. (The
+        prompt of a conversation's second summary extends no other.) A command that tampers with the reports takes
+        hardly anything out of training.
         """
         delivered = [(node.path()[0].index, node) for node in self.nodes if node.sampled and node.delivered]
         named = [(root, node) for root, node in delivered if node.reply is not None and node.reply.id in reported]
@@ -453,9 +453,9 @@ class Tree:
 
 
 def routed(context: Node) -> int:
-    """Return how many tokens at the beginning of a context's path have had their routing in earlier replies.
+    """Return how many tokens at the beginning of a context's path had their routing recorded with earlier replies.
 
-    That of the previous reply's last token has not been known yet: the engine had not read it.
+    The routing of the previous reply's last token was not known then: the engine had not read that token.
     """
     return context.parent.length - 1 if context.parent else 0
 

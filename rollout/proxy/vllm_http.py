@@ -1,4 +1,4 @@
-"""This module is the client of a plain vLLM server, with which the proxy works outside of training too."""
+"""This module is the client of a plain vLLM server, with which the proxy also works outside of training."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class VllmHttpEngine:
     async def processed(self, prompt_ids: list[int]) -> bool:
         """Tell whether the server's logprobs are those of the distribution that is sampled from. Raises EngineError.
 
-        Of one token to choose from, each has the logprob 0 in that distribution, and hardly ever in the model's own.
+        With only one token to choose from, each has the logprob 0 in that distribution, and hardly ever in the model's.
         """
         sampling = {"temperature": 1.0, "top_k": 1, "max_tokens": 8, "ignore_eos": True}
         return not any((await self.generate("logprobs-mode", prompt_ids, sampling)).logprobs)

@@ -59,7 +59,7 @@ _SEED = secrets.randbits(64)
 
 
 def hashed(data: bytes | msgspec.Raw) -> bytes:
-    """Return a hash of bytes that nobody can guess."""
+    """Return a hash of bytes, which nobody can guess."""
     return xxhash.xxh3_128_digest(data, seed=_SEED)
 
 
@@ -91,13 +91,14 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
         return hashed(self.system) + hashed(self.tools)
 
 
-# A body of more bytes is decoded in a thread, and is searched for too many values.
+# A body of more bytes than this is decoded in a thread, and checked for too many values.
 LARGE = 1 << 20
 # The most messages of a request. What is done for each of them, before it is known what is new, takes time.
 _MOST_MESSAGES = 10_000
 # The most values in a message, in the tools and so on (50 ms), and in a body, whose messages are only cut out.
 _MOST_VALUES, _MOST_TOGETHER = 50_000, 500_000
-# Each is looked for in each reply, and kept as long as the session. The second limit is of all their characters.
+# Each stop sequence is searched for in each reply, and kept as long as the session. The second limit is on
+# the characters of all of them.
 _MOST_STOPS, _LONGEST_STOPS = 1_000, 1 << 16
 _request_decoder = msgspec.json.Decoder(WireRequest)
 MESSAGE = msgspec.json.Decoder(WireMessage)
@@ -125,9 +126,9 @@ def decode_request(body: bytes) -> WireRequest:
 
 
 def _more_values(text: bytes | msgspec.Raw, most: int) -> bool:
-    """Tell whether a JSON text has more than ``most`` values, by the marks before them that are in no string.
+    """Tell whether a JSON text has more than ``most`` values, by the commas and brackets outside of strings.
 
-    The text is taken in pieces, and not further than until that is clear: to count five million takes 60 ms.
+    The text is read in pieces, and only until the answer is clear: counting five million values takes 60 ms.
     """
     view, found, inside, at = memoryview(text), 0, False, 0
     while at < len(view) and found <= most:

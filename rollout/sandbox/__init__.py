@@ -31,7 +31,7 @@ PATCH_CAP = 8 * 2**20
 """How many bytes of changed content, and of patch text, `diff` accepts."""
 
 LEFT_OUT = b"ignored: "
-"""A line of a diff, before its first file, begins so. A path follows, as JSON: it was changed and is left out."""
+"""What a line before a diff's first file begins with; the path of a changed file that is left out follows, as JSON."""
 
 
 class SandboxError(Exception):
@@ -140,9 +140,9 @@ class Sandbox(Protocol):
         """Return all changes to the work tree since boot as a git patch, b"" if there are none.
 
         Nothing that the agent can do (its own .git, config, attributes, ignore files, hooks) has an influence on it.
-        What the ignore rules of the snapshot name and its commit lacks is left out. Lines that begin with `LEFT_OUT`
-        name the first of those files that were in the snapshot and were changed; git takes them for a remark.
-        Raises PatchTooLarge, SandboxError.
+        Files that the ignore rules of the snapshot name and its commit lacks are left out. Lines that begin with
+        `LEFT_OUT` name those of them that were in the snapshot and were changed (the first ones, if there are many);
+        git ignores these lines. Raises PatchTooLarge, SandboxError.
         """
 
     async def close(self) -> None:

@@ -35,8 +35,8 @@ _GONE_S = 5.0  # how long killed processes may take to disappear
 class DirectorySandbox(BaseSandbox):
     """This box has its files in directories of this machine: tree/, home/ and tmp/ below `root`, which it owns.
 
-    A kind of box adds how a program is run and what the tree was at first. strays: processes may be left that only
-    their environment or working directory tells apart from others.
+    A kind of box adds how a program is run and what the tree was at first. strays: whether processes may be left
+    that only their environment or working directory tells apart from others.
     """
 
     def __init__(self, root: Path, workdir: str, home: str, tmpdir: str, *, strays: bool, in_turn: bool) -> None:

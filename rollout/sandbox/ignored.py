@@ -26,10 +26,10 @@ _FIELDS = 4  # of git's answer: file, line, pattern, path
 
 
 class Ignored:
-    """These are the paths that are left out of a patch from `origin`; `in` asks for one.
+    """These are the paths that are left out of a patch from `origin`; `in` asks about one.
 
     scratch: a directory for this class alone; the caller deletes it. To be used in a `with` statement. Raises
-    PatchTooLarge if it is asked for too many paths, SandboxError if git fails, OSError if `origin` cannot be read.
+    PatchTooLarge if it is asked about too many paths, SandboxError if git fails, OSError if `origin` cannot be read.
     """
 
     def __init__(self, origin: Origin, scratch: Path) -> None:
@@ -115,7 +115,7 @@ class Ignored:
 
     @functools.cached_property
     def _committed(self) -> frozenset[bytes] | None:
-        """Return the files of the snapshot's commit; None if that is not known, and then its files are not ignored."""
+        """Return the files of the snapshot's commit; None if that is not known: then no snapshot file is ignored."""
         index = self._origin.index()
         if index is None:
             return None

@@ -25,7 +25,7 @@ STALE_S = 90.0
 """A lease that was not renewed for so many seconds belongs to nobody. NFS clients may cache a file's time for 60."""
 
 BEAT_S = STALE_S / 6
-"""Its holder renews a lease after so many seconds."""
+"""The holder of a lease renews it after so many seconds."""
 
 _POLL_S = 0.5
 

@@ -41,7 +41,7 @@ def gone(owner: str, running: bool) -> bool:
 
 
 def alive(owner: str) -> bool:
-    """Return whether the process that `owner` names certainly lives: here it can be seen."""
+    """Return whether the process that `owner` names certainly lives; False if it cannot be seen from here."""
     return tuple(owner.split("/")[:3]) == _identity() and not gone(owner, running=True)
 
 

@@ -23,7 +23,7 @@ _GRACE_S = 5.0  # how long a killed process may take to disappear
 class Command:
     """A Command is a program to run: its arguments, its whole environment, and its bounds.
 
-    stop: a future that whoever wants the program to end early completes.
+    stop: a future that is completed to end the program early.
     """
 
     argv: Sequence[str]
@@ -76,10 +76,10 @@ async def run(
     Do not cancel this (asyncio may lose a process that is just starting); complete `command.stop` instead.
     kill(pid) must SIGKILL the process and everything it started; it is called on timeout and on stop, and the result
     is timed_out in both cases. settle() is awaited once the process has ended, for whatever reason, and its group has
-    been killed; it must end everything that is left. over(pid) returns if the program uses more than it may, and is
-    cancelled at its end: it is then killed, with returncode 137, as where the kernel limits memory. runner: argv is a
-    program that runs the box and reports how the program inside ended, so a signal that ends the runner itself is a
-    SandboxError box_killed.
+    been killed; it must end everything that is left. over(pid) returns if the program uses more than it may (the
+    program is then killed, with returncode 137, as where the kernel limits memory), and is cancelled when the program
+    ends. runner: argv is a program that runs the box and reports how the program inside ended, so a signal that ends
+    the runner itself is a SandboxError box_killed.
     Raises SandboxError if the process cannot be started or does not die.
     """
     loop = asyncio.get_running_loop()

@@ -29,16 +29,16 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate says how many bytes images have as they are transferred, compressed; of how many it is known."""
+    """An estimate says how many bytes images have as they are transferred, compressed, and how many it asked about."""
 
     compressed: int
     asked: int
 
 
 def estimate(images: Sequence[str], ask: Callable[[str], dict[str, int]], sample: int = 20) -> Estimate:
-    """Return the size of images by that of a sample. A layer that several of the sample share is taken for one of all.
+    """Return the size of images by that of a sample. A layer that several of the sample share counts once for all.
 
-    ask: `layers` of an image. Raises OSError if not even one image can be asked about.
+    ask: returns the `layers` of an image. Raises OSError if not even one image can be asked about.
     """
     sizes: dict[str, int] = {}
     seen: Counter[str] = Counter()

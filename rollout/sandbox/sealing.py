@@ -1,4 +1,4 @@
-"""This module holds what kinds of box that start from a task's image share: sealing, preparation ahead, eviction.
+"""This module holds what is common to boxes that start from a task's image: sealing, preparation ahead, eviction.
 
 A sealed image is the task's image with one commit in place of its history (`seal.sh`): no parents, later commits, tags,
 remotes, reflogs or unreachable objects. How an image is run, stored and removed is the business of each kind.
@@ -133,7 +133,8 @@ async def ahead(
 
     make: returns the name of the sealed image, what its sealing found and which hidden tests it has; None if there is
     no room for it now. Such an image is left out, and made when it is needed.
-    say: is given lines for the user. count: is given how many of how many are ready, in place of lines on the way.
+    say: is called with lines for the user. count: is called with the numbers of images that are ready and that are
+    wanted, in place of the lines on the way.
     Raises the first SandboxError of `make`.
     """
     slots = asyncio.Semaphore(parallel)

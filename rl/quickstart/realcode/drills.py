@@ -3,7 +3,7 @@
 A drill is a file of lines that are drawn from the training packages' sources, with many of their names replaced by
 other or invented ones, a statement about nothing, and the calls of the expert; what the check says
 is drawn, too. Nothing of it can be known by heart, so what is learned is to read: to find a line by its number, to copy
-a text, to exchange an operator. Drills are played by nobody, and teach nothing of which exchange is right.
+a text, to exchange an operator. Nobody plays drills, and they teach nothing about which exchange is right.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TOOLS = [BASH, READ]
 _SHORTEST, _LONGEST = 8, 72  # characters of a line
 _LINES = 6  # of a file, at most
 _FEWEST_SWAPS, _MOST_SWAPS = 3, 16
-_EVERY = 3  # which drill is an episode; the others are all exchanges of a file, ten times as much to look up
-_STOPS = 0.1  # seldomer than in the episodes: each try is a place to look up
+_EVERY = 3  # one of so many drills is an episode; the others exchange all of a file, ten times as much to look up
+_STOPS = 0.1  # more seldom than in the episodes: each further try is one more place to look up
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _SAID = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 _CALL = re.compile(r"<function=(\w+)>")

@@ -94,7 +94,7 @@ def _plain_functions(tree: ast.Module) -> list[ast.FunctionDef]:
 
 
 def alone(tree: ast.Module, name: str) -> str | None:
-    """Return the source of a module that has one function and what it needs; None if that is much, or not there."""
+    """Return the source of a module that has one function and what it needs; None if that is much, or missing."""
     binding: dict[str, list[ast.stmt]] = {}
     for statement in tree.body:
         for bound in _bound(statement):

@@ -1,12 +1,12 @@
-"""This module makes the policy of realcode: 2.3 million parameters that begin with heads that look up, and a tokenizer.
+"""This module makes realcode's policy: 2.3 million parameters, with heads that look up from the start, and a tokenizer.
 
 Each operator is a token of its own. The tokenizer's BPE is trained on drills, so names that only held-out packages have
 are spelled in more pieces.
 
-To say a word again that stands in a file, a network needs two heads, one after the other: one that writes down at each
-token which token came before it, and one that looks for the place where the last token said came before, and says what
-stands there. In an earlier version with random weights nothing was looked up after 130 updates. So such heads are there
-from the beginning, and all weights are trained.
+To repeat a word that stands in a file, a network needs two heads, one after the other: one that writes down at each
+token which token came before it, and one that finds by these notes a token that followed the one said last, and says
+it. In an earlier version with random weights nothing was looked up after 130 updates. So such heads are there from the
+beginning, and all weights are trained.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     # Small, so that what the heads below find is not drowned.
     "initializer_range": 0.03,
-    # A head that compares tokens needs dimensions that hardly turn over a file's length: three quarters of them with
-    # this, a third with the usual 1e4.
+    # A head that compares tokens needs dimensions that hardly turn over a file's length: with this value three quarters
+    # of them do, with the usual 1e4 a third.
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
 }
 # A line break, a tag, an operator or keyword with the spaces around it, a word, a digit, indentation, other
@@ -42,13 +42,13 @@ PIECES = (
     rf"\n|</?[A-Za-z_][^<>\n]*>| (?:<=|>=|==|!=|\+=|-=|//|\*\*|[<>+*/%=-]) |<=|>=|==|!=|//|\*\*|[<>+*/%=-]"
     rf"| ?\b(?:{_KEYWORDS})\b ?|[A-Za-z_]+|[0-9]|[^\S\n]+(?=\S)|{_SIGNS}*[,:] |{_SIGNS}+|[^\S\n]+|!"
 )
-# The output layer begins as this many times the embedding (verl's weight sync on a CPU forbids to share it). So what
+# The output layer begins as this many times the embedding (verl's weight sync on a CPU forbids sharing it). So what
 # attention brings from another place can be said again without being learned for each token by itself.
 _OUTPUT = 0.1
 _SHARP = 1.5  # scale of queries and keys, each; with 1.0 attention to one of 500 tokens is weak
 _GAIN = 3.0  # of what the heads below write
 _FAST = 10  # of 32 pairs of dimensions; these turn by more than a hundredth per token
-_TURNS = (0.4, 0.25, 0.15, 0.1, 0.06, 0.04)  # how much the fastest turning dimensions have in telling "one before"
+_TURNS = (0.4, 0.25, 0.15, 0.1, 0.06, 0.04)  # weights of the fastest-turning dimensions in telling "one before"
 
 
 def make(out: Path, seed: int, texts: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
 """This module finds the places of a source at which a word or an operator can be exchanged for its counterpart.
 
 An exchange undoes itself: a place that has a bug is repaired by exchanging it again. So the places of a file are also
-all the repairs that an agent can try, and one of them is right. A place is told by its text and the word after it,
-which must be there once: whoever wants to exchange something has to find both in the file.
+all the repairs that an agent can try, and one of them is right. A place is identified by its text and the word after
+it, which must occur together only once: whoever wants to exchange something has to find both in the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAIRS = (
 _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 _TESTS = ("if", "elif", "while")
 _KINDS = (tokenize.OP, tokenize.NAME, tokenize.NUMBER)
-# What tells a place: a word, a digit or signs that mean nothing to sed, as the tokenizer cuts them.
+# What identifies a place: a word, a digit or signs that mean nothing to sed, as the tokenizer cuts them.
 _NEXT = re.compile(r"[A-Za-z_]+|[0-9]|(?:[):,\]]*[,:] |[):,\]]+)(?=[\sA-Za-z0-9_]|$)")
 
 
@@ -63,9 +63,9 @@ def command(chosen: Sequence[Swap], file: str) -> str:
 
 
 def swaps(source: str) -> list[Swap]:
-    """Return the swaps of a source in order, where their text and what follows are there once: sed needs that.
+    """Return, in order, the swaps of a source whose text occurs only once with what follows it: sed needs that.
 
-    The first lines of functions, imports and other statements of the module have none. It may be no whole Python.
+    The first lines of functions, imports and other module statements have none. The source may be incomplete Python.
     """
     lines = source.split("\n")
     tokens = _tokens(source)
@@ -86,7 +86,7 @@ def swaps(source: str) -> list[Swap]:
 
 
 def _with_spaces(line: str, swap: Swap, kind: int) -> Swap:
-    """Return the swap of an operator or keyword with the spaces around it, if there is one after it: so tokens are cut.
+    """Return the swap of an operator or keyword with the spaces around it, if one follows it: tokens are cut like that.
 
     A sign before a number has none after it.
     """

@@ -5,8 +5,8 @@
 Each repository has one function of a package, in which one word or operator was exchanged for its counterpart, and
 `check.py`, which runs one call that shows it. The statement says what that call gives and should give. The hidden tests
 are other calls that the package's own tests make, with what they return; each exchange after which one of the recorded
-calls is wrong fails one of them. Nothing but reading the file tells which exchanges there are, and nothing but trying
-them which of them is right. No function of a held-out package is trained on, nor one that is nearly the same.
+calls is wrong fails one of them. Only reading the file tells which exchanges are possible, and only trying them tells
+which one is right. No function of a held-out package is trained on, nor one that is nearly the same.
 
 The result is DIR/train.parquet, DIR/heldout.parquet and DIR/repos/<instance_id>/. The same arguments give the same
 bytes. Every task is graded before anything is moved to its place, as in rl.quickstart.tasks. The packages come from the
@@ -47,7 +47,7 @@ _FEWEST_SWAPS, _MOST_SWAPS = 2, 10
 _OF_A_FUNCTION = 6  # tasks
 _LONGEST_SHOWN = 48  # characters of a result
 _LONGEST_STATEMENT = 130
-_HIDDEN = 3  # failing, and passing calls, at least, as far as there are
+_HIDDEN = 3  # failing calls, and as many passing ones, at least, as far as there are
 
 _CHECK_FILE = """\
 import sys
@@ -159,7 +159,7 @@ def _puzzle(
         if answers is None:
             continue
         telling = [n for n in cases if n != shown and not _equal(answers[n], function.cases[n][1])]
-        if telling and not chosen.keys() & set(telling):  # else it is as good as the original
+        if telling and not chosen.keys() & set(telling):  # else this repair is as good as the right one
             chosen[telling[0]] = None
     call, want = function.cases[shown]
     kept = {True: [n for n in chosen if n in failing], False: [n for n in chosen if n not in failing]}

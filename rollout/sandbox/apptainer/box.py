@@ -9,8 +9,8 @@ directory lets programs write to the rest of the image too.
 Nothing outlives an exec: when process 1 of its namespace ends, everything in it ends. Programs run one after another.
 
 The limits of each process are enforced. Memory, CPUs and processes of a box are limited where control groups are
-delegated to this user; elsewhere only processes are, by user namespace, from Linux 5.14 and unless this process runs
-as root. `Limits.disk_bytes` is not enforced.
+delegated to this user; elsewhere only the number of processes is, per user namespace, on Linux 5.14 or later, unless
+this process runs as root. `Limits.disk_bytes` is not enforced.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _SESSION = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
 
 @dataclass(frozen=True)
 class Program:
-    """One of the two programs is installed here. name: "apptainer" or "singularity-ce". version: major and minor."""
+    """A Program is the installed one of the two. name: "apptainer" or "singularity-ce". version: major, minor."""
 
     path: str
     name: str
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def prefix(self) -> str:
-        """Return what the names of variables begin with that the program sets in a box."""
+        """Return the prefix that marks variables for a box; the program removes it and sets them there."""
         return "APPTAINERENV_" if self.name == "apptainer" else "SINGULARITYENV_"
 
 
@@ -124,8 +124,8 @@ def said(done: ExecResult) -> str:
 
 @dataclass(frozen=True)
 class Features:
-    """A machine has them or not. overlay: programs may write anywhere in the image, to a directory of the box.
-    limits: control groups bound the memory, CPUs and processes of a box."""
+    """Features are what works on this machine. overlay: programs may write anywhere in the image; what they write goes
+    to a directory of the box. limits: control groups bound the memory, CPUs and processes of a box."""
 
     overlay: bool
     limits: bool

@@ -1,13 +1,13 @@
 """This module keeps task images for `apptainer`, pulled and sealed once, in a directory that machines may share.
 
-An entry of the cache is a directory. That of an image as it was pulled has `image.sif`; that of a sealed one has
-`image.sif` with an empty /testbed, and `tree.tar`, the sealed work tree. A box gets a copy of the tree, bound over
-/testbed: nothing is below it, and shared disks are good at few large files. `facts.json` says what was found; its time
-is that of the last use.
+An entry of the cache is a directory. For an image as it was pulled, it holds `image.sif`; for a sealed one, `image.sif`
+with an empty /testbed, and `tree.tar`, the sealed work tree. A box gets a copy of the tree, bound over /testbed:
+nothing is hidden below it, and shared disks are good at few large files. `facts.json` says what was found; its time is
+that of the last use.
 
 An entry is made under a lease and renamed into place, so others see all of it or nothing. When the entries exceed the
-budget the least recently used are removed, but none that was used in the last half hour; boxes renew that while they
-live. An image that was pulled stays as it is until it is removed, even if its tag means another image by now.
+budget the least recently used are removed, but none that was used in the last half hour; boxes renew this time while
+they live. An image that was pulled stays as it is until it is removed, even if its tag means another image by now.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollout.sandbox.treediff import LINK, counts, git_mode
 logger = logging.getLogger(__name__)
 
 IN_USE_S = 1800.0
-"""An entry that was used so recently is not removed."""
+"""An entry is not removed for so many seconds after its last use."""
 
 _FACTS = "facts.json"
 _PULL_TIMEOUT_S = 3600.0
@@ -46,9 +46,9 @@ _SEAL_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Cache:
-    """The images are here. directory: made if missing. budget_bytes: of all entries together, None without a limit.
+    """A Cache holds the images. directory: made if missing. budget_bytes: of all entries together, None: no limit.
 
-    pulls: where what is not here comes from.
+    pulls: where missing images come from.
     """
 
     directory: Path
@@ -58,10 +58,10 @@ class Cache:
 
 @dataclass(frozen=True)
 class Sif:
-    """Boxes are started from such an image.
+    """A Sif is an image that boxes are started from.
 
     image: a .sif file. entry: its directory in the cache, None for a file of the user's. residue: what was found in the
-    task's image that could tell the answer, as "kind: what" lines; empty is good.
+    task's image that could give away the answer, as "kind: what" lines; empty is good.
     """
 
     image: Path
@@ -188,7 +188,7 @@ async def _seal(program: Program, source: Source, base: Sif, new: Path, scratch:
     argv = exec_command(program, unpacked, ["--writable", "--no-home", "--pwd", "/"], script)
     done = await apptainer_cli.call(argv, apptainer_cli.plain_environment(scratch / "home"), _SEAL_TIMEOUT_S)
     facts = sealing.judged(source, done.returncode, done.stdout.decode(errors="replace"), said(done))
-    # Further names of a file are packed as files: a reader may ask for one name only.
+    # Hard links are packed as files of their own: a reader may ask for one name only.
     pack = ["tar", "--create", "--hard-dereference", f"--file={new / 'tree.tar'}", f"--directory={tree}", "."]
     await _do(pack, scratch, "seal_failed", f"{name}: packing {WORKDIR}", _SEAL_TIMEOUT_S)
     await asyncio.to_thread(files.remove_tree, tree)
@@ -239,7 +239,7 @@ def _hidden_tests(tree: Path, tests: Sequence[str]) -> list[str]:
 async def evict(cache: Cache, keep: Path | None = None) -> list[str]:
     """Remove least recently used entries until the rest fits the budget; returns their names.
 
-    `keep` stays, and what was used in the last `IN_USE_S`. Raises OSError.
+    `keep` stays, and so does what was used in the last `IN_USE_S` seconds. Raises OSError.
     """
     if cache.budget_bytes is None:
         return []

@@ -8,7 +8,7 @@ directory.
 Nothing outlives an exec: its shell kills what is left before it ends, the engine is asked whether that was all, and if
 not the container is killed. The next exec starts it again; its files stay. Programs run one after another.
 
-Where the storage driver has no quotas, the size of a box is looked at about once a second while a program runs. A box
+Where the storage driver has no quotas, the size of a box is checked about once a second while a program runs. A box
 over its disk limit is killed: the program ends with exit code 137, as it does when memory runs out. No single file can
 grow over the limit.
 """
@@ -195,7 +195,7 @@ class DockerSandbox(BaseSandbox):
                 waiting.remove(streamed)
                 pause = 0.002
             state = await self._call(self._engine.client.exec_inspect, exec_id, cause="exec_failed")
-            # Docker says that it starts a program, and then starts it.
+            # Docker says that it has started a program before it does so.
             begun = state["Running"] or state["ExitCode"] is not None or streamed.done()
             if begun and not state["Running"]:
                 return await self._settle(state["ExitCode"])
@@ -280,7 +280,7 @@ def _boot(
 ) -> tuple[str, bool]:
     """Start a container; returns its id and whether the engine limits its disk."""
     mounts = [(_HOSTS, "/etc/hosts"), *mounts]
-    if engine.podman:  # has a file of its own there, which a box could write to
+    if engine.podman:  # podman puts a file there that a box could write to
         mounts.append((Path(os.devnull), "/run/.containerenv"))
     host = {
         "network_mode": "none",

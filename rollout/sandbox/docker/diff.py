@@ -1,4 +1,4 @@
-"""This module makes the patch of a container's work tree by what the engine says, not the box.
+"""This module makes the patch of a container's work tree from what the engine says, not from what the box says.
 
 The engine lists the paths that differ from the image. Only those are fetched, from the box and from a container of the
 image that was never started, and compared by `treediff`, as for local sandboxes. Nothing is run in the box.
@@ -72,14 +72,14 @@ def _since_image(engine: ContainerEngine, container: str, image: str, workdir: s
             known = old.files.keys() | old.directories
             new.fetch({path for path in changed if path in known or path not in ignored}, unnamed)
             new.fetch(rules & old.files.keys() - changed, set())  # else they would be missing there
-            # Of a directory that became something else, the engine names nothing that was in it.
+            # If a directory became something else, the engine names nothing that was in it.
             old.fetch(set(), {path for path in changed & old.directories if path not in new.directories})
             return patch_between(old, new, Path(name, "patch"), max_bytes, ignored)
 
 
 def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[bytes], set[bytes], set[bytes]]:
     """Return four sets of relative paths: what the engine calls added or modified, what it calls deleted, directories
-    that hold names which are not UTF-8, which the engine cannot name, and where ignore rules for all these may be."""
+    with names that it cannot give because they are not UTF-8, and files that may hold ignore rules for all these."""
     changed: set[bytes] = set()
     gone: set[bytes] = set()
     unnamed: set[bytes] = set()

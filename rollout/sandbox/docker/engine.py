@@ -105,7 +105,7 @@ class ContainerEngine:
         return removed
 
     def owe(self, container: str) -> None:
-        """Remove a container when the next one is made, because the engine is away now."""
+        """Note a container that must be removed when the next one is made, because the engine does not answer now."""
         self._owed.add(container)
 
     def create(self, image: str, host: dict[str, Any], disk_bytes: int, **config: Any) -> tuple[str, bool]:

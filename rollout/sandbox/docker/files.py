@@ -106,7 +106,7 @@ def archive(
 
 
 class _Body:
-    """This makes a file that tarfile can read of chunks."""
+    """This is a file, made of chunks, that tarfile can read."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

@@ -1,6 +1,6 @@
 """This module keeps task images in a container engine: pulled ahead, sealed once, within a disk budget.
 
-Boxes are started from sealed images (see `rollout.sandbox.sealing`), so nothing of this is done while an episode waits.
+Boxes are started from sealed images (see `rollout.sandbox.sealing`), so none of this is done while an episode waits.
 The tag of a sealed image is derived from the image's id, the commit's name in the eval script and the sealing code;
 several processes that seal the same image make the same thing, and one of the results is kept.
 
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sealed:
-    """Boxes are started from such an image.
+    """A Sealed is an image that boxes are started from.
 
-    ref: its tag. source: the image that it was made of. uid, gid: of the user in it. residue: what was found in the
-    task's image that could tell the answer, as "kind: what" lines; empty is good.
+    ref: its tag. source: the image that it was made from. uid, gid: of the user in it. residue: what was found in the
+    task's image that could give away the answer, as "kind: what" lines; empty is good.
     """
 
     ref: str
@@ -62,7 +62,7 @@ _known: dict[Source, Sealed] = {}
 def sealed(engine: ContainerEngine, source: Source, budget_bytes: int | None = None, pulls: Pulls = _AT_ONCE) -> Sealed:
     """Return the sealed image of a source; if it is not there, pull and seal it, then evict what is over the budget.
 
-    pulls: where from. The result is remembered per process. Blocks.
+    pulls: where images come from. The result is remembered per process. Blocks.
     Raises SandboxError: missing_image, seal_failed, no_git, no_space.
     """
     known = _known.get(source)
@@ -221,7 +221,7 @@ def _read(label: str) -> Any:
 
 
 def hidden_tests(engine: ContainerEngine, ref: str, tests: Iterable[str]) -> list[str]:
-    """Return the `tests_in` the work tree of an image. Blocks."""
+    """Return those of the tests that the work tree of an image already has; see `tests_in`. Blocks."""
     if not (tests := list(tests)):
         return []
     with engine.unstarted(ref) as container:
@@ -233,7 +233,7 @@ async def prepare(
 ) -> dict[str, dict]:
     """Pull and seal what is not there until the budget is full; see `sealing.ahead`, also for `how`.
 
-    What is made later takes the place of what was not used for longest.
+    Images that are made later take the place of the least recently used ones.
     """
     engine = await asyncio.to_thread(get_engine)
 
@@ -260,7 +260,7 @@ def used(image: Sealed) -> None:
 def evict(engine: ContainerEngine, budget_bytes: int, keep: Iterable[str] = ()) -> list[str]:
     """Remove least recently used images of this project until they fit the budget; returns their names. Blocks.
 
-    Images that a container uses stay, and those in `keep` with what was sealed from them.
+    Images that a container uses stay, as do those in `keep` and what was sealed from them.
     """
     kept = {*keep, *(made.ref for made in _known.values() if made.source in set(keep))}
 

@@ -13,8 +13,8 @@ and `close` deletes everything.
 
 Limits of each process are enforced: CPU time, file size and open files. Address space cannot be limited, because the
 agent's binary reserves far more than it uses. The memory and processes of the whole box are limited by a control group
-where these are delegated to this user (`cgroup`). Elsewhere they are looked at about once a second while a program
-runs, as the disk is everywhere, and a program that is over a limit is killed with all that it started (`watch`); its
+where these are delegated to this user (`cgroup`). Elsewhere they are checked about once a second while a program runs,
+as the disk is on every machine, and a program that is over a limit is killed with all that it started (`watch`); its
 files stay. CPUs are not limited.
 
 A process that is killed before it could close its sandboxes leaves their directories behind, and rarely a program: a
@@ -93,7 +93,7 @@ class LocalSandbox(DirectorySandbox):
     ) -> None:
         plain = (str(root / "tree"), str(root / "home"), str(root / "tmp"))
         places = (WORKDIR, HOME, TMPDIR) if isolated else plain
-        # Without isolation, what a program leaves behind is not told from what another one is doing.
+        # Without isolation, what a program leaves behind cannot be told from what another one is doing.
         super().__init__(root, *places, strays=not isolated, in_turn=not isolated)
         self.isolation: Isolation = "bwrap" if isolated else "none"
         self._snapshot = snapshot
@@ -162,7 +162,7 @@ class LocalSandbox(DirectorySandbox):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(inner[1]), signal.SIGKILL)
 
-        # bwrap itself must not load what LD_* names in the box, so it sets these variables and does not get them.
+        # bwrap itself must not load what LD_* names in the box, so it sets these variables for the program only.
         loader = {key: value for key, value in command.env.items() if key.startswith("LD_")}
         env = {key: value for key, value in command.env.items() if key not in loader}
         try:

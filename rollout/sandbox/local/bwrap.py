@@ -88,7 +88,7 @@ def command(
 def prepare(root: Path) -> None:
     """Make what a box has besides its tree, home and tmp: account files and device nodes. Raises OSError."""
     (root / "etc").mkdir()
-    (root / "shm").mkdir()  # /dev/shm: as files of a file system in memory, they would be memory of no process
+    (root / "shm").mkdir()  # /dev/shm: files of a file system in memory would count as no process's memory
     for name, text in (("passwd", _PASSWD), ("group", _GROUP), ("hosts", _HOSTS)):
         (root / "etc" / name).write_text(text)
     (root / "dev").mkdir()
@@ -161,9 +161,9 @@ def _system() -> list[str]:
 
 
 def _seal() -> list[str]:
-    """Return the options that make /proc, /dev and / read-only; they come last, because mount points are made before.
+    """Return the options that make /proc, /dev and / read-only; they come last, because mount points are made first.
 
-    /dev is a file system in memory, of which nobody would count what is written to it.
+    /dev is a file system in memory, and nobody would count what is written to it.
 
     /proc is read-only because, if this process runs as root, the kernel takes the box's user for root wherever it
     looks only at the owner of a file, and /proc/sys has files of root (one names a program that is run as root).

@@ -56,8 +56,8 @@ class Group:
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self._path / "cgroup.procs"), *argv]
 
     def overruns(self) -> int:
-        """Return how often the kernel has killed because the group was at its limit of memory."""
-        # Not `oom_kill`: that counts also what is killed because the whole machine is out of memory.
+        """Return how often the kernel has killed processes because the group was at its memory limit."""
+        # Not `oom_kill`: that also counts what is killed because the whole machine is out of memory.
         found = re.search(r"^oom (\d+)$", self._read("memory.events"), re.MULTILINE)
         return int(found[1]) if found else 0
 
@@ -85,7 +85,7 @@ class Group:
 
 
 def made(limits: Limits) -> Group | None:
-    """Return a new group for a box, None where groups are not delegated: then it is watched."""
+    """Return a new group for a box, None where groups are not delegated: then the box is watched."""
     above = parent()
     try:
         return Group(above, limits) if above else None
@@ -95,7 +95,7 @@ def made(limits: Limits) -> Group | None:
 
 
 def parent() -> Path | None:
-    """Return the group in which boxes get theirs, None if there is none (found, tried and told once per process)."""
+    """Return the group in which boxes get theirs, None if there is none (found, tried and logged once per process)."""
     with _finding:  # boxes are booted in many threads, and the first ones ask at the same time
         return _parent()
 
@@ -104,7 +104,7 @@ def parent() -> Path | None:
 def _parent() -> Path | None:
     groups = own_and_above(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     found, why = choose(groups)
-    # A warning in both cases, because nobody sees what is less.
+    # A warning in both cases, because nobody sees lower levels of the log.
     if found is None or (why := _fails(found)):
         logger.warning("the memory and processes of boxes are looked at about once a second: %s", why)
         return None

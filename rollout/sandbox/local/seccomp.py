@@ -3,7 +3,7 @@
 A box has its own namespaces, but some things of the kernel belong to a user or a session and are in none. Keys are the
 worst: the trainer and the boxes of all its episodes have one session keyring, so a patch under grading could leave the
 hidden tests there for the next episode. The other calls that are refused are those with which a process looks at the
-kernel or at other processes from outside of its namespaces; container engines refuse them, too.
+kernel, or at other processes, beyond its namespaces; container engines refuse them, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REFUSED = {
     _ARM: (309, 310, 311, 364, 386, 388, 425, 426, 427),
 }
 _MACHINES = {"x86_64": (_X86_64, _I386), "aarch64": (_AARCH64, _ARM)}
-_X32 = 0x40000000  # this bit is set in the numbers of another way to call x86_64's kernel
+_X32 = 0x40000000  # this bit is set in the numbers of x32, another way to call x86_64's kernel
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF: ld [k], jeq, jge, ret
 _NUMBER, _ARCH = 0, 4  # offsets in struct seccomp_data

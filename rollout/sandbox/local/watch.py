@@ -1,8 +1,9 @@
 """This module measures what a box uses while a program runs in it, where nothing else limits it.
 
-Memory and processes are those of the program and all its descendants. Of memory the kernel's count of resident pages is
-taken, and, only where that is over the limit, each shared page once; threads count as processes. Disk is what is in the
-box's directories, and in files that are deleted and still open (those in memory, of memfd_create, are such files, too).
+Memory and processes are those of the program and all its descendants. For memory, the kernel's count of resident pages
+is taken, and only where that is over the limit is each shared page counted once. Threads count as processes. Disk is
+what is in the box's directories, and in files that are deleted and still open (those in memory, of memfd_create, are
+such files, too).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def _over(pid: int, root: Path, limits: Limits, base: int) -> bool:
 def descendants(pid: int, most: int) -> tuple[list[int], int]:
     """Return a process and all that it and its children have started, and the number of their threads.
 
-    What ends meanwhile may be missing. Of more than ``most`` threads, only so many are looked at that this is known:
-    processes that multiply may do it faster than they are counted.
+    What ends meanwhile may be missing. Counting stops when there are more than ``most`` threads: processes may multiply
+    faster than they are counted.
     """
     family, count = [pid], 0
     for one in family:  # it grows

@@ -199,6 +199,7 @@ def start(
     from rl.checks.data import check_files, check_tasks
     from rl.checks.machine import check_loggers
     from rl.checks.model import check_family, check_model
+    from rl.metrics import loggers
 
     screen.redirect(run.dir / "run.log")
     screen.show("preparing")
@@ -218,6 +219,7 @@ def start(
     gc.disable()  # collections take a fifth of the imports' time; run_trainer enables them again
     try:
         check_model(config)
+        loggers.import_early(config.trainer.logger)
         check_family(config)  # last: it imports verl, which is needed from here on anyway
         check_loggers(config)
         kept = unfinished.load(run.dir, run.checkpoint_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rl.tune import rows as rows_module
 from rl.tune.given import TOKENIZER, digest
 from rl.tune.rows import RowsError, TokenRows, rows_of, write_rows
 from rollout.records import Record, RecordWriter, path_of, unpack_ids
@@ -45,6 +47,16 @@ async def test_every_trained_token_is_there_once_and_nothing_else_is_trained(tmp
     said = [node for node in record.nodes if node.logprobs is not None and node.delivered and node.trained]
     assert counts.trained == sum(node.length for node in said)
     assert (counts.episodes, counts.rows, counts.tokens) == (1, 2, sum(len(ids) for ids, _ in rows_of(record)))
+
+
+def test_what_exists_before_the_first_update_is_hidden_from_the_garbage_collector(tmp_path: Path) -> None:
+    """verl's trainer collects garbage after each update: for a small model that would be most of its time."""
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[1, 2, 3]], "loss_mask": [[0, 1, 1]]}), tmp_path / "rows")
+    rows_module._freeze.cache_clear()
+    rows, kept = read(tmp_path / "rows"), [object()]
+    assert any(one is kept for one in gc.get_objects())
+    assert rows[0]["input_ids"].tolist() == [1, 2, 3]
+    assert not any(one is kept for one in gc.get_objects())
 
 
 async def test_an_episode_counts_once_and_failures_of_the_infrastructure_do_not(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ setup:
 quickstart: setup
 	@.venv/bin/python -m rl.train +experiment=quickstart $(ARGS)
 
-# Two cores have no use for more than three at a time: with five, all takes longer.
+# Two for the groups that train, one for all others: with five, two cores take longer.
 PYTEST = .venv/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
 
 test: setup

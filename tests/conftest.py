@@ -87,11 +87,16 @@ def _works(*argv: str) -> bool:
     return shutil.which(argv[0]) is not None and subprocess.run(argv, capture_output=True).returncode == 0
 
 
-# Files and groups that take minutes, the longest first: one that begins late goes on alone at the end.
-LONGEST = (
-    *("test_slurm", "test_experiments", "test_gpu_ladder", "test_train", "test_sft_other", "test_run_faults"),
-    *("test_joined_ray", "test_sft", "test_distill", "vllm", "test_slurm_nodes", "test_slurm_parts"),
-    *("test_store_server", "podman", "test_realcode"),
+# Files that train, in two groups of about the same length: of three training runs at a time, each takes more CPU time,
+# because processes that wait for each other spin.
+TRAINERS = {
+    "trainers-1": ("test_train", "test_run_faults", "test_joined_ray", "test_experiments", "test_distill"),
+    "trainers-2": ("test_gpu_ladder", "test_slurm_parts", "test_slurm"),
+}
+# Groups in the order in which they begin: one that begins late goes on alone at the end.
+FIRST = (
+    *TRAINERS,
+    *("vllm", "test_sft_other", "test_sft", "test_slurm_nodes", "test_store_server", "podman", "test_realcode"),
 )
 NEEDS = {
     "bwrap": ("bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"),
@@ -123,23 +128,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Share the tests out to workers (pytest-xdist, ``--dist loadgroup``) file by file."""
+    """Share the tests out to workers (pytest-xdist, ``--dist loadgroup``) file by file; several may be one group."""
     if item.get_closest_marker("xdist_group") is None:
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        groups = [group for group, files in TRAINERS.items() if item.path.stem in files]
+        item.add_marker(pytest.mark.xdist_group(*groups or [item.path.stem]))
     if item.get_closest_marker("long") and not any(item.path.is_relative_to(place) for place in LONG):
         raise pytest.UsageError(f"{item.nodeid} is long: `make test-long` does not look there (LONG in the Makefile)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that take longest first."""
+    """Put the tests that take longest first.
 
-    def rank(item: pytest.Item) -> int:
-        (group,) = item.iter_markers("xdist_group")
-        if item.get_closest_marker("last"):
-            return len(LONGEST) + 2
-        if group.args[0] in LONGEST:
-            return LONGEST.index(group.args[0])
-        return len(LONGEST) + (0 if item.get_closest_marker("engine") else 1)
+    A worker that has two tests left gets its next group, so those two should be short.
+    """
+
+    def rank(item: pytest.Item) -> tuple[bool, int, int, bool]:
+        (group,) = next(item.iter_markers("xdist_group")).args
+        files = TRAINERS.get(group, ())
+        return (
+            item.get_closest_marker("last") is not None,
+            FIRST.index(group) if group in FIRST else len(FIRST),
+            files.index(item.path.stem) if files else 0,
+            item.get_closest_marker("engine") is None,
+        )
 
     items.sort(key=rank)
 

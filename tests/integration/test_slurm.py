@@ -137,6 +137,30 @@ def test_nodes_without_the_environment_are_named(cluster: Slurm, tmp_path: Path)
 
 
 @pytest.mark.timeout(900)
+def test_a_node_that_is_lost_is_named(cluster: Slurm, warm_start: WarmStart, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={tmp_path}", *OVERRIDES, *warm_start.given())
+    read_until(cluster, job, out, "all nodes are there; starting rl.train", 300)
+    logs = tmp_path / "quickstart" / f"slurm-{job}" / "logs"
+    for note in (logs / "n1" / "ray_dir", logs / "n2" / "ray_dir"):
+        sockets = Path(note.read_text())
+        assert (sockets / "ray").is_dir() and sockets.stat().st_mode & 0o077 == 0, "others could enter"
+    (raylet,) = [one for one in cluster.processes(SLURMD_NODENAME="n2") if one.name() == "raylet"]
+    raylet.kill()
+    read_until(
+        cluster, job, out, r"cluster: node n2: Ray has ended \(exit code 1\); see .*/logs/n2/ray-start\.log", 200
+    )
+    ended = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", seconds=300)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "69:0"), out.read_text()
+    assert "raylet" in (logs / "n2" / "ray-start.log").read_text()
+    end = time.monotonic() + 200
+    while left := list(logs.glob("*/ray_dir*")):  # the notes of where Ray is: each node takes both along
+        assert time.monotonic() < end, f"{left}: not ended in order"
+        time.sleep(0.5)
+    assert not (logs.parent / "run.lease").exists()
+
+
+@pytest.mark.timeout(900)
 def test_a_run_directory_in_use_is_left_alone(cluster: Slurm, tmp_path: Path) -> None:
     """The job asks for GPUs with a type, which no program uses."""
     run, out = tmp_path / "mine", tmp_path / "out.txt"
@@ -228,30 +252,6 @@ def test_tasks_of_an_array_job_get_a_line_of_the_sweep_each(cluster: Slurm, tmp_
         text = (tmp_path / f"{seed}.txt").read_text()
         assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0"), text
         assert f"config: actor_rollout_ref.model.path: /no/policy-{seed} is no model directory" in text
-
-
-@pytest.mark.timeout(900)
-def test_a_node_that_is_lost_is_named(cluster: Slurm, warm_start: WarmStart, tmp_path: Path) -> None:
-    out = tmp_path / "out.txt"
-    job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={tmp_path}", *OVERRIDES, *warm_start.given())
-    read_until(cluster, job, out, "all nodes are there; starting rl.train", 300)
-    logs = tmp_path / "quickstart" / f"slurm-{job}" / "logs"
-    for note in (logs / "n1" / "ray_dir", logs / "n2" / "ray_dir"):
-        sockets = Path(note.read_text())
-        assert (sockets / "ray").is_dir() and sockets.stat().st_mode & 0o077 == 0, "others could enter"
-    (raylet,) = [one for one in cluster.processes(SLURMD_NODENAME="n2") if one.name() == "raylet"]
-    raylet.kill()
-    read_until(
-        cluster, job, out, r"cluster: node n2: Ray has ended \(exit code 1\); see .*/logs/n2/ray-start\.log", 200
-    )
-    ended = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", seconds=300)
-    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "69:0"), out.read_text()
-    assert "raylet" in (logs / "n2" / "ray-start.log").read_text()
-    end = time.monotonic() + 200
-    while left := list(logs.glob("*/ray_dir*")):  # the notes of where Ray is: each node takes both along
-        assert time.monotonic() < end, f"{left}: not ended in order"
-        time.sleep(0.5)
-    assert not (logs.parent / "run.lease").exists()
 
 
 @pytest.mark.claude

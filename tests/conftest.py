@@ -93,6 +93,10 @@ TRAINERS = {
     "trainers-1": ("test_train", "test_run_faults", "test_joined_ray", "test_experiments", "test_distill"),
     "trainers-2": ("test_gpu_ladder", "test_slurm_parts", "test_slurm"),
 }
+GROUPS = {
+    **TRAINERS,
+    "vllm": ("test_collect", "test_store"),  # with agentlightning, whose import takes 10 s
+}
 # Groups in the order in which they begin: one that begins late goes on alone at the end.
 FIRST = (
     *TRAINERS,
@@ -130,7 +134,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Share the tests out to workers (pytest-xdist, ``--dist loadgroup``) file by file; several may be one group."""
     if item.get_closest_marker("xdist_group") is None:
-        groups = [group for group, files in TRAINERS.items() if item.path.stem in files]
+        groups = [group for group, files in GROUPS.items() if item.path.stem in files]
         item.add_marker(pytest.mark.xdist_group(*groups or [item.path.stem]))
     if item.get_closest_marker("long") and not any(item.path.is_relative_to(place) for place in LONG):
         raise pytest.UsageError(f"{item.nodeid} is long: `make test-long` does not look there (LONG in the Makefile)")
@@ -144,11 +148,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def rank(item: pytest.Item) -> tuple[bool, int, int, bool]:
         (group,) = next(item.iter_markers("xdist_group")).args
-        files = TRAINERS.get(group, ())
+        files = GROUPS.get(group, ())
         return (
             item.get_closest_marker("last") is not None,
             FIRST.index(group) if group in FIRST else len(FIRST),
-            files.index(item.path.stem) if files else 0,
+            files.index(item.path.stem) if item.path.stem in files else -1,
             item.get_closest_marker("engine") is None,
         )
 

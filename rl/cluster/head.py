@@ -136,9 +136,7 @@ async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: 
         raise NodeError(f"{place.node}: {error}") from error
     for override in more:
         say(override)
-    keys = ("cluster.episode_resource", "cluster.grading_resource")
-    more += [f"{key}={role}" for key, role, _ in zip(keys, ROLES[1:], place.parts[1:], strict=False)]
-    overrides = [*overrides, *more]
+    overrides = [*overrides, *more, *place.resources]
     signals, nodes = Signals(), Listener(place, say)
     warning = Path(os.environ.get("RL_WARNING") or os.devnull).absolute()
     if not warning.parent.is_dir():  # a path of the host; this may be a container

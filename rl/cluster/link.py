@@ -91,6 +91,12 @@ class Place:
         return ROLES[bisect.bisect_right(list(itertools.accumulate(self.parts)), self.rank)]
 
     @property
+    def resources(self) -> list[str]:
+        """Return the overrides that say which Ray resources nodes that play and nodes that grade have."""
+        keys = ("cluster.episode_resource", "cluster.grading_resource")
+        return [f"{key}={role}" for key, role, _ in zip(keys, ROLES[1:], self.parts[1:], strict=False)]
+
+    @property
     def plays(self) -> bool:
         """Tell whether boxes run on this node."""
         return self.role != "training"

@@ -293,24 +293,3 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finishes(
             assert played & {path.stem.rpartition("-")[2] for path in logs}, f"{node}, start {start}"
     assert audit.main([str(run)]) == 0
     assert "ok:" in capsys.readouterr().out
-
-
-@pytest.mark.claude
-@pytest.mark.engine
-@pytest.mark.timeout(1800)
-def test_a_heterogeneous_job_plays_its_episodes_beside_the_gpus(
-    cluster: Slurm, warm_start: WarmStart, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.txt"
-    parts = ["--nodes=1", "--exclusive", "--mem=0", ":", "--nodes=1", "--exclusive", "--mem=0"]
-    changed = ["trainer.nnodes=1", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1"]
-    job = submit(cluster, out, *parts, SCRIPT, f"run.root={tmp_path}", *OVERRIDES, *changed, *warm_start.given())
-    ended = cluster.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED", seconds=1200)
-    text = out.read_text()
-    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), text
-    run = tmp_path / "quickstart" / f"slurm-{job}"
-    (record,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert record["episode/count"] == 4 and record["infra/failures"] == 0
-    played = {path.stem.rpartition("-")[2] for path in (run / "episode_metrics").glob("*.jsonl")}
-    there = {path.stem.rpartition("-")[2] for path in (run / "logs" / "n2" / "ray-0").glob("worker-*.out")}
-    assert len(played) == 2 and played <= there, "both agent loop workers were on the second node"

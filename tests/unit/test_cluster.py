@@ -54,6 +54,10 @@ def test_a_task_reads_its_place_from_slurm() -> None:
     beside = Place.of(TASK | {f"SLURM_JOB_NUM_NODES_HET_GROUP_{part}": "1" for part in range(3)})
     assert [replace(beside, rank=rank).role for rank in range(3)] == ["training", "episodes", "grading"]
     assert [replace(beside, rank=rank).plays for rank in range(3)] == [False, True, True]
+    assert beside.resources == ["cluster.episode_resource=episodes", "cluster.grading_resource=grading"]
+    two = replace(beside, parts=beside.parts[:2])
+    assert [replace(two, rank=rank).role for rank in range(2)] == ["training", "episodes"]
+    assert two.resources == ["cluster.episode_resource=episodes"] and found.resources == []
     with pytest.raises(ConfigError, match=r"SLURMD_NODENAME is not set.*train\.sbatch"):
         Place.of({name: value for name, value in TASK.items() if name != "SLURMD_NODENAME"})
 

@@ -8,7 +8,6 @@ compacted threads have rows of their own. Given rows are those of recorded conve
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rewards.verdict import Outcome
 from rl.tune.given import ROWS, RowsError, read_given
 from rollout import files
 from rollout.audit import audit_tokens
+from rollout.proxy.collector import keep_imports
 from rollout.proxy.engine import TextCodec
 from rollout.records import CorruptRecordError, Reader, Record, path_of, unpack_ids
 
@@ -158,15 +158,9 @@ def _table(rows: Sequence[Row]) -> pyarrow.Table:
     return pyarrow.table([pyarrow.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA)
 
 
-@functools.cache
-def _freeze() -> None:
-    """Hide the objects that exist now from the garbage collector, once per process.
-
-    verl collects garbage after every update. With all that its trainer imports, that takes 0.16 s of a core, which for
-    a model of a few million parameters is more than the update.
-    """
-    gc.collect()
-    gc.freeze()
+# Once per process. verl collects garbage after every update; with all that its trainer imports, that takes 0.16 s of a
+# core, which for a model of a few million parameters is more than the update.
+_keep_imports = functools.cache(keep_imports)
 
 
 class TokenRows:
@@ -202,7 +196,7 @@ class TokenRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         import torch
 
-        _freeze()
+        _keep_imports()
         long = functools.partial(torch.tensor, dtype=torch.long)
         ids, mask = (column[index].values.to_numpy(zero_copy_only=False) for column in (self.ids, self.masks))
         return {"input_ids": long(ids), "position_ids": torch.arange(len(ids)), "loss_mask": long(mask)}

@@ -16,7 +16,7 @@ from rl.quickstart.policy import make_policy
 from rl.quickstart.tasks import make_tasks
 from rl.run.vllm_server import vllm_server
 from tests.integration.make_kit import write_wheels
-from tests.integration.train_kit import ONE_PROCESS, WarmStart
+from tests.integration.train_kit import ONE_PROCESS, UNCOMPILED, WarmStart
 from tests.slurm_kit import Slurm, slurm
 
 
@@ -75,8 +75,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     arguments = ["--dtype", "float32", "--max-model-len", "16384", "--max-num-seqs", "4", "--enforce-eager"]
     arguments += ["--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", *ONE_PROCESS]
-    # Else vLLM compiles a function for the first reply that it samples (12 s).
-    environment = {"TMPDIR": str(left), "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment = {"TMPDIR": str(left), "HF_HUB_OFFLINE": "1", **UNCOMPILED}
     log = directory / "server.log"
     with vllm_server(str(model_dir), log, *arguments, environment=environment, timeout_s=600) as running:
         yield Running(running.process, running.url, model_dir)

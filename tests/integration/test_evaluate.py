@@ -20,7 +20,7 @@ from rollout.proxy.server import ProxyServer
 from rollout.records import Reader
 from tests.integration.claude_kit import scripted
 from tests.integration.programs_kit import AGENT, gold, kill_after, start
-from tests.integration.train_kit import ONE_PROCESS, read_until
+from tests.integration.train_kit import ONE_PROCESS, UNCOMPILED, read_until
 from tests.kit import char_policy
 
 
@@ -106,7 +106,7 @@ def test_a_policy_behind_its_own_vllm_server(
     what = [f"policy={model}", f"tasks={tasks_file}", f"out={out}", *AGENT, "agent.max_turns=2", "proxy.max_tokens=16"]
     what += ["max_context=4096", "serve.dtype=float32", "serve.enforce_eager=true", "samples=2"]
     what += [f"serve.args=[{','.join(ONE_PROCESS)}]"]
-    process = start(*what, TORCHDYNAMO_DISABLE="1")  # else vLLM compiles a function for the first reply (12 s)
+    process = start(*what, **UNCOMPILED)
     text, _ = process.communicate()
     assert process.returncode == 0, text
     found = checked(out, text, 4, 2)

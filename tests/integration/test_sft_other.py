@@ -20,7 +20,7 @@ from rl.teachers import outcome
 from rl.tune.trainer import Passes
 from rollout.proxy.standalone import Options, StandAlone
 from tests.check_kit import composed
-from tests.integration.train_kit import ONE_PROCESS, WarmStart
+from tests.integration.train_kit import ONE_PROCESS, UNCOMPILED, WarmStart
 from tests.unit.test_ingest_uses import EDIT, TALK, state, use, write_states
 
 pytestmark = [
@@ -60,9 +60,7 @@ def served(model: Path, log: Path, caplog: pytest.LogCaptureFixture) -> None:
     wanted = known.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 40:]
     body = {"model": SERVED_AS, "prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     options = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager", *ONE_PROCESS]
-    with vllm_server(
-        str(model), log, *options, environment={"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    ) as server:
+    with vllm_server(str(model), log, *options, environment={"HF_HUB_OFFLINE": "1", **UNCOMPILED}) as server:
         data = json.dumps(body | {"return_token_ids": True}).encode()
         request = urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as answer:

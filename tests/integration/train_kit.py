@@ -44,6 +44,8 @@ TINY = [
 ]
 # Arguments of a vLLM server whose engine has no process for its worker, as in configs/cpu.yaml.
 ONE_PROCESS = ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+# The variable of a vLLM server that compiles no function for the first reply that it samples (12 s).
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 # A fault is told within the watch's period, what an engine may take to answer, and Ray's own end; on a busy machine
 # that is minutes.
 TOLD_S = 600

@@ -52,7 +52,7 @@ async def test_every_trained_token_is_there_once_and_nothing_else_is_trained(tmp
 def test_what_exists_before_the_first_update_is_hidden_from_the_garbage_collector(tmp_path: Path) -> None:
     """verl's trainer collects garbage after each update: for a small model that would be most of its time."""
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[1, 2, 3]], "loss_mask": [[0, 1, 1]]}), tmp_path / "rows")
-    rows_module._freeze.cache_clear()
+    rows_module._keep_imports.cache_clear()
     rows, kept = read(tmp_path / "rows"), [object()]
     assert any(one is kept for one in gc.get_objects())
     assert rows[0]["input_ids"].tolist() == [1, 2, 3]

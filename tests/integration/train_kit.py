@@ -26,9 +26,10 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 # The warm start depends on these, on the seed, and on the groups `agent` and `proxy`. They are those of scale=tiny.
 WARM = [
+    "seed=30",
     "quickstart.train_tasks=4",
     "quickstart.heldout_tasks=2",
-    "quickstart.warm_episodes=12",
+    "quickstart.warm_episodes=8",
     "quickstart.sft.epochs=30",
     "quickstart.sft.batch_size=4",
 ]

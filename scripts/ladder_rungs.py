@@ -31,7 +31,6 @@ from rl.metrics.episodes import read_jsonl
 from rl.metrics.figures import CORRELATION, Figure
 from rl.plan import plan
 from rl.plan.model import KNOWN
-from rl.quickstart.policy import make_tokenizer
 from rl.run.vllm_server import vllm_server
 
 # The packages whose behaviour, and so whose version, our code depends on.
@@ -145,6 +144,8 @@ def size(place: Place) -> Iterator[Figure]:
 
 def experts(place: Place) -> Iterator[Figure]:
     """Compare the engine's and the trainer's log-probabilities of a mixture of experts with random weights."""
+    from rl.quickstart.policy import make_tokenizer
+
     vocabulary = len(make_tokenizer(multiple=64))  # verl bars the engine, but not the trainer, from ids without a token
     changes: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": vocabulary}
     if place.device == "cpu":
@@ -258,6 +259,8 @@ def _untrained(
 def _shape(directory: Path, known: str, changes: dict[str, Any]) -> Any:
     """Write the quickstart's tokenizer to ``directory`` and return the config of a known model with ``changes``."""
     from transformers import AutoConfig
+
+    from rl.quickstart.policy import make_tokenizer
 
     tokenizer = make_tokenizer(multiple=64)
     tokenizer.save_pretrained(directory)

@@ -38,7 +38,8 @@ PINNED = ("torch", "vllm", "transformers", "verl", "ray")
 # On a CPU one file, to show that the rung works: running all tests is for make test.
 TESTS = {"cuda": ["tests/unit"], "cpu": ["tests/unit/test_render.py"]}
 KL = 0.01  # docs/metrics.md: healthy
-# In place of the real widths on a CPU, where a rung only shows that it works.
+# On a CPU a rung only shows that it works: one step, and these in place of the real widths.
+ONE_STEP = "trainer.total_training_steps=1"
 SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -152,7 +153,7 @@ def experts(place: Place) -> Iterator[Figure]:
         changes = {**SMALL, "moe_intermediate_size": 64, **changes}
     # With its weights at home in host memory, where qwen3_4b has them, it fits a GPU of 80 GB.
     home = ["fsdp_config.offload_policy=true", "optim.override_optimizer_config={fused:true}"]
-    more = [f"actor_rollout_ref.actor.{key}" for key in home if place.device == "cuda"]
+    more = [f"actor_rollout_ref.actor.{key}" for key in home] if place.device == "cuda" else [ONE_STEP]
     name = "Qwen3-Coder-30B-A3B-Instruct"
     with _untrained(place, "qwen3_coder_30b", name, changes, 0.5, *more) as (_, keys):
         _, steps = train(Path(place.directory, "run"), *keys)

@@ -2,7 +2,8 @@
 parameters.
 
 That the engine's probabilities are the trainer's at both steps shows that experts' weights arrive: the engine starts
-with random ones, and a learning rate of 1e-3 moves them far. One warm start serves all runs.
+with random ones, and with those of the step before, at a learning rate of 1e-3, the correlation is 0.986 to 0.994. One
+warm start serves all runs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def steps(run: Path, filtered: bool = True) -> list[dict[str, Any]]:
     for record in records:
         # Tokens of older weights differ by what was learned since: a little, where random weights differ in all.
         stale = record["training/off_policy/trajectory_staleness_worst/max"]
-        assert record["training/rollout_actor_probs_pearson_corr"] >= (0.9 if stale else 0.99)
+        assert record["training/rollout_actor_probs_pearson_corr"] >= (0.9 if stale else 0.999)
         assert record["group/used"] == 2
         if filtered:  # groups with equal rewards were played, and are not among the used ones
             equal, played = round(record["group/all_equal"] * record["group/played"]), record["group/played"]
@@ -126,6 +127,8 @@ def test_separate_and_resumed(root: Path) -> None:
     """An engine of its own. Its trainer's worker is killed in the second step: one line says so, groups that were under
     way are played again, and the run goes on."""
     arguments = ["+experiment=qwen3_coder_30b_separate", "scale=tiny", f"run.root={root}"]
+    # A step has two updates. At the usual rate they may make a policy that resolves nothing: all groups are equal then.
+    arguments += ["actor_rollout_ref.actor.optim.lr=5e-4"]
     killed = RunProcess(root / "separate", *arguments, f"run.dir={root / 'separate'}")
     killed.until("step 1/2  resolved")  # not what a busy machine says before: "step 1/2  rollout"
     killed.find("ray::WorkerDict").kill()
@@ -133,7 +136,7 @@ def test_separate_and_resumed(root: Path) -> None:
     assert re.search("WorkerDict .*died", one_line(said)) and code == 1
     assert "the same command continues after step 1" in said
 
-    resumed = start(root, "qwen3_coder_30b_separate", f"run.dir={root / 'separate'}")
+    resumed = train_kit.start(*arguments, f"run.dir={root / 'separate'}")
     text, _ = resumed.communicate()
     assert resumed.returncode == 0, text
     assert "continuing from step 1" in text

@@ -49,6 +49,10 @@ class Ray:
                 [*command, f"--dashboard-agent-listen-port={free_port()}"],
                 cwd=self.directory, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip
+        end, log = time.monotonic() + 120, self.directory / f"{name}.log"
+        while "Ray runtime started" not in log.read_text():  # before that nobody has to be asked
+            assert time.monotonic() < end and self.nodes[name].poll() is None, log.read_text()
+            time.sleep(0.1)
 
     def ask(self) -> dict[str, dict[str, float]]:
         """Return the resources of the nodes that are there; {} if the cluster does not answer."""

@@ -26,8 +26,7 @@ WINGS = {
     "rl/checks": 725,
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
-    # 22 start vLLM's server with an engine that is a fork, and without a worker of its own; 4 let its workers wait.
-    "rl/cpu": 256,
+    "rl/cpu": 252,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
     # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
     "rl/data": 2075,
@@ -77,7 +76,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode.
-EVERYTHING = 33_055
+EVERYTHING = 33_049
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

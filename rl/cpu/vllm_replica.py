@@ -23,7 +23,6 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -31,12 +30,6 @@ from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_processes
 
 T = TypeVar("T")
-
-# With tensor parallelism, vLLM's workers look for the next message in a loop until a second has passed since the last
-# one. On a CPU that takes the cores from the agents. A message wakes a worker that does not look, too.
-shm_broadcast.SpinCondition = functools.partial(  # ty: ignore[invalid-assignment]
-    shm_broadcast.SpinCondition, busy_loop_s=0
-)
 
 
 def _own_socket(handle: str) -> str:

@@ -38,8 +38,7 @@ PINNED = ("torch", "vllm", "transformers", "verl", "ray")
 # On a CPU one file, to show that the rung works: running all tests is for make test.
 TESTS = {"cuda": ["tests/unit"], "cpu": ["tests/unit/test_render.py"]}
 KL = 0.01  # docs/metrics.md: healthy
-# On a CPU a rung only shows that it works: one step, and these in place of the real widths.
-ONE_STEP = "trainer.total_training_steps=1"
+# In place of the real widths on a CPU, where a rung only shows that it works.
 SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -149,11 +148,11 @@ def experts(place: Place) -> Iterator[Figure]:
 
     vocabulary = len(make_tokenizer(multiple=64))  # verl bars the engine, but not the trainer, from ids without a token
     changes: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": vocabulary}
-    if place.device == "cpu":
-        changes = {**SMALL, "moe_intermediate_size": 64, **changes}
     # With its weights at home in host memory, where qwen3_4b has them, it fits a GPU of 80 GB.
     home = ["fsdp_config.offload_policy=true", "optim.override_optimizer_config={fused:true}"]
-    more = [f"actor_rollout_ref.actor.{key}" for key in home] if place.device == "cuda" else [ONE_STEP]
+    more = [f"actor_rollout_ref.actor.{key}" for key in home]
+    if place.device == "cpu":
+        changes, more = {**SMALL, "moe_intermediate_size": 64, **changes}, ["trainer.total_training_steps=1"]
     name = "Qwen3-Coder-30B-A3B-Instruct"
     with _untrained(place, "qwen3_coder_30b", name, changes, 0.5, *more) as (_, keys):
         _, steps = train(Path(place.directory, "run"), *keys)

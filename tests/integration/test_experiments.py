@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,6 @@ def root(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Pat
     made = tmp_path_factory.mktemp("experiments")
     warm_start.lend_to(made, "+experiment=qwen3_coder_30b", "scale=tiny")
     return made
-
-
-def start(root: Path, experiment: str, *more: str, scale: str = "tiny") -> subprocess.Popen[str]:
-    return train_kit.start(f"+experiment={experiment}", f"scale={scale}", f"run.root={root}", *more)
 
 
 def steps(run: Path, filtered: bool = True) -> list[dict[str, Any]]:
@@ -95,9 +90,10 @@ def test_an_episode_outlives_a_weight_update(root: Path, tmp_path: Path) -> None
     trained on."""
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: claude_code\n  _target_: tests.integration.held_loop.Loop\n")
-    process = start(
-        root,
-        "qwen3_coder_30b_async",
+    process = train_kit.start(
+        "+experiment=qwen3_coder_30b_async",
+        "scale=tiny",
+        f"run.root={root}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "algorithm.filter_groups.enable=false",  # the other episodes of its group may be as good or bad
         # Tokens from before an update may be further off than the limit; at a thousand times the usual learning rate

@@ -40,7 +40,7 @@ class Ray:
     nodes: dict[str, subprocess.Popen[bytes]]
 
     def add(self, name: str, *how: str) -> None:
-        """Start a node as its admin does, from another directory than ours."""
+        """Start a node as its admin does, from another directory than ours, and wait until the cluster has it."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-name={name}", *how]
         # CPUs are what Ray counts, not real ones: each actor of a run asks for one.
         command += ["--num-cpus=32", "--object-store-memory=200000000", "--min-worker-port=0", "--max-worker-port=0"]
@@ -50,7 +50,7 @@ class Ray:
                 cwd=self.directory, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip
         end, log = time.monotonic() + 120, self.directory / f"{name}.log"
-        while "Ray runtime started" not in log.read_text():  # before that nobody has to be asked
+        while "Ray runtime started" not in log.read_text() or set(self.ask()) != set(self.nodes):
             assert time.monotonic() < end and self.nodes[name].poll() is None, log.read_text()
             time.sleep(0.1)
 
@@ -80,12 +80,7 @@ def joined() -> Iterator[Ray]:
         how = [f"--temp-dir={directory}/ray", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
         # The trainer's place is a GPU to verl, also on a CPU.
         ray.add("head", "--head", f"--port={port}", "--num-gpus=1", *how)
-        end = time.monotonic() + 120
-        while set(ray.ask()) != {"head"}:
-            assert time.monotonic() < end and ray.nodes["head"].poll() is None, (directory / "head.log").read_text()
         ray.add("plays", f"--address={ray.address}", '--resources={"episodes": 1}')
-        while set(ray.ask()) != {"head", "plays"}:
-            assert time.monotonic() < end and ray.nodes["plays"].poll() is None, (directory / "plays.log").read_text()
         yield ray
     finally:
         started = ray.processes()

@@ -69,7 +69,7 @@ class RunProgress(threading.Thread):
             self.screen.show("starting trainer and engine")
             return
         what = f"step {phase.step}/{self.total_steps}  {phase.name}"
-        if not phase.episodes:
+        if not phase.episodes or (self.seen and phase.step <= self.seen[-1][0]):  # the step's line has its counts
             self.screen.show(what, note=self.left())
             return
         counts = self.counts["val" if phase.name == "held-out" else "train"]
@@ -79,8 +79,8 @@ class RunProgress(threading.Thread):
         self.screen.show(what, done, phase.episodes, note)
 
     def left(self) -> str:
-        """Return how long the run will still take at the pace of its last steps; "" before two steps were seen."""
-        if len(self.seen) < 2:
+        """Return how long the run still takes at the pace of its last steps; "" before two were seen or at the end."""
+        if len(self.seen) < 2 or self.seen[-1][0] == self.total_steps:
             return ""
         (first, began), (last, ended) = self.seen[-6:][0], self.seen[-1]
         seconds = (self.total_steps - last) * (ended - began) / (last - first)

@@ -59,6 +59,10 @@ def test_the_screen_follows_the_run(watch: RunProgress, tmp_path: Path) -> None:
     watch.look()
     assert [line.split("  ")[0] for line in heard.lines] == ["step 2/24", "step 3/24"]
     assert heard.now == ("step 4/24  rollout", 0, 8, "about 21 min to go")
+    phases.note(tmp_path, 24, "held-out", 8)
+    metrics.append_step(tmp_path, 24, 1420.0, VALUES)  # the step's line is there, its phase not yet gone
+    watch.look()
+    assert heard.now == ("step 24/24  held-out", None, None, "")
 
 
 def test_the_thread_shows_the_last_record(watch: RunProgress, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ where these are delegated to this user (`cgroup`). Elsewhere they are checked ab
 as the disk is on every machine, and a program that is over a limit is killed with all that it started (`watch`); its
 files stay. CPUs are not limited.
 
-A process that is killed before it could close its sandboxes leaves their directories behind, and rarely a program: a
-bwrap ends with its parent, but not in the milliseconds in which it starts (see `directory.sweep`).
+A process that is killed before it could close its sandboxes leaves their directories behind, and without isolation
+their programs (see `directory.sweep`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from rollout.sandbox.treediff import Directory, Origin
 logger = logging.getLogger(__name__)
 
 Isolation = Literal["auto", "bwrap", "none"]
+
+_READY = "ready."
 
 
 async def boot_local(
@@ -102,7 +104,8 @@ class LocalSandbox(DirectorySandbox):
         unwatched = {"memory_bytes": sys.maxsize, "processes": sys.maxsize} if self._group else {}
         self._watched, self._base = replace(limits, **unwatched), base
         # With bwrap the program is a child of this shell: as process 1 of its namespace it would ignore most signals.
-        program = '"$@"; exit $?' if isolated else 'exec "$@"'
+        # bwrap ends with its parent, but not with one that dies while it starts: then nobody reads what the shell says.
+        program = f'printf {_READY} >&2 || exit; "$@"; exit $?' if isolated else 'exec "$@"'
         limits = replace(limits, file_bytes=min(limits.file_bytes, limits.disk_bytes))
         limiting = ulimits(limits, processes=isolated and os.geteuid() != 0)
         self._shell = ["/bin/sh", "-c", limiting + program, "sh"]
@@ -168,7 +171,7 @@ class LocalSandbox(DirectorySandbox):
         try:
             with bwrap.filtering() as filters:
                 argv = [*bwrap.command(self._root, self._mounts, loader, status_write, filters), *command.argv]
-                command = replace(command, argv=self._entered(argv), env=env)
+                command = replace(command, argv=self._entered(argv), env=env, says=_READY.encode())
                 overruns = self._group.overruns() if self._group else 0
                 result = await process.run(command, pass_fds=[status_write, *filters], kill=kill, over=self._over)
             if self._group and self._group.overruns() > overruns:  # bwrap, too, is killed in the group

@@ -57,9 +57,9 @@ def _around(test: str) -> set[str]:
 
 
 def _reported(log: str, parse: Parse) -> set[str]:
-    """Return the tests that the parser finds failed in one line, or in the log without the lines that report a pass.
+    """Return the tests that the parser reports as failed when it reads each line alone, or all lines without a pass.
 
-    The latter is for names that are put together from several lines (a suite's and a test's).
+    Reading several lines is for names that are put together from them (a suite's and a test's).
     """
     lines = log.split("\n")
     told = {line: found for line in set(lines) if (found := _parsed(parse, line))}

@@ -1,8 +1,8 @@
 """This program makes tests wrong: each named test function must fail afterwards, whatever it tests.
 
-One comparison of the function, drawn at random, gets another value, as plausible as the right one. Where no comparison
-is certain to be reached, a wrong one is added at the function's end. A function that may not reach its end stays as it
-is.
+One comparison of the function, drawn at random, is given a wrong value that is as plausible as the right one. If no
+comparison is certain to be reached, a wrong comparison is added at the function's end. A function that may end early,
+or is expected to fail, stays as it is.
 
 It runs in a box, before the tests, with the Python that is found there (3.8 or later), so it is one file that imports
 nothing of this project. `rewards.second` appends a call of `main`.
@@ -127,7 +127,10 @@ def _comparisons(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.expr, ast
 
 
 def _tests_own(side: ast.expr) -> bool:
-    """Tell by a capital letter whether a side may equal everything even with honest code: `mock.ANY`, `Anything()`."""
+    """Tell whether a side may be the test's own object that equals everything, such as `mock.ANY` or `Anything()`.
+
+    The sign is a capital letter at the beginning of its name.
+    """
     named = side.func if isinstance(side, ast.Call) else side
     name = named.attr if isinstance(named, ast.Attribute) else named.id if isinstance(named, ast.Name) else ""
     return name.lstrip("_")[:1].isupper()

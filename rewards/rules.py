@@ -22,8 +22,8 @@ IGNORED = "ignored_files"
 SHADOWS = "shadows_python"
 """The flag of a new module at the root that has the name of a standard module of some version of Python."""
 
-# A new module in one of the directories from which tests are imported. If it has one of the names below, it is found
-# first.
+# The path of a module in a directory that Python searches first when tests run. If a patch adds one with a name from
+# below, it is imported in place of the module that has this name.
 _MODULE = re.compile(r"(?:src/)?([^/.]+)(?:(?:\.[^/]*)?\.(?:py|so|pyd)|/__init__\.py)")
 # Besides Python's own modules: what pytest imports, in any of its versions, and what that imports in turn.
 _TAKEN = sys.stdlib_module_names | {
@@ -31,14 +31,15 @@ _TAKEN = sys.stdlib_module_names | {
     "pygments", "colorama", "typing_extensions", "importlib_metadata", "zipp", "atomicwrites", "more_itertools", "six",
     "wcwidth", "pathlib2", "funcsigs", "xdist", "execnet", "nose",
 }  # fmt: skip
-# Modules of earlier and later Pythons, one of which an image may have. Honest modules have these names, too.
+# Standard modules of other versions of Python, which an image may have. Honest modules have these names, too, so a
+# patch that adds one is only flagged.
 _TAKEN_ELSEWHERE = {
     "parser", "symbol", "formatter", "binhex", "macpath", "dummy_threading", "_dummy_thread", "_bootlocale",
     "distutils", "imp", "asyncore", "asynchat", "smtpd", "annotationlib", "compression", "profiling", "_colorize",
     "_pyrepl", "_pylong", "_opcode_metadata", "_sysconfig", "_py_warnings",
 }  # fmt: skip
 
-# A file in a patch that cannot be read to its end.
+# Finds the paths in a patch that `split` cannot read to its end.
 _NAMED = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)
 
 

@@ -1,10 +1,10 @@
 """This module asks for a second opinion on a resolved task: would its tests also pass if they were wrong?
 
-Code can do to its own test run whatever its process can: print results and end it, patch the runner's reports, return
-objects that are equal to everything. No event, channel or secret of that process is out of its reach. What it does not
-know is which answers are right. So the tests are run again in another fresh box, in which `rewards.falsify` has made
-those of FAIL_TO_PASS wrong: with honest code every one of them fails now. One that still passes would pass whatever the
-code does, and then the first results say nothing.
+The tested code can do to its own test run whatever its process can: print results and exit, patch the runner's reports,
+return objects that are equal to everything. No event, channel or secret of that process is out of its reach. But the
+code does not know which answers are right. So the tests are run again in another fresh box, after `rewards.falsify` has
+made the FAIL_TO_PASS tests wrong there. With honest code, every one of them now fails. If one still passes, it would
+pass whatever the code does, and the first results prove nothing.
 
 This works for tests that are functions in Python files and are named as pytest names them. docs/rewards.md says which
 attacks it stops, and which it does not.

@@ -172,10 +172,10 @@ def _parsers_in_source() -> frozenset[str]:
 
 @functools.cache
 def _failures_only() -> frozenset[str]:
-    """Return the parsers of swebench that never report a test as passed: of all statuses, their source names FAILED.
+    """Return the parsers of swebench that never report a test as passed: their source names no status but FAILED.
 
-    Only with these does a test without a result mean a test that passed. A parser that is another name for one of them
-    or calls one is left out, as is one that is registered from outside: what these report is not known.
+    Only with these parsers does a missing result mean that a test passed. Parsers that are aliases of one of them, that
+    call one, or that are registered from outside are left out, because what they report is not known.
     """
     found: set[str] = set()
     for path in _source().glob("*.py"):

@@ -129,7 +129,7 @@ class Local(Kind):
 
 
 class FromImages(Kind):
-    """This class has what the kinds whose boxes start from a task's image have in common.
+    """This class holds what is common to the kinds of boxes that start from a task's image.
 
     base_hint: how to get a base image, for messages.
     """
@@ -196,8 +196,8 @@ class Docker(FromImages):
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if a snapshot has no image to run in, or if the first missing image cannot be pulled.
 
-        Whether the others can be pulled turns out when they are, before the run starts. With podman this holds for all
-        images, because it cannot ask a registry without a pull.
+        The other missing images are only found out when they are pulled, before the run starts. With podman that is so
+        for all images, because podman cannot ask a registry without pulling.
         """
         super().check_tasks(tasks)
         try:
@@ -314,7 +314,7 @@ def wanted_of(tasks: Iterable[Task]) -> list[Wanted]:
 
 
 def writable(wanted: Path, key: str, advice: str) -> Path:
-    """Return ``wanted`` or, if it does not exist, the nearest directory above it that does, in which it will be made.
+    """Return ``wanted`` if it exists, else the nearest existing directory above it, in which it will be made.
 
     Raises:
         ConfigError: that directory cannot be written. ``key`` and ``advice`` are for the message.
@@ -325,8 +325,8 @@ def writable(wanted: Path, key: str, advice: str) -> Path:
     return place
 
 
-# Bytes on disk per compressed byte that is pulled: layers are unpacked, by docker as files, by apptainer for a sealed
-# copy beside the image. The factor is assumed: what pip and apt install shrinks to about a third.
+# Bytes on disk per compressed byte that is pulled. Docker unpacks layers into files, apptainer into a sealed copy
+# beside the image. The factor is assumed: what pip and apt install compresses to about a third of its size.
 _ON_DISK = 3.0
 
 

@@ -71,7 +71,7 @@ class Curriculum:
         self._tasks: dict[str, _Task] = {}
         for name, measured in rates.items():
             task = self._tasks[name] = _Task(0.0, deque([measured] if measured[0] else []))
-            task.turn = self._chance(name, task) / 2 / self._weight(task)  # before any comes again
+            task.turn = self._chance(name, task) / 2 / self._weight(task)  # at equal weights: before any second turn
         self._taken: set[str] = set()  # in this step
 
     def begin(self, step: int) -> None:
@@ -104,7 +104,7 @@ class Curriculum:
         # If all others were drawn in this step, a solved task is better than drawing one of them twice.
         fresh = [name for name in self._names if name not in self._taken]
         names = [name for name in fresh if not self._out(self._tasks[name])] or fresh or self._names
-        turns = {name: max(self._tasks[name].turn, self._now) for name in names}  # no arrears after coming back
+        turns = {name: max(self._tasks[name].turn, self._now) for name in names}  # missed turns are not made up for
         name = min(names, key=lambda one: (turns[one], self._chance(one, self._tasks[one]), one))
         task = self._tasks[name]
         self._now = turns[name]

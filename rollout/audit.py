@@ -12,9 +12,9 @@ It checks every record with code that shares nothing with the session tree:
    log-probabilities reproduce the digest of what was given to the trainer; its weight versions are its nodes'.
 4. The sampled ids decode to the recorded text, and that text says the content blocks that were sent.
 5. What the agent reports as received (in its own event stream) is what was sent, and all of it is marked as delivered.
-   Exactly the agent's own replies are trained on: those that it reports, those that come before a reported one, and
-   those on the longest path of a conversation that is the first or has a reported reply; and so is a reply without
-   calls that follows one of these, or whose prompt begins like one of these conversations (a summary).
+   Exactly the agent's own replies are trained on. These are the replies that it reports and all before them, and the
+   longest path of the first conversation and of each that has a reported reply. A reply without calls is the agent's
+   own, too, if it follows one of these or its prompt begins like one of these conversations (a summary).
 6. Records are complete: each follows the one before it in its file, no episode is there twice, and every line of
    episode_metrics has its record and its figures. An episode that a selection inside the run has copied
    (rl.data.select) is the same as in the record that it was copied from.

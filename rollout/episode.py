@@ -169,9 +169,9 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
 
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
-    """Return the verdict of a run that says nothing about the policy: the agent could not start, or the engine or the
-    proxy failed it. None for all others, which are graded: an empty patch, a full context, and running out of turns,
-    calls or time are the policy's doing."""
+    """Return the verdict on a run that an infrastructure failure ended: the agent could not start, or the engine or the
+    proxy failed. Return None for all other runs, which are graded: an empty patch, a full context, and running out of
+    turns, calls or time are the policy's doing."""
     if run.status is Status.FINISHED or session.counters.refused_calls:
         return None
     if session.closed:  # and not by us: we have not closed it yet

@@ -54,7 +54,7 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
     version of each id, empty if unknown (in records of version 1 a pair, the first and the last one). ``side``: whether
     it answers a side call; ``seal``: ``rollout.proxy.engine.Seals``; ``begins``, of a root: a hash of system prompt,
-    tools and first message. Records before version 3 lack these.
+    tools and first message. Records before version 3 lack the last three.
     """
 
     parent: int
@@ -101,10 +101,10 @@ class Record(msgspec.Struct, omit_defaults=True):
     definitions that the agent offered, in chat form; ``events``: the agent's own event stream; ``repo`` and
     ``difficulty``: the task's; ``overlong``: whether a limit ended the episode; ``train_side_calls``: whether side
     calls are trained on. ``number`` and ``previous``, which the writer fills in: the record's place in its file, from
-    0, and the SHA-256 of the payload before it. Older records lack these.
+    0, and the SHA-256 of the payload before it. Older records lack the fields from ``repo`` on.
 
-    Only a collection has the last three: ``parts`` and ``calls`` (which a run with a store has, too), see
-    ``rollout.proxy.calls``, and ``missing``: what should be kept of the episode and is not, in words.
+    Collections fill the last three fields, and runs with a store the first two of these. ``parts`` and ``calls``: see
+    ``rollout.proxy.calls``. ``missing``: what should have been kept of the episode but was not, in words.
     """
 
     version: int
@@ -262,7 +262,7 @@ class RecordWriter:
         self._write(msgspec.msgpack.encode(placed))
 
     def copy(self, payload: bytes) -> None:
-        """Write a record of another file unchanged but for its place, with fields that this version does not know."""
+        """Write a record of another file, unchanged except for its place; fields unknown to this version are kept."""
         record = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload))
         self._write(msgspec.msgpack.encode(record | {"number": self._number, "previous": self._previous}))
 
@@ -313,8 +313,8 @@ class Reader:
     """A reader iterates over all records of a run directory or a single file, and fills ``torn`` on the way.
 
     Raises CorruptRecordError for a complete frame that does not check out or does not follow the one before it,
-    FileNotFoundError for a missing path. With ``damage``, a list, these errors are put there as lines and reading goes
-    on behind the frame; only if a frame does not say where it ends, the rest of its file is left out.
+    FileNotFoundError for a missing path. If ``damage`` is a list, a corrupt frame is noted there as a line instead, and
+    reading continues after it. Where no frame starts as expected, the rest of the file is left out.
     """
 
     source: Path
@@ -338,8 +338,8 @@ class Reader:
         return (record for _, record in self.placed(path))
 
     def placed(self, path: Path, at: Position | None = None) -> Iterator[tuple[int, Record]]:
-        """Iterate over (offset, record) of one of the files from ``at`` on, which is moved along: a record counts as
-        read when the next one is asked for. Raises CorruptRecordError."""
+        """Iterate over (offset, record) of one of the files, beginning at ``at``, and move ``at`` along: a record
+        counts as read when the next one is asked for. Raises CorruptRecordError."""
         at = Position() if at is None else at
         for offset, end, payload in self.payloads(path, at.offset):
             place, number = f"{path}, offset {offset}", at.number
@@ -357,7 +357,7 @@ class Reader:
             at.previous = hashlib.sha256(payload).digest() if payload else None
 
     def payloads(self, path: Path, start: int = 0) -> Iterator[tuple[int, int, bytes | None]]:
-        """Iterate over (offset, end, payload) of the whole frames from ``start`` on; None if its checksum is wrong."""
+        """Iterate over (offset, end, payload) of whole frames from ``start`` on; payload: None for a wrong checksum."""
         with open(path, "rb") as file:
             offset, size = start, os.fstat(file.fileno()).st_size
             while offset < size:

@@ -3,8 +3,8 @@
     .venv/bin/python scripts/curriculum_seeds.py --seeds 1 2 3 --out outputs/curriculum-seeds.md [key=value ...]
 
 Both runs of a seed have the same tasks and begin with the same policy, and play the held-out tasks (32 episodes) after
-every second step. The training tasks' own rate would not do: which tasks it is of is what the two differ in. There are
-32 training tasks, so that a run draws each about twice: in a single pass, any order plays every task once; with 16, no
+every second step. Their rates on training tasks cannot be compared, because the runs draw different tasks. There are 32
+training tasks, so that a run draws each about twice: in a single pass, any order plays every task once; with 16, no
 policy gets to 0.8. What is finished is not run again. key=value: more of rl.train's command line.
 """
 

@@ -140,7 +140,7 @@ def check_left_out(config: DictConfig) -> None:
 
 
 def check_loss(config: DictConfig) -> None:
-    """Raise ConfigError if the loss would be divided by something that does not match the terms that it adds up."""
+    """Raise ConfigError if the loss would weigh rows in another way than the config says, or differently per batch."""
     mode, key = config.actor_rollout_ref.actor.loss_agg_mode, "actor_rollout_ref.actor.loss_agg_mode"
     if config.episode.weigh_by_episode and mode != "seq-mean-token-mean":
         raise ConfigError(

@@ -76,9 +76,9 @@ def _before_hopper() -> str:
 
 
 def _problem(package: str) -> str:
-    """Return what is wrong with a distribution; empty: nothing. flash-attn is loaded, because one that was built for
-    another torch would fail in the trainer's workers only. Looking for modules would not do: flash-attn-4 has the same.
-    """
+    """Return what is wrong with a distribution, "" if nothing is. flash-attn is imported here, because a build for
+    another torch would otherwise fail only in the trainer's workers. The module alone does not show that flash-attn is
+    installed: flash-attn-4 has modules of the same names."""
     try:
         importlib.metadata.distribution(package)
         if package == "flash-attn":

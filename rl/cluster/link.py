@@ -1,5 +1,5 @@
-"""This module lets the nodes of a job talk while ``rl.cluster`` starts and ends them: JSON lines, a TCP connection
-each.
+"""This module lets the nodes of a job talk while ``rl.cluster`` starts and ends them: each of the other nodes has a TCP
+connection to the head, over which both send lines of JSON.
 
 The connection lives as long as its two processes, so a side whose peer has ended learns it from the end of the
 connection. Each side proves that it knows the job's key, so that neither a foreign client nor a foreign server at one

@@ -2,8 +2,8 @@
 
 The head orders, and every node does what is ordered (``Prober``): it writes and reads a file in the run directory,
 reads a part of the model, and takes part in all-reduces (``rl.cluster.probe``) with gloo and, on GPUs, with NCCL. The
-nodes stand in a ring, and all links of the ring are tested, neighbours at the same time. A node none of whose links is
-good is tested once more, with a node that has a good one: what is named then is a node and not its neighbour.
+nodes stand in a ring, and all links of the ring are tested, half of them at a time. A node without a good link is
+tested once more, together with a node that has one: so no node is blamed for its neighbour's fault.
 """
 
 from __future__ import annotations

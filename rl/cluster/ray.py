@@ -29,7 +29,7 @@ _STOP_S = 12.0
 
 
 class RayNode:
-    """A RayNode is Ray's processes on one node. Signals to the job's tasks miss their session, which is their own."""
+    """A RayNode is Ray's processes on one node. Signals to the job's tasks miss them: they have their own session."""
 
     def __init__(self, place: Place, config: DictConfig, logs: Path) -> None:
         self._place, self._config, self._logs = place, config, logs
@@ -114,7 +114,7 @@ class RayNode:
 
 
 def _fork_server(config: DictConfig, sockets: str, logs: Path) -> ForkServer:
-    """Start what this node's workers are forked from, while the node is tested: without GPUs their start is imports."""
+    """Start the server that this node's workers are forked from; it imports their modules while the node is tested."""
     with open(logs / "forks.log", "ab") as log:
         return ForkServer(sockets, environment={**workers_environment(config), **os.environ}, log=log)
 

@@ -9,8 +9,8 @@
 3. the nodes are tested (``rl.cluster.preflight``); each copies model and task files to its own disk where
    ``cluster.stage_dir`` asks for it, and pulls and seals the sandbox images;
 4. the head starts Ray, the others join it, and the head waits until each node is there with its GPUs;
-5. the head runs ``python -m rl.train`` with RAY_ADDRESS, and passes SIGUSR1 and SIGTERM on to it. The batch script
-   tells it of a warning by making the file that RL_WARNING names, which is found whenever the head begins to look;
+5. the head runs ``python -m rl.train`` with RAY_ADDRESS, and passes SIGUSR1 and SIGTERM on to it. When the
+   batch script is warned, it makes the file that RL_WARNING names; the head finds it however late it begins to look;
 6. every node stops what it started, and copies Ray's logs to ``logs/<node>/`` in the run directory.
 
 A node that fails is named in one line, and the job ends. The run directory is named by the job, so a requeued job

@@ -92,7 +92,7 @@ def spans_of(record: Record, rollout: str = "", attempt: str = "") -> Iterator[d
 
 
 def _root(record: Record, call: CallRecord) -> Any:
-    """Return what a thread's calls have in common, and those of other threads, such as sub-agents, do not have."""
+    """Return a value that is equal for all calls of a thread and differs from other threads', such as sub-agents'."""
     return path_of(record.nodes, call.node)[0] if call.node >= 0 else (call.system, *call.messages[:1])
 
 

@@ -99,8 +99,8 @@ def _local_experts(
 class CPUExperts(UnquantizedFusedMoEMethod):
     """These are vLLM's experts, with weights that may be loaded more than once and may be spread over workers.
 
-    Without it the engine samples nonsense: vLLM brings the weights into the layout of its CPU kernel only when it makes
-    the kernel, and the kernel takes the numbers of all experts for places in the weights of this worker's experts.
+    Without this class the engine samples nonsense: vLLM converts the weights to the layout of its CPU kernel only when
+    it makes the kernel, and the kernel uses an expert's global number as an index into this worker's own experts.
     """
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -116,7 +116,8 @@ class CPUExperts(UnquantizedFusedMoEMethod):
 def _forked() -> multiprocessing.context.BaseContext:
     """Return what starts vLLM's engine: as a fork of the run's fork server (``rl.run.fork_server``).
 
-    On a CPU vLLM makes it a Python of its own, whose imports take longer than all else in its start.
+    By itself vLLM starts its engine on a CPU as a new Python process, whose imports take longer than the rest of the
+    start.
     """
     return multiprocessing.get_context("forkserver")
 
@@ -124,7 +125,8 @@ def _forked() -> multiprocessing.context.BaseContext:
 def _here(function: Callable[[], T]) -> T:
     """Call a function that finds out what a model's class can do.
 
-    vLLM calls it in a Python of its own, lest CUDA be initialized; here that Python's imports would be all it does.
+    vLLM calls it in a new Python process, so that CUDA is not initialized in this one. On a CPU that process would do
+    hardly more than import.
     """
     return function()
 

@@ -33,15 +33,15 @@ class SelectError(ValueError):
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules say which episodes are chosen. One that is None, False or empty is off.
+    """Rules say which episodes are chosen. A rule that is None, False or empty is off.
 
     audited: no finding of the audit's checks 1 to 3 and 5. splits, models, instances (ids of tasks), repos: shell
     patterns, one of which must fit. rate: bounds of the task's measured resolve rate, neither included. min_episodes:
     the fewest graded episodes of the task. resolved: what the verdict must be. unflagged: without any flag. ranges:
-    least and greatest value of figures (``rl.metrics.episodes.line``), both included. same: of a task's episodes that
-    have this in common only the first is chosen: "said" (patch and all sampled ids) or "patch". best: at most so many
-    of each task, ranked by reward, then without flags, then fewest turns, then fewest sampled tokens. per_task, limit:
-    at most so many of each task and in all, drawn by lot. seed: of the lot.
+    least and greatest value of figures (``rl.metrics.episodes.line``), both included. same: "said" (patch and all
+    sampled ids) or "patch"; of a task's episodes in which this is the same, only the first is chosen. best: at most so
+    many of each task, ranked by reward, then without flags, then fewest turns, then fewest sampled tokens. per_task,
+    limit: at most so many of each task and in all, drawn at random. seed: of these draws.
     """
 
     audited: bool = True

@@ -30,7 +30,7 @@ class PatchError(ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """A patch changes one file. `old` is None if it creates the file, `new` is None if it deletes it."""
+    """A Change names a file that a patch changes. `old` is None if the patch creates it, `new` if it deletes it."""
 
     old: str | None
     new: str | None

@@ -5,7 +5,7 @@
 
 RUN is the directory of a training run, an evaluation, a collection or another selection, or one record file. OUT reads
 like a run: OUT/episodes/*.cep holds the chosen records, so rollout.records, rollout.audit, rl.export and every other
-reader of runs works on it. OUT/selection.json names the sources, the rules and how many episodes each of them took.
+reader of runs works on it. OUT/selection.json names the sources and the rules, and how many episodes each rule removed.
 
 Rules are applied in the order of this help. Without any, only these episodes are left out: second
 copies, those in which the audit (without its check of texts, which needs the tokenizer) finds something, and those that

@@ -18,8 +18,8 @@ class Options:
     """The options settle what the rows alone leave open.
 
     recipes: v5 rows by instance id, which complete rows from before SWE-bench 5.
-    regression: which PASS_TO_PASS tests of SWE-smith are kept: "all", or those in the "same-files" as a FAIL_TO_PASS
-    test, which run in a fraction of the time.
+    regression: which PASS_TO_PASS tests of SWE-smith are kept: "all", or "same-files", only those in the same file as a
+    FAIL_TO_PASS test, which run in a fraction of the time.
     """
 
     recipes: Mapping[str, Row]

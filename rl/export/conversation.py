@@ -29,8 +29,9 @@ _TAIL = 8  # ids before a context that its encoding may depend on
 
 @dataclass(frozen=True)
 class Said:
-    """Said is where a reply of a conversation is from: its ``name``, the message's id; ``node`` of the record's tree,
-    -1 for a hosted model's; ``call``: its record in a collection; ``fresh``: no earlier conversation has it."""
+    """A Said tells where a reply of a conversation comes from. ``name``: the message's id; ``node``: its node in
+    the record's tree, -1 for a hosted model's; ``call``: the record of its call in a collection; ``fresh``: no
+    earlier conversation has the reply."""
 
     name: str
     node: int

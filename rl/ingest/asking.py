@@ -30,7 +30,7 @@ Wanted = Callable[[Endpoint, State], bool]
 
 
 class Budget:
-    """A budget lets requests begin while what they may cost fits below ``most`` dollars; None: all of them."""
+    """A budget lets a request begin only if what is spent and reserved then fits ``most`` dollars; None: no limit."""
 
     def __init__(self, most: float | None, spent: float) -> None:
         self.most, self.spent, self.reached = most, spent, False
@@ -59,8 +59,8 @@ class Budget:
 
 
 class Survey(msgspec.Struct):
-    """A survey is what is known of a states file before anybody is asked: a count of states by source model, and for
-    each endpoint how many it will be asked for, with the bytes of these."""
+    """A survey is what is known of a states file before any endpoint is asked: ``models`` counts the states by source
+    model, ``asked`` those that each endpoint will be asked about, and ``bytes`` is the size of these."""
 
     models: dict[str, int]
     asked: dict[str, int]
@@ -100,7 +100,7 @@ def limited(source: Path, limit: int | None) -> Iterator[State]:
 
 
 def identify(source: Path, directory: Path, endpoints: Sequence[Endpoint]) -> None:
-    """Write down what a directory's answers are answers to. Raises ValueError if it has other answers, and OSError."""
+    """Note for which states and endpoints a directory has answers. Raises ValueError if it has others, and OSError."""
     digest = hashlib.sha256()
     with open(source, "rb") as file:
         while chunk := file.read(1 << 20):

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rl.ingest import lines
-from rl.ingest.lines import Findings, mended
+from rl.ingest.lines import Findings, repaired
 from rl.ingest.requests import Asked, Recent, Requests, Sent, Shelf
 from rl.ingest.states import Message, StateWriter
 
@@ -208,7 +208,7 @@ class Thread:
             system = [{"type": "text", "text": str(text)} for text in about["systemPrompt"]]
             tools = about.get("tools")
             named = isinstance(tools, list) and all(isinstance(one, dict) and "name" in one for one in tools)
-            self._head = mended(system), mended(tools) if named else self._head[1]
+            self._head = repaired(system), repaired(tools) if named else self._head[1]
         elif about.get("type") == "queued_command" and isinstance(about.get("prompt"), str):  # typed meanwhile
             self._heard(msgspec.structs.replace(line, message={"role": "user", "content": about["prompt"]}))
             return
@@ -293,7 +293,7 @@ class Thread:
         reply = self._pending.pop(agent, None)
         if reply is None:
             return
-        action = mended(reply.message())
+        action = repaired(reply.message())
         self._close(reply)
         found = self._requests.proven(reply.request)
         try:

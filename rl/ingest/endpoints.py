@@ -1,7 +1,7 @@
 """This module asks endpoints what they would reply in a state: OpenAI's chat completions, or Anthropic's Messages API.
 
-A request that an endpoint was too busy for is made again, after the time that it names (Retry-After) or a growing one;
-meanwhile nothing else is asked of it.
+If an endpoint is too busy for a request, that is made again after the time that the endpoint names (Retry-After), or
+else after longer and longer pauses. Until then the endpoint gets no other request.
 """
 
 from __future__ import annotations

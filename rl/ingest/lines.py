@@ -67,7 +67,7 @@ def lines(path: Path, findings: Findings) -> Iterator[tuple[int, bytes]]:
 def decode(text: bytes, decoder: msgspec.json.Decoder[Kind]) -> Kind:
     """Return a JSON text as what ``decoder`` makes. Raises ValueError with what is wrong.
 
-    Lone surrogates, which are not valid Unicode, stay in its texts; ``mended`` replaces them.
+    Lone surrogates, which are not valid Unicode, stay in its texts; ``repaired`` replaces them.
     """
     try:
         return decoder.decode(text)
@@ -93,10 +93,10 @@ def whole(path: Path, decoder: msgspec.json.Decoder[Kind]) -> Kind:
     size = path.stat().st_size
     if size > LARGEST_FILE:
         raise ValueError(f"{size >> 20} MiB of JSON in one piece; at most {LARGEST_FILE >> 20} are read")
-    return mended(decode(path.read_bytes(), decoder))
+    return repaired(decode(path.read_bytes(), decoder))
 
 
-def mended(value: Any) -> Any:
+def repaired(value: Any) -> Any:
     """Return a JSON value, or a struct, with U+FFFD for each lone surrogate; the value itself if it has none."""
     try:
         msgspec.json.encode(value)

@@ -15,7 +15,7 @@ import msgspec
 
 from rl.ingest import lines
 from rl.ingest.chat import message_of, result, tools_of
-from rl.ingest.lines import Findings, mended
+from rl.ingest.lines import Findings, repaired
 from rl.ingest.states import Message, StateWriter
 
 FORMAT = "openhands"
@@ -193,7 +193,7 @@ def _old(file: Path, writer: StateWriter, findings: Findings) -> None:
     for number, text in lines.lines(file, findings):
         findings.counts["conversations"] += 1
         try:
-            _instance(f"{file}: line {number}", mended(lines.decode(text, _OBJECT)), writer, findings)
+            _instance(f"{file}: line {number}", repaired(lines.decode(text, _OBJECT)), writer, findings)
         except _FAULTS as error:
             findings.problem(f"{file}: line {number}", error)
 

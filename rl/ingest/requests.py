@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl.ingest.lines import mended
+from rl.ingest.lines import repaired
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -53,7 +53,7 @@ class Shelf:
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return digest
-        self._kept[digest] = kept = Kept(msgspec.json.encode(mended(message)), form)
+        self._kept[digest] = kept = Kept(msgspec.json.encode(repaired(message)), form)
         self._size += len(kept.json) + len(form)
         while self._size > self._limit:
             _, old = self._kept.popitem(last=False)
@@ -79,7 +79,7 @@ class Recent(dict[Any, Any]):
 
 
 class Sent:
-    """A Sent is a message in a request. ``written``: its place in the states file, see ``_Thread._place``."""
+    """A Sent is a message in a request. ``written``: its place in the states file (``claude_code.Thread._place``)."""
 
     __slots__ = ("before", "depth", "digest", "written")
 
@@ -120,7 +120,7 @@ class Requests:
         if hashlib.sha256(canonical(shape)).hexdigest() != digest:
             return None
         forms = {name: canonical(value) for name, value in shape.items()}
-        made = Shape(mended(shape.get("system", "")), mended(shape.get("tools", [])), forms)
+        made = Shape(repaired(shape.get("system", "")), repaired(shape.get("tools", [])), forms)
         self._shapes[digest] = made
         return made
 

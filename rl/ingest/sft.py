@@ -1,8 +1,8 @@
 """This module makes rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
 
 A row is one state, whose conversation has mask 0 and whose reply mask 1, or a pair of replies to one conversation.
-Other tokens than the model's own may spell the same text: recorded text is encoded anew here, with the chat template of
-the model that is trained. Texts that spell control tokens stay text (``rollout/proxy/marks.py``).
+The recorded text is encoded anew here, with the chat template of the model that is trained; the recorded model may have
+sampled other tokens for it. Texts that spell control tokens stay text (``rollout/proxy/marks.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rl.ingest.lines import LONGEST_LINE, Findings, decode, lines, mended
+from rl.ingest.lines import LONGEST_LINE, Findings, decode, lines, repaired
 from rl.ingest.states import State, read_states
 from rl.tune.given import PAIRS, ROWS, TOKENIZER, digest
 from rollout import files
@@ -119,7 +119,7 @@ def _lines(source: Path, kind: type[Kind], findings: Findings) -> Iterator[tuple
     decoder = msgspec.json.Decoder(kind)
     for number, text in lines(source, findings):
         try:
-            yield f"{source}: line {number}", mended(decode(text, decoder))
+            yield f"{source}: line {number}", repaired(decode(text, decoder))
         except ValueError as error:
             findings.problem(f"{source}: line {number}", error)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from rl.ingest import lines
 from rl.ingest.chat import message_of
-from rl.ingest.lines import Findings, mended
+from rl.ingest.lines import Findings, repaired
 from rl.ingest.states import Message, StateWriter
 
 FORMAT = "swe-agent"
@@ -70,7 +70,7 @@ def _rows(file: Path, findings: Findings) -> Iterator[tuple[str, dict[str, Any]]
     else:
         for number, text in lines.lines(file, findings):
             try:
-                yield f"{file}: line {number}", mended(lines.decode(text, _OBJECT))
+                yield f"{file}: line {number}", repaired(lines.decode(text, _OBJECT))
             except ValueError as error:
                 findings.problem(f"{file}: line {number}", error)
 
@@ -139,7 +139,7 @@ def _replies(found: Mapping[str, Any], findings: Findings) -> Iterator[tuple[int
         # The reply of a step is in the history, with its calls; a reply that was asked for again is not.
         place = next((place for place in said if _is_of(history[place], step)), None)
         if place is None and said and step.get("action") and history[said[0]].get("action") == step["action"]:
-            place = said[0]  # a history whose texts someone has mended
+            place = said[0]  # a history whose texts someone has edited
         if place is None:
             findings.counts["replies that the history lacks, without the calls that they may have had"] += 1
             reply = {"role": "assistant", "content": step.get("response")}

@@ -134,9 +134,9 @@ def _overlap(one: Site, other: Site) -> bool:
 def combinations(kept: Sequence[Kept], seed: str, most: int, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
     """Yield kept edits combined by twos and threes, in turn; edits of different files first.
 
-    most: limit of the tests that a combination's edits break, each by itself; together they nearly always break the
-    same ones. Edits are not combined if one of them breaks everything that the others break: their failure would be
-    that one's.
+    most: the most tests that a combination's edits may break when each is tried by itself; together they nearly always
+    break the same ones. Edits are not combined if one of them breaks everything that the others break: the combination
+    would fail like that edit alone.
     """
     queues = [_combined(kept, size, seed, most) for size, name in enumerate(COMBINED, 2) if name in names]
     for candidate in itertools.chain.from_iterable(itertools.zip_longest(*queues)):

@@ -221,5 +221,5 @@ def without_body(node: cst.FunctionDef) -> cst.FunctionDef | None:
 
 @maker(cst.FunctionDef)
 def drop_function(node: cst.FunctionDef, place: Place) -> Replacement | None:
-    """Leave only the head of a function: what the tests that run it ask for must be written anew."""
+    """Leave only the head and the docstring of a function: its body has to be written anew."""
     return None if m.findall(node, m.Yield()) and node.asynchronous else without_body(node)

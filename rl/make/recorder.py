@@ -32,7 +32,7 @@ def _text(value):
 
 
 class Calls:
-    """Calls are those of some functions, with what they return: arguments and results that are plain values only."""
+    """A Calls notes calls of some functions and what they return, if all arguments and the result are plain values."""
 
     def __init__(self, root, names):
         self.names = {root + path: set(functions) for path, functions in names.items()}

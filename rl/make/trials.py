@@ -52,7 +52,7 @@ class Trial:
     seconds: float = 0.0
 
     def signature(self) -> str:
-        """Return what is equal for edits that fail alike: which tests, and with which words."""
+        """Return a digest that is equal for edits that fail alike: the same tests, with the same messages."""
         said = sorted((one.test, one.type, one.message) for one in self.failures)
         return hashlib.sha256(json.dumps([sorted(self.failed), said]).encode()).hexdigest()
 

@@ -7,9 +7,9 @@
     a line per step: ``{"step", "time", <verl's metrics>, <ours>}``, all of them in docs/metrics.md. wandb and
     TensorBoard get the same numbers.
 ``saved_step.json``
-    such a line, of the last step whose checkpoint was saved, with what was known of it then. A run that is killed
-    between this checkpoint and the end of the step resumes after the step, whose place in metrics.jsonl this line then
-    takes.
+    such a line, of the last step whose checkpoint was saved, with what was known of the step then. If the run is killed
+    between this checkpoint and the end of the step, it resumes after the step, and this line becomes the step's line in
+    metrics.jsonl.
 
 This module imports neither verl nor torch: agent loop, trainer and screen all use it.
 """
@@ -276,7 +276,7 @@ def group_metrics(
 
 
 def _json_line(step: int, time_s: float, metrics: dict[str, Any]) -> str:
-    """Return a step's line: what can be read as a number, null where that is not finite."""
+    """Return a step's line with the metrics that can be read as numbers; null stands for one that is not finite."""
     values: Line = {"step": int(step), "time": time_s}
     for key, value in metrics.items():
         try:
@@ -316,8 +316,8 @@ def read_jsonl(path: Path) -> list[Line]:
 def rewind(run_dir: Path, step: int, keeps: Callable[[str], bool] = lambda _: False) -> None:
     """Drop the lines of steps after the checkpoint of ``step``: these steps are about to be done again.
 
-    The step itself has a line afterwards, at least with what was known when its checkpoint was saved. ``keeps`` tells
-    for the key of an episode of the next step whether it need not be played again.
+    The step itself has a line afterwards, at least with what was known when its checkpoint was saved. ``keeps`` is
+    given the key of an episode of the next step, and tells whether that episode need not be played again.
     """
     steps = run_dir / "metrics.jsonl"
     known = [one for one in read_jsonl(run_dir / "saved_step.json") if one["step"] == step]

@@ -17,7 +17,7 @@ _CLOSE_S = 30.0
 
 
 class Loggers:
-    """Loggers take the place of verl's ``Tracking``, one of which they hold for each logger.
+    """Loggers take the place of verl's ``Tracking``, and hold a ``Tracking`` of their own for each logger.
 
     A logger that cannot be started, or that raises later, is closed and left out from then on, with one line for the
     user.

@@ -31,7 +31,7 @@ def layout_problems(shape: ModelShape, layout: Layout) -> list[str]:
         (f"{MEGATRON}: tensor x pipeline x context parallel size", spread, trainer.gpus, "the trainer's GPUs"),
         (f"{MEGATRON}: expert x pipeline parallel size", stages, trainer.gpus, "the trainer's GPUs"),
         (f"{MEGATRON}.expert_model_parallel_size", trainer.expert, experts, "the experts"),
-    ]  # what is not there is a whole of 0 (experts, an engine) or a size of 1 (Megatron's): both divide
+    ]  # without experts or an engine the whole is 0, without Megatron its sizes are 1: neither gives a line
     found = [f"{key}={size} does not divide {what} ({whole})" for key, size, whole, what in divisors if whole % size]
     if engine.expert > 1 and engine.expert != (wanted := engine.tensor * engine.data):
         sizes = f"tensor_model_parallel_size x data_parallel_size ({wanted})"

@@ -102,8 +102,8 @@ def whole(boxes: Boxes, groups: int, size: int, share: float = 0.0, most: int | 
 
 @functools.cache
 def flowing(boxes: Boxes, groups: int, size: int, ahead: float, share: float = 0.0) -> Rollout:
-    """Return the rollout of steps that take the groups which have ended while others go on: ``ahead`` times as many as
-    a step needs are started before the first one, and verl starts one for each that it replaces."""
+    """Return the rollout of steps that take the groups which have ended while others go on. Before the first step,
+    ``ahead`` times a step's groups are started in addition; verl starts one group for each that it replaces."""
     flow, usable, begin = Simulation(boxes, size, share, random.Random(1)), 0, (0.0, 0)
     flow.start(int(ahead * groups))
     for step in range(STEPS + 10):

@@ -19,9 +19,9 @@ REQUEUE_S = 300  # from the grace's end to the job's: Ray's end, the script that
 
 @dataclass(frozen=True)
 class Stopping:
-    """This is what ending takes at most: the seconds of ``rest``, what a step must still do after a warning, and of
-    ``save``, its checkpoint of ``size`` bytes. ``whole``: the rest is a whole step, because its rollout cannot be left.
-    """
+    """A Stopping is the most that ending a run takes, in seconds: ``rest`` for what must still be done after a warning,
+    ``save`` for a checkpoint of ``size`` bytes. ``whole``: the rest is a whole step (or validation), because its
+    rollout cannot be left."""
 
     rest: float
     save: float

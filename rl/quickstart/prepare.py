@@ -113,7 +113,7 @@ def directory_of(course: Course, config: DictConfig) -> Path:
 
 
 def _warm_start(course: Course, config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
-    """Play the episodes and imitate them, whatever of it ``out`` does not have yet."""
+    """Play the episodes and imitate them, except for what ``out`` has already."""
     rows, model = out / "rows.parquet", out / "model"
     if rows.exists():
         screen.say("warm start: the episodes are there from an earlier start; imitating them")

@@ -20,10 +20,10 @@ from pathlib import Path
 
 
 class Forks:
-    """Programs (``python -m NAME``) are started by this as forks of a process that has imported ``modules``.
+    """This starts programs (``python -m NAME``) as forks of a process that has imported ``modules``.
 
-    environment: more variables of that process, for modules that read some when they are imported. A module that cannot
-    be imported is imported, and fails, in the programs that need it.
+    environment: more variables of that process, for modules that read some when they are imported. If a module cannot
+    be imported there, the programs that need it import it themselves, and fail.
     """
 
     def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:

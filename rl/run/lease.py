@@ -69,7 +69,7 @@ class RunLease:
             raise RuntimeError(f"cannot lease the run directory: {error}; put it on another disk") from error
 
     def _stale(self, seen: tuple[str, int]) -> bool:
-        """Return whether nobody has renewed the lease for ``STALE_S`` seconds of this process. Raises InUse."""
+        """Return whether no holder is known to live and this process saw no renewal for ``STALE_S`` s. Raises InUse."""
         lines = seen[0].splitlines()
         known = self._seen is not None and self._seen[0] == seen[0]
         # The processes of this job's earlier start end by themselves: SLURM has told them to.

@@ -108,7 +108,7 @@ TASKS = ("task", "resolved", "episodes", "reward", "turns", "not resolved becaus
 
 
 def tasks(found: Iterable[Entry]) -> list[Row]:
-    """Return a row for each task, which is about its name."""
+    """Return a row for each task; a row's ``about`` is the task's name."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in found:
         groups[entry.figures["task"]].append(entry)
@@ -142,7 +142,7 @@ EPISODES = ("split", "step", "verdict", "reward", "turns", "rows", "sampled", "s
 
 
 def episodes(group: Iterable[Entry]) -> list[Row]:
-    """Return a row for each attempt, which is about its entry."""
+    """Return a row for each attempt; a row's ``about`` is its entry."""
     rows = []
     for entry in group:
         one = entry.figures
@@ -159,10 +159,10 @@ def _number(value: float | None) -> str:
 
 
 def conversation(record: Record, decode: Decode | None, width: int) -> list[Row]:
-    """Return an episode as lines; those of a node of its session tree are about the node's number.
+    """Return an episode as lines; in the lines of a node of its session tree, ``about`` is the node's number.
 
-    ``decode``: of the policy's tokenizer; None if it cannot be had. Then of what the policy has read only the number of
-    tokens and, from the agent's own events, the rest of the conversation is shown.
+    ``decode``: of the policy's tokenizer; None if it cannot be had. Then only the number of tokens is shown of what the
+    policy has read, and the agent's own events follow.
     """
     rows = [Row((part,), style="bold") for text in _about(record) for part in folded(text, width)]
     trains = {number: at for at, row in enumerate(record.rows) for number in row.nodes}

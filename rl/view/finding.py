@@ -18,9 +18,9 @@ MOST = 300  # hits that are shown
 
 @dataclass(frozen=True)
 class Hit:
-    """A hit has ``what`` it is in (a kind of text, or tokens), the ``turn`` that has or reads it (0: none), the place
-    of its text in there, ``node`` and ``token`` where it is in the tree, and the text around it.
-    """
+    """A hit is one place of a text. ``what``: the kind of text that it is in, or tokens; ``turn``: the turn that has or
+    reads that text (0: none); ``place``: the text's number in the turn; ``node``, ``token``: where the hit is in the
+    tree (node -1: nowhere); ``before``, ``text``, ``after``: the hit with what is around it."""
 
     what: str
     turn: int
@@ -35,7 +35,7 @@ class Hit:
 def find(reading: Reading, texts: Texts, wanted: str) -> tuple[list[Hit], int]:
     """Return the first hits, in the order of time, and how many there are. Case does not matter.
 
-    What is in a text as people read it and in the tokens that it was read or sampled as is one hit.
+    A passage that is in a text as people read it, and also in the tokens of that text, counts as one hit.
     """
     found: list[Hit] = []
     count = 0

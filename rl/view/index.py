@@ -48,7 +48,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Read(msgspec.Struct):
-    """A read is what was taken of a file: up to ``end``. ``last``: where its last frame begins, with ``header``."""
+    """A _Read says how far a file was read: up to ``end``. ``last``: where the last frame that was read begins;
+    ``header``: that frame's header."""
 
     end: int = 0
     last: int = 0

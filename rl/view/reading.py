@@ -122,7 +122,7 @@ class Reading:
 
 
 def read(record: Record, mask_overlong: bool = False) -> Reading:
-    """Return what a person reads of an episode. mask_overlong: the run trains on none that a limit ended."""
+    """Return what a person reads of an episode. mask_overlong: the run leaves out episodes that a limit ended."""
     turns = _of_tree(record) if record.nodes else _of_calls(record) if record.calls else _of_events(record)
     findings = [*audit_tokens(record), *audit_heard(record)]
     by_node = {turn.node: turn for turn in turns if turn.node >= 0}
@@ -143,7 +143,7 @@ def read(record: Record, mask_overlong: bool = False) -> Reading:
 
 
 def composed(record: Record) -> Iterator[str]:
-    """Iterate over all texts of an episode's turns that are put together, and so are not in its record as they are."""
+    """Iterate over the texts of an episode that this module composes, and that its record does not have as they are."""
     said = (node.blocks for node in record.nodes)
     if not record.nodes and record.calls:
         said = (_blocks(call.reply.get("content")) for call in record.calls)
@@ -194,7 +194,7 @@ def _of_tree(record: Record) -> list[Turn]:
 
 
 def _sort_out(nodes: list[NodeRecord], turns: list[Turn], by_node: dict[int, Turn], callers: dict[str, str]) -> None:
-    """Say whose the replies are that the agent does not report: they belong to the conversation that they are in."""
+    """Assign replies that the agent does not report to the conversations that they are in; note where these branch."""
     roots: dict[int, int] = {}
     for place, node in enumerate(nodes):
         roots[place] = roots.get(node.parent, place) if node.parent >= 0 else place

@@ -34,10 +34,10 @@ class AgentRun:
 
     ``turns``: calls of the main thread that the agent acted on, as the proxy counts them; ``detail``: the last answer,
     or what went wrong; ``events``: the agent's event stream, one dict per line (``rollout.agent.events``); ``replies``:
-    the ids of the replies that the agent says it got, None if it does not say. The last three come from output that
-    the policy's commands can write to: they are shown to people, and decide only which replies are not trained on, and
-    that a reply which was sent has arrived. ``kept``: the raw output and the agent's own files, if they were to be
-    kept.
+    the ids of the replies that the agent says it got, None if it does not say. ``detail``, ``events`` and ``replies``
+    come from output that the policy's commands can write to. So they are shown to people, and decide only which replies
+    are not trained on, and which replies that were sent count as delivered. ``kept``: the raw output and the agent's
+    own files, if they were to be kept.
     """
 
     status: Status

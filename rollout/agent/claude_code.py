@@ -21,9 +21,9 @@ from rollout.agent import AgentRun, Status
 from rollout.agent.events import message_id, read
 from rollout.sandbox import ExecResult
 
-# Claude Code compacts when the conversation exceeds its window less the longest reply less 13,000 tokens. A window that
-# leaves next to nothing after that would make it compact all the time. It is not told of such a window: it runs into
-# the proxy's "prompt is too long" and compacts then.
+# Claude Code compacts when the conversation exceeds its window minus the longest reply minus 13,000 tokens. If that is
+# next to nothing, it would compact all the time. So Claude Code is not told of a window smaller than this; it compacts
+# when the proxy answers "prompt is too long".
 _LEAST_WINDOW = 45_000
 # The longest JSON text on the command line; Linux takes no argument of more than 128 KiB.
 _ARGUMENT = 100_000

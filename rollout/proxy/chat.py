@@ -48,7 +48,7 @@ class ChatEndpoint(SideEndpoint):
         return {"Content-Type": "application/json", **key}
 
     def hello(self) -> dict[str, Any]:
-        """Return the body of a small request, without a token limit, whose name and least value differ by model."""
+        """Return the body of a small request. It sets no token limit: the limit's name and minimum differ by model."""
         return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
 
     async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:

@@ -1,7 +1,7 @@
 """This module finds out which replies their clients have read.
 
-That the kernel has taken a reply proves nothing: its client may have gone. What proves, without the client's help, that
-it was read:
+When the kernel has taken a reply, the client may still have gone without reading it. Two things prove that it was read,
+without the client's help:
 
 * On a unix socket the kernel knows how much of what was written the other process has not taken out. If that is
   nothing, and the other end was not closed with something unread in it, then all of it was read.

@@ -56,8 +56,8 @@ class _Begun:
 class Seals:
     """Seals makes the prompts of one session's calls, and their seals.
 
-    A prompt is mostly the previous one of its thread and the reply to that, so the same list is extended, and what was
-    hashed of it is not hashed again: a call costs what it adds, not the length of its conversation.
+    A prompt mostly begins with the previous prompt of its thread and the reply to it. So the same list is extended, and
+    what was hashed of it is not hashed again: a call costs what it adds, not the length of its conversation.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ class Seals:
         return begun.ids
 
     def make(self, prompt_ids: list[int], done: Completion, side: bool) -> bytes:
-        """Return the SHA-256 of a call of the engine: what it was given, what it returned, and for whom (a side call?).
+        """Return the SHA-256 of a call: what the engine was given, what it returned, and whether it is a side call.
 
-        It is made where both cross the engine's border, before anything else keeps or moves them; docs/records.md
-        defines it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
+        This seal is made where these cross the engine's border, before anything else keeps or moves them;
+        docs/records.md defines it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
         """
         begun = next((b for b in self._begun if b.ids is prompt_ids and not b.answered), None)
         if begun is None or begun.context is None or len(prompt_ids) != begun.context.length:
@@ -154,9 +154,10 @@ class ScriptedEngine:
 
 
 def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
-    """Derive the seed of one call from the episode's ``seed``, the prompt, and the number of replies that it has.
+    """Derive the seed of one call from the episode's ``seed``, the prompt, and ``before``. The result has 63 bits.
 
-    What is sampled therefore does not depend on which other calls are in progress. The result has 63 bits.
+    ``before`` tells calls with the same prompt apart: the number of earlier replies to such a request and, from bit 32
+    on, which of the prompt's requests (``Asked``) it is. Calls with other prompts do not matter.
     """
     data = array("Q", (seed, before, *prompt_ids)).tobytes()
     # Engines take a signed 64-bit integer.

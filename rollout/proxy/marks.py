@@ -20,10 +20,11 @@ _CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 
 
 def control_texts(tokenizer: Any) -> list[str]:
-    """Return the texts of the tokens that a tokenizer finds in text before all others and that control something.
+    """Return the texts of a tokenizer's control tokens, which it would find in any text before all other tokens.
 
-    They are its special tokens, those that the chat template or a format of tool calls writes, and those that look like
-    one. Families such as Gemma also add tokens of plain text (runs of line breaks, HTML tags), which are left out.
+    They are its special tokens, the added tokens that the chat template or a format of tool calls writes, and those
+    that look like control tokens. Families such as Gemma also add tokens of plain text (runs of line breaks, HTML
+    tags), which are left out.
     """
     written = str(getattr(tokenizer, "chat_template", None))
     patterns = [make().section.pattern for make in FORMATS.values()]

@@ -71,8 +71,8 @@ class Format:
     the groups ``name`` (of the tool) and ``json`` (the arguments, which are then decoded here) if the format allows
     it. ``key``, in formats whose arguments are not JSON, matches an argument; its groups are the argument's name and
     what is written as its value, which stands on lines of its own if ``lines``. ``starts`` and ``ends`` are the markers
-    that appear only in calls. ``plain``, in some formats, matches a call in which no marker can be mistaken; its groups
-    are the tool's name and all arguments, each of which ``_ARGUMENT`` matches.
+    that appear only in calls. ``plain``, in some formats, matches a call without "<" in its values, which cannot be
+    misread; its groups are the tool's name and all arguments, each of which ``_ARGUMENT`` matches.
     """
 
     section: re.Pattern[str]
@@ -352,10 +352,10 @@ _TYPED = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
 
 
 def _read_plain(text: str, plain: re.Pattern[str], strings: dict[str, frozenset[str]]) -> list[Block] | None:
-    """Return what ``VllmReplyParser._read`` would, if that is certain without vLLM's parser (0.2 ms), else None.
+    """Return the blocks that ``VllmReplyParser._read`` would return, or None if only vLLM's parser (0.2 ms) can tell.
 
-    It is certain if every "<" belongs to a whole call, and every argument is a string, according to its tool's schema.
-    (Tests compare both.) That is most of what a policy says: commands, paths, patterns.
+    The blocks are certain if every "<" belongs to a whole call, and every argument is a string, according to its tool's
+    schema. (Tests compare both ways.) Most calls of a policy are like that: commands, paths, patterns.
     """
     blocks: list[Block] = []
     end = 0

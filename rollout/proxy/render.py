@@ -193,9 +193,9 @@ class ChatTemplateRenderer:
 def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
     """Return a copy of the tokenizer that encodes texts with ``encoder`` and the placeholders in them with ``marks``.
 
-    It remembers short conversations without a generation prompt until the date changes, which some templates write.
-
     verl's builders find what a turn adds by comparing with a synthetic conversation, which is the same in every turn.
+    So the copy remembers short conversations without a generation prompt, until the date changes, because some
+    templates write the date.
     """
     apply = tokenizer.apply_chat_template
 

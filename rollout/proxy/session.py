@@ -142,11 +142,11 @@ class Session:
         self._admitted += 1
 
     def disown(self, reported: Collection[str]) -> None:
-        """Mark as delivered what was sent and the agent reports as received, and leave out of training the replies that
-        are not the agent's own (``Tree.unreported``).
+        """Mark a sent reply as delivered if the agent reports it, and leave the replies that are not the agent's own
+        (``Tree.unreported``) out of training.
 
-        Any program in the agent's box can call: the session's secret is in its environment. Side calls are left out,
-        but not counted: Claude Code reports those of sub-agents only.
+        Any program in the agent's box can make calls, because the session's secret is in its environment. Side calls
+        that are left out are not counted as foreign, because Claude Code reports only those of sub-agents.
         """
         self.settle()
         for node in self.tree.nodes:
@@ -160,12 +160,12 @@ class Session:
         self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
     async def ahead(self, request: WireRequest) -> Place:
-        """Find a request's place, and encode what it adds if that is much. What is large is done in a thread, while
-        other sessions are answered.
+        """Find a request's place and, if the request adds much, encode that. Large work is done in a thread, so that
+        other sessions are answered meanwhile.
 
-        The result is for ``prepare`` or ``count``. Hold ``entrance`` from before this call until after that one: then
-        the tree gets no other context meanwhile. If the caller is cancelled or the session is closed, the work ends
-        with its next piece, and only then does this return. Raises RequestError.
+        Pass the result to ``prepare`` or ``count``, and hold ``entrance`` from before this call until after that one,
+        so that the tree gets no other context in between. If the caller is cancelled or the session is closed, the work
+        ends with its next piece, and only then does this return. Raises RequestError.
         """
         began, place, left = time.perf_counter(), None, threading.Event()
         try:
@@ -225,8 +225,9 @@ class Session:
     def _message_id(self, context: Node, asked: Asked, retry: bool) -> str:
         """Return the id of the reply that a request gets: one that was or is being sampled for it, or else a new one.
 
-        A reply that never reached the client is sent again. A retry gets the reply to the one request like it, but
-        a new one if its own generation failed or if there are several: they are, or may be, other clients' replies.
+        A reply that never reached its client is sent again. Besides, a retry gets the reply to a request like it if
+        there is exactly one such reply. It gets a new one if there are several, or if its own generation failed: the
+        others are, or may be, other clients' replies.
         """
         variants = self._asked.setdefault(context.index, [])
         if asked not in variants:

@@ -154,10 +154,10 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """A _Way is a conversation whose first ``size`` spans lead to ``reply`` and can lead to no other.
+    """A _Way is a known beginning of a conversation: its first ``size`` spans lead to ``reply`` and to no other reply.
 
-    Most requests go on from one, so that a call costs what it adds, not the length of its conversation. When the tree
-    gets a second choice anywhere, all are found anew.
+    Most requests continue a known way, so a call costs what it adds, not the length of its conversation. When any place
+    in the tree gets a second choice, all ways are forgotten and found anew.
     """
 
     head: bytes
@@ -412,12 +412,12 @@ class Tree:
     def unreported(self, reported: Collection[str]) -> list[Node]:
         """Return the delivered replies that are not the agent's own, judged by the ids of those that it reports.
 
-        A conversation is the agent's if the agent reports a reply in it, or if it is the first one, when nothing but
-        the agent runs yet. In these, the reported replies and the longest path are the agent's own, with all that comes
-        before them. So is a reply without calls that follows one of these, or whose prompt begins like one of these
-        conversations: the summary that Claude Code asks for when the context is full, and reports to nobody. (The
-        prompt of a conversation's second summary extends no other.) A command that tampers with the reports takes
-        hardly anything out of training.
+        A conversation is the agent's if it is the first one, when nothing but the agent runs yet, or if the agent
+        reports a reply in it. In such a conversation, the agent's own replies are the reported ones, those on the
+        longest path, and all before them. A reply without calls is the agent's own, too, if it follows one of these or
+        if its prompt begins like one of these conversations: it is the summary that Claude Code asks for when the
+        context is full, and does not report. (The prompt of a conversation's second summary extends no other.) So a
+        command that tampers with the reports takes hardly anything out of training.
         """
         delivered = [(node.path()[0].index, node) for node in self.nodes if node.sampled and node.delivered]
         named = [(root, node) for root, node in delivered if node.reply is not None and node.reply.id in reported]

@@ -104,7 +104,7 @@ class VllmHttpEngine:
     async def processed(self, prompt_ids: list[int]) -> bool:
         """Tell whether the server's logprobs are those of the distribution that is sampled from. Raises EngineError.
 
-        With only one token to choose from, each has the logprob 0 in that distribution, and hardly ever in the model's.
+        With top_k=1, only one token can be sampled: its logprob is 0 in that distribution, hardly ever in the model's.
         """
         sampling = {"temperature": 1.0, "top_k": 1, "max_tokens": 8, "ignore_eos": True}
         return not any((await self.generate("logprobs-mode", prompt_ids, sampling)).logprobs)

@@ -31,7 +31,7 @@ PATCH_CAP = 8 * 2**20
 """How many bytes of changed content, and of patch text, `diff` accepts."""
 
 LEFT_OUT = b"ignored: "
-"""What a line before a diff's first file begins with; the path of a changed file that is left out follows, as JSON."""
+"""The prefix of the lines, before a diff's first file, that name changed files left out of it (paths as JSON)."""
 
 
 class SandboxError(Exception):

@@ -12,9 +12,9 @@ from rollout.sandbox.process import Command
 
 
 class BaseSandbox:
-    """This has the verbs of `rollout.sandbox.Sandbox`, on top of what a kind of box defines: the methods at the end.
+    """A BaseSandbox has the verbs of `rollout.sandbox.Sandbox`. A subclass per kind of box defines its last methods.
 
-    An exec is a task of its own, which is told to stop and never cancelled: it must see its processes to their end.
+    Each exec is an asyncio task that is never cancelled but told to stop: it must see its processes to their end.
     in_turn: programs (and diffs) run one after another.
     """
 

@@ -1,9 +1,9 @@
-"""This module tells which changed files a task's snapshot itself ignores, and which are therefore left out of a patch.
+"""This module finds the changed files that a task's snapshot itself ignores; they are left out of a patch.
 
 What a build leaves behind (`build/`, `node_modules/`, a virtual environment) is no part of a solution, and would make a
 patch too large. The rules are those of the snapshot: the agent's edited `.gitignore` files, its `.git/info/exclude` and
-its configuration do not count. Git reads them, in a scratch work tree that holds the snapshot's `.gitignore` files and
-nothing else. As for git, a file that the commit has is not ignored.
+its configuration do not count. Git reads the rules in a scratch work tree that holds the snapshot's `.gitignore` files
+and nothing else. As always in git, a file that the commit has is not ignored.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ignored:
         place = os.path.join(os.fsencode(self._tree), path)
         if not os.path.isdir(place):
             return self._ask(path)
-        # What was a directory with rules is a file or a link now, which a rule for directories does not name.
+        # The path was a directory with rules in it and is a file or link now: rules for directories must not match it.
         aside = os.fsencode(self._tree) + b"-aside"
         os.rename(place, aside)
         try:

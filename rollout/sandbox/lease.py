@@ -55,7 +55,7 @@ async def lease(file: Path) -> AsyncGenerator[None]:
 
 
 def take(file: Path, words: str) -> bool:
-    """Make the lease with these words, the last of which is its holder's own; False if there is one. Raises OSError."""
+    """Make the lease with these words, the last of them unique; return False if there is one. Raises OSError."""
     # Written under another name and linked, so that nobody ever reads a lease that does not name its holder yet.
     own = file.with_name(f".{file.name}-{words.rpartition(' ')[2]}")
     own.write_text(words)

@@ -142,8 +142,8 @@ async def run(
 class _Child:
     """This writes the input of a started program, reads its output and notices its end.
 
-    The loop's own transports of pipes are not used: uvloop's close the descriptor and then the file object that it
-    belongs to. By then the number may be that of a file which another thread has just opened.
+    The loop's own pipe transports are not used: those of uvloop close the descriptor, and then the file object that it
+    belongs to. By then, another thread may have opened a file that got the same descriptor.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, program: subprocess.Popen[bytes], command: Command) -> None:

@@ -26,7 +26,7 @@ class Pulls:
     patience_s: float = 0.0
 
     def address(self, image: str) -> str:
-        """Return the name by which an image is pulled: its own for other registries' images and for digests."""
+        """Return the name to pull an image by: the mirror's for a tag of Docker Hub, if there is one; else its own."""
         host, path = split(image)
         if self.mirror is None or host != HUB or "@" in path:
             return image

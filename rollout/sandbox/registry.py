@@ -29,14 +29,14 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate says how many bytes images have as they are transferred, compressed, and how many it asked about."""
+    """An Estimate is the size of images in bytes, compressed as in transfer, and how many of them were asked about."""
 
     compressed: int
     asked: int
 
 
 def estimate(images: Sequence[str], ask: Callable[[str], dict[str, int]], sample: int = 20) -> Estimate:
-    """Return the size of images by that of a sample. A layer that several of the sample share counts once for all.
+    """Estimate the size of images from a sample. A layer that several images of the sample share is counted only once.
 
     ask: returns the `layers` of an image. Raises OSError if not even one image can be asked about.
     """

@@ -55,8 +55,8 @@ def patch_between(
 ) -> bytes:
     """Return the patch that turns `old` into `new` (apply it with `git apply`), b"" if nothing differs.
 
-    scratch: a directory that does not exist yet; the caller deletes it. ignored: files that are left out; contents of
-    a changed one are not read. Lines before the patch name those of them that are in `old` (see `Sandbox.diff`). Raises
+    scratch: a directory that does not exist yet; the caller deletes it. ignored: files that are left out; they are read
+    only if mode and size are the same. Lines before the patch name those that are in `old` (see `Sandbox.diff`). Raises
     PatchTooLarge if the changed content or the patch exceeds max_bytes, if more than 20,000 files changed, or if git
     takes longer than a minute. Raises SandboxError if git fails, OSError if a tree cannot be read.
     """

@@ -157,7 +157,7 @@ def test_contexts_that_shrink_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_swe_agent_says_itself_is_no_reply(tmp_path: Path) -> None:
-    """At a limit of costs it asks nobody; a reply whose text in the history was mended keeps its call."""
+    """At a limit of costs it asks nobody; a reply whose text in the history was edited keeps its call."""
     known = json.loads((TRAJECTORIES / "6e44b9__sweagenttestrepo-1c2844.traj").read_text())
     known["trajectory"][1]["response"] = known["trajectory"][1]["thought"] = "other words"
     end = {"action": "", "thought": "Exit due to cost limit", "response": "Exit due to cost limit", "query": [{}]}

@@ -3,10 +3,10 @@
 Each operator is a token of its own. The tokenizer's BPE is trained on drills, so names that only held-out packages have
 are spelled in more pieces.
 
-To repeat a word that stands in a file, a network needs two heads, one after the other: one that writes down at each
-token which token came before it, and one that finds by these notes a token that followed the one said last, and says
-it. In an earlier version with random weights nothing was looked up after 130 updates. So such heads are there from the
-beginning, and all weights are trained.
+To repeat a word of a file, a network needs two heads in successive layers (induction heads): the first notes at each
+token which token came before it; the second finds by these notes a token that followed an earlier copy of the one said
+last, and says it. An earlier version with random weights had learned no look-up after 130 updates. So such heads are
+there from the beginning, and all weights are trained.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def make(out: Path, seed: int, texts: Iterable[str]) -> None:
 
 
 def look_up(model: Any) -> None:
-    """Give a random Qwen3 a head that writes down the token before (in its first layer), two that find the last token
-    said there and say what follows it (in its second), and others that say what they look at, wherever that is.
+    """Give a random Qwen3 induction heads: in its first layer a head that notes at each token the one before, in its
+    second two that find the place whose note is the token said last and say the token there; and others that say
+    whatever they look at.
 
     The hidden state has a part for the token itself, and one, as wide as a head, for the token before.
     """

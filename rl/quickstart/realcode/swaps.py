@@ -86,9 +86,9 @@ def swaps(source: str) -> list[Swap]:
 
 
 def _with_spaces(line: str, swap: Swap, kind: int) -> Swap:
-    """Return the swap of an operator or keyword with the spaces around it, if one follows it: tokens are cut like that.
+    """Return the swap with the spaces around its operator or keyword, if a space follows: tokens are cut like that.
 
-    A sign before a number has none after it.
+    No space follows the sign of a number.
     """
     is_literal = kind == tokenize.NUMBER or swap.old in ("True", "False")
     if is_literal or not line.startswith(" ", swap.column + len(swap.old)):

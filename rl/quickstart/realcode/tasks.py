@@ -4,8 +4,8 @@
 
 Each repository has one function of a package, in which one word or operator was exchanged for its counterpart, and
 `check.py`, which runs one call that shows it. The statement says what that call gives and should give. The hidden tests
-are other calls that the package's own tests make, with what they return; each exchange after which one of the recorded
-calls is wrong fails one of them. Only reading the file tells which exchanges are possible, and only trying them tells
+are other calls that the package's own tests make, with what they return. They are chosen so that every exchange after
+which such a call is wrong fails one of them. Only reading the file tells which exchanges exist, and only trying tells
 which one is right. No function of a held-out package is trained on, nor one that is nearly the same.
 
 The result is DIR/train.parquet, DIR/heldout.parquet and DIR/repos/<instance_id>/. The same arguments give the same
@@ -275,7 +275,7 @@ def make_tasks(
 
 
 def _apart(train: list[Puzzle], heldout: list[Puzzle]) -> list[Puzzle]:
-    """Return the training puzzles that no held-out one is nearly the same as."""
+    """Return the training puzzles that are not nearly the same as a held-out one."""
 
     def row(puzzle: Puzzle, number: int) -> dict[str, str]:
         package = puzzle.function.package

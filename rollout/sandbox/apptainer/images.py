@@ -126,7 +126,7 @@ async def sealed(cache: Cache, program: Program, source: Source) -> Sif:
 
 
 def missing(cache: Cache, sources: Iterable[Source]) -> list[str]:
-    """Return the images whose sealed images are not all in the cache, and which are not there themselves. Blocks."""
+    """Return the images that must still be sealed for some source, but are not in the cache themselves. Blocks."""
     lost = {
         one.image for one in sources if not (cache.directory / _key("sealed", repr(one), SCRIPT) / _FACTS).is_file()
     }

@@ -103,9 +103,9 @@ def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[byte
 class _Fetched:
     """This `treediff.Tree` holds some files and links of a work tree in a container; contents lie in numbered files.
 
-    old: if given, only files whose size is the same there are read without a limit. Of the others, those in `ignored`
-    have no contents here, and the rest may have `budget` bytes together, which is also the limit of the patch.
-    directories: those that were seen.
+    old: if given, only files that have the same mode and size there are read without a limit. Of the others, those in
+    `ignored` are not read, and the rest may have `budget` bytes together (the limit of the patch). directories: those
+    that were seen.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _Fetched:
             if not _within(os.path.dirname(path), self.files.keys()):
                 self._read(path, None)
 
-    # wanted None: the file or link itself.
+    # wanted: which paths at or below `place` are kept; None: only the file or link at `place` itself.
     def _read(self, place: bytes, wanted: Callable[[bytes], bool] | None) -> None:
         where = os.fsdecode(os.path.join(os.fsencode(self._workdir), place))
         links: list[bytes] = []

@@ -13,8 +13,8 @@ and `close` deletes everything.
 
 Limits of each process are enforced: CPU time, file size and open files. Address space cannot be limited, because the
 agent's binary reserves far more than it uses. The memory and processes of the whole box are limited by a control group
-where these are delegated to this user (`cgroup`). Elsewhere they are checked about once a second while a program runs,
-as the disk is on every machine, and a program that is over a limit is killed with all that it started (`watch`); its
+where these are delegated to this user (`cgroup`). Elsewhere, `watch` checks them about once a second while a program
+runs; it checks the disk on every machine. A program that is over a limit is killed with all that it started, and its
 files stay. CPUs are not limited.
 
 A process that is killed before it could close its sandboxes leaves their directories behind, and without isolation
@@ -104,7 +104,8 @@ class LocalSandbox(DirectorySandbox):
         unwatched = {"memory_bytes": sys.maxsize, "processes": sys.maxsize} if self._group else {}
         self._watched, self._base = replace(limits, **unwatched), base
         # With bwrap the program is a child of this shell: as process 1 of its namespace it would ignore most signals.
-        # bwrap ends with its parent, but not with one that dies while it starts: then nobody reads what the shell says.
+        # bwrap ends with its parent, but not if the parent dies while bwrap starts. Nobody reads stderr then, so the
+        # shell cannot write its first word there, and exits.
         program = f'printf {_READY} >&2 || exit; "$@"; exit $?' if isolated else 'exec "$@"'
         limits = replace(limits, file_bytes=min(limits.file_bytes, limits.disk_bytes))
         limiting = ulimits(limits, processes=isolated and os.geteuid() != 0)

@@ -2,11 +2,11 @@
 
 A box has one group. Its programs are started in it, by a shell that enters it first, so nothing of a box is outside.
 
-The groups of boxes lie beside the trainer's own group rather than in it: the kernel gives limits to the children of a
-group only if it has no processes itself (the root of all groups is exempt). And the trainer is not moved, because Ray's
-and the engine's processes are in the same group and start others all the time. So boxes get theirs in the nearest group
-above whose files this user may write and that has, or can get, the controllers `memory` and `pids`. The way up ends at
-a group with a limit of memory: boxes beside it would escape what somebody has given to the whole run.
+The groups of boxes lie beside the trainer's own group rather than in it: the kernel can limit the children of a group
+only if the group itself has no processes (the root of all groups is exempt). And the trainer is not moved, because
+Ray's and the engine's processes are in the same group and start others all the time. So the groups of boxes are made in
+the nearest group above that this user may write to and that has, or can get, the controllers `memory` and `pids`. The
+search ends at a group with a memory limit: boxes beside it would escape a limit that somebody set for the whole run.
 """
 
 from __future__ import annotations

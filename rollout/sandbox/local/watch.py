@@ -1,9 +1,9 @@
 """This module measures what a box uses while a program runs in it, where nothing else limits it.
 
-Memory and processes are those of the program and all its descendants. For memory, the kernel's count of resident pages
-is taken, and only where that is over the limit is each shared page counted once. Threads count as processes. Disk is
-what is in the box's directories, and in files that are deleted and still open (those in memory, of memfd_create, are
-such files, too).
+Memory and processes are those of the program and all its descendants. Memory is the kernel's count of resident pages;
+only if that is over the limit, it is counted again with each shared page once, which takes longer. Threads count as
+processes. Disk is what is in the box's directories, and in files that are deleted and still open (files in memory, made
+by memfd_create, are such files, too).
 """
 
 from __future__ import annotations

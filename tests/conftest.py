@@ -90,7 +90,7 @@ def _works(*argv: str) -> bool:
 # Files that train, in two groups of about the same length: of three training runs at a time, each takes more CPU time,
 # because processes that wait for each other spin.
 TRAINERS = {
-    "trainers-1": ("test_train", "test_run_faults", "test_joined_ray", "test_experiments", "test_distill"),
+    "trainers-1": ("test_train", "test_run_faults", "test_joined_ray", "test_experiments"),
     "trainers-2": ("test_gpu_ladder", "test_slurm_parts", "test_slurm"),
 }
 GROUPS = {

@@ -1,7 +1,12 @@
-"""A run joins a Ray cluster that somebody else has started, on two nodes, and leaves it as it was."""
+"""A run joins a Ray cluster that somebody else has started, on two nodes, and leaves it as it was.
+
+It is one of on-policy distillation, with verl's own teacher: a second engine that scores what the policy samples. And
+it logs to wandb online.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,13 +17,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from rl import dashboard
 from rl.cluster.ray import reachable
 from rl.run.programs import free_port
 from tests.integration.train_kit import ROOT, TINY, WarmStart, command_line, plain_environment
+from tests.wandb_kit import KEY, Wandb, wandb_server
 
 pytestmark = [pytest.mark.long]
 
@@ -64,6 +72,16 @@ class Ray:
         alive = [psutil.Process(node.pid) for node in self.nodes.values() if node.poll() is None]
         return {child for node in alive for child in node.children(recursive=True)}
 
+    def agents_during(self, process: subprocess.Popen[str]) -> set[str]:
+        """Return the nodes that Claude Code is seen on until the process ends."""
+        where = set()
+        while process.poll() is None:
+            for name, node in self.nodes.items():
+                below = psutil.Process(node.pid).children(recursive=True)
+                where |= {name for child in below if "/claude" in command_line(child)}
+            time.sleep(0.3)
+        return where
+
 
 @pytest.fixture
 def joined() -> Iterator[Ray]:
@@ -78,8 +96,8 @@ def joined() -> Iterator[Ray]:
     ray = Ray(f"{reachable('127.0.0.1')}:{port}", directory, environment, {})
     try:
         how = [f"--temp-dir={directory}/ray", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
-        # The trainer's place is a GPU to verl, also on a CPU.
-        ray.add("head", "--head", f"--port={port}", "--num-gpus=1", *how)
+        # The places of the trainer and of the teacher are GPUs to verl, also on a CPU.
+        ray.add("head", "--head", f"--port={port}", "--num-gpus=2", *how)
         ray.add("plays", f"--address={ray.address}", '--resources={"episodes": 1}')
         yield ray
     finally:
@@ -98,32 +116,38 @@ def joined() -> Iterator[Ray]:
 @pytest.mark.claude
 @pytest.mark.engine
 @pytest.mark.timeout(1500)
-def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
+async def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
     joined: Ray, warm_start: WarmStart, tmp_path: Path
 ) -> None:
+    """The teacher is the policy itself. Its log-probabilities are those of the right tokens, so they are the policy's
+    in the first step, before which the weights are equal."""
     before, at_rest = joined.ask(), joined.processes()
-    tiny = [argument for argument in TINY if not argument.startswith("quickstart.")]
-    changed = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    tiny, given = [argument for argument in TINY if not argument.startswith("quickstart.")], warm_start.given()
+    (policy,) = [word.partition("=")[2] for word in given if word.startswith("actor_rollout_ref.model.path=")]
+    changed = ["trainer.val_before_train=false", "trainer.test_freq=-1"]
     changed += ["cluster.episode_resource=episodes", "actor_rollout_ref.rollout.agent.num_workers=1"]
+    changed += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=1"]
+    teacher = f"distillation.teacher_models.teacher_model.model_path={policy}"
     run = tmp_path / "run"
-    arguments = ["+experiment=quickstart", *tiny, *changed, *warm_start.given(), f"run.dir={run}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rl.train", *arguments],
-        cwd=ROOT, env=joined.environment | {"RAY_ADDRESS": joined.address}, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    where = set()
-    while process.poll() is None:
-        for name, node in joined.nodes.items():
-            below = psutil.Process(node.pid).children(recursive=True)
-            where |= {name for child in below if "/claude" in command_line(child)}
-        time.sleep(0.3)
-    said = process.communicate()[0]
+    arguments = ["+experiment=quickstart", "+distill=on_policy", *tiny, *changed, *given, teacher, f"run.dir={run}"]
+    async with wandb_server() as server:
+        online = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rl.train", *arguments],
+            cwd=ROOT, env=joined.environment | online | {"RAY_ADDRESS": joined.address}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        seen = asyncio.create_task(asyncio.to_thread(joined.agents_during, process))
+        said, _ = await asyncio.to_thread(process.communicate)
+        where = await seen
     log = run / "run.log"
     assert process.returncode == 0, said + (log.read_text()[-3000:] if log.exists() else "")
-    (record,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert record["step"] == 1 and record["episode/count"] >= 8 and record["infra/failures"] == 0
-    assert record["training/rollout_actor_probs_pearson_corr"] >= 0.99
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in metrics:
+        assert record["episode/count"] == 8 and record["infra/failures"] == 0
+        assert record["training/rollout_actor_probs_pearson_corr"] >= 0.999
+    assert metrics[0]["actor/distillation/abs_loss"] < 1e-4 and metrics[0]["response_length/mean"] > 0
+    check_arrived(server, run.name, metrics)
     assert where == {"plays"}, "the episodes were played on the node that has the resource"
     assert joined.ask() == before, "the cluster is as it was"
     assert all(node.poll() is None for node in joined.nodes.values())
@@ -140,3 +164,18 @@ def test_a_run_joins_a_ray_cluster_plays_on_its_other_node_and_leaves_it_alone(
         time.sleep(0.5)
     assert ours == [], "actors of the run live on"
     assert os.listdir(run / "episode_metrics")
+
+
+def check_arrived(server: Wandb, name: str, metrics: list[dict[str, Any]]) -> None:
+    """Check that wandb has each figure of metrics.jsonl once, at its step, and a table of episodes."""
+    assert server.unknown == [] and server.refused == []
+    run = server.runs.pop(name)
+    assert server.runs == {} and run.ended == [0]
+    assert run.config["trainer"]["value"]["total_training_steps"] == 2
+    assert [row["_step"] for row in run.rows] == [record["step"] for record in metrics] == [1, 2]
+    for row, record in zip(run.rows, metrics, strict=True):
+        logged = {key: value for key, value in record.items() if key not in ("step", "time") and value is not None}
+        assert {key: row.get(key) for key in logged} == logged
+    tables = [row[dashboard.SAMPLES] for row in run.rows if dashboard.SAMPLES in row]
+    stored = [json.loads(server.stored[f"{name}/{table['path']}"]) for table in tables]
+    assert stored and all(one["data"] and "reward" in one["columns"] for one in stored)

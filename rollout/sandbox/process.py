@@ -23,7 +23,6 @@ _GRACE_S = 5.0  # how long a killed process may take to disappear
 class Command:
     """A Command is a program to run: its arguments, its whole environment, and its bounds.
 
-    says: what argv may write to stderr before all else; it is not part of the result.
     stop: a future that is completed to end the program early.
     """
 
@@ -32,34 +31,28 @@ class Command:
     timeout_s: float
     stdin: bytes = b""
     output_cap: int = OUTPUT_CAP
-    says: bytes = b""
     stop: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Output:
-    """This keeps the first bytes of stdout (1) and stderr (2); it drops the rest, so that a program never blocks.
+    """This keeps the first bytes of stdout (1) and stderr (2); it drops the rest, so that a program never blocks."""
 
-    says: what stderr may begin with and is not kept.
-    """
-
-    def __init__(self, cap: int, says: bytes = b"") -> None:
+    def __init__(self, cap: int) -> None:
         self._kept = {1: bytearray(), 2: bytearray()}
-        self._says = says
-        self._caps = {1: cap, 2: cap + len(says)}
+        self._cap = cap
         self._truncated = False
 
     def take(self, stream: int, data: bytes) -> None:
         """Keep what fits of `data`."""
         kept = self._kept[stream]
-        room = self._caps[stream] - len(kept)
+        room = self._cap - len(kept)
         self._truncated |= len(data) > room
         kept += data[:room]
 
     def result(self, returncode: int | None, timed_out: bool, started: float) -> ExecResult:
         """Return the result of a program that has just ended. started: by `time.monotonic`."""
         wall_s = time.monotonic() - started
-        stdout, stderr = bytes(self._kept[1]), bytes(self._kept[2]).removeprefix(self._says)
-        return ExecResult(returncode, stdout, stderr, timed_out, self._truncated, wall_s)
+        return ExecResult(returncode, bytes(self._kept[1]), bytes(self._kept[2]), timed_out, self._truncated, wall_s)
 
 
 def kill_group(pid: int) -> None:
@@ -147,7 +140,7 @@ class _Child:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, program: subprocess.Popen[bytes], command: Command) -> None:
-        self.output = Output(command.output_cap, command.says)
+        self.output = Output(command.output_cap)
         self.exited: asyncio.Future[None] = loop.create_future()
         self.drained: asyncio.Future[None] = loop.create_future()
         self._loop = loop

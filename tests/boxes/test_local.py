@@ -161,10 +161,10 @@ def test_directories_of_a_killed_process_are_swept(snapshot: Path, tmp_path: Pat
 
 
 @pytest.mark.bwrap
-def test_what_a_killed_process_was_starting_ends(
+def test_what_a_killed_process_was_starting_is_swept(
     snapshot: Path, tmp_path: Path, nap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bwrap ends with its parent, but by itself not with one that dies while bwrap starts."""
+    """bwrap's programs end with their parent, but not if it dies while bwrap starts them."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     program = f"""
@@ -198,9 +198,9 @@ def test_what_a_killed_process_was_starting_ends(
             time.sleep(delay / 2000)
             os.kill(worker, signal.SIGKILL)
         workers.stdin.close()
-    end = time.monotonic() + 20  # the naps are longer
+    directory.sweep()
+    assert list(temporary.iterdir()) == []
+    end = time.monotonic() + 20  # a killed process is there until it is scheduled; unkilled, these sleep for longer
     while alive(nap) and time.monotonic() < end:
         time.sleep(0.05)
     assert not alive(nap)
-    directory.sweep()
-    assert list(temporary.iterdir()) == []

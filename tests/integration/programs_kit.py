@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from rl.quickstart.tasks import CANDIDATES
+from rollout.sandbox import directory
 from tests.integration.claude_kit import answers, call
 from tests.integration.train_kit import read_until
 
@@ -54,5 +55,6 @@ def kill_after(words: str, *arguments: str, **options: str) -> None:
     started = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
+    directory.sweep()  # a bwrap that was just starting outlives it
     _, alive = psutil.wait_procs(started, 60)
     assert not alive, [one.cmdline()[:4] for one in alive]

@@ -17,8 +17,8 @@ where these are delegated to this user (`cgroup`). Elsewhere, `watch` checks the
 runs; it checks the disk on every machine. A program that is over a limit is killed with all that it started, and its
 files stay. CPUs are not limited.
 
-A process that is killed before it could close its sandboxes leaves their directories behind, and without isolation
-their programs (see `directory.sweep`).
+A process that is killed before it could close its sandboxes leaves their directories behind, and rarely a program: a
+bwrap ends with its parent, but not in the milliseconds in which it starts (see `directory.sweep`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ from rollout.sandbox.treediff import Directory, Origin
 logger = logging.getLogger(__name__)
 
 Isolation = Literal["auto", "bwrap", "none"]
-
-_READY = "ready."
 
 
 async def boot_local(
@@ -104,9 +102,7 @@ class LocalSandbox(DirectorySandbox):
         unwatched = {"memory_bytes": sys.maxsize, "processes": sys.maxsize} if self._group else {}
         self._watched, self._base = replace(limits, **unwatched), base
         # With bwrap the program is a child of this shell: as process 1 of its namespace it would ignore most signals.
-        # bwrap ends with its parent, but not if the parent dies while bwrap starts. Nobody reads stderr then, so the
-        # shell cannot write its first word there, and exits.
-        program = f'printf {_READY} >&2 || exit; "$@"; exit $?' if isolated else 'exec "$@"'
+        program = '"$@"; exit $?' if isolated else 'exec "$@"'
         limits = replace(limits, file_bytes=min(limits.file_bytes, limits.disk_bytes))
         limiting = ulimits(limits, processes=isolated and os.geteuid() != 0)
         self._shell = ["/bin/sh", "-c", limiting + program, "sh"]
@@ -172,7 +168,7 @@ class LocalSandbox(DirectorySandbox):
         try:
             with bwrap.filtering() as filters:
                 argv = [*bwrap.command(self._root, self._mounts, loader, status_write, filters), *command.argv]
-                command = replace(command, argv=self._entered(argv), env=env, says=_READY.encode())
+                command = replace(command, argv=self._entered(argv), env=env)
                 overruns = self._group.overruns() if self._group else 0
                 result = await process.run(command, pass_fds=[status_write, *filters], kill=kill, over=self._over)
             if self._group and self._group.overruns() > overruns:  # bwrap, too, is killed in the group

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts LLaMA-Factory and TRL, without what they need, into .trainers: tests of exports load these with the programs' own
-# loaders (make test-long). Both would replace packages of .venv, whose versions are verl's; their loaders do not need to.
+# loaders (make test-traces). Both would replace packages of .venv, whose versions are verl's; their loaders do not need to.
 #
 # Does nothing when nothing changed: .trainers/.setup holds a hash of all that the result depends on, and is written last.
 set -euo pipefail

@@ -45,10 +45,10 @@ def problem() -> str:
 
 def needed() -> None:
     """Skip a test that finds no Chromium; in CI it fails."""
-    import pytest
+    from tests.lacks import lacks
 
     if why := problem():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no headless Chromium: {why}")
+        lacks(f"a headless Chromium: {why}")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import random
-import re
 import secrets
 import shutil
 import subprocess
@@ -20,10 +19,9 @@ from omegaconf import OmegaConf
 
 from rollout.sandbox import SandboxError
 from tests import slurm_kit
+from tests.lacks import lacks
 
 ROOT = Path(__file__).parents[1]
-(PLACES,) = re.findall(r"^LONG = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-LONG = [ROOT / place for place in PLACES.split()]
 
 # The cyclic garbage collector takes a seventh of the time: it looks again and again at what imports have made.
 gc.disable()
@@ -104,7 +102,6 @@ FIRST = (
 )
 NEEDS = {
     "bwrap": ("bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"),
-    "gpu": ("nvidia-smi", "-L"),
     "podman": ("sh", "-c", "command -v podman && test $(id -u) = 0"),
 }
 
@@ -124,11 +121,12 @@ def _engine_problem() -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, problem in (("docker", _engine_problem), ("slurm", slurm_kit.problem)):
         if item.get_closest_marker(mark) and (words := problem()):
-            # Continuous integration brings an engine and SLURM: there, a skip would hide that it has none.
-            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(words)
+            lacks(words)
     for mark, command in NEEDS.items():
         if item.get_closest_marker(mark) and not _works(*command):
-            pytest.skip(f"`{' '.join(command)}` does not work here")
+            lacks(f"`{' '.join(command)}` does not work")
+    if item.get_closest_marker("gpu") and not _works("nvidia-smi", "-L"):
+        pytest.skip("no NVIDIA GPU")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -136,8 +134,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("xdist_group") is None:
         groups = [group for group, files in GROUPS.items() if item.path.stem in files]
         item.add_marker(pytest.mark.xdist_group(*groups or [item.path.stem]))
-    if item.get_closest_marker("long") and not any(item.path.is_relative_to(place) for place in LONG):
-        raise pytest.UsageError(f"{item.nodeid} is long: `make test-long` does not look there (LONG in the Makefile)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,8 +3,9 @@
     .venv/bin/python -m pytest -p tests.cpu_seconds --cpu-seconds=FILE ...
     .venv/bin/python tests/cpu_seconds.py FILE [20]     # the dearest tests and the dearest files
 
-Each worker of pytest-xdist goes into a cgroup of its own (version 1 or 2, root only), which children inherit, and whose
-counter has the time of those that have ended, too. Containers are not in it: an engine's daemon starts them.
+As root, each worker of pytest-xdist goes into a cgroup of its own (version 1 or 2), which children inherit, and whose
+counter has the time of those that have ended, too. Containers are not in it: an engine's daemon starts them. For others
+than root, what no process has waited for is missing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 
 _V1 = Path("/sys/fs/cgroup/cpuacct")
 _V2 = Path("/sys/fs/cgroup")
+WORKER = "(a worker's start and end)"
 
 
 class Group:
@@ -45,9 +47,26 @@ class Group:
             self.place.rmdir()
 
 
+class _Children:
+    def seconds(self) -> float:
+        """Return the CPU seconds of this process and of those that were waited for."""
+        return sum(os.times()[:4])
+
+    def leave(self) -> None:
+        pass
+
+
 class _Costs:
     def __init__(self, file: str) -> None:
-        self.file, self.group = file, Group()
+        self.file, self.tests, self.first = file, 0.0, sum(os.times()[:4])
+        try:
+            self.group: Group | _Children = Group()
+        except OSError:
+            self.group, self.first = _Children(), 0.0
+
+    def write(self, test: str, cpu: float, wall: float) -> None:
+        with open(self.file, "a") as out:
+            out.write(json.dumps({"test": test, "cpu": round(cpu, 2), "wall": round(wall, 2)}) + "\n")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -56,11 +75,12 @@ class _Costs:
         try:
             return (yield)
         finally:
-            spent = {"cpu": round(self.group.seconds() - before, 2), "wall": round(time.monotonic() - began, 2)}
-            with open(self.file, "a") as out:
-                out.write(json.dumps({"test": item.nodeid, **spent}) + "\n")
+            spent = self.group.seconds() - before
+            self.tests += spent
+            self.write(item.nodeid, spent, time.monotonic() - began)
 
     def pytest_unconfigure(self) -> None:
+        self.write(WORKER, self.first + self.group.seconds() - self.tests, 0)
         self.group.leave()
 
 

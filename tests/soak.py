@@ -26,8 +26,9 @@ import psutil
 
 from rl.run.phases import read as read_phase
 from rollout import audit
-from tests.integration.test_run_faults import EXACT, NUMBERS
-from tests.integration.train_kit import ROOT, TINY, WarmStart, command_line, plain_environment
+from tests.integration.faults.test_run_faults import EXACT, NUMBERS
+from tests.integration.process_kit import ROOT, command_line, plain_environment
+from tests.integration.train_kit import TINY, WarmStart
 from tests.slurm_kit import Slurm, slurm
 
 SCRIPT = "scripts/slurm/train.sbatch"

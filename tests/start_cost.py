@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 
 from tests.cpu_seconds import Group
-from tests.integration.train_kit import TINY, WarmStart, command_line, start
+from tests.integration.process_kit import command_line
+from tests.integration.train_kit import TINY, WarmStart, start
 
 _LOOK_S = 0.2
 

@@ -82,7 +82,7 @@ class Workshop:
     """A workshop tries edits of one package, and makes tasks of them below a directory."""
 
     def __init__(self, prepared: Prepared, sources: Mapping[str, str], repositories: Path, rules: Rules) -> None:
-        """sources: texts of the package's files by path. rules: what of a patch is graded in training."""
+        """Take sources: texts of the package's files by path; and rules: what of a patch is graded in training."""
         self.prepared, self.sources = prepared, sources
         self._bench = Bench(prepared.package.tree, prepared.venv)
         self._repositories, self._rules = repositories, rules

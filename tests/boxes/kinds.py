@@ -174,7 +174,7 @@ KINDS: dict[str, tuple[type[BoxKit], tuple[pytest.MarkDecorator, ...]]] = {
     "plain": (Local, ()),
     "bwrap": (Local, tuple(BWRAP.marks)),
     "docker": (Docker, _DOCKER),
-    "podman": (Podman, (*_DOCKER, pytest.mark.podman, pytest.mark.long, pytest.mark.xdist_group("podman"))),
+    "podman": (Podman, (*_DOCKER, pytest.mark.podman, pytest.mark.xdist_group("podman"))),
     "apptainer": (Apptainer, (pytest.mark.bwrap,)),
     "apptainer-less": (Apptainer, (pytest.mark.bwrap,)),
 }

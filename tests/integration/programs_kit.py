@@ -15,7 +15,7 @@ import psutil
 from rl.quickstart.tasks import CANDIDATES
 from rollout.sandbox import directory
 from tests.integration.claude_kit import answers, call
-from tests.integration.train_kit import read_until
+from tests.integration.process_kit import read_until
 
 ROOT = Path(__file__).parents[2]
 AGENT = ["agent.bare=true", "agent.tools=[Edit,Read]", "agent.system_prompt=Repair.", "sandbox.concurrency=2"]

@@ -18,8 +18,8 @@ from rollout.episode import run_episode
 from rollout.proxy.heard import Hearing
 from rollout.records import record_of
 from tests.integration.claude_kit import Listener, call, in_turn
-from tests.integration.test_claude_code import repair, setup
-from tests.integration.test_claude_threads import agent
+from tests.integration.proxy.test_claude_code import repair, setup
+from tests.integration.proxy.test_claude_threads import agent
 from tests.kit import CharTokenizer
 from tests.store_kit import HOSTILE, RandomEngine, Said, Told, calls_in, parsed
 

@@ -5,25 +5,23 @@ share.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pyarrow
 import pyarrow.parquet
+import pytest
+from filelock import FileLock
 
 from rl.config import compose
 from rl.quickstart.prepare import QUICKSTART, directory_of
+from tests.integration.process_kit import ROOT, command_line, plain_environment, read_until
 
-T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
 # The warm start depends on these, on the seed, and on the groups `agent` and `proxy`. They are those of scale=tiny.
 WARM = [
     "seed=30",
@@ -43,10 +41,6 @@ TINY = [
     "episode.infra_retries=1",
     "trainer.logger=[wandb,tensorboard]",
 ]
-# Arguments of a vLLM server whose engine has no process for its worker, as in configs/cpu.yaml.
-ONE_PROCESS = ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
-# The variable of a vLLM server that compiles no function for the first reply that it samples (12 s).
-UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 # A fault is told within the watch's period, what an engine may take to answer, and Ray's own end; on a busy machine
 # that is minutes.
 TOLD_S = 600
@@ -99,12 +93,6 @@ class WarmStart:
         shutil.copy(self.directory / "warm" / "rows.parquet", theirs / ".warm")
 
 
-def plain_environment() -> dict[str, str]:
-    """Return this process's environment without wandb's settings and with the repository on Python's path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    return kept | {"PYTHONPATH": str(ROOT)}
-
-
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start ``python -m rl.train`` with these arguments; its output is read through the pipe."""
     command = [sys.executable, "-m", "rl.train", *arguments]
@@ -112,25 +100,6 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         command, cwd=ROOT, env=plain_environment() | environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """Return the output up to the first line with ``words``; fail if the process ends before."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if words in line:
-            return "".join(seen)
-    raise AssertionError(f"ended before {words!r}:\n{''.join(seen)}")
-
-
-def until(process: subprocess.Popen[str], reached: Callable[[], T]) -> T:
-    """Poll ``reached`` while the process lives; return its first true value."""
-    while not (value := reached()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    return value
 
 
 def replace_image(file: Path, image: str, instance_id: str | None = None) -> None:
@@ -191,15 +160,10 @@ class RunProcess:
         return said, self.process.returncode
 
 
-def command_line(process: psutil.Process) -> str:
-    """The command line; "" of one that has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-def one_line(said: str) -> str:
-    """The one line that is no event and no useful command."""
-    (line,) = [line for line in said.splitlines() if line and not re.match(r"\[|continue ", line)]
-    return line
+@pytest.fixture(scope="session")
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> WarmStart:
+    """The one warm start of a test session. The first worker that wants it makes it, the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with FileLock(shared / "warm.lock"):
+        return WarmStart.make(shared / "warm")

@@ -221,8 +221,12 @@ def shooting() -> Iterator[Range]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("volleys", [80, pytest.param(420, marks=pytest.mark.long)])
-def test_every_request_is_answered(shooting: Range, volleys: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_request_is_answered(shooting: Range, caplog: pytest.LogCaptureFixture) -> None:
+    """tests/integration/faults/test_many_requests.py has more volleys."""
+    fire(shooting, 80, caplog)
+
+
+def fire(shooting: Range, volleys: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "aiohttp.server")  # it logs a stack trace for every broken request
 
     @settings(

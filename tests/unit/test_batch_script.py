@@ -1,4 +1,6 @@
-"""The batch scripts run without SLURM: srun and scontrol are ours. tests/integration/test_slurm*.py have the real."""
+"""The batch scripts run without SLURM: srun and scontrol are ours. The real ones are in
+tests/integration/cluster/.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """This module tests the command rl.export: rows and texts of each format, and what it refuses. The loaders of the
-programs that the formats are for read them in tests/integration/test_export_loaders.py.
+programs that the formats are for read them in tests/integration/traces/test_export_loaders.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from tests.unit import test_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {file: file.read_text() for top in ("rl", "rollout", "rewards") for file in (ROOT / top).rglob("*.py")}
-TRL = ROOT / ".llamafactory" / "trl" / "trl" / "trainer" / "dpo_trainer.py"
 needs_vllm_cpu = pytest.mark.skipif("cpu" not in importlib.metadata.version("vllm"), reason="vLLM is not its CPU build")
 # Ways to reach into another library: what matches is a patch, and its file must be in the table.
 REACHES = re.compile(
@@ -280,17 +279,6 @@ def test_verls_builders_still_encode_what_stands_before_a_turn_again() -> None:
     text = source_of("verl.utils.tokenizer.continuous_token")
     delta = text[text.index("def render_delta_token_id(") :].partition("\n    def ")[0]
     assert delta.count("self._render_tokens(") == 2 and "prefix_messages + appended_messages" in delta
-
-
-# --- TRL
-
-
-@pytest.mark.skipif(not TRL.exists(), reason="scripts/llamafactory.sh has not been run")
-def test_trl_still_prepares_every_dataset() -> None:
-    text = TRL.read_text()
-    preparing = text[text.index("    def _prepare_dataset(") :].partition("\n    def ")[0]
-    assert "self._prepare_dataset(train_dataset," in text and "prompt_ids" in preparing
-    assert "column_names" not in preparing  # it does not ask whether the data has token ids already
 
 
 def test_vllms_parser_still_makes_the_pieces_of_a_stream_for_a_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_the_end_of_the_job(
     variable: str | None,
     expected: str | float | None,
 ) -> None:
-    """squeue is a script here; the real one is asked in tests/integration/test_slurm.py."""
+    """squeue is a script here; the real one is asked in tests/integration/cluster/test_slurm.py."""
     if said is not None:
         script = said if said.startswith("exit") else f"[ $2 = --jobs=17 ] && printf '{said}'"
         (tmp_path / "squeue").write_text(f"#!/bin/sh\n{script}\n")

@@ -1,0 +1,3 @@
+from tests.integration.vllm_kit import vllm
+
+__all__ = ["vllm"]

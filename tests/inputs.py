@@ -16,9 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TOPS = ("rl", "rollout", "rewards", "tests", "scripts", "configs", "examples", "docs", "constraints", "packaging")
 CODE = (".py", ".sh", ".sbatch")
-# What is loaded by a name that only configs or an entry point have.
+# What is loaded by a name that only configs or an entry point have, or found by looking.
 NAMED_ELSEWHERE = {
     "rl/train.py": ("rl/agent_loop.py", "rl/dataset.py", "rl/cpu/__init__.py", "rl/cpu/checkpoint_engine.py"),
+    "tests/unit/test_help.py": ("scripts", "examples"),
 }
 
 
@@ -45,7 +46,7 @@ def _files(folder: str) -> list[str]:
 @functools.cache
 def _named_by(path: str) -> list[str]:
     """Return what a file leads to."""
-    found: list[str] = list(NAMED_ELSEWHERE.get(path, ()))
+    found = [file for named in NAMED_ELSEWHERE.get(path, ()) for file in _files(named)]
     file = ROOT / path
     if path.endswith(".py"):
         found += _by_python(path, ast.parse(file.read_text()))
@@ -146,8 +147,11 @@ def _path(path: str, namer: str) -> list[str]:
         return _files(beside)
     if path.partition("/")[0] not in TOPS or not (ROOT / path).exists():
         return []
-    named = (ROOT / path).is_file() or ("/" in path and not path.startswith("tests/"))
-    return _files(path) if named or path in ("configs", "constraints", "examples") else []
+    found = _files(path)
+    if path in found or path in ("configs", "constraints", "examples"):
+        return found
+    code = "/" not in path or (path.startswith("tests/") and any(one.endswith(".py") for one in found))
+    return [] if code else found
 
 
 def _module(name: str, importer: str) -> Iterator[str]:

@@ -10,25 +10,37 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules count as read when their bytecode is: checks of keys read the sources of all.
+# Of these, modules count as read when their bytecode is: a check of keys reads the sources of all.
 PACKAGES = ("rl/", "rollout/", "rewards/", "tests/")
 
 
+class UnknownError(RuntimeError):
+    """It cannot be known which files are read."""
+
+
 def _watched(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each tracked file's path with the files that show that it was read."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
-    for path in filter(None, listed.split("\0")):
+    """Yield the path of each file that git does not ignore, with the files that show that it was read."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=root, capture_output=True, text=True)
+    if listed.returncode:
+        raise UnknownError(f"git cannot say which files there are: {listed.stderr.strip()}")
+    for path in filter(None, listed.stdout.split("\0")):
         file = root / path
-        if path.endswith(".py") and path.startswith(PACKAGES):
+        if path.endswith(".py"):
             yield from ((path, one) for one in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"))
-        elif file.is_file():
+        if file.is_file() and not (path.endswith(".py") and path.startswith(PACKAGES)):
             yield path, file
 
 
 def forget(root: Path) -> None:
-    """Let all files of a repository count as not read."""
-    for _, file in _watched(root):
+    """Let all files of a repository count as not read. Raises UnknownError where this cannot be."""
+    files = [file for _, file in _watched(root)]
+    for file in files:
         os.utime(file, ns=(0, file.stat().st_mtime_ns))
+    files[0].read_bytes()
+    if files[0].stat().st_atime_ns == 0:
+        raise UnknownError(f"the file system of {root} does not note when files are read (noatime)")
+    os.utime(files[0], ns=(0, files[0].stat().st_mtime_ns))
 
 
 def read(root: Path) -> set[str]:

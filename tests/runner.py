@@ -40,7 +40,10 @@ from tests.lacks import LACKS
 PASSED = ROOT / "tests" / "passed.json"
 MINUTES = 40
 COMMITS = 10
+UNKNOWN_CPU_S = 600  # of a group that has never passed
+RATE = 0.7  # seconds of a session for a CPU second of its tests, if those of `make test` are not remembered
 OWN = {f"tests/{name}.py" for name in ("runner", "inputs", "reads", "cpu_seconds", "lacks", "__init__")}
+OWN |= {".gitignore", "tests/passed.json"}
 PRINTED = 3  # of the files for which a group is stale
 
 
@@ -86,7 +89,14 @@ GROUPS = {
 }
 MAKE_TEST = ("core", "boxes", "proxy", "training")
 ALWAYS = f"{_HERE}/cluster/test_slurm.py::test_a_run_on_two_nodes_is_preempted_requeued_and_finishes"
-COMMON = ("pyproject.toml", "scripts/setup.sh", "constraints/cpu.txt", "constraints/cpu-overrides.txt")
+COMMON = (
+    ".ci/run",
+    ".ci/install",
+    "pyproject.toml",
+    "scripts/setup.sh",
+    "constraints/cpu.txt",
+    "constraints/cpu-overrides.txt",
+)
 COMMON += ("constraints/build.txt", "packaging/vllm-shim/pyproject.toml")
 # Two for those that train, one for all others: with five, two cores take longer.
 PYTEST = ("-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=20")
@@ -99,12 +109,13 @@ PYTEST = ("-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "--duratio
 def inputs_of(name: str) -> frozenset[str]:
     """Return the paths of the files that a group depends on."""
     group = GROUPS[name]
-    return frozenset(inputs(["tests/conftest.py", *group.folders, *group.scripts])).union(COMMON)
+    found = inputs(["tests/conftest.py", *group.folders, *group.scripts])
+    return frozenset(found).union(COMMON) - {"tests/passed.json"}
 
 
 def digest(name: str) -> str:
     """Return the hash of what a group depends on, as the files are now."""
-    made = hashlib.sha256()
+    made = hashlib.sha256(repr((GROUPS[name], PYTEST)).encode())
     for path in sorted(inputs_of(name)):
         made.update(f"{path}\0".encode())
         made.update(hashlib.sha256((ROOT / path).read_bytes()).digest())
@@ -180,6 +191,13 @@ class Reports:
         elif report.when == "call":
             self.outcomes.setdefault(report.nodeid, "passed")
 
+    def pytest_collectreport(self, report: Any) -> None:
+        """Count a file that cannot be imported, or that skips itself, as a test."""
+        if report.failed:
+            self.outcomes[report.nodeid] = "failed"
+        elif report.skipped:
+            self.outcomes[report.nodeid] = report.longrepr[2]
+
     def pytest_sessionfinish(self) -> None:
         Path(self.file).write_text(json.dumps(self.outcomes))
 
@@ -220,6 +238,19 @@ class Session:
     start_cpu_s: float = 0
     unforeseen: list[str] = field(default_factory=list)
 
+    @property
+    def cpu_s(self) -> float:
+        """Return all CPU seconds of the session."""
+        return self.start_cpu_s + sum(tally.cpu_s for tally in self.groups.values())
+
+    def rate(self, remembered: float) -> float:
+        """Return how many seconds a session takes here for a remembered CPU second of tests.
+
+        remembered: CPU seconds that this session's groups once took; its other tests do not count.
+        """
+        own = sum(tally.cpu_s for name, tally in self.groups.items() if name)
+        return self.wall_s / self.cpu_s * own / remembered
+
 
 def run(names: Sequence[str], arguments: Sequence[str] = (), *, whole: bool | None = None) -> Session:
     """Run groups in one session of pytest, with their environments made; remember those that pass.
@@ -230,22 +261,31 @@ def run(names: Sequence[str], arguments: Sequence[str] = (), *, whole: bool | No
     whole = not arguments if whole is None else whole
     paths = [word.partition("::")[0] for word in arguments if word.startswith("tests")]
     for script in dict.fromkeys(script for name in names for script in GROUPS[name].scripts):
-        subprocess.run([script], cwd=ROOT, check=True)
+        # An index may not answer once.
+        if all(subprocess.run([script], cwd=ROOT).returncode for _ in range(3)):
+            return Session(1, 0, {names[0]: Tally({script: "failed"})})
     folders = [folder for name in names for folder in GROUPS[name].folders] if whole or not paths else []
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # modules that were read are told by their bytecode
+    # Modules that were read are told by their bytecode.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTEST_ADDOPTS": ""}
     for overlay in {GROUPS[name].overlay for name in names} - {""}:
         environment["PYTHONPATH"] = str(ROOT / overlay)
     before = {name: digest(name) for name in names}
-    reads.forget(ROOT)
+    unknown = ""
+    try:
+        reads.forget(ROOT)
+    except reads.UnknownError as error:
+        unknown = str(error)
     session = _pytest(names, [*folders, *arguments], environment)
-    if whole and session.status in (0, 1):
+    if not whole or session.status not in (0, 1):
+        return session
+    if not unknown:
         known = frozenset(inputs(paths)).union(*(inputs_of(name) for name in names))
         session.unforeseen = sorted(reads.read(ROOT) - known - OWN)
-        for name in names:
-            if problem := _problem(name, before[name], session):
-                print(f"runner: {name} is not remembered as passed: {problem}", file=sys.stderr)
-            else:
-                remember(name, before[name], session.groups[name].cpu_s)
+    for name in names:
+        if problem := unknown or _problem(name, before[name], session):
+            print(f"runner: {name} is not remembered as passed: {problem}", file=sys.stderr)
+        else:
+            remember(name, before[name], session.groups[name].cpu_s)
     return session
 
 
@@ -278,6 +318,8 @@ def _problem(name: str, before: str, session: Session) -> str:
     lacking = [reason for reason in tally.skipped if LACKS in reason]
     if tally.count("failed") or not tally.count("passed"):
         return f"{tally.count('failed')} failed, {tally.count('passed')} passed"
+    if failed := [test for test, outcome in session.groups[""].outcomes.items() if outcome == "failed"]:
+        return f"{failed[0]} failed"
     if lacking:
         return lacking[0]
     if session.unforeseen:
@@ -287,7 +329,8 @@ def _problem(name: str, before: str, session: Session) -> str:
 
 def group_of(test: str, names: Iterable[str]) -> str:
     """Return which of these groups a test belongs to; "" for none."""
-    return next((name for name in names if test.startswith(tuple(f"{one}/" for one in GROUPS[name].folders))), "")
+    folders = {name: tuple(f"{one}/" for one in GROUPS[name].folders) for name in names}
+    return next((name for name in names if f"{test}/".startswith(folders[name])), "")
 
 
 # --- continuous integration ---------------------------------------------------------------------------------------
@@ -305,7 +348,7 @@ def choose(names: Iterable[str], room_s: float, rate: float) -> list[str]:
     )
     chosen = []
     for name in waiting:
-        seconds = known.get(name, {}).get("cpu_s", 0) * rate
+        seconds = known.get(name, {}).get("cpu_s", UNKNOWN_CPU_S) * rate
         if due(name) or seconds <= room_s:
             chosen.append(name)
             room_s -= seconds
@@ -317,18 +360,20 @@ def ci(began: float) -> int:
 
     began: when continuous integration began, in seconds since 1970. Installing is part of the time.
     """
-    remembered = sum(passed().get(name, {}).get("cpu_s", 0) for name in MAKE_TEST)
+    known = passed()
+    remembered = sum(known[name]["cpu_s"] for name in MAKE_TEST) if known.keys() >= set(MAKE_TEST) else 0
     reasons = {name: why(name) for name in GROUPS}
     lint = _lint()
     sessions = [run(MAKE_TEST, [ALWAYS], whole=True)] if not lint.status else []
-    if sessions:
-        rate = sessions[0].wall_s / remembered if remembered else 1.0
+    if sessions and sessions[0].status in (0, 1):
+        rate = sessions[0].rate(remembered) if remembered else RATE
         chosen = choose((name for name in GROUPS if name not in MAKE_TEST), MINUTES * 60 - (time.time() - began), rate)
         for name in chosen:
             if packages := GROUPS[name].packages:
                 subprocess.run([ROOT / ".ci" / "install", *packages])
         for names in _sessions(chosen):
-            sessions.append(run(names, ["--deselect", ALWAYS] if "cluster" in names else [], whole=True))
+            done = "cluster" in names and not sessions[0].groups[""].count("failed")
+            sessions.append(run(names, ["--deselect", ALWAYS] if done else [], whole=True))
     return _report([lint, *sessions], reasons, began)
 
 
@@ -354,13 +399,14 @@ def _report(sessions: Sequence[Session], reasons: dict[str, str], began: float) 
             ran.add(name)
             line = f"{name or 'preempted job':14}{numbers[0]:8}{numbers[1]:8}{skipped:9}"
             print(f"{line}{tally.cpu_s:8.0f}{tally.wall_s / 60:22.1f}")
-        cpu_s = session.start_cpu_s + sum(tally.cpu_s for tally in session.groups.values())
         for path in session.unforeseen:
             print(f"FAILED: tests read {path}, and tests.inputs does not know that they depend on it")
-        print(f"{'':14}together {session.wall_s / 60:.1f} minutes, {cpu_s:.0f} CPU s, workers' start among them")
+        print(f"{'':14}together {session.wall_s / 60:.1f} minutes, {session.cpu_s:.0f} CPU s with workers' start")
     for name, reason in reasons.items():
         if name in ran and reason and name not in MAKE_TEST:
             print(f"{name} ran: {reason}")
+    if _git("rev-parse", "--is-shallow-repository").strip() == "true":
+        print(f"this clone is shallow: which groups have not run for {COMMITS} commits is not known")
     for name, reason in reasons.items():
         if name not in ran:
             print(f"LEFT OUT, stale: {name}: {reason}" if reason else f"not stale: {name}")
@@ -393,12 +439,12 @@ def main() -> int:
         return ci(given.began)
     if given.verb is None:
         return show()
-    names = list(GROUPS) if given.group == ["all"] else given.group or list(MAKE_TEST)
-    return max(run(some, more).status for some in _sessions(names))
+    sessions = [[name] for name in GROUPS] if given.group == ["all"] else _sessions(given.group or MAKE_TEST)
+    return int(any([run(names, more).status for names in sessions]))
 
 
 def _sessions(names: Sequence[str]) -> list[list[str]]:
-    """Return the groups of each session: those with an overlay run alone."""
+    """Return the groups of each session: those with an overlay are alone."""
     plain = [name for name in names if not GROUPS[name].overlay]
     return [one for one in (plain, *([name] for name in names if GROUPS[name].overlay)) if one]
 

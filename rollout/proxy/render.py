@@ -184,10 +184,10 @@ class ChatTemplateRenderer:
             )
             for said in ("yes", "no")
         )
-        common = 0
-        while common < min(len(one), len(other)) and one[-1 - common] == other[-1 - common]:
-            common += 1
-        return [int(one[-common])] if common and one[-common] in self.tokenizer.all_special_ids else []
+        common = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
+        # A tokenizer that was saved again may name few special tokens; the others know it themselves.
+        special = {id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return [int(one[-common])] if common and one[-common] in special.union(self.tokenizer.all_special_ids) else []
 
 
 def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from rl.cluster.environment import CACHES, private, set_up, snapshot
 from rl.config import NO_REPORTS, ConfigError
 from tests.check_kit import composed
+from tests.lacks import lacks
 from tests.packed_kit import small_environment
 
 ROOT = Path(__file__).parents[2]
@@ -93,9 +94,10 @@ def test_what_packs_an_environment_is_asked_for_first(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="no zstd")
 def test_a_packed_environment_runs_from_the_nodes_disk(tmp_path: Path) -> None:
     """With a Python of its own, as one in a home directory is: packed, moved, and used after the originals are gone."""
+    if shutil.which("zstd") is None:
+        lacks("zstd")
     clone, base, local = tmp_path / "clone", tmp_path / "python", tmp_path / "local"
     version = small_environment(clone, base)
     script = ROOT / "scripts" / "slurm" / "packed_env.sh"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from datetime import date, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.marks import control_texts
@@ -173,6 +175,21 @@ def test_a_token_that_ends_one_turn_and_begins_the_next_is_there_once(end: str) 
     text = tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "")
     seen = "<|observation|>" if end == "<|observation|>" else "<|user|><|observation|>"
     assert text == f"ok{seen}<tool_response>a</tool_response><|assistant|>\n"
+
+
+def test_the_end_token_of_a_tokenizer_that_was_saved_again_is_known(tmp_path: Path) -> None:
+    """Tokenizers that were converted or saved again often name only eos and pad; that others are special is in the
+    tokens themselves."""
+    made = make_tokenizer()
+    made.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    told = json.loads(file.read_text()) | {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    file.write_text(json.dumps({name: value for name, value in told.items() if "special_tokens" not in name}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    end = made.convert_tokens_to_ids("<|im_end|>")
+    assert end not in tokenizer.all_special_ids and tokenizer.added_tokens_decoder[end].special
+    added = ChatTemplateRenderer(tokenizer, "qwen3").extend(made.encode("cut"), False, [TALK[1]])
+    assert made.decode(added).startswith("<|im_end|>\n<|im_start|>user")
 
 
 def test_a_cut_reply_is_not_closed_in_a_family_without_an_end_token() -> None:

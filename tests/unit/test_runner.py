@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import types
 from pathlib import Path
@@ -149,9 +150,8 @@ def test_stale_groups_run_oldest_first_while_there_is_room(groups: list[tuple[bo
 
 def told(test: str, when: str, outcome: str, **more: Any) -> Any:
     more = {"longrepr": ("file", 1, f"Skipped: {more.get('why', '')}"), **more}
-    return types.SimpleNamespace(
-        nodeid=test, when=when, **{one: one == outcome for one in ("passed", "failed", "skipped")}, **more
-    )
+    outcomes = {one: one == outcome for one in ("passed", "failed", "skipped")}
+    return types.SimpleNamespace(nodeid=test, when=when, **outcomes, **more)
 
 
 def test_outcomes(tmp_path: Path) -> None:
@@ -164,20 +164,30 @@ def test_outcomes(tmp_path: Path) -> None:
         told("gone", "???", "failed"),  # its worker crashed
     ):  # fmt: skip
         reports.pytest_runtest_logreport(report)
+    for report in (
+        told("a", "", "passed"),
+        told("not imported", "", "failed"),
+        told("not here", "", "skipped", why="x"),
+    ):
+        reports.pytest_collectreport(report)
     reports.pytest_sessionfinish()
     assert json.loads((tmp_path / "out").read_text()) == {
         "good": "passed", "late": "failed", "known": "passed", "without": "Skipped: no NVIDIA GPU", "gone": "failed",
+        "not imported": "failed", "not here": "Skipped: x",
     }  # fmt: skip
 
 
 def test_only_what_passes_whole_is_remembered(clone: Path) -> None:
     def problem(unforeseen: tuple[str, ...] = (), **outcomes: str) -> str:
-        return runner._problem("a", before, Session(0, 1.0, {"a": Tally(outcomes)}, unforeseen=list(unforeseen)))
+        other = Tally({"of no group": outcomes.pop("other", "passed")})
+        session = Session(0, 1.0, {"a": Tally(outcomes), "": other}, unforeseen=list(unforeseen))
+        return runner._problem("a", before, session)
 
     before = runner.digest("a")
     assert problem(x="passed", y="Skipped: no NVIDIA GPU") == ""
     assert problem(x="passed", y="failed") == "1 failed, 1 passed"
     assert problem(y="Skipped: no NVIDIA GPU") == "0 failed, 0 passed"
+    assert problem(x="passed", other="failed") == "of no group failed"
     assert LACKS in problem(x="passed", y=f"Skipped: {LACKS}podman")
     assert "docs/none.md" in problem(("docs/none.md",), x="passed")
     (clone / "a").write_text("2")
@@ -185,12 +195,22 @@ def test_only_what_passes_whole_is_remembered(clone: Path) -> None:
 
 
 def test_what_was_read_is_seen(clone: Path) -> None:
+    for name, text in (("untracked", ""), (".gitignore", "ignored"), ("ignored", "")):
+        (clone / name).write_text(text)
     reads.forget(clone)
-    assert reads.read(clone) == set()
-    (clone / "b").read_text()
-    if (clone / "b").stat().st_atime_ns == 0:
-        pytest.skip("this file system does not note when files are read")
-    assert reads.read(clone) == {"b"}
+    assert reads.read(clone) == {".gitignore"}  # by git
+    for name in ("b", "untracked", "ignored"):
+        (clone / name).read_text()
+    assert reads.read(clone) == {"b", "untracked", ".gitignore"}
     reads.forget(clone)
     subprocess.run(["cat", clone / "c"], stdout=subprocess.DEVNULL, env=dict(os.environ), check=True)
-    assert reads.read(clone) == {"c"}
+    assert reads.read(clone) == {"c", ".gitignore"}
+
+
+def test_where_reads_are_not_known_nothing_is_remembered(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_pytest", lambda *_: Session(0, 1.0, {"a": Tally({"x": "passed"}), "": Tally()}))
+    monkeypatch.setattr(runner, "OWN", {".gitignore", "tests/passed.json"})
+    assert runner.run(["a"]).unforeseen == [] and runner.passed()
+    runner.PASSED.unlink()
+    shutil.rmtree(clone / ".git")
+    assert runner.run(["a"]).status == 0 and not runner.passed()

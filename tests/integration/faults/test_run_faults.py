@@ -30,6 +30,7 @@ from rl.run.checkpoints import TRACKER
 from rollout import audit
 from tests.integration.process_kit import one_line, until
 from tests.integration.train_kit import TINY, RunProcess, WarmStart
+from tests.lacks import lacks
 
 pytestmark = [
     pytest.mark.claude,
@@ -113,7 +114,7 @@ def played(directory: Path, step: int, without: set[Path]) -> list[dict[str, Any
 def small_disk(tmp_path: Path) -> Generator[Path]:
     """A file system of 32 MB, for the checkpoints of the broken run."""
     if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("a full disk needs root: it is mounted")
+        lacks("root: a full disk is mounted")
     place = tmp_path / "broken" / "checkpoints"
     place.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", place], check=True)

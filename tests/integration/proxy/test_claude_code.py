@@ -19,10 +19,10 @@ from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Setup, run_episode
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import Sandbox
-from rollout.sandbox.local import bwrap
 from rollout.sandbox.local.box import boot_local
 from tests.integration.claude_kit import Moody, answers, call, check_record, failing, scripted, slow
 from tests.kit import char_policy
+from tests.sandboxes import ISOLATIONS
 
 pytestmark = pytest.mark.asyncio
 
@@ -63,10 +63,8 @@ def repair(prompt: str) -> str:
     return "Done."
 
 
-@pytest.mark.parametrize("isolation", ["bwrap", "none"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_repair_resolves_in_one_row(proxy: ProxyServer, task: Task, isolation: str, tmp_path: Path) -> None:
-    if isolation == "bwrap" and not bwrap.available():
-        pytest.skip("bubblewrap does not work here")
     episode = await run_episode(setup(proxy, scripted(repair), isolation), task, "e")
     assert episode.verdict.outcome == "resolved", (episode.verdict, episode.agent)
     assert episode.agent.status == "finished"

@@ -18,8 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rollout.sandbox import SandboxError
-from tests import slurm_kit
-from tests.lacks import lacks
+from tests.lacks import lacks, slurm_problem
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,7 +118,7 @@ def _engine_problem() -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for mark, problem in (("docker", _engine_problem), ("slurm", slurm_kit.problem)):
+    for mark, problem in (("docker", _engine_problem), ("slurm", slurm_problem)):
         if item.get_closest_marker(mark) and (words := problem()):
             lacks(words)
     for mark, command in NEEDS.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -19,7 +18,7 @@ import psutil
 
 from rl.run.programs import free_ports
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+KILL_WAIT_S = 90  # how long SLURM waits for a job that it ends, before it kills it
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -41,7 +40,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-KillWait=90
+KillWait={kill_wait}
 MinJobAge=3600
 TaskProlog={dir}/prolog
 GresTypes=gpu
@@ -49,15 +48,6 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 NODE = "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs=2 RealMemory=1000 Gres=gpu:h100:2\n"
-
-
-def problem() -> str:
-    """Why no SLURM can be started here, "" if one can."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)} (Debian: slurm-wlm)"
-    return "" if os.getuid() == 0 else "slurmd needs root"
 
 
 class Slurm:
@@ -85,7 +75,11 @@ class Slurm:
         prolog.chmod(0o755)
         host, (port, *ports) = socket.gethostname(), free_ports(1 + len(self.nodes))
         lines = [NODE.format(node, host, own) for node, own in zip(self.nodes, ports, strict=True)]
-        self.conf.write_text("".join([*lines, CONF.format(host=host, port=port, dir=self.directory, spool=self.spool)]))
+        self.conf.write_text(
+            "".join(
+                [*lines, CONF.format(host=host, port=port, dir=self.directory, spool=self.spool, kill_wait=KILL_WAIT_S)]
+            )
+        )
         self._daemon("slurmctld", "-D", "-i")
         for node in self.nodes:
             self._daemon("slurmd", "-D", "-N", node)

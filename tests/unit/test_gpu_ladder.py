@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +150,8 @@ def test_an_engine_without_the_new_weights_and_one_that_disagrees_are_seen(modul
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU")
 def test_the_command_without_a_gpu_says_so_in_one_line(tmp_path: Path) -> None:
-    began = time.monotonic()
     command = [sys.executable, ROOT / "scripts" / "gpu_ladder.py", "--out", tmp_path / "out"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and time.monotonic() - began < 60
+    assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("gpu_ladder: no GPU here") and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()

@@ -56,15 +56,29 @@ NUMBERS = re.compile(
 )
 
 
-def leaked(since: float) -> list[str]:
+def leaked(since: float) -> set[str]:
     """Shared memory with weights that was made after ``since`` (seconds since the epoch) and that no process has any
-    more. Other tests' vLLM servers run beside this one, and leave some of another kind."""
+    more. Other tests' runs and servers go on beside this one: what is theirs is there in one look, and held or gone in
+    the next."""
+    found = _unheld(since)
+    for _ in range(20):
+        if found:
+            time.sleep(0.5)
+            found &= _unheld(since)
+    return found
+
+
+def _unheld(since: float) -> set[str]:
     held = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             held += maps.read_text()
-    made = [file for file in Path("/dev/shm").glob("verl_weights_*") if file.stat().st_ctime > since]
-    return [str(file) for file in made if str(file) not in held]
+    made = set()
+    for file in Path("/dev/shm").glob("verl_weights_*"):
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_ctime > since:
+                made.add(file)
+    return {str(file) for file in made if str(file) not in held}
 
 
 def metrics(run: Path, step: int) -> dict[str, float]:
@@ -148,13 +162,12 @@ def test_a_run_that_is_broken_again_and_again_comes_out_as_one_that_is_not(
     assert "removed the checkpoint of step 2" in begun and "continuing from step 1" in begun
     before = logs(warned.dir)
     until(warned.process, lambda: len(played(warned.dir, 2, before)) >= 3)
-    at = time.monotonic()
     warned.process.send_signal(signal.SIGUSR1)
     said, code = warned.ends()
     assert code == 75 and "stopped by SIGUSR1 after step 1; the same command continues" in said, said
-    assert time.monotonic() - at < 90, "it has waited for the rollout"
     kept = int(re.findall(r"step 2: (\d+) episodes are done and kept", said)[0])
-    assert 0 < kept < EPISODES and unfinished.count(warned.dir, 1) == kept
+    assert 0 < kept < EPISODES, "it has waited for the rollout"
+    assert unfinished.count(warned.dir, 1) == kept
     assert checkpoints.newest(small_disk) == 1
 
     broken = run(tmp_path / "broken", warm_start)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tests.reads import UnknownError, listed
+
 ROOT = Path(__file__).parents[1]
 TOPS = ("rl", "rollout", "rewards", "tests", "scripts", "configs", "examples", "docs", "constraints", "packaging")
 CODE = (".py", ".sh", ".sbatch")
@@ -37,11 +39,17 @@ def inputs(folders: Iterable[str]) -> set[str]:
 
 
 @functools.cache
+def _all() -> list[str]:
+    try:
+        return listed(ROOT)
+    except UnknownError:
+        return sorted(str(path.relative_to(ROOT)) for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file())
+
+
+@functools.cache
 def _files(folder: str) -> list[str]:
-    """Return the files below a folder, or the path itself if it is one's; no caches and nothing that git ignores."""
-    top = ROOT / folder
-    paths = [top] if top.is_file() else sorted(path for path in top.rglob("*") if path.is_file())
-    return [str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts]
+    """Return the files below a folder, or the path itself if it is one's; nothing that git ignores."""
+    return [folder] if (ROOT / folder).is_file() else [path for path in _all() if path.startswith(f"{folder}/")]
 
 
 @functools.cache
@@ -50,8 +58,11 @@ def _named_by(path: str) -> list[str]:
     found = [file for named in NAMED_ELSEWHERE.get(path, ()) for file in _files(named)]
     file = ROOT / path
     if path.endswith(".py"):
-        found += _by_python(path, ast.parse(file.read_text()))
-        found += [str(one.relative_to(ROOT)) for one in _beside(file.parent)] if "/" in path else []
+        try:
+            found += _by_python(path, ast.parse(file.read_text()))
+        except SyntaxError:
+            return found  # lint and pytest say so
+        found += _beside(str(file.parent.relative_to(ROOT))) if path.startswith(("rl/", "rollout/", "rewards/")) else []
         above = ("__init__.py", "conftest.py") if file.name.startswith("test_") else ("__init__.py",)
         found += [
             str((parent / name).relative_to(ROOT))
@@ -66,15 +77,12 @@ def _named_by(path: str) -> list[str]:
     return found
 
 
-def _beside(package: Path) -> Iterator[Path]:
-    """Yield the data files of a package: those in its folder and in folders below it that are no packages."""
-    if package.relative_to(ROOT).parts[0] not in ("rl", "rollout", "rewards"):
-        return
-    for path in package.iterdir():
-        if path.is_dir() and not (path / "__init__.py").exists() and path.name != "__pycache__":
-            yield from (one for one in path.rglob("*") if one.is_file())
-        elif path.is_file() and path.suffix != ".py":
-            yield path
+@functools.cache
+def _beside(package: str) -> list[str]:
+    """Return the data files of a package: those in its folder and in folders below it that are no packages."""
+    below = [path for path in _files(package) if not path.endswith(".py")]
+    packages = {str(Path(path).parent) for path in _files(package) if path.endswith("/__init__.py")} - {package}
+    return [path for path in below if not any(path.startswith(f"{other}/") for other in packages)]
 
 
 def _by_python(path: str, tree: ast.Module) -> Iterator[str]:

@@ -118,7 +118,8 @@ def digest(name: str) -> str:
     made = hashlib.sha256(repr((GROUPS[name], PYTEST)).encode())
     for path in sorted(inputs_of(name)):
         made.update(f"{path}\0".encode())
-        made.update(hashlib.sha256((ROOT / path).read_bytes()).digest())
+        file = ROOT / path
+        made.update(hashlib.sha256(file.read_bytes() if file.exists() else b"").digest())
     return made.hexdigest()[:32]
 
 
@@ -143,7 +144,10 @@ def stale(name: str) -> bool:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return ""
 
 
 @functools.cache
@@ -259,16 +263,17 @@ def run(names: Sequence[str], arguments: Sequence[str] = (), *, whole: bool | No
     the arguments' paths beside them; by default, if there are no arguments. Otherwise nothing is remembered.
     """
     whole = not arguments if whole is None else whole
-    paths = [word.partition("::")[0] for word in arguments if word.startswith("tests")]
-    for script in dict.fromkeys(script for name in names for script in GROUPS[name].scripts):
-        # An index may not answer once.
-        if all(subprocess.run([script], cwd=ROOT).returncode for _ in range(3)):
-            return Session(1, 0, {names[0]: Tally({script: "failed"})})
+    paths = _paths(arguments)
+    for name in names:
+        if failed := prepare(name):
+            return failed
     folders = [folder for name in names for folder in GROUPS[name].folders] if whole or not paths else []
     # Modules that were read are told by their bytecode.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTEST_ADDOPTS": ""}
     for overlay in {GROUPS[name].overlay for name in names} - {""}:
         environment["PYTHONPATH"] = str(ROOT / overlay)
+    if not whole:
+        return _pytest(names, [*folders, *arguments], environment)
     before = {name: digest(name) for name in names}
     unknown = ""
     try:
@@ -276,7 +281,7 @@ def run(names: Sequence[str], arguments: Sequence[str] = (), *, whole: bool | No
     except reads.UnknownError as error:
         unknown = str(error)
     session = _pytest(names, [*folders, *arguments], environment)
-    if not whole or session.status not in (0, 1):
+    if session.status not in (0, 1):
         return session
     if not unknown:
         known = frozenset(inputs(paths)).union(*(inputs_of(name) for name in names))
@@ -287,6 +292,24 @@ def run(names: Sequence[str], arguments: Sequence[str] = (), *, whole: bool | No
         else:
             remember(name, before[name], session.groups[name].cpu_s)
     return session
+
+
+def prepare(name: str) -> Session | None:
+    """Make the environments that a group needs. Returns a session that says which one cannot be made."""
+    for script in GROUPS[name].scripts:
+        if all(subprocess.run([script], cwd=ROOT).returncode for _ in range(3)):  # an index may not answer once
+            return Session(1, 0, {name: Tally({script: "failed"})})
+    return None
+
+
+def _paths(arguments: Sequence[str]) -> list[str]:
+    """Return the files and folders of tests among pytest's arguments, without those of an option."""
+    found = []
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        path = (ROOT / word.partition("::")[0]).resolve()
+        if path.exists() and path.is_relative_to(ROOT / "tests") and before not in ("--deselect", "--ignore", "-k"):
+            found.append(str(path.relative_to(ROOT)))
+    return found
 
 
 def _pytest(names: Sequence[str], arguments: Sequence[str], environment: dict[str, str]) -> Session:
@@ -314,11 +337,11 @@ def _pytest(names: Sequence[str], arguments: Sequence[str], environment: dict[st
 
 def _problem(name: str, before: str, session: Session) -> str:
     """Return why a group does not count as passed, "" if it does."""
-    tally = session.groups[name]
+    tally = session.groups.get(name, Tally())
     lacking = [reason for reason in tally.skipped if LACKS in reason]
     if tally.count("failed") or not tally.count("passed"):
         return f"{tally.count('failed')} failed, {tally.count('passed')} passed"
-    if failed := [test for test, outcome in session.groups[""].outcomes.items() if outcome == "failed"]:
+    if failed := [test for test, outcome in session.groups.get("", Tally()).outcomes.items() if outcome == "failed"]:
         return f"{failed[0]} failed"
     if lacking:
         return lacking[0]
@@ -366,13 +389,15 @@ def ci(began: float) -> int:
     lint = _lint()
     sessions = [run(MAKE_TEST, [ALWAYS], whole=True)] if not lint.status else []
     if sessions and sessions[0].status in (0, 1):
-        rate = sessions[0].rate(remembered) if remembered else RATE
+        rate = sessions[0].rate(remembered) if remembered and not sessions[0].status else RATE
         chosen = choose((name for name in GROUPS if name not in MAKE_TEST), MINUTES * 60 - (time.time() - began), rate)
         for name in chosen:
             if packages := GROUPS[name].packages:
                 subprocess.run([ROOT / ".ci" / "install", *packages])
-        for names in _sessions(chosen):
-            done = "cluster" in names and not sessions[0].groups[""].count("failed")
+            if failed := prepare(name):
+                sessions.append(failed)
+        for names in _sessions([name for name in chosen if not any(name in one.groups for one in sessions)]):
+            done = "cluster" in names and not sessions[0].groups.get("", Tally()).count("failed")
             sessions.append(run(names, ["--deselect", ALWAYS] if done else [], whole=True))
     return _report([lint, *sessions], reasons, began)
 

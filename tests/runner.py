@@ -22,7 +22,6 @@ import functools
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollout.files import write
 from tests import reads
 from tests.cpu_seconds import WORKER
 from tests.inputs import ROOT, inputs
@@ -94,10 +94,9 @@ COMMON = (
     ".ci/install",
     "pyproject.toml",
     "scripts/setup.sh",
-    "constraints/cpu.txt",
-    "constraints/cpu-overrides.txt",
+    *(f"constraints/{name}.txt" for name in ("build", "cpu", "cpu-overrides")),
+    "packaging/vllm-shim/pyproject.toml",
 )
-COMMON += ("constraints/build.txt", "packaging/vllm-shim/pyproject.toml")
 # Two for those that train, one for all others: with five, two cores take longer.
 PYTEST = ("-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=20")
 
@@ -133,9 +132,7 @@ def remember(name: str, inputs: str, cpu_s: float) -> None:
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M")
     known = passed() | {name: {"inputs": inputs, "when": when, "cpu_s": round(cpu_s)}}
     lines = [f"{json.dumps(group)}: {json.dumps(known[group])}" for group in GROUPS if group in known]
-    new = PASSED.with_suffix(".new")
-    new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    new.replace(PASSED)
+    write(PASSED, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def stale(name: str) -> bool:
@@ -403,11 +400,9 @@ def ci(began: float) -> int:
 
 
 def _lint() -> Session:
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    before, began = sum(os.times()[2:4]), time.monotonic()  # of children
     status = subprocess.run(["make", "--no-print-directory", "lint"], cwd=ROOT).returncode
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    wall_s = time.monotonic() - began
+    cpu_s, wall_s = sum(os.times()[2:4]) - before, time.monotonic() - began
     return Session(status, wall_s, {"lint": Tally({"lint": "failed" if status else "passed"}, cpu_s, wall_s)})
 
 

@@ -91,6 +91,7 @@ def set_environment(config: DictConfig, run: Run) -> None:
         **NO_REPORTS,
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_worker_niceness": "0",  # with Ray's 15, engine and trainer wait for every other program of the machine
     }
     if not joins_cluster(config):  # such a cluster has its own token, or none
         values["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes one into the home directory

@@ -67,6 +67,7 @@ class RayNode:
         }
         arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
         environment = os.environ | {
+            "RAY_worker_niceness": "0",  # as in rl.train
             # When Ray is told to end, no work is left that it would have to drain.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }

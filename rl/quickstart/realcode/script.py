@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from rl.quickstart.realcode.swaps import Swap, swaps
 from rl.quickstart.realcode.tasks import CHECK, FILE
@@ -32,18 +32,22 @@ _LINE = re.compile(r"^ *(\d+)\t(.*)$")
 
 
 class TryingScript:
-    """A trying script replies to the prompts of one episode; all its chance comes from ``seed``."""
+    """A trying script replies to the prompts of one episode; all its chance comes from ``seed``.
 
-    def __init__(self, seed: str, stops: float = STOPS) -> None:
+    ``write(name, **parameters)`` returns the text of a call in the policy's form.
+    """
+
+    def __init__(self, seed: str, stops: float = STOPS, write: Callable[..., str] | None = None) -> None:
         self.seed = seed
         self.stops = stops
+        self.write = write or call
 
     def __call__(self, prompt_text: str) -> str:
         """Return the reply to a prompt."""
         statement = _STATEMENT.search(prompt_text)
         if statement is None:
             return DONE
-        moves = _moves(random.Random(self.seed), self.stops)
+        moves = _moves(random.Random(self.seed), self.stops, self.write)
         try:
             reply = next(moves)
             for result in _RESPONSE.findall(prompt_text, statement.end()):
@@ -53,7 +57,7 @@ class TryingScript:
         return reply
 
 
-def _moves(rng: random.Random, stops: float) -> Generator[str, str]:
+def _moves(rng: random.Random, stops: float, call: Callable[..., str]) -> Generator[str, str]:
     """Yield the expert's replies; it is sent what each call gives."""
     original = text = _file_text((yield call("Read", file_path=FILE)))
     tried: set[Swap] = set()

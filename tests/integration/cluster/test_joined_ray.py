@@ -86,7 +86,7 @@ class Ray:
 def joined() -> Iterator[Ray]:
     directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets are below it: not a long path
     # With a token, which a user of the cluster has in the home directory.
-    environment = plain_environment() | {"HOME": str(directory), "RAY_AUTH_MODE": "token"}
+    environment = plain_environment() | {"HOME": str(directory), "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
         environment.pop(name, None)
     generate = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]

@@ -266,6 +266,7 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finishes(
     workers = [one for one in cluster.processes(SLURM_JOB_ID=job) if "ray::AgentLoopWorker" in " ".join(one.cmdline())]
     above = {one for worker in workers if (one := worker.parent()) and "serve" in one.cmdline()}
     assert len(workers) == len(above) == 2, "each is a fork of its node's server"
+    assert {one.nice() for one in workers} == {psutil.Process().nice()}, "Ray lowers priorities"
     cluster.run("scancel", "--signal=USR1", "--batch", job)  # what SLURM does before the time limit
     text = read_until(cluster, job, out, r"continuing from step", 400)
     saved = re.search(r"stopped by SIGUSR1 after step (\d); the same command continues", text)

@@ -66,6 +66,9 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
     sockets = [path.name for path in Path((run / "ray_dir").read_text()).iterdir() if path.is_socket()]
     assert any(re.fullmatch("[0-9a-f-]{36}", name) for name in sockets), "vLLM's sockets are elsewhere"
     started = psutil.Process(killed.pid).children(recursive=True)
+    assert {child.nice() for child in started if child.is_running()} == {psutil.Process().nice()}, (
+        "Ray lowers priorities"
+    )
     # Ray's agents take minutes to notice; they are waited for at the end.
     agents = {child.pid for child in started if re.search("(Dashboard|RuntimeEnv)Agent", command_line(child))}
     killed.send_signal(signal.SIGKILL)

@@ -36,7 +36,7 @@ WINGS = {
     # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75 find what is alike;
     # 55 record what functions return while tests run.
     "rl/make": 2175,
-    "rl/metrics": 569,  # 94 keep what the trainer made of sampled tokens
+    "rl/metrics": 574,  # 94 keep what the trainer made of sampled tokens
     "rl/plan": 970,
     "rl/quickstart": 693,  # 47 define what a course is; there are two courses
     "rl/quickstart/realcode": 780,  # new: real functions: harvest, exchanges, an expert, drills, heads that look up
@@ -44,7 +44,7 @@ WINGS = {
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
     # forks, in rounds on a CPU; 10 end with the fork server what a fork has started; 5 keep ports below those of
     # connections.
-    "rl/run": 1306,
+    "rl/run": 1320,
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 705,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
@@ -77,7 +77,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_670
+EVERYTHING = 33_685
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

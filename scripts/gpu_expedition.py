@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = Path("/tmp/env")
-AGENT = ["agent.bare=true", "agent.tools=[Bash,Read]", "agent.max_turns=12", "agent.timeout_s=90"]
+AGENT = ["agent.bare=true", "agent.tools=[Bash,Read]", "agent.max_turns=16", "agent.timeout_s=90"]
 AGENT += ["agent.system_prompt='Fix the bug in module.py. `python3 check.py` shows it.'"]
 AGENT += ["proxy.tool_parser=hermes", "proxy.max_tokens=160", "sandbox=local"]
 CONTEXT = 10240

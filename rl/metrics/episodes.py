@@ -32,7 +32,7 @@ from rollout.records import Record
 Line = dict[str, Any]
 
 _MEANS = ("rows", "turns", "calls", "malformed_calls", "cut_replies", "wall_s", "boot_s", "agent_s", "grade_s")
-_MEANS += ("refused_calls", "foreign_calls", "unread_replies", "overlong")
+_MEANS += ("no_call", "refused_calls", "foreign_calls", "unread_replies", "overlong")
 _MEANS += ("tokens_sampled", "tokens_context", "tokens_trained")
 _WALL_PERCENTILES = (50, 90, 99)
 
@@ -62,6 +62,7 @@ def line(record: Record) -> Line:
         "turns": record.agent.get("turns", 0),  # calls of the main thread that the agent acted on
         "calls": calls,  # requests of all threads, retries included
         "malformed_calls": int(counters.get("malformed_calls", 0)),  # tool calls that were not whole and became text
+        "no_call": not _calls(record),  # no reply had a tool call that could be read
         "cut_replies": int(counters.get("cut_replies", 0)),  # replies that ended at max_tokens
         "refused_calls": int(counters.get("refused_calls", 0)),  # beyond proxy.max_calls
         "foreign_calls": int(counters.get("foreign_calls", 0)),  # replies that the agent did not ask for itself
@@ -76,6 +77,14 @@ def line(record: Record) -> Line:
         # Mean per call of the proxy's own time, without the engine's; None without a call.
         "proxy_overhead_ms": 1e3 * counters["overhead_s"] / calls if calls else None,
     }
+
+
+def _calls(record: Record) -> bool:
+    """Tell whether the policy called a tool. The tree lacks replies of a model behind another endpoint, but an agent
+    goes on only after a call."""
+    if not record.nodes:
+        return record.agent.get("turns", 0) > 1
+    return any(block["type"] == "tool_use" for node in record.nodes for block in node.blocks)
 
 
 def _tokens(record: Record) -> dict[str, int]:
@@ -186,7 +195,7 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
         return metrics
 
     def mean(key: str) -> float:
-        return sum(float(one[key] or 0) for one in graded) / len(graded)
+        return sum(float(one.get(key) or 0) for one in graded) / len(graded)
 
     metrics[f"{prefix}/resolved"] = sum(one["resolved"] for one in graded)
     metrics[f"{prefix}/resolve_rate"] = mean("resolved")

@@ -13,6 +13,11 @@ from rl.run import phases
 from rl.screen import Screen, this_command, to_go
 
 _LOOK_S = 1.0
+# So many first episodes of a run without a single tool call are no chance: nothing can be learned from them.
+_WITHOUT_CALLS = 16
+_NO_CALLS = """\
+none of the first {} episodes called a tool: the policy writes no calls that proxy.tool_parser reads, or needs a warm \
+start (docs/models.md#no-calls); to read one: python -m rollout.view {}"""
 
 
 class RunProgress(threading.Thread):
@@ -38,6 +43,7 @@ class RunProgress(threading.Thread):
         self.episodes = metrics.EpisodeReader(self.run_dir, after=last)
         self.counts = {split: Counter[str]() for split in ("train", "val")}
         self.seen: list[tuple[int, float]] = []  # steps and when they ended
+        self.without_calls: int | None = 0  # episodes; None: one had a call, or the line was said
 
     def run(self) -> None:
         """Look every second until ``finish``."""
@@ -56,12 +62,21 @@ class RunProgress(threading.Thread):
         for split, counts in self.counts.items():
             for episode in self.episodes.take(split):
                 counts["infra" if episode["infra"] else "resolved" if episode["resolved"] else "unresolved"] += 1
+                self._notice(episode)
         for record in self.steps.take():
             self.screen.say(step_line(record, self.total_steps))
             self.seen.append((record["step"], record["time"]))
             self.counts["val"].clear()
             self.counts["train"].clear()
         self.show(phases.read(self.run_dir))
+
+    def _notice(self, episode: metrics.Line) -> None:
+        """Say it once if the first episodes call no tool: with dynamic filtering such a step never ends."""
+        if self.without_calls is not None and not episode["infra"]:
+            self.without_calls = self.without_calls + 1 if episode["no_call"] else None
+        if self.without_calls == _WITHOUT_CALLS:
+            self.without_calls = None
+            self.screen.say(_NO_CALLS.format(_WITHOUT_CALLS, self.run_dir))
 
     def show(self, phase: phases.Phase | None) -> None:
         """Show the phase, with the episodes that have ended and the time to go."""

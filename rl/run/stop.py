@@ -3,8 +3,9 @@
 Schedulers send one of them some time before they kill (SLURM's ``--signal``, a preemption, a drained node). The first
 signal is a request: the trainer ends as soon as nothing is lost by it, saves a checkpoint and exits with ``STOPPED``.
 While episodes are played that is at once, because those that are done are kept (``rl.run.unfinished``); in the update
-it is after the step. Outside of a step it exits at once with the same code. A second signal, or ``grace_s`` seconds
-after the first, ends the process in the middle of its work with ``CUT_SHORT``: work since the last checkpoint is lost.
+it is after the step. Outside of a step it exits at once with the same code. SIGTERM after that, or ``grace_s`` seconds,
+ends the process in the middle of its work with ``CUT_SHORT``: work since the last checkpoint is lost. SIGUSR1 is only
+ever a warning, which several may give: it changes nothing after the first signal.
 If the job ends sooner (``rl.run.slurm``), the time is what is left of it, less a margin. In all cases the same command
 continues the run. SIGINT keeps Python's meaning.
 
@@ -138,7 +139,9 @@ def _on_signal(number: int, _frame: object) -> None:
     if isinstance(_reason, Stopped):
         return  # all is saved, and the process is about to end
     if _asked is not None:
-        end(CutShort(f"a second signal ({name})"))
+        if number == signal.SIGTERM:
+            end(CutShort(f"a second signal ({name})"))
+        return
     _asked = name
     if not _in_steps:
         end(Stopped(name))
@@ -148,7 +151,7 @@ def _on_signal(number: int, _frame: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, room)
         at = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
         _allowed_s, why = room, f" (the job ends at {at}, before run.grace_s = {_grace_s:.0f} s)"
-    _say(f"{name}: ending, in {_allowed_s:.0f} s at the latest{why}; a second signal ends at once")
+    _say(f"{name}: ending, in {_allowed_s:.0f} s at the latest{why}; then SIGTERM ends at once")
 
 
 def _on_alarm(*_: object) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rl.checks import check_values
 from rl.config import compose
 from rl.quickstart.policy import make_tokenizer
-from rl.quickstart.realcode.script import call
+from rl.quickstart.script import call
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

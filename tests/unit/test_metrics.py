@@ -23,7 +23,7 @@ from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
-from rollout.records import Record, record_of
+from rollout.records import NodeRecord, Record, record_of
 from tests.kit import QueueEngine, char_policy, empty_record
 from tests.unit.test_task import row
 
@@ -57,7 +57,7 @@ async def test_figures_of_an_episode_come_from_its_record() -> None:
         "flags": ["exit"], "rows": 1, "tokens_sampled": sampled, "tokens_context": session.tree.encoded_tokens(),
         "tokens_trained": sampled - len("lost "), "tokens_in": prompts, "turns": 2, "calls": 3, "malformed_calls": 0,
         "refused_calls": 0, "foreign_calls": 0, "unread_replies": 0, "cut_replies": 0, "overlong": True,
-        "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5,
+        "no_call": True, "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5,
         "agent_s": 2.0, "grade_s": 1.0, "proxy_overhead_ms": pytest.approx(2.0),
     }  # fmt: skip
     assert metrics.line(record) == wanted
@@ -74,6 +74,16 @@ def test_figures_without_a_session_and_of_a_model_elsewhere() -> None:
     events = [{"type": "result", "modelUsage": {"policy": used, "policy-side": {"inputTokens": 1000}}}]
     hosted = metrics.line(empty_record(events=events))
     assert (hosted["tokens_in"], hosted["tokens_sampled"], hosted["tokens_context"]) == (1543, 7, 0)
+
+
+def test_an_episode_without_a_call_is_told_from_one_with() -> None:
+    def said(*kinds: str) -> Record:
+        blocks = [{"type": kind, "text": "x"} for kind in kinds]
+        return empty_record(nodes=[NodeRecord(-1, b""), NodeRecord(0, b"", logprobs=b"", blocks=blocks)])
+
+    assert metrics.line(said("text"))["no_call"] and not metrics.line(said("text", "tool_use"))["no_call"]
+    elsewhere = [metrics.line(empty_record(agent={"turns": turns}))["no_call"] for turns in (0, 1, 2)]
+    assert elsewhere == [True, True, False]
 
 
 def test_infrastructure_failures_count_but_do_not_average():

@@ -65,6 +65,25 @@ def test_the_screen_follows_the_run(watch: RunProgress, tmp_path: Path) -> None:
     assert heard.now == ("step 24/24  held-out", None, None, "")
 
 
+def test_a_policy_that_calls_no_tool_is_noticed_once(watch: RunProgress, tmp_path: Path) -> None:
+    """Qwen2.5-Coder writes its calls as ```json blocks: 130 of 130 episodes, and with filtering no step ever ends."""
+    log = metrics.EpisodeLog(tmp_path)
+    for _ in range(40):
+        log.append(episode(no_call=True))
+        log.append(episode(infra=True, no_call=True))
+        watch.look()
+    (line,) = watch.screen.lines
+    assert "none of the first 16 episodes called a tool" in line and "proxy.tool_parser" in line
+
+
+def test_a_policy_that_calls_a_tool_now_and_then_is_not(watch: RunProgress, tmp_path: Path) -> None:
+    log = metrics.EpisodeLog(tmp_path)
+    for number in range(40):
+        log.append(episode(no_call=number != 15))
+    watch.look()
+    assert watch.screen.lines == []
+
+
 def test_the_thread_shows_the_last_record(watch: RunProgress, tmp_path: Path) -> None:
     watch.start()
     metrics.append_step(tmp_path, 24, time.time(), VALUES)

@@ -65,7 +65,13 @@ def test_before_the_first_step_a_signal_ends_at_once():
     assert said == "stopped by SIGTERM\n" and code == 75
 
 
-def test_a_second_signal_ends_at_once():
+def test_a_second_warning_loses_nothing():
+    """The scheduler and a program of the job may both warn."""
+    said, code = run(60, "steps", "in a step", signal.SIGUSR1, signal.SIGUSR1)
+    assert "stopped by SIGUSR1" in said and code == 75
+
+
+def test_sigterm_as_a_second_signal_ends_at_once():
     said, code = run(60, "hung", "in a step", signal.SIGUSR1, signal.SIGTERM)
     assert "cut short: a second signal (SIGTERM)" in said and code == 143
 
@@ -84,7 +90,7 @@ def test_the_jobs_end_limits_the_grace_and_the_line_says_so():
 @pytest.mark.parametrize("left_s", [-5.0, 3600.0])
 def test_a_job_that_ends_later_or_an_old_figure_changes_nothing(left_s: float):
     said, code = run(60, "steps", "in a step", signal.SIGUSR1, left_s=left_s)
-    assert "ending, in 60 s at the latest; a second" in said and code == 75
+    assert "ending, in 60 s at the latest; then SIGTERM ends at once" in said and code == 75
 
 
 @pytest.mark.parametrize("number, after", [(10, 0.0), (15, 0.05), (10, 0.3), (15, 1.0), (10, 2.0), (15, "new run in")])

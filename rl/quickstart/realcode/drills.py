@@ -18,9 +18,10 @@ from typing import Any
 from rl.make.prepare import prepare
 from rl.quickstart.policy import BASH, READ, SYSTEM, rendered
 from rl.quickstart.realcode.functions import bare
-from rl.quickstart.realcode.script import DONE, TryingScript, call
+from rl.quickstart.realcode.script import DONE, TryingScript
 from rl.quickstart.realcode.swaps import command, swaps
 from rl.quickstart.realcode.tasks import CHECK, FILE
+from rl.quickstart.script import call
 
 TOOLS = [BASH, READ]
 _SHORTEST, _LONGEST = 8, 72  # characters of a line

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator
 
 from rl.quickstart.realcode.swaps import Swap, swaps
 from rl.quickstart.realcode.tasks import CHECK, FILE
+from rl.quickstart.script import call
 
 DONE = "Done."
 TRIES = 6
@@ -85,9 +86,3 @@ def is_ok(result: str) -> bool:
 def _file_text(read: str) -> str:
     """Return the text of a file from what Read says of it."""
     return "\n".join(found[2] for line in read.split("\n") if (found := _LINE.match(line)))
-
-
-def call(name: str, **parameters: str) -> str:
-    """Return the text of a call in the form of Qwen3-Coder."""
-    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items()]
-    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"

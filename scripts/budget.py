@@ -38,7 +38,7 @@ WINGS = {
     "rl/make": 2175,
     "rl/metrics": 574,  # 94 keep what the trainer made of sampled tokens
     "rl/plan": 970,
-    "rl/quickstart": 693,  # 47 define what a course is; there are two courses
+    "rl/quickstart": 695,  # 47 define what a course is; there are two courses
     "rl/quickstart/realcode": 780,  # new: real functions: harvest, exchanges, an expert, drills, heads that look up
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
@@ -68,7 +68,7 @@ WINGS = {
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed. 30: rounds, then GRPO from them.
     # 600 bring a real model and everything that it needs to a GPU machine without a network, and train it there.
-    "scripts": 3510,
+    "scripts": 3512,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
@@ -77,7 +77,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_685
+EVERYTHING = 33_690
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -4,8 +4,8 @@
     python scripts/gguf_weights.py unpack IN.bin DIR      # DIR/model.safetensors, bf16
 
 `pack` is for carrying: a GGUF of a tied model holds the embeddings twice. Config, tokenizer and template come from
-transformers (`AutoConfig` and `AutoTokenizer.from_pretrained(dir, gguf_file=NAME)`), with `tie_word_embeddings` true. A
-converted tokenizer may name another `eos_token` than the one that ends a turn: correct it. Needs the package gguf.
+transformers (`AutoConfig` and `AutoTokenizer.from_pretrained(dir, gguf_file=NAME)`), with `tie_word_embeddings` true;
+generation_config.json must name what ends a turn (`eos_token_id`). Needs the package gguf.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 The script is realcode's expert, which repairs by trying and makes mistakes (rl/quickstart/realcode/script.py), on tasks
 that rl.quickstart.realcode.tasks has made. It plays in the real Claude Code, through the proxy, with POLICY's tokenizer
 and template, and calls are written as the template itself writes them. POLICY is a model directory; its weights are not
-needed, and `eos_token` must be what ends a turn. The same command goes on where it was stopped. Keys are those of
-rl.train, for +experiment=realcode; the agent, the proxy and the lengths should be those of the training that follows.
+needed. The same command goes on where it was stopped. Keys are those of rl.train, for +experiment=realcode; the agent,
+the proxy and the lengths should be those of the training that follows.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rl.quickstart.realcode.script import TryingScript
 from rl.screen import Screen
 from rl.tune.rows import rows_of
 from rollout import program
+from rollout.proxy.render import end_of_turn
 from rollout.records import Reader
 
 
@@ -38,12 +39,13 @@ def writer(tokenizer: Any) -> Callable[..., str]:
     """Return a function that writes a call as the tokenizer's chat template does."""
     ask = [{"role": "user", "content": "?"}]
     before = tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True)
+    end = tokenizer.decode(end_of_turn(tokenizer)) or tokenizer.eos_token
 
     def write(name: str, **parameters: str) -> str:
         function = {"name": name, "arguments": parameters}
         message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
         whole = tokenizer.apply_chat_template([*ask, message], tokenize=False)
-        text, ended, _ = whole.removeprefix(before).partition(tokenizer.eos_token)
+        text, ended, _ = whole.removeprefix(before).partition(end)
         if not whole.startswith(before) or not ended or name not in text:
             raise SystemExit(f"the chat template does not write a call as the end of a prompt: {whole!r}")
         return text

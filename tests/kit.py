@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
@@ -128,6 +129,17 @@ def char_policy(engine: Any, renderer: Any = None, max_tokens: int = 10_000, max
         max_tokens=max_tokens,
         max_context=max_context,
     )
+
+
+def saved_again(tokenizer: Any, directory: Path) -> Any:
+    """Return a tokenizer as converted ones are: it names only eos and pad, and eos is not what ends a turn."""
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    told = json.loads(file.read_text()) | {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    file.write_text(json.dumps({name: value for name, value in told.items() if "special_tokens" not in name}))
+    return AutoTokenizer.from_pretrained(directory)
 
 
 def empty_record(**changes: Any) -> Record:

@@ -22,6 +22,7 @@ from rollout import files
 from rollout.proxy.chat import chat_request
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import RequestError
+from rollout.proxy.render import end_of_turn
 
 _GROUP = 1 << 22  # tokens in a row group
 Chat = dict[str, Any]  # a chat message, or a tool
@@ -33,6 +34,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._marks = tokenizer, Marks(tokenizer)
+        (self._end,) = end_of_turn(tokenizer) or [tokenizer.eos_token_id]
 
     def ids(self, chat: Sequence[Chat], tools: list[Chat]) -> tuple[list[int], list[int]]:
         """Return the ids of a conversation in chat form: of all but its last message, and of that one.
@@ -56,9 +58,8 @@ class Encoder:
         if not whole.startswith(prompt):
             raise ValueError("the chat template writes the conversation differently before a reply")
         head, reply = self._ids(prompt), self._ids(whole[len(prompt) :])
-        end = self._tokenizer.eos_token_id
-        if end in reply:  # what the template writes after a turn is not sampled
-            reply = reply[: len(reply) - reply[::-1].index(end)]
+        if self._end in reply:  # what the template writes after a turn is not sampled
+            reply = reply[: len(reply) - reply[::-1].index(self._end)]
         return head, reply
 
     def _text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **options: Any) -> str:

@@ -48,6 +48,7 @@ from rl.tune.trainer import Passes, run_sft
 from rollout import files, program
 from rollout.episode import Setup
 from rollout.proxy.engine import ScriptedEngine
+from rollout.proxy.render import end_of_turn
 from rollout.proxy.server import ProxyServer
 from rollout.records import Reader, Record
 from rollout.sandbox import SandboxError
@@ -201,7 +202,8 @@ async def _play_missing(
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
     scripts = course.scripts(config.seed, [tasks[n % len(tasks)] for n in range(count)])
-    engines = [ScriptedEngine(tokenizer, tokenizer.eos_token_id, script) for script in scripts]
+    (end,) = end_of_turn(tokenizer) or [tokenizer.eos_token_id]
+    engines = [ScriptedEngine(tokenizer, end, script) for script in scripts]
     proxy = ProxyServer()
     settings = training_settings(config)
     setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engines[0]), proxy)

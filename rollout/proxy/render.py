@@ -73,6 +73,23 @@ def end_ids(tokenizer: Any, generation: dict[str, Any]) -> frozenset[int]:
     return frozenset({tokenizer.eos_token_id, *([named] if isinstance(named, int) else named)})
 
 
+def end_of_turn(tokenizer: Any) -> list[int]:
+    """Return the id with which a chat template closes a turn of the assistant: the first one after its text; none if
+    that is no special token. A tokenizer that was converted often names another one as its end-of-sequence token."""
+    one, other = (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}],
+            tokenize=True,
+            return_dict=False,
+        )
+        for said in ("yes", "no")
+    )
+    common = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
+    # A tokenizer that was saved again may name few special tokens; the others know it themselves.
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return [int(one[-common])] if common and one[-common] in special.union(tokenizer.all_special_ids) else []
+
+
 class ChatTemplateRenderer:
     """A ChatTemplateRenderer uses a Hugging Face tokenizer and verl's builder for ``model_type`` (from config.json).
 
@@ -106,7 +123,7 @@ class ChatTemplateRenderer:
             self.builder.render_delta_token_id = self._added
         template = str(tokenizer.chat_template)
         self._ids_are_written = any(word in template for word in ("tool_call_id", ".id", "'id'", '"id"'))
-        self._closing = self._end_of_turn()
+        self._closing = end_of_turn(tokenizer)
         self._system_anywhere = True  # until the template refuses a system message that is not the first message
 
     def start(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
@@ -173,21 +190,6 @@ class ChatTemplateRenderer:
             raise
         except Exception as error:
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
-
-    def _end_of_turn(self) -> list[int]:
-        """Return what closes a cut assistant turn: the first id after its text, or nothing if that is not special."""
-        one, other = (
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}],
-                tokenize=True,
-                return_dict=False,
-            )
-            for said in ("yes", "no")
-        )
-        common = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
-        # A tokenizer that was saved again may name few special tokens; the others know it themselves.
-        special = {id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return [int(one[-common])] if common and one[-common] in special.union(self.tokenizer.all_special_ids) else []
 
 
 def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:

@@ -28,6 +28,7 @@ from rl.tune.rows import RowsError, TokenRows, write_rows
 from rollout.proxy.chat import chat_request
 from tests.endpoint_kit import KEY, StandIn, standing_in
 from tests.ingest_kit import full_at, write_session
+from tests.kit import saved_again
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +49,13 @@ TALK = [
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "<|im_start|>text"}]},
 ]
 EDIT = use("Edit", 2, file_path="a.py", old_string="<|im_end|>", new_string="b")
+
+
+def test_a_row_ends_with_the_turn_whatever_the_tokenizer_calls_its_end(tmp_path: Path) -> None:
+    tokenizer, converted = make_tokenizer(), saved_again(make_tokenizer(), tmp_path)
+    chat = chat_of(state(TALK, [{"type": "text", "text": "So:"}, EDIT]))
+    assert converted.eos_token_id != tokenizer.eos_token_id
+    assert Encoder(converted).ids(*chat) == Encoder(tokenizer).ids(*chat)
 
 
 def test_a_row_has_the_template_and_trains_the_reply() -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.marks import control_texts
 from rollout.proxy.messages import RequestError
 from rollout.proxy.parsers import FORMATS
 from rollout.proxy.render import ChatTemplateRenderer, known_family
+from tests.kit import saved_again
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "fix it"}]
 GLM = (
@@ -180,12 +180,7 @@ def test_a_token_that_ends_one_turn_and_begins_the_next_is_there_once(end: str) 
 def test_the_end_token_of_a_tokenizer_that_was_saved_again_is_known(tmp_path: Path) -> None:
     """Tokenizers that were converted or saved again often name only eos and pad; that others are special is in the
     tokens themselves."""
-    made = make_tokenizer()
-    made.save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    told = json.loads(file.read_text()) | {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    file.write_text(json.dumps({name: value for name, value in told.items() if "special_tokens" not in name}))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    made, tokenizer = make_tokenizer(), saved_again(make_tokenizer(), tmp_path)
     end = made.convert_tokens_to_ids("<|im_end|>")
     assert end not in tokenizer.all_special_ids and tokenizer.added_tokens_decoder[end].special
     added = ChatTemplateRenderer(tokenizer, "qwen3").extend(made.encode("cut"), False, [TALK[1]])

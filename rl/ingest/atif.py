@@ -17,6 +17,7 @@ from rl.ingest.lines import Findings
 from rl.ingest.states import Message, StateWriter
 
 FORMAT = "atif"
+_CARD = "export.json"  # what rl.export writes beside its documents
 _DEEPEST = 20  # sub-agents inside of sub-agents; a reference may lead back to its own document
 
 
@@ -72,7 +73,8 @@ _DECODER = msgspec.json.Decoder(_Trajectory)
 
 def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool) -> None:
     """Write the states of a document, or of all .json files in a folder. Raises OSError."""
-    for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+    documents = (one for one in sorted(path.rglob("*.json")) if one.name != _CARD)
+    for file in documents if path.is_dir() else [path]:
         findings.counts["trajectories"] += 1
         try:
             findings.read(file.stat().st_size)

@@ -19,6 +19,9 @@ import yaml
 
 from rl.export import unrender
 from rl.export.__main__ import FORMATS, main
+from rl.ingest import atif as ingest_atif
+from rl.ingest import states
+from rl.ingest.lines import Findings
 from rollout.records import Record, unpack_floats, unpack_ids
 from tests.export_kit import CALLS, SYSTEM, crowd, lines, nested, repair, unrenderer, without_words, write
 
@@ -211,6 +214,10 @@ async def test_atif(run: Path) -> None:
     )
     assert before.continued_trajectory_ref == Path(index[3]["file"]).name and after.continued_trajectory_ref is None
     assert [step.is_copied_context for step in after.steps if step.source == "agent"] == [True, None, None]
+    problems: list[str] = []
+    with states.writing(out.parent / "states.jsonl") as writer:
+        ingest_atif.ingest(out, writer, Findings(problems.append), subagents=False)
+    assert problems == [], "what an export wrote is read whole"
 
 
 async def test_sub_agents_of_sub_agents_are_embedded_in_these(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ WINGS = {
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
-    "rl/tune": 407,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
+    "rl/tune": 415,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
     # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
     # while their file grows.
     "rollout": 1060,
@@ -77,7 +77,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_690
+EVERYTHING = 33_700
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import psutil
 import pyarrow.parquet
 from omegaconf import DictConfig, OmegaConf
 
@@ -52,6 +54,7 @@ _HYDRA = (
     "hydra/hydra_logging=none",
 )
 _LOOK_S = 0.5
+_END_OF_LOG = 4000  # characters
 TRAINER = "verl.trainer.sft_trainer"
 
 
@@ -219,7 +222,13 @@ def attend(process: subprocess.Popen[bytes] | Fork, log: Path, look: Callable[[]
         process.terminate()
         process.wait()
     if process.returncode != 0:
-        raise RuntimeError(f"fine-tuning failed, see {log}: {end_of_log(log)}")
+        why = end_of_log(log)
+        # torch.distributed.run outlives the process that it has started, and tells of it in its own words.
+        if process.returncode == -signal.SIGKILL or "(SIGKILL)" in log.read_text(errors="replace")[-_END_OF_LOG:]:
+            free = psutil.virtual_memory().available / 2**30
+            why = f"SIGKILL ended it, as the kernel does when memory runs out ({free:.0f} GiB are free now); lower "
+            why += "sft.batch_size or sft.max_length, or take LoRA"
+        raise RuntimeError(f"fine-tuning failed, see {log}: {why}")
 
 
 def _config_of(model: str) -> str:

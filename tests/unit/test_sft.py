@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,6 +251,18 @@ def test_a_killed_run_does_only_what_it_lacks(tmp_path: Path, monkeypatch: pytes
 def test_the_group_has_the_rules_defaults() -> None:
     """A rule that the config names is one of rl.data.select's."""
     assert set(compose(["+experiment=quickstart"]).sft.select) == {"resolved", "unflagged", "same"}
+
+
+@pytest.mark.parametrize("launcher", [False, True])
+def test_a_fine_tuning_that_the_kernel_ended_says_so(launcher: bool, tmp_path: Path) -> None:
+    """Its log ends with a progress bar. torch.distributed.run outlives the process that it has started."""
+    killed = "import os; print('Epoch 1/1: 0%', flush=True); os.kill(os.getpid(), 9)"
+    command = ["-c", killed]
+    if launcher:
+        (tmp_path / "killed.py").write_text(killed)
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(tmp_path / "killed.py")]
+    with pytest.raises(RuntimeError, match=r"SIGKILL ended it, .* memory runs out \(\d+ GiB .*sft.batch_size"):
+        trainer.run_logged([sys.executable, *command], {}, tmp_path / "sft.log", lambda: None)
 
 
 def test_a_policy_takes_the_place_of_the_experiments_model(tmp_path: Path) -> None:

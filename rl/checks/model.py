@@ -9,14 +9,17 @@ from omegaconf import DictConfig, OmegaConf
 from rl.config import ConfigError
 
 
-def check_model(config: DictConfig) -> None:
-    """Raise ConfigError if the model's directory cannot be trained from; names of hub models are not looked up."""
+def check_model(config: DictConfig, synced: bool = True) -> None:
+    """Raise ConfigError if the model's directory cannot be trained from; names of hub models are not looked up.
+
+    synced: an engine gets the trainer's weights while it runs.
+    """
     path = local_model(config)
     if path is None:
         return
     if not (path / "config.json").is_file():
         raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
-    if OmegaConf.select(config, "trainer.device") == "cpu" and _config(path).get("tie_word_embeddings"):
+    if synced and OmegaConf.select(config, "trainer.device") == "cpu" and _config(path).get("tie_word_embeddings"):
         raise ConfigError(
             f"{path} has tied embeddings, and vLLM on a CPU does not load lm_head again when weights are synced; "
             "take a model with tie_word_embeddings=false"

@@ -23,13 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.batch import JournalError, LostError
 from rl.checks.data import check_tasks
-from rl.checks.model import check_family, check_model
+from rl.checks.model import check_family
 from rl.command import read_command
 from rl.config import CONFIGS, ConfigError, check_all
 from rl.run.directory import Run, open_run
 from rl.run.vllm_server import ServeError
 from rl.screen import Screen, this_command
-from rl.sft.checks import check_sft, check_values
+from rl.sft.checks import check_policy, check_sft, check_values
 from rl.sft.rounds import play_rounds
 from rl.sft.tune import tune
 from rl.train import adopt, merge_policy, prepare, set_environment
@@ -58,7 +58,7 @@ def work(config: DictConfig, run: Run, screen: Screen) -> None:
         screen.show("preparing")
         prepare(config, screen)
         merge_policy(config, weights, run, screen)
-        check_all(config, check_model, *([check_tasks, check_family] if config.sft.rounds else []))
+        check_all(config, check_policy, *([check_tasks, check_family] if config.sft.rounds else []))
     finally:
         screen.restore()
     files.write(run.dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True), synced=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -39,6 +40,9 @@ def check_values(config: DictConfig) -> None:
     )
 
 
+check_policy = functools.partial(check_model, synced=False)  # an engine of the rounds loads each policy from the disk
+
+
 def check_sft(config: DictConfig) -> None:
     """Raise ConfigError with all that is wrong if the config cannot work on this machine.
 
@@ -48,7 +52,7 @@ def check_sft(config: DictConfig) -> None:
     def settings(config: DictConfig) -> None:
         check_values(config)  # the other checks rely on them
         plays = [check_episodes] if config.sft.rounds else []
-        made = [] if config.prepare else [check_model, *([check_files] if config.sft.rounds else [])]
+        made = [] if config.prepare else [check_policy, *([check_files] if config.sft.rounds else [])]
         check_all(
             config,
             adopt,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from rl.checks.model import check_model
 from rl.config import ConfigError, compose
 from rl.run.weights import Weights, find_weights
 from rl.screen import Screen
@@ -82,6 +83,17 @@ def test_mistakes_are_told_before_anything_starts(data: Path, changes: dict[str,
     with pytest.raises(ConfigError) as caught:
         check_sft(config)
     assert any(says in line for line in caught.value.lines), caught.value
+
+
+def test_tied_embeddings_are_taken_on_a_cpu(data: Path, tmp_path: Path) -> None:
+    """Only a weight sync has them refused, and here none is made."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"tie_word_embeddings": true, "model_type": "qwen2"}')
+    keys = ["prepare=null", "~quickstart", f"actor_rollout_ref.model.path={tmp_path}/model", f"sft.data=[{data}]"]
+    config = compose(["+experiment=quickstart", *keys, f"run.root={tmp_path}"])
+    check_sft(config)
+    with pytest.raises(ConfigError, match="tied embeddings"):
+        check_model(config)
 
 
 def test_megatron_is_refused(data: Path) -> None:

@@ -18,6 +18,7 @@ from rollout.agent.claude_code import ClaudeCode
 from rollout.episode import Boot, Setup
 from rollout.proxy.chat import ChatEndpoint
 from rollout.proxy.engine import Engine
+from rollout.proxy.fits import check_fits
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.parsers import VllmReplyParser
 from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config
@@ -131,8 +132,9 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
     """Return a policy that ``engine`` samples for; this imports vLLM and verl.
 
     ``model``: directory or hub name of its generation_config.json; ``model_type``: from its config.json. Raises
-    ValueError for a parser or a chat template's family that is not known.
+    ValueError for a parser or a chat template's family that is not known, and for a parser that does not fit it.
     """
+    check_fits(settings.tool_parser, tokenizer, settings.any_family)
     return Policy(
         engine=engine,
         renderer=ChatTemplateRenderer(tokenizer, model_type, any_family=settings.any_family),

@@ -23,7 +23,7 @@ WINGS = {
     # The player of episodes moved here from rl/evaluate, because collection and warm start use it too; 15 show its
     # progress.
     "rl": 2805,
-    "rl/checks": 725,
+    "rl/checks": 732,
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
     "rl/cpu": 252,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
@@ -59,7 +59,7 @@ WINGS = {
     # requests or branches that are alike. 300 are chat completions, and conversations as they went over the wire. 280
     # are for large requests, which hold nobody up and are refused before they are encoded; a head is encoded, and the
     # beginning of a prompt hashed, only once.
-    "rollout/proxy": 3215,
+    "rollout/proxy": 3241,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
@@ -77,7 +77,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_700
+EVERYTHING = 33_750
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -69,18 +69,29 @@ def check_plan(config: DictConfig) -> None:
 
 
 def check_family(config: DictConfig) -> None:
-    """Raise ConfigError if the chat template is of no family that is known to keep prefixes; imports verl (seconds).
+    """Raise ConfigError if the chat template is of no family that is known to keep prefixes, or if the tool parser does
+    not read its calls; imports verl (seconds).
 
     proxy.any_family=true accepts any.
     """
     path = local_model(config)
     if config.proxy.any_family or path is None:
         return
+    from rollout.proxy.fits import check_fits
     from rollout.proxy.render import known_family, unknown_family
 
     model_type = str(_config(path).get("model_type"))
     if known_family(model_type) is None:
         raise ConfigError(f"{path}: {unknown_family(model_type)}")
+    if (path / "tokenizer_config.json").exists():  # else there is no template to look at
+        from transformers import AutoTokenizer
+
+        trusted = bool(OmegaConf.select(config, "actor_rollout_ref.model.trust_remote_code"))
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+        try:
+            check_fits(config.proxy.tool_parser, tokenizer, any_family=False)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
 
 def local_model(config: DictConfig) -> Path | None:

@@ -1,0 +1,86 @@
+"""A tool parser that does not fit the model's chat template is refused before anything is played."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from rl.checks.model import check_family
+from rl.config import ConfigError
+from rl.quickstart.policy import make_tokenizer
+from rollout.proxy.fits import check_fits
+from rollout.proxy.parsers import FORMATS
+from rollout.proxy.standalone import Options, load_policy
+from tests.check_kit import good_config
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
+    return good_config(tmp_path, monkeypatch)
+
+
+# How published templates of the families write a call (TRL 1.16 carries most of them); "%s" is the name of the tool.
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "%s", "arguments": {{ a | tojson }}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=%s>\n<parameter=file>\na.py\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>%s\n<arg_key>file</arg_key>\n<arg_value>a.py</arg_value>\n</tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n{{ a + '' }}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>"
+    "{{ a | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="%s">\n<parameter name="file">a.py</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=%s>\n<parameter=file>a.py</parameter>\n</function>\n</seed:tool_call>",
+    "longcat": '<longcat_tool_call>{"name": "%s", "arguments": {{ a | tojson }}}</longcat_tool_call>',
+}
+SAME = {"qwen3_coder": {"qwen3_coder", "qwen3_xml", "mimo"}, "glm45": {"glm45", "glm47"}}
+LLAMA = '{"name": "%s", "parameters": {{ a | tojson }}}'
+
+
+def writing(call: str) -> Any:
+    """A tokenizer whose template writes calls so."""
+    tokenizer = make_tokenizer(["a text"])
+    said = call.replace("%s", "{{ c.function.name }}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% set a = c.function.arguments %}" + said + "{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_the_parsers_of_a_family_fit_its_template_and_no_others(family: str) -> None:
+    tokenizer, fitting = writing(CALLS[family]), set()
+    for name in FORMATS:
+        try:
+            check_fits(name, tokenizer, any_family=False)
+            fitting.add(name)
+        except ValueError as error:
+            assert f"proxy.tool_parser={name} does not read calls" in str(error)
+            assert family in str(error).partition("; take ")[2]
+        check_fits(name, tokenizer, any_family=True)
+    assert fitting == SAME.get(family, {family})
+
+
+def test_a_format_that_nobody_reads_is_refused_and_a_template_without_calls_is_not() -> None:
+    with pytest.raises(ValueError, match="no known parser does"):
+        check_fits("hermes", writing(LLAMA), any_family=False)
+    check_fits("hermes", writing(""), any_family=False)
+
+
+def test_every_start_looks(config: DictConfig, tmp_path: Path) -> None:
+    """Training, whose workers would find it late; the proxy. Evaluations and collections load policies as the proxy."""
+    model = Path(config.actor_rollout_ref.model.path)
+    make_tokenizer(["a text"]).save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    config.proxy.any_family, config.proxy.tool_parser = False, "qwen3_coder"
+    check_family(config)
+    config.proxy.tool_parser = "hermes"
+    with pytest.raises(ConfigError, match=rf"{model}: proxy.tool_parser=hermes .* take mimo or qwen3_coder"):
+        check_family(config)
+    with pytest.raises(ValueError, match=r"proxy\.tool_parser=hermes"):
+        load_policy(Options("http://127.0.0.1:9", str(model), "hermes"))

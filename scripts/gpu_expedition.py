@@ -81,18 +81,17 @@ EXPERIMENT = [
     "sft.batch_size=16",
     "sft.max_length=6144",
 ]
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "WANDB_MODE": "offline",
-    "VLLM_NO_USAGE_STATS": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONUNBUFFERED": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled for two minutes, and nothing here cuts probabilities
-}
 SAMPLES = 8
 _PIECE = 16_000_000
 _SHARE = '--gpu-memory-utilization,"0.18"'
+
+
+def offline() -> dict[str, str]:
+    """Return the variables of all programs: nothing can be fetched or reported."""
+    from gpu_ladder import OFFLINE
+
+    # FlashInfer's sampler would be compiled for two minutes, and nothing here cuts probabilities.
+    return {**OFFLINE, "PYTHONUNBUFFERED": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 class Expedition:
@@ -101,13 +100,16 @@ class Expedition:
     def __init__(self, work: Path) -> None:
         self.work, self.began = work, time.time()
         self.base, self.sft, self.grpo = work / "base", work / "sft", work / "grpo"
-        self.train, self.heldout = (work / "small" / "tasks" / f"{name}.parquet" for name in ("train", "heldout"))
+        train, self.heldout = (work / "small" / "tasks" / f"{name}.parquet" for name in ("train", "heldout"))
+        self.tasks = [f"data.train_files=[{train}]", f"data.val_files=[{self.heldout}]"]
         self.file, self.lock = work / "results.json", threading.Lock()
         self.results: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         (work / "log").mkdir(exist_ok=True)
 
     def step(self, name: str, function: Callable[[], Any]) -> bool:
         """Call ``function`` unless the step is done; keep what it returns and tell whether there is a result."""
+        from rollout import files
+
         if "error" in self.results.get(name, {"error": ""}):
             began = time.time()
             self.say(f"{name} ...")
@@ -118,9 +120,7 @@ class Expedition:
             found |= {"seconds": round(time.time() - began, 1), "at": round(time.time() - self.began, 1)}
             with self.lock:
                 self.results[name] = found
-                building = self.file.with_suffix(".new")
-                building.write_text(json.dumps(self.results, indent=1))
-                building.replace(self.file)
+                files.write(self.file, json.dumps(self.results, indent=1), synced=True)
             self.say(f"{name}: {json.dumps(found)[:600]}")
         return "error" not in self.results[name]
 
@@ -138,7 +138,7 @@ class Expedition:
         log = self.work / "log" / f"{name}.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env={**os.environ, **OFFLINE}, stdout=out, stderr=out
+                [sys.executable, *command], cwd=ROOT, env={**os.environ, **offline()}, stdout=out, stderr=out
             )
             while until is not None and process.poll() is None and time.time() < until():
                 time.sleep(1)
@@ -189,9 +189,8 @@ class Expedition:
 
     def training(self) -> list[str]:
         """Return the command of GRPO."""
-        files = [f"data.train_files=[{self.train}]", f"data.val_files=[{self.heldout}]"]
         model = f"actor_rollout_ref.model.path={self.base}"
-        return ["-m", "rl.train", *EXPERIMENT, *files, model, f"policy={self.sft}", f"run.dir={self.grpo}"]
+        return ["-m", "rl.train", *EXPERIMENT, *self.tasks, model, f"policy={self.sft}", f"run.dir={self.grpo}"]
 
     def make_base(self) -> str:
         """Make the model's directory."""
@@ -202,9 +201,8 @@ class Expedition:
     def fine_tune(self) -> Any:
         """Imitate the scripted episodes."""
         warm = self.work / "small" / "warm"
-        files = [f"data.train_files=[{self.train}]", f"data.val_files=[{self.heldout}]"]
         model = [f"actor_rollout_ref.model.path={self.base}", f"run.dir={self.sft}", f"data=[{warm}]"]
-        self.program("sft", "-m", "rl.sft", *EXPERIMENT, *files, *model)
+        self.program("sft", "-m", "rl.sft", *EXPERIMENT, *self.tasks, *model)
         lines = [json.loads(line) for line in (self.sft / "sft_metrics.jsonl").read_text().splitlines()]
         return {"updates": len(lines), "first": lines[0], "last": lines[-1]}
 
@@ -226,8 +224,8 @@ class Expedition:
         from rl.run.vllm_server import SERVED_AS, vllm_server
 
         reference = json.loads((self.work / "small" / "reference.json").read_text())
-        engine, trainer = [], []
-        os.environ.update(OFFLINE)
+        engine = []
+        os.environ.update(offline())
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.bfloat16, attn_implementation="sdpa").cuda()
         trainer = [_scored(model, row["ids"]) for row in reference]
         del model
@@ -246,8 +244,12 @@ class Expedition:
 
     def rate(self) -> str:
         """Measure whole episodes beside the engine's own rate."""
-        files = [f"data.train_files=[{self.train}]", f"data.val_files=[{self.heldout}]"]
-        keys = [*EXPERIMENT[1:], *files, f"actor_rollout_ref.model.path={self.sft / 'model'}", "sandbox.concurrency=40"]
+        keys = [
+            *EXPERIMENT[1:],
+            *self.tasks,
+            f"actor_rollout_ref.model.path={self.sft / 'model'}",
+            "sandbox.concurrency=40",
+        ]
         keys += ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.load_format=dummy"]
         return self.program("rate", "scripts/bench_gpu.py", "--episodes", "160", "--steps", "0", *keys)
 

@@ -132,12 +132,13 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
     """Return a policy that ``engine`` samples for; this imports vLLM and verl.
 
     ``model``: directory or hub name of its generation_config.json; ``model_type``: from its config.json. Raises
-    ValueError for a parser or a chat template's family that is not known, and for a parser that does not fit it.
+    ValueError for a parser or a chat template's family that is not known, and for what does not fit the template.
     """
-    check_fits(settings.tool_parser, tokenizer, settings.any_family)
+    renderer = ChatTemplateRenderer(tokenizer, model_type, any_family=settings.any_family)
+    check_fits(renderer, settings.tool_parser, settings.any_family)
     return Policy(
         engine=engine,
-        renderer=ChatTemplateRenderer(tokenizer, model_type, any_family=settings.any_family),
+        renderer=renderer,
         parser=VllmReplyParser(settings.tool_parser, settings.reasoning_parser, tokenizer),
         tokenizer=tokenizer,
         end_ids=end_ids(tokenizer, generation_config(model)),

@@ -69,8 +69,8 @@ def check_plan(config: DictConfig) -> None:
 
 
 def check_family(config: DictConfig) -> None:
-    """Raise ConfigError if the chat template is of no family that is known to keep prefixes, or if the tool parser does
-    not read its calls; imports verl (seconds).
+    """Raise ConfigError if the chat template is of no family that is known to keep prefixes, if the proxy writes other
+    tokens than it, or if the tool parser does not read its calls; imports verl (seconds).
 
     proxy.any_family=true accepts any.
     """
@@ -78,7 +78,7 @@ def check_family(config: DictConfig) -> None:
     if config.proxy.any_family or path is None:
         return
     from rollout.proxy.fits import check_fits
-    from rollout.proxy.render import known_family, unknown_family
+    from rollout.proxy.render import ChatTemplateRenderer, known_family, unknown_family
 
     model_type = str(_config(path).get("model_type"))
     if known_family(model_type) is None:
@@ -89,7 +89,7 @@ def check_family(config: DictConfig) -> None:
         trusted = bool(OmegaConf.select(config, "actor_rollout_ref.model.trust_remote_code"))
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
         try:
-            check_fits(config.proxy.tool_parser, tokenizer, any_family=False)
+            check_fits(ChatTemplateRenderer(tokenizer, model_type), config.proxy.tool_parser, any_family=False)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
 

@@ -89,8 +89,11 @@ class Format:
 
     def values(self, call: str) -> list[tuple[str, str]]:
         """Return names and values of the arguments of a call, as they are written."""
-        pairs = self.key.findall(call) if self.key else []
-        return [(key, value.removeprefix("\n").removesuffix("\n") if self.lines else value) for key, value in pairs]
+        return [(key, self.value(written)) for key, written in (self.key.findall(call) if self.key else [])]
+
+    def value(self, written: str) -> str:
+        """Return the value that is meant by what stands between the markers of an argument."""
+        return written.removeprefix("\n").removesuffix("\n") if self.lines else written
 
     def shortened(self, text: str) -> str:
         """Return the text for vLLM's parser, without arguments that are decoded here.
@@ -127,7 +130,7 @@ def _json_calls(start: str, end: str) -> Format:
     return _format(rf"{re.escape(start)}{_up_to(end)}{re.escape(end)}", [start], [end])
 
 
-def _qwen_xml(start: str, end: str) -> Format:
+def _qwen_xml(start: str, end: str, lines: bool = True) -> Format:
     # <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
     value = _up_to("</parameter>", "<parameter=", "</function>")
     call = (
@@ -139,7 +142,7 @@ def _qwen_xml(start: str, end: str) -> Format:
         rf"{re.escape(start)}\s*<function=([\w.:-]+)>\s*"
         rf"((?:<parameter=[\w.:-]+>[^<]*+</parameter>\s*+)*+)</function>\s*{re.escape(end)}"
     )
-    found = _format(call, [start, "<function="], [end, "</function>"], key=key, lines=True)
+    found = _format(call, [start, "<function="], [end, "</function>"], key=key, lines=lines)
     return replace(found, plain=re.compile(plain))
 
 
@@ -203,7 +206,7 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "minimax_m2": _minimax,
     "qwen3_coder": lambda: _qwen_xml("<tool_call>", "</tool_call>"),
     "qwen3_xml": lambda: _qwen_xml("<tool_call>", "</tool_call>"),
-    "seed_oss": lambda: _qwen_xml("<seed:tool_call>", "</seed:tool_call>"),
+    "seed_oss": lambda: _qwen_xml("<seed:tool_call>", "</seed:tool_call>", lines=False),
 }
 
 
@@ -255,7 +258,7 @@ class VllmReplyParser:
         """Return text and calls in their order. Raises an exception of any type if the text is malformed."""
         with self._alone:
             strings = self._known(tools)[2]
-        if self._format.plain and (blocks := _read_plain(text, self._format.plain, strings)) is not None:
+        if (blocks := _read_plain(text, self._format, strings)) is not None:
             return blocks
         pieces: list[str] = []  # the texts around the sections, one more than there are sections
         calls: list[list[re.Match[str]]] = []
@@ -351,19 +354,21 @@ def _is_string(schema: Any) -> bool:
 _TYPED = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
 
 
-def _read_plain(text: str, plain: re.Pattern[str], strings: dict[str, frozenset[str]]) -> list[Block] | None:
+def _read_plain(text: str, format: Format, strings: dict[str, frozenset[str]]) -> list[Block] | None:
     """Return the blocks that ``VllmReplyParser._read`` would return, or None if only vLLM's parser (0.2 ms) can tell.
 
     The blocks are certain if every "<" belongs to a whole call, and every argument is a string, according to its tool's
     schema. (Tests compare both ways.) Most calls of a policy are like that: commands, paths, patterns.
     """
+    if format.plain is None:
+        return None
     blocks: list[Block] = []
     end = 0
-    for call in plain.finditer(text):
+    for call in format.plain.finditer(text):
         piece = text[end : call.start()]
         name, written = call.groups()
         pairs = _ARGUMENT.findall(written)
-        given = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
+        given = {key: format.value(value) for key, value in pairs}
         certain = "<" not in piece and len(given) == len(pairs) and strings.get(name, _NONE) >= given.keys()
         # Some versions of vLLM read "null" as no value, whatever the schema says.
         if not certain or name not in strings or any(value.strip().lower() == "null" for value in given.values()):

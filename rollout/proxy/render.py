@@ -7,9 +7,11 @@ of verl that ``rollout`` uses, and it is imported when a renderer is made, not w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, Protocol
 
@@ -90,8 +92,51 @@ def end_of_turn(tokenizer: Any) -> list[int]:
     return [int(one[-common])] if common and one[-common] in special.union(tokenizer.all_special_ids) else []
 
 
+_Form = Callable[[ChatMessage], ChatMessage]
+
+
+def call_form(tokenizer: Any) -> _Form:
+    """Return a function that gives messages with calls the form in which the chat template writes them: some want
+    arguments as JSON text, and some no content at all beside a call. Any other form they refuse, or leave out."""
+    closing = end_of_turn(tokenizer)
+    call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"file": "a.py"}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def turns(form: _Form) -> int:
+        """Return how many turns are written for a call; -1 if it is not written."""
+        ids, other = (
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}, *said], tokenize=True, return_dict=False)
+            for said in ([form(reply)], [])
+        )
+        count = sum(ids.count(id) - other.count(id) for id in closing)
+        return count if "look" in tokenizer.decode(ids) else -1
+
+    forms = [functools.partial(_called, text=text, none=none) for none in (False, True) for text in (False, True)]
+    for form in forms:
+        with contextlib.suppress(Exception):  # jinja's and the template's own have no common class
+            if turns(form) == len(closing):
+                return form
+    return forms[0]
+
+
+def _called(message: ChatMessage, text: bool, none: bool) -> ChatMessage:
+    calls = message.get("tool_calls")
+    if not calls or not (text or none):
+        return message
+
+    def written(function: dict[str, Any]) -> dict[str, Any]:
+        given = function["arguments"]
+        as_text = text and not isinstance(given, str)
+        return function | {"arguments": json.dumps(given, ensure_ascii=False) if as_text else given}
+
+    content = message["content"] or (None if none else "")
+    calls = [call | {"function": written(call["function"])} for call in calls]
+    return message | {"content": content, "tool_calls": calls}
+
+
 class ChatTemplateRenderer:
     """A ChatTemplateRenderer uses a Hugging Face tokenizer and verl's builder for ``model_type`` (from config.json).
+    ``closing``: see ``end_of_turn``.
 
     A model type without a builder of its own raises ValueError unless ``any_family`` is set; with the generic builder,
     the ids between two turns may differ from those that the chat template writes.
@@ -109,7 +154,8 @@ class ChatTemplateRenderer:
         self.tokenizer = tokenizer
         self.marks = Marks(tokenizer)
         self._encoder = Encoder(tokenizer)
-        prepared = _prepared(tokenizer, self.marks, self._encoder)
+        self._form = call_form(tokenizer)
+        prepared = _prepared(tokenizer, self._form, self.marks, self._encoder)
         self._template_args = template_args or {}
         self.builder = create_continuous_token_builder(
             prepared, hf_model_type=model_type, chat_template_kwargs=self._template_args
@@ -123,8 +169,17 @@ class ChatTemplateRenderer:
             self.builder.render_delta_token_id = self._added
         template = str(tokenizer.chat_template)
         self._ids_are_written = any(word in template for word in ("tool_call_id", ".id", "'id'", '"id"'))
-        self._closing = end_of_turn(tokenizer)
+        self.closing = end_of_turn(tokenizer)
         self._system_anywhere = True  # until the template refuses a system message that is not the first message
+
+    def text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], **options: Any) -> str:
+        """Return a conversation as the model's own chat template writes it. Raises whatever the template does."""
+        said = [self._form(message) for message in messages]
+        return self.tokenizer.apply_chat_template(said, tools=tools, tokenize=False, **self._template_args, **options)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokenizer's ids of a text of the template's."""
+        return self._encoder.encode(text)
 
     def start(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
         """Implement Renderer.start."""
@@ -140,7 +195,8 @@ class ChatTemplateRenderer:
 
     def extend(self, tail: Sequence[int], ended: bool, messages: list[ChatMessage]) -> list[int]:
         """Implement Renderer.extend."""
-        closed = list(tail) if ended else [*tail, *self._closing]
+        # A reply may have ended with another token than the one that closes a turn, as a base model's do.
+        closed = list(tail) if ended and list(tail[-1:]) == self.closing[:1] else [*tail, *self.closing]
         if not self._ids_are_written:
             messages = [
                 m if m["role"] != "tool" else {**m, "tool_call_id": f"call_{i}"} for i, m in enumerate(messages)
@@ -155,6 +211,8 @@ class ChatTemplateRenderer:
             same = 0
             while keep + same < len(closed) and appended[same : same + 1] == closed[keep + same : keep + same + 1]:
                 same += 1
+            if keep + same < len(closed) and more and more[0]["role"] == "system":
+                return build([_as_user(more[0]), *more[1:]])  # which is what the policy has begun
             return [*closed[len(tail) :], *appended[same:]]
 
         return self._written(build, messages, first=0)
@@ -167,6 +225,13 @@ class ChatTemplateRenderer:
         """
         start = self._render(before, **options | {"add_generation_prompt": False})
         text = self._render(before + added, **{"add_generation_prompt": False} | options)
+        if added and added[-1]["role"] == "assistant":
+            # Some templates write the last message in another way, and here another one always comes next.
+            next_one = {"role": "tool" if added[-1].get("tool_calls") else "user", "content": "?"}
+            with contextlib.suppress(Exception):  # they may refuse it after what is before
+                after = self._render([*before, next_one], **options | {"add_generation_prompt": False})[len(start) :]
+                longer = self._render([*before, *added, next_one], **options | {"add_generation_prompt": False})
+                text = longer.removesuffix(after) if longer.endswith(after) else text
         if self._encoder.can_cut(text, start):
             return self.marks.encode(text[len(start) :], self._encoder.encode)
         return self._by_comparison(before, added, **options)
@@ -192,8 +257,9 @@ class ChatTemplateRenderer:
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
 
-def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
-    """Return a copy of the tokenizer that encodes texts with ``encoder`` and the placeholders in them with ``marks``.
+def _prepared(tokenizer: Any, form: _Form, marks: Marks, encoder: Encoder) -> Any:
+    """Return a copy of the tokenizer that encodes texts with ``encoder`` and the placeholders in them with ``marks``,
+    and that gives its template messages in the ``form`` that it wants.
 
     verl's builders find what a turn adds by comparing with a synthetic conversation, which is the same in every turn.
     So the copy remembers short conversations without a generation prompt, until the date changes, because some
@@ -211,6 +277,7 @@ def _prepared(tokenizer: Any, marks: Marks, encoder: Encoder) -> Any:
         return text, tuple(encoded(text))
 
     def applied(conversation: Any, **options: Any) -> Any:
+        conversation = [form(message) for message in conversation]
         wants_ids = options.get("tokenize", True)
         if wants_ids and options.get("return_dict", True):
             return apply(conversation, **options)

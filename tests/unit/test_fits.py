@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import DictConfig
@@ -14,6 +13,7 @@ from rl.config import ConfigError
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.fits import check_fits
 from rollout.proxy.parsers import FORMATS
+from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.standalone import Options, load_policy
 from tests.check_kit import good_config
 
@@ -26,50 +26,72 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
 # How published templates of the families write a call (TRL 1.16 carries most of them); "%s" is the name of the tool.
 CALLS = {
     "hermes": '<tool_call>\n{"name": "%s", "arguments": {{ a | tojson }}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=%s>\n<parameter=file>\na.py\n</parameter>\n</function>\n</tool_call>",
-    "glm45": "<tool_call>%s\n<arg_key>file</arg_key>\n<arg_value>a.py</arg_value>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=%s>\n<parameter=text>\n{{ a.text }}\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "glm45": "<tool_call>%s\n<arg_key>text</arg_key>\n<arg_value>{{ a.text }}</arg_value>\n</tool_call>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n{{ a + '' }}\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>"
     "{{ a | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="%s">\n<parameter name="file">a.py</parameter>\n</invoke>\n'
-    "</minimax:tool_call>",
-    "seed_oss": "<seed:tool_call>\n<function=%s>\n<parameter=file>a.py</parameter>\n</function>\n</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="%s">\n<parameter name="text">{{ a.text }}</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=%s>\n<parameter=text>{{ a.text }}</parameter>\n</function>\n"
+    "</seed:tool_call>",
     "longcat": '<longcat_tool_call>{"name": "%s", "arguments": {{ a | tojson }}}</longcat_tool_call>',
 }
 SAME = {"qwen3_coder": {"qwen3_coder", "qwen3_xml", "mimo"}, "glm45": {"glm45", "glm47"}}
 LLAMA = '{"name": "%s", "parameters": {{ a | tojson }}}'
 
 
-def writing(call: str) -> Any:
-    """A tokenizer whose template writes calls so."""
+def writing(call: str, between: str = "\n") -> ChatTemplateRenderer:
+    """A renderer whose template writes calls so."""
     tokenizer = make_tokenizer(["a text"])
     said = call.replace("%s", "{{ c.function.name }}")
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{% set a = c.function.arguments %}" + said + "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% set a = c.function.arguments %}" + said + "{% endfor %}<|im_end|>" + between + "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    return tokenizer
+    return ChatTemplateRenderer(tokenizer, "qwen3")
 
 
 @pytest.mark.parametrize("family", CALLS)
 def test_the_parsers_of_a_family_fit_its_template_and_no_others(family: str) -> None:
-    tokenizer, fitting = writing(CALLS[family]), set()
+    renderer, fitting = writing(CALLS[family]), set()
     for name in FORMATS:
         try:
-            check_fits(name, tokenizer, any_family=False)
+            check_fits(renderer, name, any_family=False)
             fitting.add(name)
         except ValueError as error:
             assert f"proxy.tool_parser={name} does not read calls" in str(error)
             assert family in str(error).partition("; take ")[2]
-        check_fits(name, tokenizer, any_family=True)
+        check_fits(renderer, name, any_family=True)
     assert fitting == SAME.get(family, {family})
 
 
 def test_a_format_that_nobody_reads_is_refused_and_a_template_without_calls_is_not() -> None:
     with pytest.raises(ValueError, match="no known parser does"):
-        check_fits("hermes", writing(LLAMA), any_family=False)
-    check_fits("hermes", writing(""), any_family=False)
+        check_fits(writing(LLAMA), "hermes", any_family=False)
+    check_fits(writing(""), "hermes", any_family=False)
+
+
+def test_what_stands_between_turns_must_be_what_the_template_writes(caplog: pytest.LogCaptureFixture) -> None:
+    renderer = writing(CALLS["hermes"], between="")  # the family's builder writes a line break
+    found = (
+        r"after a call, its result: the proxy writes .*_end\|>\\n<.*, the model's chat template .*_end\|><\|im_start"
+    )
+    with pytest.raises(ValueError, match=found):
+        check_fits(renderer, "hermes", any_family=False)
+    assert not caplog.records
+    check_fits(renderer, "hermes", any_family=True)
+    assert any("after a cut reply, the user's text: " in line for line in caplog.messages)
+
+
+def test_a_template_that_fails_is_refused() -> None:
+    """Those of Kimi-K2 in llama.cpp change lists, which transformers forbids."""
+    renderer = writing("{% set x = [] %}{% set _ = x.append(1) %}%s")
+    with pytest.raises(ValueError, match=r"a first prompt with a call: .* 'append' of 'list' object is unsafe"):
+        check_fits(renderer, "kimi_k2", any_family=False)
 
 
 def test_every_start_looks(config: DictConfig, tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def hermes(calls: list[Call], tag: str = "tool_call") -> str:
     return "\n".join(f"<{tag}>\n{body}\n</{tag}>" for body in bodies)
 
 
-def qwen(calls: list[Call], tag: str = "tool_call") -> str:
+def qwen(calls: list[Call], tag: str = "tool_call", line: str = "\n") -> str:
     return "\n".join(
         f"<{tag}>\n<function={name}>\n"
-        + "".join(f"<parameter={key}>\n{text_of(value)}\n</parameter>\n" for key, value in arguments.items())
+        + "".join(f"<parameter={key}>{line}{text_of(value)}{line}</parameter>\n" for key, value in arguments.items())
         + f"</function>\n</{tag}>"
         for name, arguments in calls
     )
@@ -110,7 +110,7 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "minimax_m2": minimax,
     "qwen3_coder": qwen,
     "qwen3_xml": qwen,
-    "seed_oss": lambda calls: qwen(calls, "seed:tool_call"),
+    "seed_oss": lambda calls: qwen(calls, "seed:tool_call", line=""),
 }
 REASONING = {
     "qwen3_coder": "qwen3",

@@ -77,7 +77,7 @@ ODD = [
 def test_what_is_read_without_vllms_parser_is_what_it_reads(name: str, text: str, tools: list[dict[str, Any]]) -> None:
     if name == "seed_oss":
         text = text.replace("tool_call>", "seed:tool_call>")
-    quick = parsers._read_plain(text, FORMATS[name]().plain, parsers._strings(tools))  # ty: ignore[invalid-argument-type]
+    quick = parsers._read_plain(text, FORMATS[name](), parsers._strings(tools))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsers, "_read_plain", lambda *_: None)
         full = parser(name).parse(text, tools)
@@ -87,12 +87,11 @@ def test_what_is_read_without_vllms_parser_is_what_it_reads(name: str, text: str
 
 @pytest.mark.parametrize("name", [name for name in sorted(FORMATS) if FORMATS[name]().plain])
 def test_most_calls_are_read_without_vllms_parser(name: str) -> None:
-    plain, strings = FORMATS[name]().plain, parsers._strings(TOOLS)
-    assert plain is not None
+    format, strings = FORMATS[name](), parsers._strings(TOOLS)
     run: Call = ("Edit", {"path": "a.py", "text": "cat > b && echo '\u00e4'\n\n  x"})
-    assert parsers._read_plain("So: " + WRITERS[name]([run, run]) + "\n", plain, strings) == [
+    assert parsers._read_plain("So: " + WRITERS[name]([run, run]) + "\n", format, strings) == [
         *said("So: "),
         *[use(run)] * 2,
     ]
     for other in (EDIT, READ, ("Other", {"path": "a"}), ("Edit", {"path": "Null"})):
-        assert parsers._read_plain(WRITERS[name]([run, other]), plain, strings) is None
+        assert parsers._read_plain(WRITERS[name]([run, other]), format, strings) is None

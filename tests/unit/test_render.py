@@ -187,6 +187,41 @@ def test_the_end_token_of_a_tokenizer_that_was_saved_again_is_known(tmp_path: Pa
     assert made.decode(added).startswith("<|im_end|>\n<|im_start|>user")
 
 
+def test_a_reply_that_ended_with_another_token_is_closed() -> None:
+    tokenizer = make_tokenizer()
+    (other,) = tokenizer.encode("<|endoftext|>")
+    assert other != tokenizer.eos_token_id
+    added = ChatTemplateRenderer(tokenizer, "qwen3").extend([5, other], True, [{"role": "user", "content": "on"}])
+    assert tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user\non<|im_end|>")
+
+
+def test_a_system_message_after_glms_user_token_is_the_users() -> None:
+    tokenizer = glm()
+    renderer, more = ChatTemplateRenderer(tokenizer, "glm4_moe"), [{"role": "system", "content": "s"}]
+    for end, text in (("<|user|>", "\ns<|assistant|>\n"), ("<|endoftext|>", "<|system|>\ns<|assistant|>\n")):
+        assert renderer.extend(tokenizer.encode(f"no{end}"), True, more) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}",
+        "{{ m.tool_calls[0].function | tojson if m.content is none else m.content }}",
+    ],
+)
+def test_calls_have_the_form_that_the_template_wants(written: str) -> None:
+    """DeepSeek's templates take arguments as JSON text only, and write no calls beside a content."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + written + "<|im_end|>\n{% endfor %}"
+    call = {"type": "function", "id": "c", "function": {"name": "Edit", "arguments": {"a": "<|im_end|>ä"}}}
+    told = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    renderer = ChatTemplateRenderer(tokenizer, "qwen3")
+    result = {"role": "tool", "tool_call_id": "c", "content": "ok"}
+    ids = renderer.start([*told, result], [])
+    assert '{"a": "<|im_end|>ä"}' in tokenizer.decode(ids) and ids.count(tokenizer.eos_token_id) == 3
+    assert renderer.extend([5, tokenizer.eos_token_id], True, [result])[-6:] == ids[-6:]
+
+
 def test_a_cut_reply_is_not_closed_in_a_family_without_an_end_token() -> None:
     tokenizer = glm()
     added = ChatTemplateRenderer(tokenizer, "glm4_moe").extend(

@@ -132,9 +132,9 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
     """Return a policy that ``engine`` samples for; this imports vLLM and verl.
 
     ``model``: directory or hub name of its generation_config.json; ``model_type``: from its config.json. Raises
-    ValueError for a parser or a chat template's family that is not known, and for what does not fit the template.
+    ValueError for a parser that is not known, and for what does not fit the chat template.
     """
-    renderer = ChatTemplateRenderer(tokenizer, model_type, any_family=settings.any_family)
+    renderer = ChatTemplateRenderer(tokenizer, model_type)
     check_fits(renderer, settings.tool_parser, settings.any_family)
     return Policy(
         engine=engine,

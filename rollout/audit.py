@@ -10,7 +10,8 @@ It checks every record with code that shares nothing with the session tree:
    side call that is served but not trained on, if the infrastructure failed, or if the agent does not report the reply.
 3. Each row is the path of its last node: ids, mask (1 on the tokens that the row trains on, 0 elsewhere) and
    log-probabilities reproduce the digest of what was given to the trainer; its weight versions are its nodes'.
-4. The sampled ids decode to the recorded text, and that text says the content blocks that were sent.
+4. The sampled ids decode to the recorded text, and that text says the content blocks that were sent. Where a prompt
+   goes on after a reply, the reply's turn is closed as the model's chat template closes it.
 5. What the agent reports as received (in its own event stream) is what was sent, and all of it is marked as delivered.
    Exactly the agent's own replies are trained on. These are the replies that it reports and all before them, and the
    longest path of the first conversation and of each that has a reported reply. A reply without calls is the agent's
@@ -147,6 +148,15 @@ def audit_text(record: Record, tokenizer: Any, reading: Reading) -> Iterator[str
         yield f"{malformed} replies have parts of calls that were not sent as such, but {counted} were counted"
 
 
+def audit_turns(record: Record, closing: int) -> Iterator[str]:
+    """Yield the turns that are not closed (check 4). ``closing``: the id that closes one (see ``closing_of``)."""
+    for i, node in enumerate(record.nodes):
+        if node.logprobs is None and node.parent >= 0:
+            around = array("i", record.nodes[node.parent].ids[-4:] + node.ids[:4])
+            if closing not in around:
+                yield f"node {i}: the turn before it is not closed by {closing}, as the chat template closes it"
+
+
 def audit_heard(record: Record) -> Iterator[str]:
     """Yield the findings of check 5, which reads the assistant events of Claude Code's stream-json output."""
     nodes = record.nodes
@@ -259,6 +269,7 @@ class Audit:
         self.figures: dict[str, dict[str, Any]] = {}  # by episode
         self.digests: dict[str, bytes] = {}  # of the records, their places in their files left out
         self.tokenizer = functools.cache(tokenizer_of)
+        self.closing = functools.cache(lambda model: closing_of(Path(model), self.tokenizer(model)))
         self.reading = functools.cache(FormatReading)
 
     def read(self) -> None:
@@ -287,7 +298,10 @@ class Audit:
         problems = [*audit_tokens(record), *audit_heard(record)]
         if record.nodes:  # an evaluation of another endpoint leaves none, and has no tokenizer
             reading = self.reading(record.parser, record.version < _SEALED)
-            problems += audit_text(record, self.tokenizer(str(self.model or record.model)), reading)
+            model = str(self.model or record.model)
+            problems += audit_text(record, self.tokenizer(model), reading)
+            if (closing := self.closing(model)) is not None:
+                problems += audit_turns(record, closing)
         if record.episode in self.figures:
             problems.append("this episode is recorded twice")
         self.figures[record.episode] = _figures(record)
@@ -368,6 +382,34 @@ def tokenizer_of(model: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
+
+
+def closing_of(model: Path, tokenizer: Any) -> int | None:
+    """Return the id with which the chat template in a model's directory closes a turn of the assistant.
+
+    None: it has no template, one that jinja alone cannot render, or one that closes turns with no control token.
+    """
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    file, options = model / "chat_template.jinja", model / "tokenizer_config.json"
+    told = json.loads(options.read_text()) if options.is_file() else {}
+    template = file.read_text() if file.is_file() else told.get("chat_template")
+    # As in transformers, which imports torch.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zq7"}]
+    names = {
+        key: one["content"] if isinstance(one, dict) else one for key, one in told.items() if key.endswith("_token")
+    }
+    try:
+        rest = environment.from_string(str(template)).render(messages=said, **names).split("zq7")[1]
+        ids = tokenizer.encode(rest, add_special_tokens=False)
+        first = getattr(ids, "ids", ids)[0]
+        known = getattr(tokenizer, "get_added_tokens_decoder", lambda: tokenizer.added_tokens_decoder)()
+    except Exception:  # a template may fail in any way, and without transformers' own functions
+        return None
+    return first if first in known else None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -52,8 +52,8 @@ WINGS = {
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 415,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
     # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
-    # while their file grows.
-    "rollout": 1060,
+    # while their file grows; 30: what closes a turn, by the template.
+    "rollout": 1090,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which one is meant among several replies,
     # requests or branches that are alike. 300 are chat completions, and conversations as they went over the wire. 280
@@ -78,7 +78,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_875
+EVERYTHING = 33_900
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

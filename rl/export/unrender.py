@@ -180,6 +180,6 @@ def load(model: str) -> Unrenderer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         kind = AutoConfig.from_pretrained(model).model_type
-        return Unrenderer(tokenizer, ChatTemplateRenderer(tokenizer, kind, any_family=True))
+        return Unrenderer(tokenizer, ChatTemplateRenderer(tokenizer, kind))
     except (OSError, ValueError) as error:
         raise Unreadable(f"the policy's tokenizer at {model} cannot be used: {' '.join(str(error).split())}") from error

@@ -37,7 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="directory or hub name with its tokenizer and chat template")
     parser.add_argument("--tool-parser", required=True, help="vLLM's name for the tool-call format, e.g. qwen3_coder")
     parser.add_argument("--reasoning-parser", help="vLLM's name for the thinking format, e.g. qwen3")
-    parser.add_argument("--any-family", action="store_true", help="accept a model that may not keep prefixes")
+    parser.add_argument(
+        "--any-family",
+        action="store_true",
+        help="play it although its chat template does not fit",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one, which is printed")
     parser.add_argument(

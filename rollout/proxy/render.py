@@ -42,18 +42,14 @@ class Renderer(Protocol):
         ...
 
 
-def known_family(model_type: str) -> str | None:
-    """Return verl's name for the chat-template family of ``model_type`` (from config.json).
-
-    None means that verl has no builder for it that is known to keep prefixes, only the generic one.
-    """
+def _has_builder(model_type: str) -> bool:
+    """Tell whether verl has a builder of its own for ``model_type`` (from config.json)."""
     from verl.utils.tokenizer.continuous_token_wiring import (
         ContinuousTokenModelFamily,
         infer_continuous_token_model_family,
     )
 
-    family = infer_continuous_token_model_family(hf_model_type=model_type)
-    return None if family is ContinuousTokenModelFamily.DEFAULT else family.value
+    return infer_continuous_token_model_family(hf_model_type=model_type) is not ContinuousTokenModelFamily.DEFAULT
 
 
 def generation_config(model: str) -> dict[str, Any]:
@@ -138,25 +134,24 @@ class ChatTemplateRenderer:
     """A ChatTemplateRenderer uses a Hugging Face tokenizer and verl's builder for ``model_type`` (from config.json).
     ``closing``: see ``end_of_turn``.
 
-    A model type without a builder of its own raises ValueError unless ``any_family`` is set; with the generic builder,
-    the ids between two turns may differ from those that the chat template writes.
+    A model type without a builder of its own gets Qwen's if its template writes ChatML, else the generic one. Whether
+    the ids between two turns are then those that the template writes is for ``fits.check_fits`` to say.
     """
 
-    def __init__(
-        self, tokenizer: Any, model_type: str, template_args: dict[str, Any] | None = None, any_family: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Any, model_type: str, template_args: dict[str, Any] | None = None) -> None:
         from verl.utils.tokenizer.chat_template import apply_chat_template
         from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
         from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-        if not any_family and known_family(model_type) is None:
-            raise ValueError(unknown_family(model_type))
         self.tokenizer = tokenizer
         self.marks = Marks(tokenizer)
         self._encoder = Encoder(tokenizer)
         self._form = call_form(tokenizer)
         prepared = _prepared(tokenizer, self._form, self.marks, self._encoder)
         self._template_args = template_args or {}
+        if not _has_builder(model_type):
+            said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+            model_type = "qwen3" if self.text(said, []).endswith("<|im_end|>\n") else model_type
         self.builder = create_continuous_token_builder(
             prepared, hf_model_type=model_type, chat_template_kwargs=self._template_args
         )
@@ -293,14 +288,6 @@ def _prepared(tokenizer: Any, form: _Form, marks: Marks, encoder: Encoder) -> An
     copied = copy.copy(tokenizer)
     copied.apply_chat_template, copied.encode = applied, encoded
     return copied
-
-
-def unknown_family(model_type: str) -> str:
-    """Return the error message for a model type whose family is not known."""
-    return (
-        f"model type {model_type!r} has no chat-template family that is known to keep prefixes; set "
-        "proxy.any_family=true to train it anyway (the tokens between turns may then differ from its template's)"
-    )
 
 
 def _as_user(message: ChatMessage) -> ChatMessage:

@@ -313,7 +313,7 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
 
     model_type = _loaded(AutoConfig, options.model, "config.json").model_type
     tokenizer: Any = _loaded(AutoTokenizer, options.model, "tokenizer")
-    renderer = ChatTemplateRenderer(tokenizer, model_type, any_family=options.any_family)
+    renderer = ChatTemplateRenderer(tokenizer, model_type)
     check_fits(renderer, options.tool_parser, options.any_family)
     parser = VllmReplyParser(options.tool_parser, options.reasoning_parser, tokenizer)
     generation = generation_config(options.model)

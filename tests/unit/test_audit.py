@@ -17,19 +17,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.audit import audit_heard, audit_text, audit_tokens
+from rl.quickstart import policy as quickstart_policy
+from rollout.audit import audit_heard, audit_text, audit_tokens, audit_turns, closing_of, tokenizer_of
 from rollout.proxy.engine import Completion, Seals
 from rollout.proxy.messages import Span
 from rollout.proxy.replies import Reply
 from rollout.proxy.tree import Node, Tree
 from rollout.records import (
+    NodeRecord,
     Record,
     pack_floats,
     pack_ids,
     unpack_ids,
 )
 from tests.audit_kit import change_ids, change_logprob, played, redo, redo_row, sampled, set_ids
-from tests.kit import CallReading, CharTokenizer
+from tests.kit import CallReading, CharTokenizer, empty_record
 
 PAIR = 7
 
@@ -49,6 +51,24 @@ async def test_a_sound_record_has_no_findings() -> None:
     record = await played()
     assert [len(row.nodes) for row in record.rows] == [2, 4] and findings(record) == []
     assert {(row.versions) for row in record.rows} == {(4, 5)}
+
+
+def test_a_turn_that_is_not_closed_is_found(tmp_path: Path) -> None:
+    tokenizer = quickstart_policy.make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    closing = closing_of(tmp_path, tokenizer_of(str(tmp_path)))
+    assert closing == tokenizer.eos_token_id
+    (wrong,) = tokenizer.encode("<|endoftext|>")
+    for end, begin, found in (
+        ([closing], [1], False), ([], [closing, 1], False), ([], [1, closing], True), ([wrong], [1], True),
+    ):  # fmt: skip
+        nodes = [NodeRecord(-1, pack_ids([1])), NodeRecord(0, pack_ids([5, *end]), b"", ended=bool(end))]
+        record = empty_record(nodes=[*nodes, NodeRecord(1, pack_ids(begin))])
+        assert bool([*audit_turns(record, closing)]) == found
+
+
+def test_without_a_chat_template_nothing_is_said_of_turns(tmp_path: Path) -> None:
+    assert closing_of(tmp_path, CharTokenizer()) is None
 
 
 def split_token(record: Record) -> None:

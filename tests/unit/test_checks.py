@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl.checks import check, check_values
 from rl.checks.keys import check_types
 from rl.checks.machine import GIB
-from rl.checks.model import check_family, check_model
+from rl.checks.model import check_model
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_schedule
 from rl.config import ConfigError
 from tests.check_kit import composed, good_config, refused, write
@@ -400,17 +400,6 @@ def test_side_calls(config, monkeypatch):
     refused(config, "SIDE_KEY, which is not set")
     monkeypatch.setenv("SIDE_KEY", "k")
     check(config)
-
-
-def test_a_model_without_a_family_of_its_own(config):
-    file = Path(config.actor_rollout_ref.model.path) / "config.json"
-    file.write_text('{"model_type": "qwen3"}')
-    check_family(config)
-    file.write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match=r"'llama'.*proxy.any_family=true"):
-        check_family(config)
-    config.proxy.any_family = True
-    check_family(config)
 
 
 # --- as a whole

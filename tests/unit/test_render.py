@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.marks import control_texts
 from rollout.proxy.messages import RequestError
 from rollout.proxy.parsers import FORMATS
-from rollout.proxy.render import ChatTemplateRenderer, known_family
+from rollout.proxy.render import ChatTemplateRenderer
 from tests.kit import saved_again
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "fix it"}]
@@ -124,7 +125,7 @@ def test_nothing_that_a_client_sends_becomes_a_control_token(name: str) -> None:
     template = WRITES_ALL.replace("OPEN", turns[-1]).replace("END", turns[0])
     tokenizer = letters(template, turns, turns[0])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in calls])
-    renderer = ChatTemplateRenderer(tokenizer, family, any_family=True)
+    renderer = ChatTemplateRenderer(tokenizer, family)
 
     def ids(said: str) -> tuple[list[int], list[int]]:
         schema = {"properties": {said: {"type": "string", "enum": [said]}}, "required": [said], "$defs": {said: {}}}
@@ -149,7 +150,7 @@ def test_the_ids_of_tool_calls_are_encoded_only_if_the_template_writes_them(writ
     template = "{% for m in messages %}<|{{ m.role }}|>" + written + "{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     tokenizer = letters(template, ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"], "<|end|>")
-    renderer = ChatTemplateRenderer(tokenizer, "", any_family=True)
+    renderer = ChatTemplateRenderer(tokenizer, "")
     said = []
     for name in ("one", "two", "one"):
         result = {"role": "tool", "tool_call_id": name, "content": "x"}
@@ -258,12 +259,13 @@ def _unchecked(tokenizer: Any) -> ChatTemplateRenderer:
     return renderer
 
 
-def test_an_unknown_family_is_refused_unless_any_family_is_set() -> None:
+def test_a_chatml_template_of_any_model_type_is_extended_as_qwens() -> None:
     tokenizer = make_tokenizer()
-    assert known_family("qwen3_moe") == "qwen3" and known_family("llama") is None
-    with pytest.raises(ValueError, match=r"'llama'.*any_family"):
-        ChatTemplateRenderer(tokenizer, "llama")
-    assert ChatTemplateRenderer(tokenizer, "llama", any_family=True).start(TALK, [])
+    own, other = (ChatTemplateRenderer(tokenizer, kind) for kind in ("qwen3", "llama"))
+    tail, more = [5, tokenizer.eos_token_id], [{"role": "user", "content": "on"}]
+    assert own.extend(tail, True, more) == other.extend(tail, True, more)
+    tokenizer.chat_template = GLM
+    assert type(ChatTemplateRenderer(tokenizer, "llama").builder) is ContinuousTokenBuilder
 
 
 def test_added_tokens_of_plain_text_are_encoded_as_they_are() -> None:
@@ -275,7 +277,7 @@ def test_added_tokens_of_plain_text_are_encoded_as_they_are() -> None:
     written = ["<start_of_turn>", "<tool_call>", "<arg_key>", "<|tool_call_argument_begin|>", "<|fim_prefix|>"]
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*plain, *written)])
     assert sorted(control_texts(tokenizer)) == sorted(["<bos>", "<end_of_turn>", *written])
-    renderer = ChatTemplateRenderer(tokenizer, "", any_family=True)
+    renderer = ChatTemplateRenderer(tokenizer, "")
     told = [{"role": "user", "content": "".join(plain)}]
     assert renderer.start(told, []) == whole(tokenizer, told)
     forged = "x" + "\n\n<td>".join(["", *written, "<bos>"])

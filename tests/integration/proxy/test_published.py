@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout.audit import closing_of
 from rollout.proxy.fits import check_fits, differences
 from rollout.proxy.marks import control_texts
 from rollout.proxy.parsers import FORMATS, VllmReplyParser
@@ -46,7 +48,7 @@ ASK = [{"role": "system", "content": "s"}, {"role": "user", "content": "fix it"}
 
 @functools.cache
 def renderer(model: str) -> ChatTemplateRenderer:
-    return ChatTemplateRenderer(tokenizer_of(model), (MODELS | REFUSED)[model][2], any_family=True)
+    return ChatTemplateRenderer(tokenizer_of(model), (MODELS | REFUSED)[model][2])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -54,6 +56,15 @@ def test_a_session_writes_what_the_template_writes(model: str) -> None:
     assert [*differences(renderer(model))] == []
     for parser in MODELS[model][3]:
         check_fits(renderer(model), parser, any_family=False)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_audit_knows_what_closes_a_turn(model: str, tmp_path: Path) -> None:
+    render = renderer(model)
+    (tmp_path / "chat_template.jinja").write_text(render.tokenizer.chat_template)
+    told = {"bos_token": render.tokenizer.bos_token, "eos_token": render.tokenizer.eos_token}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    assert [closing_of(tmp_path, render.tokenizer.backend_tokenizer)] == (render.closing or [None])
 
 
 @pytest.mark.parametrize("model", REFUSED)

@@ -55,6 +55,11 @@ def _read(
     if given.cfg not in (None, "job"):
         raise ConfigError(f"--cfg {given.cfg}: only --cfg job is there, which shows the config")
     config = compose(given.overrides, check=check)
+    wrong = [one for one in given.overrides if one.partition("=")[0].lstrip("+") in _MADE] if config.prepare else []
+    if wrong:
+        instead = [_MADE[one.partition("=")[0].lstrip("+")] for one in wrong]
+        made = f"{config.prepare} makes this when the run starts, and would replace what you give"
+        raise ConfigError(*(f"{one}: {made}; {rest}" for one, rest in zip(wrong, instead, strict=True)))
     if given.cfg:
         print(show(config, given.package, given.resolve), end="")
         sys.exit(0)
@@ -62,6 +67,14 @@ def _read(
     if not named and not OmegaConf.select(config, "actor_rollout_ref.model.path"):
         _choose(program)
     return config
+
+
+# What a config's `prepare` makes, and what a user gives instead.
+_MADE = {
+    "actor_rollout_ref.model.path": "give policy=MODEL",
+    "data.train_files": "with prepare=null policy=MODEL it takes yours",
+    "data.val_files": "with prepare=null policy=MODEL it takes yours",
+}
 
 
 def _choose(program: str) -> NoReturn:

@@ -36,7 +36,7 @@ from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
 from rl.run.scratch import ray_directory
 from rl.run.store import storing
-from rl.run.weights import Weights, find_weights, merge
+from rl.run.weights import Weights, adopt, merge
 from rl.screen import Screen, this_command
 from rollout import program
 from rollout.sandbox import directory
@@ -49,19 +49,6 @@ def prepare(config: DictConfig, screen: Screen) -> None:
     module, _, function = config.prepare.partition(":")
     for key, value in getattr(importlib.import_module(module), function)(config, screen).items():
         OmegaConf.update(config, key, value, force_add=True)
-
-
-def adopt(config: DictConfig) -> Weights | None:
-    """Let ``policy`` take the place of the experiment's model, and return its weights, None if it is not set.
-
-    Until shards are merged, the model is the directory that has their config and tokenizer. Raises ConfigError.
-    """
-    if not config.policy:
-        return None
-    weights = find_weights(str(config.policy))
-    sharded = weights.sharded if not (Path(weights.model) / "config.json").is_file() else None
-    config.actor_rollout_ref.model.path = str(sharded / "huggingface") if sharded else weights.model
-    return weights
 
 
 def merge_policy(config: DictConfig, weights: Weights | None, run: Run, screen: Screen) -> None:

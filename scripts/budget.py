@@ -23,7 +23,7 @@ WINGS = {
     # The player of episodes moved here from rl/evaluate, because collection and warm start use it too; 15 show its
     # progress.
     "rl": 2805,
-    "rl/checks": 732,
+    "rl/checks": 740,
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
     "rl/cpu": 252,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
@@ -44,7 +44,7 @@ WINGS = {
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
     # forks, in rounds on a CPU; 10 end with the fork server what a fork has started; 5 keep ports below those of
     # connections.
-    "rl/run": 1320,
+    "rl/run": 1330,
     "rl/store": 470,  # new: episodes in a LightningStore, live and later
     "rl/sft": 705,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
@@ -78,7 +78,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_900
+EVERYTHING = 33_925
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

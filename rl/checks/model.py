@@ -1,6 +1,7 @@
 """This module checks the model and the plan for it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,20 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
         return
     if not (path / "config.json").is_file():
         raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
-    if synced and OmegaConf.select(config, "trainer.device") == "cpu" and _config(path).get("tie_word_embeddings"):
+    if not synced or OmegaConf.select(config, "trainer.device") != "cpu":
+        return
+    model = _config(path)
+    if model.get("tie_word_embeddings"):
         raise ConfigError(
             f"{path} has tied embeddings, and vLLM on a CPU does not load lm_head again when weights are synced; "
             "take a model with tie_word_embeddings=false"
         )
+    # Shared memory takes whole tensors only; the largest one is the embeddings.
+    key = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    half = str(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.model_dtype")).startswith("bf")
+    needed = (2 if half else 4) * model.get("vocab_size", 0) * model.get("hidden_size", 0) / 2**20
+    if needed > (bucket := OmegaConf.select(config, key)):
+        raise ConfigError(f"{key}={bucket} is less than one tensor of {path}; set it to {math.ceil(needed)} or more")
 
 
 def check_teacher(config: DictConfig) -> None:

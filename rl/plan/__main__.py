@@ -8,6 +8,7 @@ from rl.config import ConfigError
 from rl.plan import plan
 from rl.plan.layout import MODEL, select
 from rl.plan.tables import show
+from rl.run.weights import adopt
 from rollout import program
 
 
@@ -16,9 +17,12 @@ def main() -> None:
     config = read_command("rl.plan", "Print what a run takes: GPU memory, time, disk.", sys.argv[1:])
     path = f"{MODEL}.path"
     try:
+        if select(config, "trainer.device") == "cpu":
+            raise ConfigError("trainer.device=cpu: a plan is of GPUs, and this config trains on a CPU")
+        adopt(config)
         if config.prepare and not Path(select(config, path, "")).expanduser().is_dir():
             made_by = f"{config.prepare} makes this experiment's model when it runs"
-            raise ConfigError(f"{path}: {made_by}; give a directory or name")
+            raise ConfigError(f"{path}: {made_by}; give policy=MODEL")
         made = plan(config)
     except ConfigError as error:
         error.tell("plan")

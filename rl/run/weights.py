@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from rl.config import CPU_ENVIRONMENT, ConfigError
 from rl.run.checkpoints import newest
 from rl.run.programs import end_of_log
@@ -138,3 +140,16 @@ def _add_adapter(model: Path) -> None:
     adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype="auto"), adapter)
     adapted.merge_and_unload().save_pretrained(model)
     shutil.rmtree(adapter)
+
+
+def adopt(config: DictConfig) -> Weights | None:
+    """Let ``policy`` take the place of the experiment's model, and return its weights, None if it is not set.
+
+    Until shards are merged, the model is the directory that has their config and tokenizer. Raises ConfigError.
+    """
+    if not config.policy:
+        return None
+    weights = find_weights(str(config.policy))
+    sharded = weights.sharded if not (Path(weights.model) / "config.json").is_file() else None
+    config.actor_rollout_ref.model.path = str(sharded / "huggingface") if sharded else weights.model
+    return weights

@@ -28,11 +28,12 @@ from rl.command import read_command
 from rl.config import CONFIGS, ConfigError, check_all
 from rl.run.directory import Run, open_run
 from rl.run.vllm_server import ServeError
+from rl.run.weights import adopt
 from rl.screen import Screen, this_command
 from rl.sft.checks import check_policy, check_sft, check_values
 from rl.sft.rounds import play_rounds
 from rl.sft.tune import tune
-from rl.train import adopt, merge_policy, prepare, set_environment
+from rl.train import merge_policy, prepare, set_environment
 from rl.tune.rows import RowsError
 from rollout import files, program
 from rollout.sandbox import SandboxError

@@ -19,8 +19,8 @@ from rl.checks.packages import check_packages
 from rl.config import ConfigError, check_all
 from rl.data.choice import Rules
 from rl.overrides import nearest
+from rl.run.weights import adopt
 from rl.sft.other import check_environment
-from rl.train import adopt
 from rl.tune.given import PAIRS, ROWS, RowsError, check_columns
 from rollout.records import Reader
 

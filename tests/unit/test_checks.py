@@ -329,6 +329,21 @@ def test_tied_embeddings_on_a_cpu(config):
         check_model(config)
 
 
+@pytest.mark.parametrize(("dtype", "needed"), [("fp32", 520), ("bf16", 260)])
+def test_weights_that_one_message_of_a_cpu_cannot_hold(config, dtype, needed):
+    model = Path(config.actor_rollout_ref.model.path) / "config.json"
+    model.write_text('{"tie_word_embeddings": false, "vocab_size": 151936, "hidden_size": 896}')
+    key = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    OmegaConf.update(config, key, needed - 1, force_add=True)
+    OmegaConf.update(config, "actor_rollout_ref.actor.fsdp_config.model_dtype", dtype, force_add=True)
+    check_model(config)
+    config.trainer.device = "cpu"
+    with pytest.raises(ConfigError, match=rf"bucket_megabytes={needed - 1} .* set it to {needed} or more"):
+        check_model(config)
+    OmegaConf.update(config, key, needed)
+    check_model(config)
+
+
 def test_hub_names_are_not_looked_up(config):
     config.actor_rollout_ref.model.path = "Qwen/Qwen3-8B"
     check(config)

@@ -117,6 +117,23 @@ def test_without_a_word_the_experiments_are_listed(
         assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["+experiment=qwen3_4b", "scale=tiny", "actor_rollout_ref.model.path=M"], "give policy=MODEL"),
+        (["+experiment=quickstart", "data.train_files=[a]"], "with prepare=null policy=MODEL it takes yours"),
+    ],
+)
+def test_what_a_run_would_make_anew_is_not_taken_silently(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_command("rl.train", "", given)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and f"{given[-1]}: rl.quickstart.prepare:prepare makes this" in line and said in line
+    read_command("rl.train", "", [*given, "prepare=null"])
+
+
 def test_the_config_is_shown_with_our_groups_first(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         read_command("rl.train", "", ["--cfg", "job", "+experiment=quickstart", "run.grace_s=7"])

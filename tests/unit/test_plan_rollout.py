@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -12,6 +13,7 @@ import pytest
 
 from rl.config import ConfigError
 from rl.plan import host, plan
+from rl.plan.__main__ import main
 from rl.plan.layout import layout_of
 from rl.plan.memory import GIB
 from rl.plan.rollout import Boxes, flowing, whole
@@ -105,3 +107,20 @@ def test_validation_counts_the_tasks_that_are_here(tmp_path: Path) -> None:
     assert validation(config, EVEN) == (6, 1)
     config.data.val_max_samples = 8
     assert validation(config, EVEN) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["+experiment=quickstart"], "trainer.device=cpu: a plan is of GPUs"),
+        (["+experiment=qwen3_4b", "scale=gpu"], "makes this experiment's model when it runs; give policy=MODEL"),
+        (["+experiment=qwen3_4b", "policy=/nowhere"], "policy: no directory /nowhere"),
+    ],
+)
+def test_the_command_says_what_it_cannot_plan(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rl.plan", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err

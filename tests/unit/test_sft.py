@@ -13,12 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.checks.model import check_model
 from rl.config import ConfigError, compose
-from rl.run.weights import Weights, find_weights
+from rl.run.weights import Weights, adopt, find_weights
 from rl.screen import Screen
 from rl.sft import rounds
 from rl.sft.__main__ import main, spelled_out
 from rl.sft.checks import check_sft
-from rl.train import adopt
 from rl.tune import trainer
 from rl.tune.rows import RowsError
 from tests.check_kit import composed

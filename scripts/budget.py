@@ -31,7 +31,7 @@ WINGS = {
     # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
     "rl/data": 2075,
     "rl/evaluate": 780,
-    "rl/ingest": 1980,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
+    "rl/ingest": 1986,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75 find what is alike;
     # 55 record what functions return while tests run.
@@ -78,7 +78,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_925
+EVERYTHING = 33_935
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

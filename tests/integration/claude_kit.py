@@ -35,7 +35,7 @@ from rollout.episode import Episode
 from rollout.proxy.calls import Conversation
 from rollout.proxy.engine import Completion, EngineError, ScriptedEngine
 from rollout.proxy.heard import Hearing
-from rollout.proxy.session import Session
+from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import TrainingSequence
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local.box import boot_local
@@ -188,11 +188,18 @@ def exported(talk: Any) -> str:
 
 @contextlib.asynccontextmanager
 async def stage(
-    engine: Any, task: Task, *, max_context: int = 10**7, max_tokens: int = 10_000, **agent: Any
+    engine: Any,
+    task: Task,
+    *,
+    max_context: int = 10**7,
+    max_tokens: int = 10_000,
+    policy: Policy | None = None,
+    **agent: Any,
 ) -> AsyncIterator[Stage]:
     """Make a proxy, a session and a box with the work tree of ``task``; all are closed at the end.
 
-    ``agent``: ClaudeCode's fields; by default, Claude Code runs with its full prompt and all its tools.
+    ``policy``: in place of one of characters for ``engine``. ``agent``: ClaudeCode's fields; by default, Claude Code
+    runs with its full prompt and all its tools.
     """
     binary = find_binary(None)
     settings = {"binary": binary, "max_turns": 12, "timeout_s": 60.0, "max_tokens": 2000, **agent}
@@ -204,7 +211,7 @@ async def stage(
         socket = Path(home, "s")
         box = await boot_local(task.snapshot, binds={binary: str(binary)}, socket_dir=Path(home))
         try:
-            policy = char_policy(engine, max_tokens=max_tokens, max_context=max_context)
+            policy = policy or char_policy(engine, max_tokens=max_tokens, max_context=max_context)
             session = await server.open_session("stage", policy, socket)
             yield Stage(
                 task, box, session, Verbatim(**settings), socket, server.conversation(session), listener.requests

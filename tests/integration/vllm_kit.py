@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,18 +28,32 @@ class Running:
     model_dir: Path
 
 
+@contextlib.contextmanager
+def serving(model: Path, directory: Path, *arguments: str) -> Iterator[Running]:
+    """A vLLM server of a model, whose log is in ``directory``; what it leaves behind is, too."""
+    left = directory / "left"
+    left.mkdir()
+    given = [
+        "--max-num-seqs",
+        "4",
+        "--enforce-eager",
+        "--logprobs-mode",
+        "processed_logprobs",
+        *ONE_PROCESS,
+        *arguments,
+    ]
+    environment = {"TMPDIR": str(left), "HF_HUB_OFFLINE": "1", **UNCOMPILED}
+    with vllm_server(str(model), directory / "server.log", *given, environment=environment, timeout_s=600) as running:
+        yield Running(running.process, running.url, model)
+
+
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The one plain vLLM server of a test session, with the quickstart's policy and random weights. Tests that use it
     are in the xdist group "vllm"."""
     directory = tmp_path_factory.mktemp("vllm")
-    model_dir, left = directory / "model", directory / "left"
-    left.mkdir()  # for what it leaves behind
-    make_policy(model_dir, seed=1)
-    arguments = ["--dtype", "float32", "--max-model-len", "16384", "--max-num-seqs", "4", "--enforce-eager"]
-    arguments += ["--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
-    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", *ONE_PROCESS]
-    environment = {"TMPDIR": str(left), "HF_HUB_OFFLINE": "1", **UNCOMPILED}
-    log = directory / "server.log"
-    with vllm_server(str(model_dir), log, *arguments, environment=environment, timeout_s=600) as running:
-        yield Running(running.process, running.url, model_dir)
+    make_policy(directory / "model", seed=1)
+    arguments = ["--dtype", "float32", "--max-model-len", "16384", "--enable-prompt-tokens-details"]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder"]
+    with serving(directory / "model", directory, *arguments) as running:
+        yield running

@@ -30,57 +30,24 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = Path("/tmp/env")
-AGENT = ["agent.bare=true", "agent.tools=[Bash,Read]", "agent.max_turns=16", "agent.timeout_s=90"]
-AGENT += ["agent.system_prompt='Fix the bug in module.py. `python3 check.py` shows it.'"]
-AGENT += ["proxy.tool_parser=hermes", "proxy.max_tokens=160", "sandbox=local"]
 CONTEXT = 10240
 EXPERIMENT = [
-    "+experiment=qwen3_4b",
-    *AGENT,
-    "trainer.experiment_name=qwen2_5_coder_0_5b",
+    "+experiment=qwen2_5_coder_0_5b",
     "trainer.logger=[console]",
-    "allow_overlap=[repo,diff,statement]",
-    "data.max_prompt_length=4096",
-    f"data.max_response_length={CONTEXT - 4096}",
-    "data.train_batch_size=16",
-    "sandbox.concurrency=12",
-    "algorithm.filter_groups.enable=false",
     "curriculum.by_rate=true",
-    "episode.mask_overlong=false",
     "plan.check=false",
-    "plan.first_prompt=600",
-    "plan.turns=6",
-    "plan.sampled=45",
-    "plan.read=120",
-    "plan.tool_s=0.3",
-    "plan.boot_s=0.3",
-    "plan.grade_s=1",
-    "actor_rollout_ref.model.lora_rank=32",
-    "actor_rollout_ref.model.lora_alpha=64",
-    "actor_rollout_ref.model.target_modules=all-linear",
+    # flash-attn has no wheel that can be carried.
     "actor_rollout_ref.model.override_config.attn_implementation=flash_attention_4",
-    "actor_rollout_ref.actor.fsdp_config.offload_policy=false",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=12288",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.optim.lr=5.0e-5",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
-    "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.rollout.load_format=safetensors",
-    "actor_rollout_ref.rollout.gpu_memory_utilization=0.35",
-    "actor_rollout_ref.rollout.max_num_seqs=128",
-    "actor_rollout_ref.rollout.agent.num_workers=4",
-    "actor_rollout_ref.rollout.val_kwargs.n=2",
-    "trainer.val_before_train=true",
-    "trainer.test_freq=4",
+    # The machine may be gone any minute.
     "trainer.save_freq=2",
     "trainer.total_training_steps=400",
     "ray_kwargs.ray_init.num_cpus=64",
     "+ray_kwargs.ray_init.object_store_memory=2000000000",
-    "sft.lr=2.0e-4",
-    "sft.epochs=2",
-    "sft.batch_size=16",
-    "sft.max_length=6144",
 ]
+# The experiment's, for rl.evaluate.
+AGENT = ["agent.bare=true", "agent.tools=[Bash,Read]", "agent.max_turns=16", "agent.timeout_s=90"]
+AGENT += ["agent.system_prompt='Fix the bug in module.py. `python3 check.py` shows it.'"]
+AGENT += ["proxy.tool_parser=hermes", "proxy.max_tokens=160", "sandbox=local"]
 SAMPLES = 8
 _PIECE = 16_000_000
 _SHARE = '--gpu-memory-utilization,"0.18"'

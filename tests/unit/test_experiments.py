@@ -125,7 +125,7 @@ def test_no_step_trains_with_rate_0(name: str) -> None:
         optimizer.step()
         schedule.step()
     warm = settings.lr_warmup_steps
-    assert rates == pytest.approx([settings.lr * min(1, step / warm) for step in range(1, 201)])
+    assert rates == pytest.approx([settings.lr * min(1, step / max(1, warm)) for step in range(1, 201)])
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -56,7 +56,7 @@ def _read(
         raise ConfigError(f"--cfg {given.cfg}: only --cfg job is there, which shows the config")
     config = compose(given.overrides, check=check)
     wrong = [one for one in given.overrides if one.partition("=")[0].lstrip("+") in _MADE] if config.prepare else []
-    if wrong:
+    if wrong and program != "rl.plan":  # which makes nothing
         instead = [_MADE[one.partition("=")[0].lstrip("+")] for one in wrong]
         made = f"{config.prepare} makes this when the run starts, and would replace what you give"
         raise ConfigError(*(f"{one}: {made}; {rest}" for one, rest in zip(wrong, instead, strict=True)))

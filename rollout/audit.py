@@ -28,8 +28,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import struct
 import sys
+import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -265,6 +267,7 @@ class Audit:
     def __init__(self, source: Path, model: Path | None = None) -> None:
         self.reader, self.model = Reader(source), model
         self.findings: list[str] = []
+        self.unknown: set[str] = set()  # why it is not known what closes a turn
         self.total: Counter[str] = Counter()
         self.figures: dict[str, dict[str, Any]] = {}  # by episode
         self.digests: dict[str, bytes] = {}  # of the records, their places in their files left out
@@ -300,8 +303,11 @@ class Audit:
             reading = self.reading(record.parser, record.version < _SEALED)
             model = str(self.model or record.model)
             problems += audit_text(record, self.tokenizer(model), reading)
-            if (closing := self.closing(model)) is not None:
-                problems += audit_turns(record, closing)
+            try:
+                closing = self.closing(model)
+                problems += audit_turns(record, closing) if closing is not None else ()
+            except ValueError as error:
+                self.unknown.add(str(error))
         if record.episode in self.figures:
             problems.append("this episode is recorded twice")
         self.figures[record.episode] = _figures(record)
@@ -387,7 +393,7 @@ def tokenizer_of(model: str) -> Any:
 def closing_of(model: Path, tokenizer: Any) -> int | None:
     """Return the id with which the chat template in a model's directory closes a turn of the assistant.
 
-    None: it has no template, one that jinja alone cannot render, or one that closes turns with no control token.
+    None: it has no template, or one that closes turns with no control token. Raises ValueError if it fails.
     """
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -395,7 +401,11 @@ def closing_of(model: Path, tokenizer: Any) -> int | None:
     file, options = model / "chat_template.jinja", model / "tokenizer_config.json"
     told = json.loads(options.read_text()) if options.is_file() else {}
     template = file.read_text() if file.is_file() else told.get("chat_template")
-    # As in transformers, which imports torch.
+    if not template:
+        return None
+    # As in transformers, which imports torch. A block "generation" is what a template for training trains.
+    template = re.sub(r"({%-?\s*)generation\b", r"\1if true", str(template))
+    template = re.sub(r"({%-?\s*)endgeneration\b", r"\1endif", template)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zq7"}]
@@ -403,13 +413,15 @@ def closing_of(model: Path, tokenizer: Any) -> int | None:
         key: one["content"] if isinstance(one, dict) else one for key, one in told.items() if key.endswith("_token")
     }
     try:
-        rest = environment.from_string(str(template)).render(messages=said, **names).split("zq7")[1]
-        ids = tokenizer.encode(rest, add_special_tokens=False)
-        first = getattr(ids, "ids", ids)[0]
-        known = getattr(tokenizer, "get_added_tokens_decoder", lambda: tokenizer.added_tokens_decoder)()
-    except Exception:  # a template may fail in any way, and without transformers' own functions
-        return None
-    return first if first in known else None
+        rest = (
+            environment.from_string(template).render(messages=said, strftime_now=time.strftime, **names).split("zq7")[1]
+        )
+    except Exception as error:  # a template may fail in any way
+        raise ValueError(f"{model}: the chat template fails: {error}") from error
+    encoded = tokenizer.encode(rest, add_special_tokens=False)
+    ids = getattr(encoded, "ids", encoded)
+    known = getattr(tokenizer, "get_added_tokens_decoder", lambda: tokenizer.added_tokens_decoder)()
+    return ids[0] if ids and ids[0] in known else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -428,6 +440,8 @@ def main(argv: list[str] | None = None) -> int:
         print(finding, file=sys.stderr)
     for torn in run.reader.torn:
         print(f"note: {torn.path}: its last record is incomplete (the process was killed); {torn.lost} bytes ignored")
+    for reason in sorted(run.unknown):
+        print(f"note: it is not looked at whether turns are closed: {reason}")
     total = run.total
     if total["foreign"]:
         print(f"note: {total['foreign']} replies were not asked for by the agent itself, and are not trained on")

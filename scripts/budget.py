@@ -52,15 +52,15 @@ WINGS = {
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
     "rl/tune": 415,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
     # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
-    # while their file grows; 30: what closes a turn, by the template.
-    "rollout": 1090,
+    # while their file grows; 45: what closes a turn, by the template.
+    "rollout": 1106,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which one is meant among several replies,
     # requests or branches that are alike. 300 are chat completions, and conversations as they went over the wire. 280
     # are for large requests, which hold nobody up and are refused before they are encoded; a head is encoded, and the
     # beginning of a prompt hashed, only once.
-    # 130 compare a session with the model's own chat template at every start.
-    "rollout/proxy": 3370,
+    # 140 compare a session with the model's own chat template at every start.
+    "rollout/proxy": 3382,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,

@@ -46,13 +46,15 @@ _DEEPSEEK = [
     *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")),
 ]
-_CONTROL = {  # by model type: special tokens, of which the first ends a text, and other added tokens
+# By what the model type begins with, Qwen's for all others: special tokens, of which the first ends a text, and others.
+_CONTROL = {
     "qwen": (_QWEN, _QWEN_ADDED),
     "glm": (_GLM, _GLM_ADDED),
     "deepseek": (_DEEPSEEK, ["<think>", "</think>"]),
     "minimax": (["[e~[", "]~b]", "]~!b["], ["<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"]),
     "kimi": ([*_KIMI, *_KIMI_CALLS], ["<think>", "</think>"]),
     "seed": (_SEED, _SEED_ADDED),
+    "granite": (["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"], _QWEN_ADDED),
 }
 # Model: package, template, model type, tool parsers.
 MODELS: dict[str, tuple[str, str, str, list[str]]] = {
@@ -66,10 +68,13 @@ MODELS: dict[str, tuple[str, str, str, list[str]]] = {
     "Qwen3.8": ("TRL", "qwen3_8", "qwen3_5", ["qwen3_coder"]),
     "GLM-4.5": ("TRL", "glm4moe", "glm4_moe", ["glm45"]),
     "GLM-4.6": ("llama.cpp", "GLM-4.6", "glm4_moe", ["glm45", "glm47"]),
-    "GLM-4.7": ("llama.cpp", "GLM-4.7-Flash", "glm4_moe", ["glm47"]),
+    "GLM-4.7": ("llama.cpp", "GLM-4.7-Flash", "glm4_moe_lite", ["glm47"]),
     "DeepSeek V3": ("TRL", "deepseekv3", "deepseek_v3", ["deepseek_v3"]),
     "DeepSeek R1": ("llama.cpp", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek_v3", ["deepseek_v3"]),
     "DeepSeek V3.1": ("llama.cpp", "deepseek-ai-DeepSeek-V3.1", "deepseek_v3", ["deepseek_v31"]),
+    "Nemotron 3": ("llama.cpp", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron_h", ["qwen3_coder"]),
+    "StepFun 3.5": ("llama.cpp", "StepFun3.5-Flash", "step3p5", ["qwen3_coder"]),
+    "Granite 4.1": ("llama.cpp", "ibm-granite-granite-4.1", "granitemoehybrid", ["hermes"]),
     "MiniMax M2": ("llama.cpp", "MiniMax-M2", "minimax_m2", ["minimax_m2"]),
     "Kimi K2": ("llama.cpp", "moonshotai-Kimi-K2", "kimi_k2", ["kimi_k2"]),
     "Seed-OSS": ("llama.cpp", "ByteDance-Seed-OSS", "seed_oss", ["seed_oss"]),
@@ -81,7 +86,7 @@ REFUSED = {name: ("llama.cpp", name, "kimi_k2", ["kimi_k2"]) for name in ("Kimi-
 def tokenizer_of(model: str) -> Any:
     """Return the real tokenizer with a model's published template, and the control tokens of its family."""
     package, template, model_type, _ = (MODELS | REFUSED)[model]
-    special, added = next(tokens for family, tokens in _CONTROL.items() if model_type.startswith(family))
+    special, added = next((t for family, t in _CONTROL.items() if model_type.startswith(family)), _CONTROL["qwen"])
     tokenizer = Tokenizer.from_str(_first_words())
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])

@@ -30,9 +30,10 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
         )
     # Shared memory takes whole tensors only; the largest one is the embeddings.
     key = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-    half = str(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.model_dtype")).startswith("bf")
-    needed = (2 if half else 4) * model.get("vocab_size", 0) * model.get("hidden_size", 0) / 2**20
-    if needed > (bucket := OmegaConf.select(config, key)):
+    whole = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.model_dtype") in ("fp32", "float32")
+    text = model.get("text_config") or model
+    needed = (4 if whole else 2) * (text.get("vocab_size") or 0) * (text.get("hidden_size") or 0) / 2**20
+    if needed > (bucket := OmegaConf.select(config, key) or 0):
         raise ConfigError(f"{key}={bucket} is less than one tensor of {path}; set it to {math.ceil(needed)} or more")
 
 

@@ -152,7 +152,7 @@ def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -
         else:
             row: dict[str, Any] = {"state_id": one.state_id, **columns}
             ids = before.get("input_ids")
-            if ids and row["input_ids"][: len(ids)] == ids:
+            if ids and row["input_ids"][: row["loss_mask"].index(1)][: len(ids)] == ids:
                 row["loss_mask"][: len(ids)] = before["loss_mask"]
             elif before:
                 yield before

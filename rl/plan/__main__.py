@@ -22,7 +22,7 @@ def main() -> None:
         adopt(config)
         if config.prepare and not Path(select(config, path, "")).expanduser().is_dir():
             made_by = f"{config.prepare} makes this experiment's model when it runs"
-            raise ConfigError(f"{path}: {made_by}; give policy=MODEL")
+            raise ConfigError(f"{path}: {made_by}; give a directory or name")
         made = plan(config)
     except ConfigError as error:
         error.tell("plan")

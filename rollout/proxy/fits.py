@@ -32,8 +32,7 @@ def check_fits(renderer: ChatTemplateRenderer, tool_parser: str, any_family: boo
     """Raise ValueError if ``tool_parser`` (a key of ``FORMATS``) cannot read the calls that the chat template writes,
     or if the renderer writes other tokens than the template.
 
-    A template that writes no calls says nothing of them. With ``any_family``, calls are not looked at, and other tokens
-    are only logged.
+    With ``any_family``, calls are not looked at, and other tokens are only logged.
     """
     written = "" if any_family or tool_parser not in FORMATS else _written(renderer)
     if written and not _reads(tool_parser, written):
@@ -64,8 +63,11 @@ def differences(renderer: ChatTemplateRenderer) -> Iterator[str]:
     ):
         try:
             if reply is None:
-                ours = renderer.start([*_ASK, *more], _TOOLS)
-                theirs = renderer.encode(renderer.text([*_ASK, *more], _TOOLS, **_PROMPT))
+                text = renderer.text([*_ASK, *more], _TOOLS, **_PROMPT)
+                if (_WORD if more else "look") not in text:
+                    yield f"{case}: the model's chat template leaves out {'the call' if more else 'the tools'}"
+                    continue
+                ours, theirs = renderer.start([*_ASK, *more], _TOOLS), renderer.encode(text)
                 found = [] if ours == theirs else [tuple(map(renderer.tokenizer.decode, (ours, theirs)))]
             else:
                 found = after(renderer, reply, more, ended)

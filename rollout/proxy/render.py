@@ -24,6 +24,8 @@ from rollout.proxy.texts import NoRoom
 
 # The encodings of this many conversations of at most this many bytes are remembered (see _prepared).
 _REMEMBERED, _SHORT = 1000, 2000
+# Control tokens that only one family's templates write, and a model type of it.
+_ALIKE = {"<|observation|>": "glm4_moe", "<｜Assistant｜>": "deepseek_v3"}
 
 
 class Renderer(Protocol):
@@ -42,14 +44,20 @@ class Renderer(Protocol):
         ...
 
 
-def _has_builder(model_type: str) -> bool:
-    """Tell whether verl has a builder of its own for ``model_type`` (from config.json)."""
+def _builder(tokenizer: Any, model_type: str, template: str, template_args: dict[str, Any]) -> Any:
+    """Return verl's builder for ``model_type`` (from config.json), or the one that the template seems to need."""
     from verl.utils.tokenizer.continuous_token_wiring import (
         ContinuousTokenModelFamily,
+        create_continuous_token_builder,
         infer_continuous_token_model_family,
     )
 
-    return infer_continuous_token_model_family(hf_model_type=model_type) is not ContinuousTokenModelFamily.DEFAULT
+    known = infer_continuous_token_model_family(hf_model_type=model_type) is not ContinuousTokenModelFamily.DEFAULT
+    alike = [kind for mark, kind in _ALIKE.items() if mark in template]
+    for kind in [model_type] * known + alike:
+        with contextlib.suppress(ValueError):  # its control tokens are missing, or it is for pictures
+            return create_continuous_token_builder(tokenizer, hf_model_type=kind, chat_template_kwargs=template_args)
+    return create_continuous_token_builder(tokenizer, hf_model_type="", chat_template_kwargs=template_args)
 
 
 def generation_config(model: str) -> dict[str, Any]:
@@ -95,7 +103,8 @@ def call_form(tokenizer: Any) -> _Form:
     """Return a function that gives messages with calls the form in which the chat template writes them: some want
     arguments as JSON text, and some no content at all beside a call. Any other form they refuse, or leave out."""
     closing = end_of_turn(tokenizer)
-    call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"file": "a.py"}}}
+    given = {"file": "a.py"}
+    call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": given}}
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
 
     def turns(form: _Form) -> int:
@@ -105,7 +114,8 @@ def call_form(tokenizer: Any) -> _Form:
             for said in ([form(reply)], [])
         )
         count = sum(ids.count(id) - other.count(id) for id in closing)
-        return count if "look" in tokenizer.decode(ids) else -1
+        text = tokenizer.decode(ids)
+        return count if "look" in text and str(given) not in text else -1  # which is no JSON
 
     forms = [functools.partial(_called, text=text, none=none) for none in (False, True) for text in (False, True)]
     for form in forms:
@@ -134,27 +144,32 @@ class ChatTemplateRenderer:
     """A ChatTemplateRenderer uses a Hugging Face tokenizer and verl's builder for ``model_type`` (from config.json).
     ``closing``: see ``end_of_turn``.
 
-    A model type without a builder of its own gets Qwen's if its template writes ChatML, else the generic one. Whether
-    the ids between two turns are then those that the template writes is for ``fits.check_fits`` to say.
+    A model type without a builder that takes its tokenizer gets that of the family whose control tokens the template
+    writes, else the generic one. Whether the ids between two turns are then those that the template writes is for
+    ``fits.check_fits`` to say. Raises ValueError if the template fails.
     """
 
     def __init__(self, tokenizer: Any, model_type: str, template_args: dict[str, Any] | None = None) -> None:
         from verl.utils.tokenizer.chat_template import apply_chat_template
         from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
-        from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
         self.tokenizer = tokenizer
         self.marks = Marks(tokenizer)
         self._encoder = Encoder(tokenizer)
-        self._form = call_form(tokenizer)
-        prepared = _prepared(tokenizer, self._form, self.marks, self._encoder)
         self._template_args = template_args or {}
-        if not _has_builder(model_type):
-            said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-            model_type = "qwen3" if self.text(said, []).endswith("<|im_end|>\n") else model_type
-        self.builder = create_continuous_token_builder(
-            prepared, hf_model_type=model_type, chat_template_kwargs=self._template_args
-        )
+        template = str(tokenizer.chat_template)
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        try:
+            self.closing = end_of_turn(tokenizer)
+            self._form = call_form(tokenizer)
+            between = self.text(said, []).rpartition(tokenizer.decode(self.closing) or "!")[2]
+        except Exception as error:  # jinja's and the template's own have no common class
+            raise ValueError(f"the model's chat template fails: {error}") from error
+        prepared = _prepared(tokenizer, self._form, self.marks, self._encoder)
+        self.builder = _builder(prepared, model_type, template, self._template_args)
+        # Other builders write themselves what stands between the token that closes a turn and the next turn.
+        own = type(self.builder) is not ContinuousTokenBuilder
+        self._between = [] if own or not self.closing else self.encode(between)
         # If a builder renders first prompts in its own way, their text is not known.
         plain = type(self.builder).build_initial_tokens is ContinuousTokenBuilder.build_initial_tokens
         self._render: Any = None
@@ -162,9 +177,7 @@ class ChatTemplateRenderer:
             self._render = functools.partial(apply_chat_template, prepared, tokenize=False, **self._template_args)
             self._by_comparison = self.builder.render_delta_token_id
             self.builder.render_delta_token_id = self._added
-        template = str(tokenizer.chat_template)
         self._ids_are_written = any(word in template for word in ("tool_call_id", ".id", "'id'", '"id"'))
-        self.closing = end_of_turn(tokenizer)
         self._system_anywhere = True  # until the template refuses a system message that is not the first message
 
     def text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], **options: Any) -> str:
@@ -192,6 +205,7 @@ class ChatTemplateRenderer:
         """Implement Renderer.extend."""
         # A reply may have ended with another token than the one that closes a turn, as a base model's do.
         closed = list(tail) if ended and list(tail[-1:]) == self.closing[:1] else [*tail, *self.closing]
+        closed += self._between
         if not self._ids_are_written:
             messages = [
                 m if m["role"] != "tool" else {**m, "tool_call_id": f"call_{i}"} for i, m in enumerate(messages)

@@ -67,8 +67,15 @@ def test_a_turn_that_is_not_closed_is_found(tmp_path: Path) -> None:
         assert bool([*audit_turns(record, closing)]) == found
 
 
-def test_without_a_chat_template_nothing_is_said_of_turns(tmp_path: Path) -> None:
-    assert closing_of(tmp_path, CharTokenizer()) is None
+def test_what_closes_a_turn_is_read_of_templates_for_training_too(tmp_path: Path) -> None:
+    tokenizer = quickstart_policy.make_tokenizer()
+    assert closing_of(tmp_path, tokenizer) is None  # there is no template
+    template = "{% generation %}{{ messages[1].content }}<|im_end|>{% endgeneration %}{{ strftime_now('%Y') }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert closing_of(tmp_path, tokenizer) == tokenizer.eos_token_id
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(ValueError, match="the chat template fails"):
+        closing_of(tmp_path, tokenizer)
 
 
 def split_token(record: Record) -> None:

@@ -48,6 +48,7 @@ def writing(call: str, between: str = "\n") -> ChatTemplateRenderer:
     tokenizer = make_tokenizer(["a text"])
     said = call.replace("%s", "{{ c.function.name }}")
     tokenizer.chat_template = (
+        "{{ tools | tojson if tools }}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{% set a = c.function.arguments %}" + said + "{% endfor %}<|im_end|>" + between + "{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -69,10 +70,18 @@ def test_the_parsers_of_a_family_fit_its_template_and_no_others(family: str) -> 
     assert fitting == SAME.get(family, {family})
 
 
-def test_a_format_that_nobody_reads_is_refused_and_a_template_without_calls_is_not() -> None:
+def test_a_format_that_nobody_reads_is_refused_and_a_template_without_calls_or_tools() -> None:
     with pytest.raises(ValueError, match="no known parser does"):
         check_fits(writing(LLAMA), "hermes", any_family=False)
-    check_fits(writing(""), "hermes", any_family=False)
+    with pytest.raises(ValueError, match="a first prompt with a call: the model's chat template leaves out the call"):
+        check_fits(writing(""), "hermes", any_family=False)
+    tokenizer = make_tokenizer(["a text"])
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    with pytest.raises(ValueError, match="a first prompt: the model's chat template leaves out the tools"):
+        check_fits(ChatTemplateRenderer(tokenizer, "llama"), "hermes", any_family=False)
+    tokenizer.chat_template = "{% for tool in tools %}{% endfor %}{{ tools.none.x }}"
+    with pytest.raises(ValueError, match="the model's chat template fails: "):
+        ChatTemplateRenderer(tokenizer, "llama")
 
 
 def test_what_stands_between_turns_must_be_what_the_template_writes(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
+from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder, GLMContinuousTokenBuilder
 
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.marks import control_texts
@@ -259,13 +259,16 @@ def _unchecked(tokenizer: Any) -> ChatTemplateRenderer:
     return renderer
 
 
-def test_a_chatml_template_of_any_model_type_is_extended_as_qwens() -> None:
+def test_a_model_type_without_a_builder_gets_what_its_template_needs() -> None:
+    """The generic builder also writes what stands between turns; GLM's tokens end one turn and begin the next."""
     tokenizer = make_tokenizer()
     own, other = (ChatTemplateRenderer(tokenizer, kind) for kind in ("qwen3", "llama"))
-    tail, more = [5, tokenizer.eos_token_id], [{"role": "user", "content": "on"}]
-    assert own.extend(tail, True, more) == other.extend(tail, True, more)
-    tokenizer.chat_template = GLM
-    assert type(ChatTemplateRenderer(tokenizer, "llama").builder) is ContinuousTokenBuilder
+    assert type(other.builder) is ContinuousTokenBuilder
+    more = [{"role": "user", "content": "on"}]
+    for tail, ended in ([5, tokenizer.eos_token_id], True), ([5], False):
+        assert own.extend(tail, ended, more) == other.extend(tail, ended, more)
+    for kind in ("glm4_moe_lite", "qwen3"):  # whose tokenizer lacks what Qwen's builder needs
+        assert type(ChatTemplateRenderer(glm(), kind).builder) is GLMContinuousTokenBuilder
 
 
 def test_added_tokens_of_plain_text_are_encoded_as_they_are() -> None:

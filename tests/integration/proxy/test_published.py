@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -53,9 +54,12 @@ def renderer(model: str) -> ChatTemplateRenderer:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_session_writes_what_the_template_writes(model: str) -> None:
-    assert [*differences(renderer(model))] == []
+    # DeepSeek's own templates leave it to the system prompt to describe tools.
+    without = ["a first prompt: the model's chat template leaves out the tools"] * model.startswith("DeepSeek")
+    assert [*differences(renderer(model))] == without
     for parser in MODELS[model][3]:
-        check_fits(renderer(model), parser, any_family=False)
+        with pytest.raises(ValueError, match=without[0]) if without else contextlib.nullcontext():
+            check_fits(renderer(model), parser, any_family=False)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -39,7 +39,7 @@ from tests.integration.vllm_kit import Running, serving
 from tests.lacks import lacks
 from tests.sandboxes import REPOSITORY
 
-pytestmark = [pytest.mark.engine, pytest.mark.claude, pytest.mark.timeout(1200), pytest.mark.xdist_group("real")]
+pytestmark = [pytest.mark.engine, pytest.mark.claude, pytest.mark.timeout(2400), pytest.mark.xdist_group("real")]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ AGENT: dict[str, Any] = {
     "tools": ("Edit", "Read"),
     "system_prompt": "Fix the bug.",
     "max_turns": 2,
-    "timeout_s": 600.0,
+    "timeout_s": 1200.0,
 }
 
 

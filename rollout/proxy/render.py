@@ -99,10 +99,10 @@ def end_of_turn(tokenizer: Any) -> list[int]:
 _Form = Callable[[ChatMessage], ChatMessage]
 
 
-def call_form(tokenizer: Any) -> _Form:
+def call_form(tokenizer: Any, closing: list[int]) -> _Form:
     """Return a function that gives messages with calls the form in which the chat template writes them: some want
-    arguments as JSON text, and some no content at all beside a call. Any other form they refuse, or leave out."""
-    closing = end_of_turn(tokenizer)
+    arguments as JSON text, and some no content at all beside a call. Any other form they refuse, or leave out.
+    ``closing``: see ``end_of_turn``."""
     given = {"file": "a.py"}
     call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": given}}
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -161,7 +161,7 @@ class ChatTemplateRenderer:
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
             self.closing = end_of_turn(tokenizer)
-            self._form = call_form(tokenizer)
+            self._form = call_form(tokenizer, self.closing)
             between = self.text(said, []).rpartition(tokenizer.decode(self.closing) or "!")[2]
         except Exception as error:  # jinja's and the template's own have no common class
             raise ValueError(f"the model's chat template fails: {error}") from error
@@ -221,7 +221,7 @@ class ChatTemplateRenderer:
             while keep + same < len(closed) and appended[same : same + 1] == closed[keep + same : keep + same + 1]:
                 same += 1
             if keep + same < len(closed) and more and more[0]["role"] == "system":
-                return build([_as_user(more[0]), *more[1:]])  # which is what the policy has begun
+                return build([as_user(more[0]), *more[1:]])  # which is what the policy has begun
             return [*closed[len(tail) :], *appended[same:]]
 
         return self._written(build, messages, first=0)
@@ -248,18 +248,18 @@ class ChatTemplateRenderer:
     def _written(self, build: Any, messages: list[ChatMessage], first: int) -> list[int]:
         """Call ``build``; if the template refuses system messages from index ``first`` on, make them the user's."""
         messages = self.marks.hide(messages)
-        as_user = [*messages[:first], *(_as_user(message) for message in messages[first:])]
+        users = [*messages[:first], *(as_user(message) for message in messages[first:])]
         try:
-            if self._system_anywhere and as_user != messages:
+            if self._system_anywhere and users != messages:
                 try:
                     return build(messages)
                 except NoRoom:
                     raise
                 except Exception:  # of jinja or verl; if the system message is not the cause, build fails again
-                    ids = build(as_user)
+                    ids = build(users)
                     self._system_anywhere = False
                     return ids
-            return build(as_user)
+            return build(users)
         except NoRoom:
             raise
         except Exception as error:
@@ -304,5 +304,6 @@ def _prepared(tokenizer: Any, form: _Form, marks: Marks, encoder: Encoder) -> An
     return copied
 
 
-def _as_user(message: ChatMessage) -> ChatMessage:
-    return {**message, "role": "user"} if message["role"] == "system" else message
+def as_user(message: ChatMessage) -> ChatMessage:
+    """Return a message as the user's if it is a system message."""
+    return {**message, "role": "user"} if message.get("role") == "system" else message

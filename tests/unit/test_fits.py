@@ -97,7 +97,7 @@ def test_what_stands_between_turns_must_be_what_the_template_writes(caplog: pyte
 
 
 def test_a_template_that_fails_is_refused() -> None:
-    """Those of Kimi-K2 in llama.cpp change lists, which transformers forbids."""
+    """llama.cpp's templates of Kimi-K2 change lists, which transformers forbids."""
     renderer = writing("{% set x = [] %}{% set _ = x.append(1) %}%s")
     with pytest.raises(ValueError, match=r"a first prompt with a call: .* 'append' of 'list' object is unsafe"):
         check_fits(renderer, "kimi_k2", any_family=False)

@@ -1,6 +1,7 @@
 """This module composes the config from configs/ and defines the error for a config that cannot work."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,9 +30,8 @@ NO_REPORTS = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
 }
-# For training runs, whose models have a few million parameters. Operations on them are too short to be split over
-# threads: with two, an update takes twice as long. vLLM would also compile a function for the first reply that it
-# samples (12 s).
+# For training runs; a config's `cpu_threads` sets the threads. vLLM would also compile a function for the first reply
+# that it samples (12 s).
 CPU_TRAINING = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -42,7 +42,14 @@ def workers_environment(config: DictConfig) -> dict[str, str]:
     rollout, values = config.actor_rollout_ref.rollout, {}
     if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers set VLLM_BATCH_INVARIANT
         values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
-    return values | (CPU_TRAINING if config.trainer.device == "cpu" else {})
+    return values | cpu_training(config)
+
+
+def cpu_training(config: DictConfig) -> dict[str, str]:
+    """Return the variables of a CPU run's processes; none on a GPU."""
+    if config.trainer.device != "cpu":
+        return {}
+    return CPU_TRAINING | {"OMP_NUM_THREADS": str(config.cpu_threads or os.cpu_count() or 1)}
 
 
 class ConfigError(Exception):

@@ -23,23 +23,23 @@ WINGS = {
     # The player of episodes moved here from rl/evaluate, because collection and warm start use it too; 15 show its
     # progress.
     "rl": 2805,
-    "rl/checks": 740,
+    "rl/checks": 786,  # 46: a toy's recipe for a real model, and the memory of a real model on a CPU
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
-    "rl/collect": 320,  # new: episodes as data (records, session files, spans, a dataset); 20 are verdicts in spans
+    # Episodes as data (records, session files, spans, a dataset); 205 are an expert that plays in a policy's own form.
+    "rl/collect": 525,
     "rl/cpu": 252,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
-    # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 320 are the command
-    # that makes tasks, overlap of task files, and the probe. 150 put made tasks into container images.
-    "rl/data": 2075,
+    # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 385 are the commands
+    # that make tasks, overlap of task files, and the probe. 150 put made tasks into container images.
+    "rl/data": 2145,
     "rl/evaluate": 780,
     "rl/ingest": 1986,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75 find what is alike;
-    # 55 record what functions return while tests run.
-    "rl/make": 2175,
+    # 55 record what functions return while tests run. 445: tasks of functions that stand alone.
+    "rl/make": 2620,
     "rl/metrics": 574,  # 94 keep what the trainer made of sampled tokens
     "rl/plan": 970,
-    "rl/quickstart": 695,  # 47 define what a course is; there are two courses
-    "rl/quickstart/realcode": 780,  # new: real functions: harvest, exchanges, an expert, drills, heads that look up
+    "rl/quickstart": 635,
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
     # forks, in rounds on a CPU; 10 end with the fork server what a fork has started; 5 keep ports below those of
@@ -50,7 +50,7 @@ WINGS = {
     "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
     "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
-    "rl/tune": 415,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
+    "rl/tune": 416,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
     # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
     # while their file grows; 45: what closes a turn, by the template.
     "rollout": 1106,
@@ -69,7 +69,7 @@ WINGS = {
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed. 30: rounds, then GRPO from them.
     # 600 bring a real model and everything that it needs to a GPU machine without a network, and train it there.
-    "scripts": 3570,
+    "scripts": 3440,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
@@ -77,8 +77,8 @@ WINGS = {
 # command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
-# curriculum, and realcode. 620 are a real model on a lent GPU.
-EVERYTHING = 33_995
+# curriculum, and tasks of functions. 620 are a real model on a lent GPU.
+EVERYTHING = 33_845
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -5,7 +5,7 @@
     ENV/bin/python scripts/gpu_expedition.py run WORK --until T      # what has no result yet; T: when GRPO stops
     ENV/bin/python scripts/gpu_expedition.py look WORK OUT           # at any time: what there is, in a few files
 
-WORK/small has the model without weights, tasks and scripted episodes (scripts/scripted_episodes.py), WORK/weights the
+WORK/small has the model without weights, tasks and an expert's episodes (rollout.collect expert), WORK/weights the
 packed weights (scripts/gguf_weights.py). Each result is in WORK/results.json as soon as it is known. A step that fails
 does not stop those that do not need it, and the same command goes on with what is missing.
 """
@@ -34,7 +34,6 @@ CONTEXT = 10240
 EXPERIMENT = [
     "+experiment=qwen2_5_coder_0_5b",
     "trainer.logger=[console]",
-    "curriculum.by_rate=true",
     "plan.check=false",
     # flash-attn has no wheel that can be carried.
     "actor_rollout_ref.model.override_config.attn_implementation=flash_attention_4",
@@ -45,9 +44,9 @@ EXPERIMENT = [
     "+ray_kwargs.ray_init.object_store_memory=2000000000",
 ]
 # The experiment's, for rl.evaluate.
-AGENT = ["agent.bare=true", "agent.tools=[Bash,Read]", "agent.max_turns=16", "agent.timeout_s=90"]
+AGENT = ["agent.bare=true", "agent.tools=[Bash,Edit,Read]", "agent.max_turns=16", "agent.timeout_s=90"]
 AGENT += ["agent.system_prompt='Fix the bug in module.py. `python3 check.py` shows it.'"]
-AGENT += ["proxy.tool_parser=hermes", "proxy.max_tokens=160", "sandbox=local"]
+AGENT += ["proxy.tool_parser=hermes", "proxy.max_tokens=200", "sandbox=local"]
 SAMPLES = 8
 _PIECE = 16_000_000
 _SHARE = '--gpu-memory-utilization,"0.18"'

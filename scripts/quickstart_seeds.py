@@ -1,10 +1,9 @@
 """Reproduce README's figures: the quickstart for several seeds, one after the other.
 
-    .venv/bin/python scripts/quickstart_seeds.py --seeds 1 2 3 --out docs/quickstart-seeds
-    .venv/bin/python scripts/quickstart_seeds.py --experiment realcode --out outputs/realcode-seeds [key=value ...]
+    .venv/bin/python scripts/quickstart_seeds.py --seeds 1 2 3 --out docs/quickstart-seeds [key=value ...]
 
-Runs `python -m rl.train +experiment=NAME seed=S [key=value ...]` for each seed (a run that is finished already is not
-run again), audits each run, and writes OUT.png (the curves) and OUT.md (the table).
+Runs `python -m rl.train +experiment=quickstart seed=S [key=value ...]` for each seed (a run that is finished already is
+not run again), audits each run, and writes OUT.png (the curves) and OUT.md (the table).
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run(experiment: str, seed: int, root: Path, more: list[str]) -> Path:
+def run(seed: int, root: Path, more: list[str]) -> Path:
     """Return the directory of a finished run of this seed; train one if there is none."""
     where = root / f"seed-{seed}"
-    return finished(
-        where / experiment, "rl.train", f"+experiment={experiment}", f"seed={seed}", f"run.root={where}", *more
-    )
+    command = ("rl.train", "+experiment=quickstart", f"seed={seed}", f"run.root={where}")
+    return finished(where / "quickstart", *command, *more)
 
 
 def row(seed: int, directory: Path) -> list[str]:
@@ -76,12 +74,11 @@ def draw(runs: dict[int, Path], out: Path) -> None:
 
 def main() -> None:
     options = program.parser("python scripts/quickstart_seeds.py", __doc__)
-    options.add_argument("--experiment", default="quickstart", help="quickstart or realcode")
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--root", type=Path, default=Path("outputs/seeds"), help="where the runs are")
     options.add_argument("--out", type=Path, default=Path("docs/quickstart-seeds"), help="OUT.png, OUT.md are written")
     args, more = options.parse_known_args()
-    runs = {seed: run(args.experiment, seed, args.root.resolve(), more) for seed in args.seeds}
+    runs = {seed: run(seed, args.root.resolve(), more) for seed in args.seeds}
     rows = table(COLUMNS, *(row(seed, directory) for seed, directory in runs.items()))
     machine = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, no GPU"
     args.out.with_suffix(".md").write_text(f"Measured on {machine}.\n\n{rows}")

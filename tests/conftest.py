@@ -97,7 +97,7 @@ GROUPS = {
 # Groups in the order in which they begin: one that begins late goes on alone at the end.
 FIRST = (
     *TRAINERS,
-    *("vllm", "test_sft_other", "test_sft", "test_slurm_nodes", "test_store_server", "podman", "test_realcode"),
+    *("vllm", "test_sft_other", "test_sft", "test_slurm_nodes", "test_store_server", "podman", "test_functions"),
 )
 NEEDS = {
     "bwrap": ("bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"),

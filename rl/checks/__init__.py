@@ -16,7 +16,7 @@ from rl.checks.data import check_files
 from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_keys, check_types
 from rl.checks.machine import check_cpu, check_disk
-from rl.checks.model import check_model, check_plan, check_teacher
+from rl.checks.model import check_memory, check_model, check_plan, check_teacher, check_toy
 from rl.checks.numbers import (
     check_batches,
     check_curriculum,
@@ -47,7 +47,11 @@ def check(config: DictConfig, plays: bool = True) -> None:
 
     def settings(config: DictConfig) -> None:
         check_values(config)  # the other checks rely on them
-        made = () if config.prepare else (check_model, check_teacher, lambda config: tasks.extend(check_files(config)))
+        made = (
+            ()
+            if config.prepare
+            else (check_model, check_memory, check_teacher, lambda config: tasks.extend(check_files(config)))
+        )
         check_all(
             config,
             check_cpu,
@@ -59,6 +63,7 @@ def check(config: DictConfig, plays: bool = True) -> None:
             check_repeat,
             check_schedule,
             check_left_out,
+            check_toy,
             *made,
             check_disk,
         )

@@ -5,9 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from rl.config import ConfigError
+
+_TOYS = 512
+"""The largest hidden size of a toy."""
 
 
 def check_model(config: DictConfig, synced: bool = True) -> None:
@@ -35,6 +39,52 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
     needed = (4 if whole else 2) * (text.get("vocab_size") or 0) * (text.get("hidden_size") or 0) / 2**20
     if needed > (bucket := OmegaConf.select(config, key) or 0):
         raise ConfigError(f"{key}={bucket} is less than one tensor of {path}; set it to {math.ceil(needed)} or more")
+
+
+def check_memory(config: DictConfig) -> None:
+    """Raise ConfigError if a CPU run of a model that is no toy needs more memory than the machine has: Ray would kill
+    its workers, minutes later. plan.check=false leaves this to the user."""
+    path, place = local_model(config), config.actor_rollout_ref
+    on_cpu = OmegaConf.select(config, "trainer.device") == "cpu" and OmegaConf.select(config, "plan.check")
+    model = _config(path) if on_cpu and path and (path / "config.json").is_file() else {}
+    if path is None or model.get("hidden_size", 0) <= _TOYS:
+        return
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    weights = size / (2 if model.get("dtype", model.get("torch_dtype")) in ("bfloat16", "float16") else 4)
+    longest = place.rollout.max_model_len
+    parts = {
+        # Of the trainer (fp32, and what it computes with) and of the engine; gradients and moments of what is trained.
+        "weights": weights * (4 + 2 + 2 + (0 if OmegaConf.select(place, "model.lora_rank") else 12)),
+        # Measured: the logits, their softmax and their gradient.
+        f"logits of a row of {longest} tokens": 10 * longest * model.get("vocab_size", 0),
+        "the engine's cache": OmegaConf.select(place, "rollout.engine_kwargs.vllm.kv_cache_memory_bytes") or 0,
+        "agents": config.sandbox.concurrency * 2**28,
+        "everything else": 4 * 2**30,
+    }
+    there = psutil.virtual_memory().total
+    if (needed := sum(parts.values())) > there:
+        told = ", ".join(f"{name} {part / 2**30:.1f}" for name, part in parts.items())
+        raise ConfigError(
+            f"{path} takes about {needed / 2**30:.0f} GiB of memory to train ({told}), and this machine has "
+            f"{there / 2**30:.0f}; lower data.max_response_length or sandbox.concurrency, take LoRA; plan.check=false "
+            "starts it all the same"
+        )
+
+
+def check_toy(config: DictConfig) -> None:
+    """Raise ConfigError if the recipe of the quickstart or of a toy's scale is to train a policy that is no toy."""
+    policy, made, model = (
+        OmegaConf.select(config, key) for key in ("policy", "prepare", "actor_rollout_ref.model.path")
+    )
+    if not (policy and model and str(made).startswith("rl.quickstart.")):
+        return
+    path = local_model(config)
+    if path is None or ((path / "config.json").exists() and _config(path).get("hidden_size", 0) > _TOYS):
+        raise ConfigError(
+            f"policy={policy} would be trained with a toy's recipe (learning rate "
+            f"{config.actor_rollout_ref.actor.optim.lr:g}, replies of {config.proxy.max_tokens} tokens, generated "
+            "tasks); take its own experiment, with scale=full on GPUs or scale=cpu"
+        )
 
 
 def check_teacher(config: DictConfig) -> None:

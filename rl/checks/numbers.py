@@ -31,6 +31,7 @@ POSITIVE = (
     "trainer.n_gpus_per_node",
 )
 POSITIVE_OR_NULL = (
+    "cpu_threads",
     "run.save_minutes",
     "proxy.max_tokens",
     "sandbox.image_budget_gb",

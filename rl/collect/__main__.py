@@ -3,11 +3,13 @@
     python -m rollout.collect vllm      data=FILE endpoint=URL models.high=NAME models.low=NAME [key=value ...]
     python -m rollout.collect anthropic data=FILE models.high=NAME models.low=NAME [key=value ...]
     python -m rollout.collect openai    data=FILE models.high=NAME models.low=NAME [endpoint=URL] [key=value ...]
+    python -m rollout.collect expert    data=FILE policy=MODEL [expert.check=COMMAND] [+experiment=NAME] [key=value ...]
 
 vllm: any vLLM server (or policy=DIR, for which one is started), with exact token ids and logprobs. anthropic: the
 official API, with the key in ANTHROPIC_API_KEY. openai: any endpoint of chat completions, with the key in
 OPENAI_API_KEY; endpoint=URL is what /chat/completions comes after. key_env=NAME names another variable, key_env=null
-none. The key stays in this process.
+none. The key stays in this process. expert: no model runs; a script that knows the gold patches and finds them by
+trying plays in the form of the policy, which can be fine-tuned on it (rl.sft).
 
     models.high, models.low     what answers for Claude Code's opus and sonnet, and for its haiku
     agent.max_turns=30  agent.timeout_s=1800  limit=N  epochs=1  sandbox.concurrency=N  cooldown_s=0
@@ -39,6 +41,7 @@ BACKENDS = {
     "vllm": ["protocol=tokens"],
     "anthropic": ["protocol=messages", "endpoint=https://api.anthropic.com", "key_env=ANTHROPIC_API_KEY"],
     "openai": ["protocol=chat", "endpoint=https://api.openai.com/v1", "key_env=OPENAI_API_KEY"],
+    "expert": ["protocol=expert"],
 }
 
 
@@ -72,8 +75,15 @@ def main(arguments: Sequence[str]) -> int:
         if backend not in BACKENDS:
             raise ConfigError(f"{backend}: the first argument is a back end: {', '.join(BACKENDS)}; see --help")
         config, weights = compose_evaluation([*BACKENDS[backend], *overrides], "collect")
-        fill_slots(config)
-        return play_all(config, weights, check_evaluation(config, "collect"), screen, Collection(config))
+        if backend != "expert":
+            fill_slots(config)
+        tasks = check_evaluation(config, "collect")
+        if backend != "expert":
+            return play_all(config, weights, tasks, screen, Collection(config))
+        from rl.collect.expert import ExpertCollection, playable
+
+        tasks = playable(tasks, config.agent.tools, screen)
+        return play_all(config, weights, tasks, screen, ExpertCollection(config))
 
     return run(screen, work)
 

@@ -52,14 +52,15 @@ class Collection(Purpose):
 
     def __init__(self, config: DictConfig) -> None:
         self.pause_s, self._grades = float(config.cooldown_s), bool(config.grade)
-        self._tokens = config.protocol == "tokens"
+        self._tokens = config.protocol in ("tokens", "expert")
         given = {value for name, value in os.environ.items() if _SECRET.search(name) or name == config.key_env}
         self._secrets = [value.encode() for value in given if len(value) >= _LEAST_SECRET]
 
     def begin(self, directory: Path, setup: Setup) -> Setup:
         """Return the set-up that keeps what the agent leaves, and grades only if that is asked for."""
-        self._dir, self._setup = directory, setup
-        return replace(setup, keeps=True, grades=self._grades, shape=setup.shape if self._grades else None)
+        self._dir = directory
+        self._setup = replace(setup, keeps=True, grades=self._grades, shape=setup.shape if self._grades else None)
+        return self._setup
 
     def kept(self, episode: Episode, record: Record) -> None:
         """Write the files of an attempt, and add the conversation, and what is missing, to its record."""

@@ -142,7 +142,10 @@ def _check_values(config: DictConfig, name: str) -> None:
 
 def _check_endpoint(config: DictConfig) -> None:
     lines = []
-    if config.protocol not in ("tokens", "messages", "chat"):
+    if config.protocol == "expert":
+        if not config.policy:
+            lines.append("an expert plays in the form of a model: give policy=MODEL, and no endpoint")
+    elif config.protocol not in ("tokens", "messages", "chat"):
         lines.append(f"protocol is {config.protocol!r}; it must be tokens, messages or chat")
     elif config.protocol != "tokens" and config.policy:
         lines.append(f"protocol={config.protocol} is for an endpoint; a policy is always served with protocol=tokens")
@@ -192,6 +195,8 @@ def identity_of(config: DictConfig, weights: Weights | None, tasks: Sequence[Tas
         identity["agent_files"] = digest([agent.argv()[1:], hashes])
     if not plain.get("grade", True):
         identity["grade"] = False
+    if plain["protocol"] == "expert":
+        identity["expert"] = plain["expert"]
     for path in _SPEED_ONLY:
         *outer, last = path.split(".")
         inner = identity

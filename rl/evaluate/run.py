@@ -61,6 +61,10 @@ class Purpose:
         self._setup = setup
         return setup
 
+    def setup_of(self, task: Task, sample: int) -> Setup:
+        """Return the set-up of an episode."""
+        return self._setup
+
     def kept(self, episode: Episode, record: Record) -> None:
         """Keep what is kept of an attempt besides its record. The record is written next, and may be added to here."""
         if isinstance(self._setup.proxy, Hearing):
@@ -151,7 +155,7 @@ async def _play(
         sockets = out / "socket_dir"
         socket_directory(sockets)
         stack.callback(remove_socket_directory, sockets)
-        if weights is not None and server is None:
+        if weights is not None and server is None and config.protocol == "tokens":
             if weights.sharded is not None:
                 screen.show("merging the checkpoint's shards")
                 await asyncio.to_thread(merge, weights.sharded, Path(weights.model), out / "merge.log")
@@ -163,6 +167,8 @@ async def _play(
         model = setup.model_of(config, weights, served)
         if config.protocol == "tokens":
             episodes = await setup.token_setup(config, model, served, server, out.name, stack, purpose.server())
+        elif config.protocol == "expert":
+            episodes = setup.scripted_setup(config, model, out.name, purpose.server())
         else:
             episodes = setup.forwarding_setup(config, out.name, purpose.forwarder)
         episodes = purpose.begin(out, episodes)
@@ -203,6 +209,7 @@ async def _play(
             done=done,
             check=server.check if server is not None else lambda: None,
             kept=purpose.kept,
+            setup_of=purpose.setup_of,
             pause_s=purpose.pause_s,
         )
 

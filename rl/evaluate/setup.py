@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from typing import cast
 
 from omegaconf import DictConfig
 
@@ -61,6 +62,15 @@ def forwarding_setup(config: DictConfig, name: str, forwarder: type[PassThrough]
     settings = settings_of(config, config.max_context or _HOSTED_CONTEXT, name)
     proxy = forwarder(_endpoint(config), settings.side_endpoint, settings.max_calls)
     return make_setup(settings, proxy.policy, proxy)
+
+
+def scripted_setup(config: DictConfig, model: str, name: str, proxy: ProxyServer) -> Setup:
+    """Return the set-up in which a script says what a policy could; each episode has an engine of its own.
+
+    model: where the tokenizer is. name: marks the boxes. Raises ConfigError.
+    """
+    policy = _load(config, model, cast(Engine, None), name)
+    return make_setup(settings_of(config, policy.max_context, name), policy, proxy)
 
 
 async def token_setup(

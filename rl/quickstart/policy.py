@@ -10,11 +10,10 @@ will see, so that an episode is a few hundred tokens long. The same arguments gi
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,33 +66,19 @@ _PIECES = (
 )
 
 
-def make_policy(
-    out: Path,
-    seed: int,
-    experts: int = 0,
-    head_dim: int = 32,
-    multiple: int = 1,
-    *,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-    shape: Mapping[str, Any] = SHAPE,
-    output: float | None = None,
-    begin: Callable[[Any], None] = lambda model: None,
-) -> None:
+def make_policy(out: Path, seed: int, experts: int = 0, head_dim: int = 32, multiple: int = 1) -> None:
     """Write the model directory `out`.
 
     experts: per layer, at least 2; 0 makes a dense model.
     head_dim: width of an attention head.
     multiple: unused tokens fill the vocabulary up to a multiple of this.
-    tokenizer: used in place of the quickstart's own. shape: the model's, in the words of its Hugging Face config.
-        output: the output layer begins as the embedding times this; None: at random. begin: is called with the model
-        whose weights are random, to set some of them.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer = tokenizer or make_tokenizer(multiple=multiple)
+    tokenizer = make_tokenizer(multiple=multiple)
     make_config, make_model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
-    sizes: dict[str, Any] = {**SHAPE, **shape, "head_dim": head_dim}
+    shape: dict[str, Any] = {**SHAPE, "head_dim": head_dim}
     config = make_config(
         vocab_size=len(tokenizer),
         # On a CPU, vLLM's weight sync does not refresh an output layer that shares the embedding's weights.
@@ -101,17 +86,13 @@ def make_policy(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **sizes,
+        **shape,
         **({"num_experts": experts, **MOE_SHAPE} if experts else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make_model(config).to(torch.float32)
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
-        begin(model)
-        if output is not None:
-            with torch.no_grad():
-                model.get_output_embeddings().weight.copy_(output * model.get_input_embeddings().weight)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
@@ -125,19 +106,16 @@ def make_policy(
             os.replace(file, out / file.name)
 
 
-def make_tokenizer(
-    texts: Iterable[str] | None = None, multiple: int = 1, pieces: str = _PIECES
-) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with its BPE trained on `texts` (default: generated episodes), cut into `pieces`, and with
-    unused tokens up to a `multiple`. (Rows of the embedding beyond the tokenizer would not do: verl forbids them to the
-    engine only.)
+def make_tokenizer(texts: Iterable[str] | None = None, multiple: int = 1) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with its BPE trained on `texts` (default: generated episodes), and with unused tokens up to
+    a `multiple`. (Rows of the embedding beyond the tokenizer would not do: verl forbids them to the engine only.)
 
     It is byte-level over all 256 bytes and does not normalize, so decode(encode(x)) == x for any text.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pieces), "isolated"),
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -175,27 +153,27 @@ def _tool(name: str, description: str, required: str, **types: str) -> dict[str,
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-BASH = _tool("Bash", "run a shell command", "command", command="string", timeout="number")
-EDIT = _tool(
-    "Edit",
-    "modify file contents in place",
-    "file_path old_string new_string",
-    file_path="string",
-    old_string="string",
-    new_string="string",
-    replace_all="boolean",
-)
-READ = _tool(
-    "Read",
-    "read files, images, PDFs, notebooks",
-    "file_path",
-    file_path="string",
-    offset="integer",
-    limit="integer",
-    pages="string",
-    allow_large="boolean",
-)
-TOOLS: list[Any] = [EDIT, READ]
+TOOLS: list[Any] = [
+    _tool(
+        "Edit",
+        "modify file contents in place",
+        "file_path old_string new_string",
+        file_path="string",
+        old_string="string",
+        new_string="string",
+        replace_all="boolean",
+    ),
+    _tool(
+        "Read",
+        "read files, images, PDFs, notebooks",
+        "file_path",
+        file_path="string",
+        offset="integer",
+        limit="integer",
+        pages="string",
+        allow_large="boolean",
+    ),
+]
 
 SYSTEM = (
     "You are a Claude agent, built on Anthropic's Claude Agent SDK.\n"
@@ -214,23 +192,14 @@ ERRORS = (
 
 def _corpus() -> Iterator[str]:
     """Yield rendered episodes over all names and expressions. Every function name occurs equally often."""
+    render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE.read_text())
     cues = list(CANDIDATES)
     for number in range(4 * len(FUNCTIONS)):
         module, function = MODULES[number % len(MODULES)], FUNCTIONS[number % len(FUNCTIONS)]
         cue, bug = cues[number % len(cues)], CANDIDATES[cues[number // len(cues) % len(cues)]]
         new = CANDIDATES[cues[(number // len(cues) ** 2 + number) % len(cues)]]
         messages: Any = example_messages(module, function, cue, bug, new, number)
-        yield rendered(messages, TOOLS)
-
-
-@functools.cache
-def _renderer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE.read_text())
-
-
-def rendered(messages: Any, tools: list[Any]) -> str:
-    """Return the text of a chat as the policy sees it."""
-    return str(_renderer().apply_chat_template(messages, tools=tools, tokenize=False))
+        yield str(render.apply_chat_template(messages, tools=TOOLS, tokenize=False))
 
 
 def example_messages(module: str, function: str, cue: str, bug: str, new: str, number: int = 0) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""This module makes everything that a course such as the quickstart trains on: tasks, a policy, its warm start.
+"""This module makes everything that the quickstart trains on: tasks, a policy, its warm start.
 
 The warm start imitates episodes that a script plays through the real proxy with the real Claude Code. The rows are
-those of the session trees, token for token, not re-rendered text. The quickstart's script chooses among the candidate
-edits at random, so the policy learns the form of an episode and not which edit is right.
+those of the session trees, token for token, not re-rendered text. The script chooses among the candidate edits at
+random, so the policy learns the form of an episode and not which edit is right.
 
 A preparation that is killed goes on where it was when the same command is started again, with the same result: tasks,
 policy, each scripted episode (its record) and up to eight passes of the imitation are kept. Incomplete parts have names
@@ -23,8 +23,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,35 +53,8 @@ from rollout.proxy.server import ProxyServer
 from rollout.records import Reader, Record
 from rollout.sandbox import SandboxError
 
-Script = Callable[[str], str]
-Row = tuple[list[int], list[int]]
-"""Token ids, and for each 1 if it is trained on, else 0."""
-
-
-@dataclass(frozen=True)
-class Course:
-    """A course says what is made. ``name``: of the directory; the experiment has it, too.
-
-    ``make_tasks(config, out, screen)`` writes train.parquet and heldout.parquet. ``make_policy(config, tasks, out)``
-    writes a model directory. ``scripts(seed, tasks)`` returns a script for each episode of the warm start, given its
-    task. ``sources``: files on which the result depends. ``drills(config, tokenizer)``, if there are any, returns rows
-    that are imitated before the episodes.
-    """
-
-    name: str
-    make_tasks: Callable[[DictConfig, Path, Screen], None]
-    make_policy: Callable[[DictConfig, Path, Path], None]
-    scripts: Callable[[int, list[Task]], list[Script]]
-    sources: tuple[Path, ...]
-    drills: Callable[[DictConfig, Any], list[Row]] | None = None
-
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
-    """Make what the quickstart needs and has not yet; see ``prepared``."""
-    return prepared(QUICKSTART, config, screen)
-
-
-def prepared(course: Course, config: DictConfig, screen: Screen) -> dict[str, Any]:
     """Make what is missing below ``run.root``/prepared, and return the config overrides that point at it.
 
     The directory is named after everything that the result depends on, so a second run with the same seed starts at
@@ -89,31 +62,33 @@ def prepared(course: Course, config: DictConfig, screen: Screen) -> dict[str, An
     renamed. If the config names a policy, only the tasks are made. Raises RuntimeError if the warm start makes too few
     rows.
     """
-    where = directory_of(course, config)
+    where, quick = directory_of(config), config.quickstart
     where.mkdir(parents=True, exist_ok=True)
     tasks, policy, warm = where / "tasks", where / "policy", where / "warm"
     needs = tasks if config.policy else warm
     with contextlib.nullcontext() if needs.exists() else _alone(where, screen):
         if not tasks.exists():
+            screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
             with _making(tasks) as out:
-                course.make_tasks(config, out, screen)
+                make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks)
         if not (policy.exists() or config.policy):
             screen.say("making tokenizer and policy")
+            sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
             with _making(policy) as out:
-                course.make_policy(config, tasks, out)
+                make_policy(out, config.seed, **sizes)
         if not (warm.exists() or config.policy):
             with _making(warm, goes_on=True) as out:
-                _warm_start(course, config, tasks / "train.parquet", policy, out, screen)
+                _warm_start(config, tasks / "train.parquet", policy, out, screen)
     made = {"data.train_files": [str(tasks / "train.parquet")], "data.val_files": [str(tasks / "heldout.parquet")]}
     return made if config.policy else {**made, "actor_rollout_ref.model.path": str(warm / "model")}
 
 
-def directory_of(course: Course, config: DictConfig) -> Path:
-    """Return the directory of a course's preparation, named after all that its result depends on."""
-    return Path(config.run.root).resolve() / "prepared" / f"{course.name}-{config.seed}-{_fingerprint(course, config)}"
+def directory_of(config: DictConfig) -> Path:
+    """Return the directory of a preparation, named after all that its result depends on."""
+    return Path(config.run.root).resolve() / "prepared" / f"quickstart-{config.seed}-{_fingerprint(config)}"
 
 
-def _warm_start(course: Course, config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
+def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, screen: Screen) -> None:
     """Play the episodes and imitate them, except for what ``out`` has already."""
     rows, model = out / "rows.parquet", out / "model"
     if rows.exists():
@@ -121,34 +96,23 @@ def _warm_start(course: Course, config: DictConfig, task_file: Path, policy: Pat
     else:
         screen.say(f"warm start: {config.quickstart.warm_episodes} scripted episodes in real Claude Code")
         tasks = load_tasks(task_file)
-        asyncio.run(_play_missing(course, config, tasks, policy, out, screen))
+        asyncio.run(_play_missing(config, tasks, policy, out, screen))
         _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)
-    if course.drills is not None and not (out / "drilled").exists():
-        from transformers import AutoTokenizer
-
-        screen.show("warm start, drills")
-        _save(course.drills(config, AutoTokenizer.from_pretrained(policy)), out / "drills.parquet")
-        settings = {**config.quickstart.sft, **config.realcode.sft}
-        _imitate(course, config, policy, out / "drills.parquet", out / "drilled", settings, screen)
-    start = policy if course.drills is None else out / "drilled"
     if not model.exists():
-        _imitate(course, config, start, rows, model, config.quickstart.sft, screen)
+        _imitate(config, policy, rows, model, screen)
 
 
-def _imitate(
-    course: Course, config: DictConfig, start: Path, rows: Path, out: Path, settings: Mapping[str, Any], screen: Screen
-) -> None:
-    """Fine-tune the model ``start`` on rows, and make the result the model ``out``."""
-    what = f"warm start, updates ({rows.stem})"
+def _imitate(config: DictConfig, policy: Path, rows: Path, out: Path, screen: Screen) -> None:
+    """Fine-tune the policy on rows, and make the result the model ``out``."""
+    what = "warm start, updates"
     screen.show(what)
-    cpu = compose([f"+experiment={course.name}"])  # on a CPU, whatever the experiment is for
     working = out.with_name(f"{out.name}.sft")
     made = run_sft(
-        cpu,
-        str(start),
+        compose(["+experiment=quickstart"]),  # on a CPU, whatever the experiment is for
+        str(policy),
         rows,
         working,
-        Passes(seed=config.seed, **settings),
+        Passes(seed=config.seed, **config.quickstart.sft),
         out.with_name("sft.log"),
         watch=lambda step, steps, metrics: screen.show(what, step, steps),
     )
@@ -158,17 +122,11 @@ def _imitate(
     shutil.rmtree(working, ignore_errors=True)
 
 
-def _save(rows: list[Row], path: Path) -> None:
+def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Screen) -> None:
+    """Write the training rows of all episodes, in the order of their numbers."""
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table({"input_ids": [ids for ids, _ in rows], "loss_mask": [mask for _, mask in rows]})
-    with files.replacing(path, synced=True) as new:
-        pyarrow.parquet.write_table(table, new)
-
-
-def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Screen) -> None:
-    """Write the training rows of all episodes, in the order of their numbers."""
     played = [episodes[number] for number in sorted(episodes)]
     rows = [row for episode in played for row in rows_of(episode)]
     if len(rows) < wanted // 2:
@@ -176,7 +134,9 @@ def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Sc
         raise RuntimeError(
             f"warm start: {len(rows)} rows from {wanted} episodes: {next(failed, 'no episode made a row')}"
         )
-    _save(rows, path)
+    table = pyarrow.table({"input_ids": [ids for ids, _ in rows], "loss_mask": [mask for _, mask in rows]})
+    with files.replacing(path, synced=True) as new:
+        pyarrow.parquet.write_table(table, new)
     resolved = sum(episode.verdict["outcome"] == Outcome.RESOLVED for episode in played)
     screen.say(f"warm start: {len(rows)} rows, {resolved / wanted:.2f} resolved by chance; imitating them")
 
@@ -187,9 +147,7 @@ def _ended(out: Path, tasks: list[Task]) -> dict[int, Record]:
     return {line_of(one)["sample"] * len(tasks) + places[one.task]: one for one in Reader(out / "episodes")}
 
 
-async def _play_missing(
-    course: Course, config: DictConfig, tasks: list[Task], policy: Path, out: Path, screen: Screen
-) -> None:
+async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, out: Path, screen: Screen) -> None:
     """Play the episodes that have no record yet, and again those that the infrastructure failed."""
     from transformers import AutoTokenizer
 
@@ -201,9 +159,9 @@ async def _play_missing(
         screen.say(f"warm start: {count - len(wanted)} episodes are there from an earlier start")
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
-    scripts = course.scripts(config.seed, [tasks[n % len(tasks)] for n in range(count)])
+    edits = draw(config.seed, [asked(tasks[n % len(tasks)]) for n in range(count)])
     (end,) = end_of_turn(tokenizer) or [tokenizer.eos_token_id]
-    engines = [ScriptedEngine(tokenizer, end, script) for script in scripts]
+    engines = [ScriptedEngine(tokenizer, end, RepairScript(edit)) for edit in edits]
     proxy = ProxyServer()
     settings = training_settings(config)
     setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engines[0]), proxy)
@@ -256,46 +214,22 @@ def _alone(where: Path, screen: Screen) -> Generator[None]:
         lease.release()
 
 
-def _fingerprint(course: Course, config: DictConfig) -> str:
-    digest = hashlib.sha256()
-    for source in course.sources:
+def _fingerprint(config: DictConfig) -> str:
+    digest, here = hashlib.sha256(), Path(__file__).parent
+    for source in sorted([*here.glob("*.py"), *here.glob("*.jinja")]):
         digest.update(source.read_bytes())
-    for part in (config.quickstart, config.agent, config.proxy, config.get("realcode", {})):
+    for part in (config.quickstart, config.agent, config.proxy):
         digest.update(OmegaConf.to_yaml(part, resolve=True).encode())
     return digest.hexdigest()[:10]
 
 
-def _make_tasks(config: DictConfig, out: Path, screen: Screen) -> None:
-    quick = config.quickstart
-    screen.say(f"making and verifying {quick.train_tasks} + {quick.heldout_tasks} tasks")
-    make_tasks(out, config.seed, quick.train_tasks, quick.heldout_tasks)
-
-
-def _make_policy(config: DictConfig, tasks: Path, out: Path) -> None:
-    quick = config.quickstart
-    sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
-    make_policy(out, config.seed, **sizes)
-
-
-def _scripts(seed: int, tasks: list[Task]) -> list[Script]:
-    return [RepairScript(edit) for edit in draw(seed, [asked(task) for task in tasks])]
-
-
-def sources_in(directory: Path) -> tuple[Path, ...]:
-    """Return the files of a course's directory on which its result depends."""
-    return tuple(sorted([*directory.glob("*.py"), *directory.glob("*.jinja")]))
-
-
-QUICKSTART = Course("quickstart", _make_tasks, _make_policy, _scripts, sources_in(Path(__file__).parent))
-
-
-def main(course: Course = QUICKSTART, program_name: str = "rl.quickstart.prepare") -> int:
+def main() -> int:
     """Run the command and return its exit status: 0 all is there, 1 it failed, 130 interrupted."""
-    about = f"Make the tasks of the experiment {course.name} and its warm-started policy."
-    config = read_command(program_name, about, [f"+experiment={course.name}", *sys.argv[1:]])
+    about = "Make the tasks of the experiment quickstart and its warm-started policy."
+    config = read_command("rl.quickstart.prepare", about, ["+experiment=quickstart", *sys.argv[1:]])
     screen = Screen()
     try:
-        made = prepared(course, config, screen)
+        made = prepare(config, screen)
     except (RuntimeError, ValueError, JournalError, SandboxError, OSError) as error:
         screen.clear()
         print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)

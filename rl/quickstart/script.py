@@ -40,11 +40,11 @@ class RepairScript:
         file, word = statement.groups()
         results = _RESPONSE.findall(prompt_text, statement.end())
         if not results:
-            return call("Read", file_path=file)
+            return _call("Read", file_path=file)
         read = _RETURN.search(results[-1])
         if read is None:  # the edit was made, or something went wrong that the script cannot repair
             return DONE
-        return f"The {word}: {self.new}\n" + call(
+        return f"The {word}: {self.new}\n" + _call(
             "Edit", file_path=file, old_string=f"return {read[1]}", new_string=f"return {self.new}"
         )
 
@@ -75,7 +75,6 @@ def draw(seed: int, pairs: Iterable[tuple[str, str]]) -> list[str]:
     return drawn
 
 
-def call(name: str, **parameters: str) -> str:
-    """Return the text of a call in the form of Qwen3-Coder."""
+def _call(name: str, **parameters: str) -> str:
     lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items()]
     return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"

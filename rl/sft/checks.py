@@ -13,7 +13,7 @@ from rl.checks.data import check_files
 from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_keys, check_types
 from rl.checks.machine import check_cpu, check_disk
-from rl.checks.model import check_model, check_plan
+from rl.checks.model import check_model, check_plan, check_toy
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_numbers
 from rl.checks.packages import check_packages
 from rl.config import ConfigError, check_all
@@ -61,6 +61,7 @@ def check_sft(config: DictConfig) -> None:
             check_environment,
             _check_rules,
             _check_engine,
+            check_toy,
             *plays,
             *made,
             check_disk,

@@ -22,7 +22,7 @@ import psutil
 import pyarrow.parquet
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import CPU_TRAINING, package_dir
+from rl.config import cpu_training, package_dir
 from rl.metrics.episodes import Tail
 from rl.run.forks import Fork, Forks
 from rl.run.programs import end_of_log, tied
@@ -64,7 +64,7 @@ class Passes:
 
     epochs: passes over the rows; the last incomplete batch of each is dropped. lr: peak learning rate of AdamW: warm-up
     over 5 % of the steps, then a cosine to a tenth. batch_size: rows per update; all of them if there are fewer.
-    max_length: longest row in tokens. seed: of the order of the rows. betas: AdamW's.
+    max_length: longest row in tokens. seed: of the order of the rows.
     """
 
     epochs: int
@@ -72,7 +72,6 @@ class Passes:
     batch_size: int
     max_length: int
     seed: int
-    betas: tuple[float, float] = (0.9, 0.999)
 
 
 Watch = Callable[[int, int, Mapping[str, float]], object]
@@ -172,12 +171,15 @@ def _settings(
     own = {
         "model": {"path": model},
         "engine": {"strategy": actor.strategy, "use_torch_compile": actor.use_torch_compile, "seed": passes.seed},
-        "optim": {"lr": passes.lr, "betas": list(passes.betas)},
+        "optim": {"lr": passes.lr},
         "data": {
             "train_files": str(rows),
             "train_batch_size": batch,
             "max_length": passes.max_length,
             "max_token_len_per_gpu": max(actor.ppo_max_token_len_per_gpu, 8192),
+            # A CPU pads rows that it computes together, so an actor may take them one by one.
+            "use_dynamic_bsz": actor.use_dynamic_bsz,
+            "micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
         },
         "checkpoint": {"save_contents": ["model", "optimizer", "extra", *whole]},
         "trainer": {
@@ -199,7 +201,7 @@ def _settings(
 def on_device(config: DictConfig) -> dict[str, str]:
     """Return the variables of a trainer on the config's device."""
     # A GPU that is here must not be seen: verl would pick its branches for GPUs.
-    return {**CPU_TRAINING, "CUDA_VISIBLE_DEVICES": ""} if config.trainer.device == "cpu" else {}
+    return {**own, "CUDA_VISIBLE_DEVICES": ""} if (own := cpu_training(config)) else {}
 
 
 def run_logged(command: Sequence[str], environment: Mapping[str, str], log: Path, look: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 
 from rl.config import compose
-from rl.quickstart.prepare import QUICKSTART, directory_of
+from rl.quickstart.prepare import directory_of
 from tests.integration.process_kit import ROOT, command_line, plain_environment, read_until
 
 # The warm start depends on these, on the seed, and on the groups `agent` and `proxy`. They are those of scale=tiny.
@@ -84,7 +84,7 @@ class WarmStart:
         assert all(own[name] == others[name] for name in ("seed", "agent", "proxy"))
         sizes = ("train_tasks", "heldout_tasks", "warm_episodes")
         assert all(own.quickstart[name] == others.quickstart[name] for name in sizes)
-        theirs = directory_of(QUICKSTART, others)
+        theirs = directory_of(others)
         if theirs.name == self.directory.name:
             shutil.copytree(self.directory, theirs, symlinks=True)
             return

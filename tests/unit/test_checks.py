@@ -6,14 +6,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rl.checks import check, check_values
 from rl.checks.keys import check_types
 from rl.checks.machine import GIB
-from rl.checks.model import check_model
+from rl.checks.model import check_memory, check_model, check_toy
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_schedule
 from rl.config import ConfigError
 from tests.check_kit import composed, good_config, refused, write
@@ -430,3 +432,39 @@ def test_imports_nothing_heavy():
     code = "import sys, rl.checks; print(*{'torch', 'ray', 'verl', 'vllm', 'swebench'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("keys", [["+experiment=quickstart"], ["+experiment=qwen3_4b", "scale=gpu"]], ids=str)
+def test_a_real_policy_is_not_trained_with_a_toys_recipe(keys, tmp_path):
+    for hidden in (128, 896):
+        (tmp_path / "config.json").write_text(f'{{"hidden_size": {hidden}}}')
+        config = composed(*keys, f"policy={tmp_path}", f"actor_rollout_ref.model.path={tmp_path}")
+        if hidden < 512:
+            check_toy(config)
+        else:
+            with pytest.raises(ConfigError, match=r"toy's recipe.*scale=cpu"):
+                check_toy(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([], ""),
+        (["data.max_response_length=14000"], "logits of a row of 16048 tokens 22.7"),
+        (["actor_rollout_ref.model.lora_rank=0"], "weights 11.7"),
+        (["actor_rollout_ref.model.lora_rank=0", "plan.check=false"], ""),
+    ],
+    ids=str,
+)
+def test_memory_of_a_real_model_on_a_cpu(keys, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=24 * 2**30))
+    (tmp_path / "config.json").write_text('{"hidden_size": 896, "vocab_size": 151936, "dtype": "bfloat16"}')
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2 * 630_000_000)
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    config = composed("+experiment=qwen2_5_coder_0_5b", "scale=cpu", model, *keys)
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            check_memory(config)
+    else:
+        check_memory(config)

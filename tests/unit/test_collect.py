@@ -52,12 +52,14 @@ DEAD = "endpoint=http://127.0.0.1:9"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["vlm"], "vlm: the first argument is a back end: vllm, anthropic, openai"),
+        (["vlm"], "vlm: the first argument is a back end: vllm, anthropic, openai, expert"),
         (["vllm", DEAD, "data=x"], "models.high is not set"),
         (["vllm", DEAD, "data=x", "models.high=a"], "models.low is not set"),
         (["vllm", *SLOTS], "neither is set"),
         (["vllm", DEAD, *SLOTS], "data is not set"),
         (["vllm", DEAD, *SLOTS, "data=/no/tasks.parquet"], "data: no file /no/tasks.parquet"),
+        (["expert", "data=x"], "neither is set"),
+        (["expert", DEAD, "data=x"], "give policy=MODEL, and no endpoint"),
         (["anthropic", *SLOTS], "key_env names ANTHROPIC_API_KEY, which is not set"),
         (["openai", *SLOTS], "key_env names OPENAI_API_KEY, which is not set"),
         (["vllm", DEAD, *SLOTS, "epochs=0"], "epochs is 0"),

@@ -143,6 +143,7 @@ def test_the_config_is_shown_with_our_groups_first(capsys: pytest.CaptureFixture
         "agent",
         "allow_overlap",
         "cluster",
+        "cpu_threads",
         "curriculum",
         "episode",
         "grading",

@@ -16,7 +16,7 @@ from tests.check_kit import composed
 from tests.datasets import snapshot_row
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-FULL = [name for name in EXPERIMENTS if name not in ("quickstart", "realcode")]
+FULL = [name for name in EXPERIMENTS if name != "quickstart"]
 NOT_ON_A_CPU = "qwen3_coder_30b_megatron"
 FSDP = [name for name in FULL if name != NOT_ON_A_CPU]
 

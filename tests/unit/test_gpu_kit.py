@@ -10,9 +10,6 @@ import pytest
 
 from rl.checks import check_values
 from rl.config import compose
-from rl.quickstart.policy import make_tokenizer
-from rl.quickstart.script import call
-from tests.kit import saved_again
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -116,14 +113,3 @@ def test_training_is_told_once_to_stop(tmp_path: Path) -> None:
         return 0 if "ready" in asked[-1] else sys.maxsize
 
     assert expedition.program("toy", "-c", program, until=until).split() == ["ready", "told", "saved"]
-
-
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_call_is_written_as_the_template_writes_it(converted: bool, tmp_path: Path) -> None:
-    from scripted_episodes import writer
-
-    tokenizer = make_tokenizer(["a text"])
-    if converted:
-        tokenizer = saved_again(tokenizer, tmp_path)
-    for parameters in ({"command": "sed -i 's/ < low/ <= low/' module.py"}, {"file_path": "a\n b", "more": "<x>"}):
-        assert writer(tokenizer)("Bash", **parameters) == call("Bash", **parameters)

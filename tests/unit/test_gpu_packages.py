@@ -18,9 +18,7 @@ from tests.check_kit import composed
 
 ROOT = CONFIGS.parent
 UV = ".venv/bin/uv pip install --python .venv"
-FULL = sorted(
-    path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem not in ("quickstart", "realcode")
-)
+FULL = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem != "quickstart")
 MEGATRON = ["megatron-core", "megatron-bridge", "transformer-engine", "flash-attn"]
 
 

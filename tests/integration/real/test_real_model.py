@@ -52,7 +52,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 lacks(done.stderr[-500:])
-    arguments = ["--dtype", "bfloat16", "--max-model-len", "4096"]
+    arguments = ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT)]
     with serving(model, tmp_path_factory.mktemp("real"), *arguments) as running:
         yield running
 
@@ -86,11 +86,13 @@ def hermes(*calls: tuple[str, dict[str, Any]]) -> str:
 
 
 READ = ("Read", {"file_path": "no.py"})
+SUB = {"description": "look", "prompt": "What is in main.py?", "subagent_type": "looker", "run_in_background": False}
 EPISODES: dict[str, tuple[int, tuple[str | None, ...]]] = {
     "it ends by itself": (128, ()),
     "a reply is cut": (24, ()),
     "a call is malformed": (48, ('<tool_call>\n{"name": "Read", "arguments": {"file_path": \n</tool_call>',)),
     "two calls in a reply": (48, (hermes(READ, ("Read", {"file_path": "src"})),)),
+    "a sub-agent": (48, (hermes(("Agent", SUB)),)),
 }
 
 
@@ -101,18 +103,27 @@ AGENT: dict[str, Any] = {
     "max_turns": 2,
     "timeout_s": 1200.0,
 }
+LOOKER = {"looker": {"description": "looks", "prompt": "Look and say what is there, in short.", "tools": ["Read"]}}
+# A bare agent has no Agent tool.
+WITH_SUB_AGENTS: dict[str, Any] = {
+    "bare": False,
+    "tools": ("Agent", "Read"),
+    "extra_args": ("--agents", json.dumps(LOOKER)),
+}
+CONTEXT = 16384
 
 
 async def test_episodes_are_exact(real: Running, task: Task, tmp_path: Path) -> None:
     make = load_policy(Options(real.url, str(real.model_dir), "hermes"))
-    tokenizer: Any = make(None, 4096).tokenizer
+    tokenizer: Any = make(None, CONTEXT).tokenizer
     forward = AutoModelForCausalLM.from_pretrained(real.model_dir, dtype=torch.bfloat16)
     asked = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     differences: list[tuple[float, float]] = []
     for number, (name, (most, replies)) in enumerate(EPISODES.items()):
         engine = Given(real.url, tokenizer, replies)
-        policy = replace(make(engine, 4096), max_tokens=most, sampling={**asked, "seed": number})
-        async with stage(None, task, policy=policy, **AGENT) as played:
+        policy = replace(make(engine, CONTEXT), max_tokens=most, sampling={**asked, "seed": number})
+        agent = {**AGENT, **WITH_SUB_AGENTS} if name == "a sub-agent" else AGENT
+        async with stage(None, task, policy=policy, **agent) as played:
             await played.play("main.py has a bug: the sum of a and b is wrong. Find and fix it.")
         tree, counters = played.session.tree, played.session.counters
         nodes = [node for node in tree.nodes if node.sampled]
@@ -121,20 +132,21 @@ async def test_episodes_are_exact(real: Running, task: Task, tmp_path: Path) -> 
         assert name != "a reply is cut" or counters.cut_replies
         assert name != "a call is malformed" or counters.malformed_calls
         assert name != "two calls in a reply" or [b["type"] for b in nodes[0].reply.blocks] == ["tool_use"] * 2
+        assert name != "a sub-agent" or len({lineage(node)[-1] for node in nodes}) > 1
         (tmp_path / name).mkdir()
         audited(played, real.model_dir, tmp_path / name)
         for sent in played.calls:
             check_prompt(sent.body, played, tokenizer)
         for node in nodes:
             if not any(other.parent.parent is node for other in nodes):  # the last one of its path
-                path = ids_of(node)
+                path, since = ids_of(node), lineage(node)[-1].parent.length
                 with torch.no_grad():
-                    logits = forward(torch.tensor([path])).logits[0, :-1].float()
-                own = torch.log_softmax(logits, -1).gather(1, torch.tensor(path[1:])[:, None])[:, 0].tolist()
-                told = await engine.known(path)
+                    logits = forward(torch.tensor([path]), logits_to_keep=len(path) - since + 1).logits[0, :-1].float()
+                own = torch.log_softmax(logits, -1).gather(1, torch.tensor(path[since:])[:, None])[:, 0].tolist()
+                told = (await engine.known(path))[since:]
                 for one in lineage(node):
-                    span = slice(one.parent.length, one.parent.length + len(one.ids))
-                    both = zip(told[span], [0.0, *own][span], strict=True)
+                    span = slice(one.parent.length - since, one.parent.length - since + len(one.ids))
+                    both = zip(told[span], own[span], strict=True)
                     differences += [(abs(a - b), abs(a - c)) for a, (b, c) in zip(one.logprobs, both, strict=True)]
         await engine.close()
     means = [sum(one) / len(one) for one in zip(*differences, strict=True)]

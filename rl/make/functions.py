@@ -20,7 +20,7 @@ from typing import Any
 from rl.make.prepare import SUITE_S, Prepared, prepare
 from rl.make.runs import Bench, NoResultError
 
-_MOST_LINES, _LONGEST_LINE, _LONGEST = 24, 90, 900
+_MOST_LINES, _LONGEST_LINE, _LONGEST = 40, 110, 1600
 _FEWEST_CALLS = 3
 _EACH_S = 0.3  # of one call
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import re
 import tokenize
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _PAIRS = (
@@ -24,12 +23,21 @@ _PAIRS = (
     ("0", "1"),
     ("is", "is not"),
     ("in", "not in"),
+    ("2", "3"),
+    ("any", "all"),
+    ("min", "max"),
+    ("lower", "upper"),
+    ("lstrip", "rstrip"),
+    ("startswith", "endswith"),
+    ("find", "rfind"),
+    ("split", "rsplit"),
+    ("break", "continue"),
 )
 _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 _TESTS = ("if", "elif", "while")
 _KINDS = (tokenize.OP, tokenize.NAME, tokenize.NUMBER)
-# What identifies a place: a word, a digit or signs that mean nothing to sed, as the tokenizer cuts them.
-_NEXT = re.compile(r"[A-Za-z_]+|[0-9]|(?:[):,\]]*[,:] |[):,\]]+)(?=[\sA-Za-z0-9_]|$)")
+# What identifies a place: a word, a digit or signs that mean nothing to sed.
+_NEXT = re.compile(r"\(?[A-Za-z_]+|[0-9]|\(|(?:[):,\]]*[,:] |[):,\]]+)(?=[\sA-Za-z0-9_]|$)")
 
 
 @dataclass(frozen=True)
@@ -51,15 +59,10 @@ class Swap:
         lines[self.line] = text[: self.column] + self.new + text[self.column + len(self.old) :]
         return "\n".join(lines)
 
-    def command(self, file: str) -> str:
-        """Return the shell command that does it."""
-        return command([self], file)
-
-
-def command(chosen: Sequence[Swap], file: str) -> str:
-    """Return the shell command that does some swaps. No swap's texts have a sign that means something to sed."""
-    steps = ";".join(f"s/{one.old}{one.after}/{one.new}{one.after}/" for one in chosen)
-    return f"sed -i '{steps}' {file}"
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Return what stands there once, and what is to stand there."""
+        return self.old + self.after, self.new + self.after
 
 
 def swaps(source: str) -> list[Swap]:
@@ -86,7 +89,7 @@ def swaps(source: str) -> list[Swap]:
 
 
 def _with_spaces(line: str, swap: Swap, kind: int) -> Swap:
-    """Return the swap with the spaces around its operator or keyword, if a space follows: tokens are cut like that.
+    """Return the swap with the spaces around its operator or keyword, if a space follows.
 
     No space follows the sign of a number.
     """

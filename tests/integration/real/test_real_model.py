@@ -86,7 +86,7 @@ def hermes(*calls: tuple[str, dict[str, Any]]) -> str:
 
 
 READ = ("Read", {"file_path": "no.py"})
-SUB = {"description": "look", "prompt": "What is in main.py?", "subagent_type": "looker", "run_in_background": False}
+SUB = {"description": "d", "prompt": "What is in main.py?", "subagent_type": "Explore", "run_in_background": False}
 EPISODES: dict[str, tuple[int, tuple[str | None, ...]]] = {
     "it ends by itself": (128, ()),
     "a reply is cut": (24, ()),
@@ -103,13 +103,8 @@ AGENT: dict[str, Any] = {
     "max_turns": 2,
     "timeout_s": 1200.0,
 }
-LOOKER = {"looker": {"description": "looks", "prompt": "Look and say what is there, in short.", "tools": ["Read"]}}
 # A bare agent has no Agent tool.
-WITH_SUB_AGENTS: dict[str, Any] = {
-    "bare": False,
-    "tools": ("Agent", "Read"),
-    "extra_args": ("--agents", json.dumps(LOOKER)),
-}
+WITH_SUB_AGENTS: dict[str, Any] = {"bare": False, "tools": ("Agent", "Read")}
 CONTEXT = 16384
 
 

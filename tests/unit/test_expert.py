@@ -375,9 +375,7 @@ def test_it_tries_until_the_check_is_content(tree: Tree) -> None:
 
 
 def test_edit_makes_only_what_it_can_take_back(tmp_path: Path) -> None:
-    before = (
-        "def f(a, b):\n    if a < b:\n        return a + 1\n    if a <= b:\n        a += 1\n    return min(a, b)\n"
-    )
+    before = "def f(a, b):\n    if a < b:\n        return a + 1\n    if a <= b:\n        a += 1\n    return min(a, b)\n"
     gold = before.replace("a + 1", "a - 1")
     tree, task = Tree(tmp_path, {"a.py": before}), task_of({"a.py": before}, {"a.py": gold})
     tried = set[str]()

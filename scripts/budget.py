@@ -26,20 +26,20 @@ WINGS = {
     "rl/checks": 786,  # 46: a toy's recipe for a real model, and the memory of a real model on a CPU
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     # Episodes as data (records, session files, spans, a dataset); 205 are an expert that plays in a policy's own form.
-    "rl/collect": 525,
+    "rl/collect": 523,
     "rl/cpu": 252,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 385 are the commands
     # that make tasks, overlap of task files, and the probe. 150 put made tasks into container images.
-    "rl/data": 2145,
+    "rl/data": 2140,
     "rl/evaluate": 780,
     "rl/ingest": 1986,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
     "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
     # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75 find what is alike;
     # 55 record what functions return while tests run. 445: tasks of functions that stand alone.
-    "rl/make": 2620,
+    "rl/make": 2626,
     "rl/metrics": 574,  # 94 keep what the trainer made of sampled tokens
     "rl/plan": 970,
-    "rl/quickstart": 635,
+    "rl/quickstart": 616,
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
     # forks, in rounds on a CPU; 10 end with the fork server what a fork has started; 5 keep ports below those of
@@ -78,7 +78,7 @@ WINGS = {
 # and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
 # records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
 # curriculum, and tasks of functions. 620 are a real model on a lent GPU.
-EVERYTHING = 33_845
+EVERYTHING = 33_822
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -213,10 +213,9 @@ class Expert:
     def _change(self, back: Sequence[Edit], edits: Sequence[Edit]) -> Generator[str, str]:
         """Yield the calls that take edits back and make others: with Edit if there is one, else with Bash."""
         if self._edits:
-            for path, old, new in [(e.path, e.new, e.old) for e in back[::-1]] + [
-                (e.path, e.old, e.new) for e in edits
-            ]:
-                yield self._form.call("Edit", file_path=path, old_string=old, new_string=new)
+            undone = [replace(one, old=one.new, new=one.old) for one in back[::-1]]
+            for one in (*undone, *edits):
+                yield self._form.call("Edit", file_path=one.path, old_string=one.old, new_string=one.new)
             return
         reset = f"git checkout -q {shlex.join(dict.fromkeys(one.path for one in back))}; " if back else ""
         for edit in edits:

@@ -24,7 +24,7 @@ from rl.data.card import write_card
 from rl.data.convert import write_tasks
 from rl.make.overlap import in_verified
 from rl.make.puzzles import Puzzle, apart, puzzles
-from rl.make.sources import MakeError
+from rl.make.sources import MakeError, name_of
 from rl.quickstart.tasks import write_repositories
 from rollout import files, program
 from rollout.sandbox import SandboxError
@@ -86,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--train", type=int, default=800, help="training tasks, at most (default: 800)")
     parser.add_argument("--heldout", type=int, default=300, help="held-out tasks, at most (default: 300)")
     args = parser.parse_args(arguments)
-    if known := [
-        one for one in (*args.packages, *args.heldout_packages) if in_verified(f"pypi/{one.partition('==')[0]}")
-    ]:
+    if known := [one for one in (*args.packages, *args.heldout_packages) if in_verified(f"pypi/{name_of(one)}")]:
         parser.error(f"SWE-bench Verified has tasks of {known[0]}; choose another package")
     try:
         make(args.out, args.packages, args.heldout_packages, args.seed, (args.train, args.heldout))

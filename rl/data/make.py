@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from packaging.utils import canonicalize_name
-
 from rl.batch import Journal, JournalError
 from rl.data.card import beside, write_card
 from rl.data.convert import write_tasks
@@ -30,7 +28,7 @@ from rl.make import card as cards
 from rl.make.candidates import NAMES
 from rl.make.overlap import in_verified, overlaps
 from rl.make.prepare import Prepared, prepare
-from rl.make.sources import MakeError
+from rl.make.sources import MakeError, name_of
 from rl.make.statement import LEVELS
 from rl.make.trials import at_level
 from rl.make.work import Maker, Order
@@ -85,9 +83,7 @@ def _of_package(
     spec: str, args: argparse.Namespace, order: Order, journal: Journal, screen: Screen
 ) -> tuple[Prepared, Maker]:
     out: Path = args.out
-    file = Path(spec).name.removesuffix(".tar.gz")
-    name = canonicalize_name(file.partition("==")[0].strip() if "==" in file else file.rpartition("-")[0])
-    if in_verified(f"pypi/{name}") and not args.allow_verified:
+    if in_verified(f"pypi/{name_of(spec)}") and not args.allow_verified:
         raise MakeError(f"{spec}: SWE-bench Verified has tasks of it; choose another package, or --allow-verified")
     screen.show(f"{spec}: installing what its tests need, and running them three times")
     prepared = prepare(spec, out.with_name(f"{out.stem}.packages"), args.requires, args.allow_copies)

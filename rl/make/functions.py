@@ -14,10 +14,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from rl.make.prepare import SUITE_S, Prepared, prepare
+from rl.make.prepare import SUITE_S, Prepared
 from rl.make.runs import Bench, NoResultError
 
 _MOST_LINES, _LONGEST_LINE, _LONGEST = 40, 110, 1600
@@ -40,12 +39,8 @@ class Function:
     cases: Cases
 
 
-def harvest(spec: str, directory: Path) -> list[Function]:
-    """Return the functions of NAME==VERSION that can stand alone, in the order of the package.
-
-    What is fetched and installed is kept in ``directory``. Raises MakeError, SandboxError.
-    """
-    prepared = prepare(spec, directory, copies=True)
+def harvest(prepared: Prepared) -> list[Function]:
+    """Return a package's functions that can stand alone, in the order of the package. Raises SandboxError."""
     return asyncio.run(_harvested(prepared))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from rl.make import edits
 from rl.make.functions import Function, harvest, observed
+from rl.make.hidden import eval_script
 from rl.make.overlap import overlaps
 from rl.make.prepare import prepare
 from rl.make.runs import Bench
@@ -51,29 +52,10 @@ for call, wanted in CALLS.items():
 print("ok")
 """
 
-# As in rl.quickstart.tasks.
-_EVAL_SCRIPT = """\
-#!/bin/bash
-set -uxo pipefail
-: '>>>>> Start Test Output'
-python3 -I -S -B - -v <<'END_OF_TESTS'
-import os, sys, unittest
-sys.path.append(os.getcwd())
-
-class Hidden(unittest.TestCase):
-    def check(self, call, expected):
+_HIDDEN_CHECK = """\
+call, expected):
         import module
-        self.assertEqual(eval(call, vars(module)), expected)
-{tests}
-unittest.main()
-END_OF_TESTS
-: '>>>>> End Test Output'
-"""
-_TEST = '''
-    def test_{number}(self):
-        """{name}"""
-        self.check({call!r}, {want})
-'''
+        self.assertEqual(eval(call, vars(module)), expected)"""
 Case = tuple[str, str]
 """A call and what it returns, as source."""
 
@@ -116,10 +98,7 @@ class Puzzle:
         package, _, version = self.function.package.rpartition("-")
         cases = [*self.failing, *self.passing]
         names = [f"{self.function.name} {number}" for number in range(len(cases))]
-        tests = "".join(
-            _TEST.format(number=number, name=names[number], call=call, want=want)
-            for number, (call, want) in enumerate(cases)
-        )
+        tests = [(name, f"{call!r}, {want}") for name, (call, want) in zip(names, cases, strict=True)]
         return {
             "instance_id": name,
             "repo": f"pypi/{package}",
@@ -130,7 +109,7 @@ class Puzzle:
             "PASS_TO_PASS": names[len(self.failing) :],
             "log_parser": "parse_log_django",
             "eval_type": "pass_and_fail",
-            "eval_script": _EVAL_SCRIPT.format(tests=tests),
+            "eval_script": eval_script(_HIDDEN_CHECK, tests),
             "patch": self.patch(),
             "difficulty": next(f"up to {most} places" for most in (4, 8, 99) if len(swaps(self.source)) <= most),
             "licence": self.function.licence,
@@ -139,8 +118,8 @@ class Puzzle:
 
 def puzzles(spec: str, directory: Path, seed: int) -> list[Puzzle]:
     """Return the puzzles of NAME==VERSION. directory: keeps packages. Raises MakeError, SandboxError."""
-    functions = harvest(spec, directory)
     prepared = prepare(spec, directory, copies=True)
+    functions = harvest(prepared)
     bench = Bench(prepared.package.tree, prepared.venv)
     rng = random.Random(f"{seed}:{spec}")
 

@@ -75,6 +75,12 @@ class Package:
         return [file.relative_to(self.tree).as_posix() for file in found if file.is_file()]
 
 
+def name_of(spec: str) -> str:
+    """Return the package's name in NAME==VERSION, or in the path of a source distribution."""
+    file = Path(spec).name.removesuffix(".tar.gz")
+    return canonicalize_name(file.partition("==")[0].strip() if "==" in file else file.rpartition("-")[0])
+
+
 def fetch(spec: str, directory: Path) -> tuple[Path, str]:
     """Return a source distribution's archive and its SHA-256.
 

@@ -216,7 +216,7 @@ def _alone(where: Path, screen: Screen) -> Generator[None]:
 
 def _fingerprint(config: DictConfig) -> str:
     digest, here = hashlib.sha256(), Path(__file__).parent
-    for source in sorted([*here.glob("*.py"), *here.glob("*.jinja")]):
+    for source in sorted([*here.glob("*.py"), *here.glob("*.jinja"), here.parent / "make" / "hidden.py"]):
         digest.update(source.read_bytes())
     for part in (config.quickstart, config.agent, config.proxy):
         digest.update(OmegaConf.to_yaml(part, resolve=True).encode())

@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow
@@ -33,6 +33,7 @@ from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
 from rl.batch import run_all
+from rl.make.hidden import eval_script
 from rollout import program
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.treediff import object_id
@@ -84,31 +85,10 @@ _COMMIT = {
     "GIT_CONFIG_GLOBAL": os.devnull,
 }
 
-# The tests come on standard input, so that no file with them lies beside the code under test. -I, and appending the
-# work tree to the path, keep a file there from shadowing a module of the standard library.
-_EVAL_SCRIPT = """\
-#!/bin/bash
-set -uxo pipefail
-: '>>>>> Start Test Output'
-python3 -I -S -B - -v <<'END_OF_TESTS'
-import os, sys, unittest
-sys.path.append(os.getcwd())
-
-class Hidden(unittest.TestCase):
-    def check(self, a, b, expected):
+_CHECK = """\
+a, b, expected):
         from {module} import {function}
-        self.assertEqual({function}(a, b), expected)
-{tests}
-unittest.main()
-END_OF_TESTS
-: '>>>>> End Test Output'
-"""
-# With every Python version, swebench's parser for this output takes the docstring as the test's name.
-_TEST = '''
-    def test_{number}(self):
-        """{name}"""
-        self.check({a}, {b}, {expected})
-'''
+        self.assertEqual({function}(a, b), expected)"""
 
 
 @dataclass(frozen=True)
@@ -257,10 +237,7 @@ def _git(directory: Path, *arguments: str) -> None:
 
 def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
     cases = [*puzzle.failing, puzzle.passing]
-    tests = "".join(
-        _TEST.format(number=number, name=case.name(puzzle.function), **asdict(case))
-        for number, case in enumerate(cases)
-    )
+    tests = [(case.name(puzzle.function), f"{case.a}, {case.b}, {case.expected}") for case in cases]
     row = {
         "instance_id": puzzle.instance_id,
         "image": f"dir:repos/{puzzle.instance_id}",
@@ -274,7 +251,7 @@ def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
         "PASS_TO_PASS": [puzzle.passing.name(puzzle.function)],
         "log_parser": "parse_log_django",
         "eval_type": "pass_and_fail",
-        "eval_script": _EVAL_SCRIPT.format(module=puzzle.module, function=puzzle.function, tests=tests),
+        "eval_script": eval_script(_CHECK.format(module=puzzle.module, function=puzzle.function), tests),
         "patch": puzzle.patch(puzzle.gold),
     }
     return Task.from_row(row, base_dir)

@@ -25,6 +25,8 @@ from rollout.proxy.parsers import make_parser
 from rollout.proxy.render import ChatTemplateRenderer
 from tests.datasets import snapshot_row
 from tests.kit import saved_again
+from tests.unit.test_functions import BROKEN
+from tests.unit.test_functions import SOURCE as GOLD
 
 
 def _tool(name: str, **types: str) -> dict[str, Any]:
@@ -161,19 +163,6 @@ def test_a_template_that_does_not_write_calls_or_results_is_refused() -> None:
         tokenizer.chat_template = template
         with pytest.raises(CannotPlayError, match=said):
             Form(ChatTemplateRenderer(tokenizer, "qwen3"))
-
-
-BROKEN = """\
-def clamp(x, low=0, high=10):
-    if not x >= low:
-        return low
-    for y in (0, True):
-        x += y - 1
-    if y is None or x in (3,):
-        return
-    return min(x, high * 2)
-"""
-GOLD = BROKEN.replace("x >= low", "x > low")
 
 
 def task_of(old: dict[str, str], new: dict[str, str]) -> Task:

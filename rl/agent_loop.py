@@ -32,7 +32,6 @@ from rl.run import errors
 from rl.setup import load_policy, make_setup, training_settings
 from rollout.episode import Episode, Setup, play
 from rollout.proxy.collector import keep_imports
-from rollout.proxy.heard import Hearing
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
 
@@ -42,7 +41,7 @@ class Worker:
 
     def __init__(self, config: DictConfig, tokenizer: Any, model_type: str, engine: VerlEngine) -> None:
         self.config, self.engine = config, engine
-        self.proxy = Hearing() if config.store.url else ProxyServer()
+        self.proxy = ProxyServer()
         settings = training_settings(config)
         if config.cluster.grading_resource:
             settings = replace(settings, boot=far_boot(settings.boot, config))
@@ -74,8 +73,6 @@ class Worker:
         """
         model = self.config.cluster.staged_from or self.config.actor_rollout_ref.model.path
         record = record_of(episode, split, step, model, self.setup.policy.parser.spec)
-        if isinstance(self.proxy, Hearing):
-            self.proxy.tell(record, episode.session)
         self.records.append(record)
         answered = self.engine.servers.pop(episode.id, None)
         self.log.append({**line(record), "session": session, "engine": answered})

@@ -17,18 +17,24 @@ import shlex
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.text import Text
 
 from rollout import program
 
 
 class _Console(Console):
-    """A console whose reader is gone writes to nowhere, so that whoever prints goes on."""
+    """A console whose reader is gone writes to nowhere, so that whoever prints goes on. Escape codes are its own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else program.shown(text), style, control)
 
     def on_broken_pipe(self) -> None:
         program.to_nowhere(self.file.fileno())
@@ -62,7 +68,7 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.clear()
+        self.restore()
 
     def fileno(self) -> int:
         """Return the file descriptor of the user's terminal."""
@@ -160,6 +166,25 @@ class Screen:
             return
         self._said = now
         self.say(f"{what} {done}{f'/{total}' if total else ''}{f'  {note}' if note else ''}")
+
+
+def ended(command: str, work: Callable[[Screen], int], resumable: bool = True) -> int:
+    """Do the work of a command and return its exit status; what ends it is said in one line.
+
+    resumable: the same command goes on where it was interrupted, which is said.
+    """
+    screen = Screen()
+    try:
+        return work(screen)
+    except (OSError, ValueError) as error:
+        screen.clear()
+        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, OSError) or isinstance(error.__cause__, OSError) else 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        if resumable:
+            screen.next(("continue", this_command()))
+        return 130
 
 
 def this_command() -> str:

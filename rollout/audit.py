@@ -434,8 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run.read()
     except (FileNotFoundError, ValueError) as error:
-        print(f"audit: {error}", file=sys.stderr)
-        return 1
+        return program.failed(f"audit: {error}")
     for finding in run.findings:
         print(finding, file=sys.stderr)
     for torn in run.reader.torn:
@@ -450,8 +449,7 @@ def main(argv: list[str] | None = None) -> int:
             f"note: {total['unknown']} replies that agents report were sent by nobody: something else wrote the report"
         )
     if not total["episodes"]:
-        print(f"audit: no episode records under {args.run}", file=sys.stderr)
-        return 1
+        return program.failed(f"audit: no episode records under {args.run}")
     print(
         f"{'FAILED' if run.findings else 'ok'}: {total['episodes']} episodes, {total['replies']} replies, "
         f"{total['rows']} rows, {total['sampled']} sampled tokens, each trained on once, "

@@ -1,11 +1,14 @@
 """This module replaces files and directories in one step: a reader finds the old one or the whole new one."""
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextlib.contextmanager
@@ -49,6 +52,15 @@ def making(path: Path, overwrite: bool = False) -> Generator[Path]:
     finally:
         for left in (new, old):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file to read. Raises OSError, also for what is no plain file: a pipe would never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.EINVAL, "not a plain file", str(path))
+    return open(fd, "rb", buffering=1 << 20)
 
 
 def write(path: Path, text: str, synced: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Episode records hold everything that happened in an episode, in one file format. docs/records.md describes it.
 
-    python -m rollout.records RUN             list the episodes of a run
+    python -m rollout.records RUN             list the episodes of a run (rl/view/terminal.py)
     python -m rollout.records RUN EPISODE     read one
 
 A file is a sequence of frames and is only ever appended to. A frame is ``magic "CEP1", length u32, crc32 u32, payload``
@@ -12,10 +12,8 @@ the session tree itself: each node holds only what it adds to its parent.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zstandard
 
-from rollout import program
-from rollout.agent.events import blocks
+from rollout import files, program, storable
 from rollout.proxy.calls import CallRecord
 from rollout.proxy.tree import TrainingSequence, Tree
 
@@ -34,13 +31,15 @@ if TYPE_CHECKING:
     from rollout.agent import AgentRun
     from rollout.episode import Episode
 
-VERSION = 3
-_READABLE = (1, 2, 3)
+VERSION = 4
+_READABLE = (1, 2, 3, 4)
 SUFFIX = ".cep"
 SELECTION = "selection.json"  # marks a directory whose records are copies of some from elsewhere
 _MAGIC = b"CEP1"
 _HEADER = struct.Struct("<4sII")
 _LEVEL = 6
+_LARGEST = 1 << 30  # bytes of an unpacked record; one of 10 million tokens has a tenth
+_DEEPEST = 100  # levels of lists and objects in what agents and policies have written
 
 
 class CorruptRecordError(Exception):
@@ -51,10 +50,15 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     """A node record is one node of the session tree.
 
     ``ids``: int32, ``logprobs``: float32, both little endian; ``parent``: index of the node before it, -1 for a root.
+    ``says``, of a context: its messages as they went over the wire, a JSON list in which a number stands for the reply
+    of that node in a new place; ``head``, of a root: [system prompt, tools], as JSON. Both are empty in records before
+    version 4, and for what was too much to keep.
+
     The other fields belong to sampled nodes. ``blocks``: what the agent was sent; ``versions``: int32, the weight
     version of each id, empty if unknown (in records of version 1 a pair, the first and the last one). ``side``: whether
     it answers a side call; ``seal``: ``rollout.proxy.engine.Seals``; ``begins``, of a root: a hash of system prompt,
-    tools and first message. Records before version 3 lack the last three.
+    tools and first message. Records before version 3 lack these three. ``started`` (Unix time) and ``seconds``: of the
+    reply's generation; 0 before version 4.
     """
 
     parent: int
@@ -73,6 +77,10 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     side: bool = False
     seal: bytes = b""
     begins: bytes = b""
+    says: bytes = b""
+    head: bytes = b""
+    started: float = 0.0
+    seconds: float = 0.0
 
     @property
     def length(self) -> int:
@@ -97,14 +105,14 @@ class RowRecord(msgspec.Struct):
 class Record(msgspec.Struct, omit_defaults=True):
     """A record is one attempt on a task; all figures of an episode are computed from it.
 
-    Times are in seconds, ``started`` is Unix time. ``model``: where the policy's tokenizer is; ``tools``: all tool
-    definitions that the agent offered, in chat form; ``events``: the agent's own event stream; ``repo`` and
-    ``difficulty``: the task's; ``overlong``: whether a limit ended the episode; ``train_side_calls``: whether side
-    calls are trained on. ``number`` and ``previous``, which the writer fills in: the record's place in its file, from
-    0, and the SHA-256 of the payload before it. Older records lack the fields from ``repo`` on.
+    Times are in seconds, ``started`` is Unix time. ``model``: where the policy's tokenizer is; ``events``: the agent's
+    own event stream; ``repo`` and ``difficulty``: the task's; ``overlong``: whether a limit ended the episode;
+    ``train_side_calls``: whether side calls are trained on. ``number`` and ``previous``, which the writer fills in: the
+    record's place in its file, from 0, and the SHA-256 of the payload before it. Older records lack the fields from
+    ``repo`` on.
 
-    Collections fill the last three fields, and runs with a store the first two of these. ``parts`` and ``calls``: see
-    ``rollout.proxy.calls``. ``missing``: what should have been kept of the episode but was not, in words.
+    ``parts`` and ``calls``: forwarded calls (``rollout.proxy.calls.Talk``). ``missing``: what should have been kept of
+    the episode but was not, in words.
     """
 
     version: int
@@ -117,7 +125,6 @@ class Record(msgspec.Struct, omit_defaults=True):
     model: str
     parser: str
     sampling: dict[str, Any]
-    tools: list[dict[str, Any]]
     nodes: list[NodeRecord]
     rows: list[RowRecord]
     verdict: dict[str, Any]
@@ -154,7 +161,6 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         model=model,
         parser=parser,
         sampling=dict(session.policy.sampling) if session else {},
-        tools=list(session.tools.values()) if session else [],
         nodes=node_records(session.tree) if session else [],
         rows=row_records(episode.rows),
         verdict=episode.verdict.to_dict(),
@@ -167,6 +173,9 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         difficulty=task.difficulty,
         overlong=episode.overlong,
         train_side_calls=session.policy.train_side_calls if session else True,
+        parts=session.talk.parts if session else [],
+        calls=session.talk.calls if session else [],
+        missing=[f"{session.talk.lost} texts or calls"] if session and session.talk.lost else [],
     )
 
 
@@ -180,6 +189,7 @@ def node_records(tree: Tree) -> list[NodeRecord]:
     out = []
     for node in tree.nodes:
         record = NodeRecord(parent=node.parent.index if node.parent else -1, ids=pack_ids(node.ids))
+        record.says, record.head = node.says, node.head
         if node.parent is None:
             record.begins = hashlib.sha256(b"".join(node.key[:2])).digest()
         if node.reply is not None and node.logprobs is not None:
@@ -190,6 +200,7 @@ def node_records(tree: Tree) -> list[NodeRecord]:
             record.trained, record.tools_allowed = node.trained, node.tools_allowed
             record.versions = pack_ids(list(node.versions))
             record.side, record.seal = node.side, node.seal
+            record.started, record.seconds = node.started, node.seconds
         out.append(record)
     return out
 
@@ -197,7 +208,7 @@ def node_records(tree: Tree) -> list[NodeRecord]:
 def path_of(nodes: Sequence[NodeRecord], leaf: int) -> list[int]:
     """Return the indices of the nodes from the root to ``leaf``."""
     path = [leaf]
-    while nodes[path[-1]].parent >= 0:
+    while 0 <= nodes[path[-1]].parent < path[-1]:  # a damaged record may have others
         path.append(nodes[path[-1]].parent)
     return path[::-1]
 
@@ -263,7 +274,7 @@ class RecordWriter:
 
     def copy(self, payload: bytes) -> None:
         """Write a record of another file, unchanged except for its place; fields unknown to this version are kept."""
-        record = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload))
+        record = msgspec.msgpack.decode(unpacked(payload))
         self._write(msgspec.msgpack.encode(record | {"number": self._number, "previous": self._previous}))
 
     def _write(self, data: bytes) -> None:
@@ -327,7 +338,7 @@ class Reader:
             return [self.source]
         if not self.source.is_dir():
             raise FileNotFoundError(f"{self.source}: no such run directory or record file")
-        return sorted(self.source.rglob(f"*{SUFFIX}"))
+        return sorted(path for path in self.source.rglob(f"*{SUFFIX}") if path.is_file())
 
     def __iter__(self) -> Iterator[Record]:
         for path in self.files():
@@ -358,7 +369,7 @@ class Reader:
 
     def payloads(self, path: Path, start: int = 0) -> Iterator[tuple[int, int, bytes | None]]:
         """Iterate over (offset, end, payload) of whole frames from ``start`` on; payload: None for a wrong checksum."""
-        with open(path, "rb") as file:
+        with files.opened(path) as file:
             offset, size = start, os.fstat(file.fileno()).st_size
             while offset < size:
                 file.seek(offset)
@@ -385,13 +396,22 @@ class Reader:
 
 def payload_at(path: Path, offset: int) -> bytes:
     """Return the payload of a frame that a reader found at ``offset``. Raises CorruptRecordError if it has changed."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        magic, length, checksum = _HEADER.unpack(file.read(_HEADER.size).ljust(_HEADER.size))
-        payload = file.read(length) if magic == _MAGIC else b""
+    with files.opened(path) as file:  # past its buffer, which would be filled for each record
+        header = os.pread(file.fileno(), _HEADER.size, offset)
+        magic, length, checksum = _HEADER.unpack(header.ljust(_HEADER.size))
+        payload = os.pread(file.fileno(), length, offset + _HEADER.size) if magic == _MAGIC else b""
     if zlib.crc32(payload) != checksum or len(payload) != length:
         raise CorruptRecordError(f"{path}, offset {offset}: the record has changed since it was read")
     return payload
+
+
+def unpacked(payload: bytes, by: zstandard.ZstdDecompressor | None = None) -> bytes:
+    """Return what was compressed. ``by``: of the calling thread, for many records. Raises zstandard.ZstdError, also if
+    it is larger than any record."""
+    size = zstandard.frame_content_size(payload)
+    if size > _LARGEST:
+        raise zstandard.ZstdError(f"{size >> 20} MiB in a record; at most {_LARGEST >> 20} are read")
+    return (by or zstandard.ZstdDecompressor()).decompress(payload, max_output_size=_LARGEST)
 
 
 def record_at(path: Path, offset: int) -> Record:
@@ -405,69 +425,18 @@ def decode(payload: bytes | None, place: str) -> Record:
     if payload is None:
         raise CorruptRecordError(f"{place}: the record's checksum is wrong")
     try:
-        record = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload), type=Record)
-    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        record = msgspec.msgpack.decode(unpacked(payload), type=Record)
+        said = (record.events, record.verdict, record.agent, *(node.blocks for node in record.nodes))
+    except (zstandard.ZstdError, msgspec.DecodeError, RecursionError) as error:
         raise CorruptRecordError(f"{place}: {error}") from error
+    if not all(storable(one, _DEEPEST) for one in (*said, *(call.reply for call in record.calls))):
+        raise CorruptRecordError(f"{place}: nested more than {_DEEPEST} deep")
     if record.version not in _READABLE:
         raise CorruptRecordError(f"{place}: record version {record.version}; readable are {_READABLE}")
     return record
 
 
-def _show(record: Record) -> Iterator[str]:
-    """Yield the lines of an episode as a person reads it: what was asked and said, and what became of it."""
-    yield f"{record.episode}  task {record.task}  {record.split} step {record.step}  attempt {record.attempt}"
-    for number, node in enumerate(record.nodes):
-        if node.logprobs is None:
-            yield f"\n--- {number}: {node.length} tokens of context after {node.parent}"
-            continue
-        lost = "" if node.delivered else ", never delivered"
-        yield f"\n--- {number}: {node.length} tokens sampled ({node.stop_reason}{lost})\n{node.text}"
-        for event in record.events:
-            yield from _heard(event, {block.get("id") for block in node.blocks})
-    if not record.nodes:  # a model behind another endpoint: the agent's own events are all there is
-        yield from (f"\n{json.dumps(event)}" for event in record.events if event.get("type") in ("assistant", "user"))
-    yield f"\n--- patch\n{record.patch.decode('utf-8', 'replace')}"
-    yield f"--- agent    {json.dumps(record.agent)}"
-    yield f"--- verdict  {json.dumps({k: v for k, v in record.verdict.items() if k != 'log_tail'})}"
-    yield f"--- seconds  {json.dumps({k: round(v, 3) for k, v in record.timing.items()})}"
-    rows = ", ".join(f"{row.prompt_tokens}+{row.response_tokens}" for row in record.rows)
-    yield f"--- rows     {len(record.rows)} ({rows} tokens)"
-
-
-def _heard(event: dict[str, Any], calls: set[Any]) -> Iterator[str]:
-    """Yield the results of the tool calls ``calls``, read from an event of the agent."""
-    for block in blocks(event, "user"):
-        asked = block.get("tool_use_id")
-        if block.get("type") == "tool_result" and isinstance(asked, str) and asked in calls:
-            answer = block.get("content")
-            yield f"    => {answer if isinstance(answer, str) else json.dumps(answer)}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """List a run's episodes or show one; return the exit status, 1 if nothing was found or a record is corrupt."""
-    options = program.parser("python -m rollout.records", __doc__, paragraphs=2)
-    options.add_argument("run", type=Path, metavar="RUN", help="run directory, or one record file")
-    options.add_argument("episode", nargs="?", metavar="EPISODE", help="an episode's name, or the start of it")
-    args = options.parse_args(argv)
-    reader, shown = Reader(args.run), 0
-    try:
-        for record in reader:
-            if args.episode is None:
-                outcome = record.verdict.get("reason") or record.verdict.get("outcome")
-                tokens = sum(row.prompt_tokens + row.response_tokens for row in record.rows)
-                print(f"{record.episode:<60} {outcome:<20} {len(record.rows)} rows {tokens:>7} tokens")
-            elif record.episode.startswith(args.episode):
-                print("\n".join(_show(record)))
-            else:
-                continue
-            shown += 1
-    except (CorruptRecordError, FileNotFoundError) as error:
-        print(f"records: {error}", file=sys.stderr)
-        return 1
-    if not shown:
-        print(f"records: nothing found under {args.run}", file=sys.stderr)
-    return 0 if shown else 1
-
-
 if __name__ == "__main__":
+    from rl.view.terminal import main
+
     program.end(main)

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from bench_proxy import SAID
 from measuring import head, row
 from proxy_load import Talk, text
@@ -45,7 +46,7 @@ def measure(run: Path) -> None:
     """Print the figures of a run's records."""
     reader, sizes, took, spans, tokens = Reader(run), [], [], [], 0
     with tempfile.TemporaryDirectory(prefix=".records-", dir=run.resolve().parent) as beside:
-        writer = RecordWriter(Path(beside), "again")
+        writer, bare = RecordWriter(Path(beside), "again"), RecordWriter(Path(beside, "bare"), "bare", synced=False)
         for path in reader.files():
             starts = []
             for offset, record in reader.placed(path):
@@ -53,8 +54,11 @@ def measure(run: Path) -> None:
                 took.append(timed(writer, record))
                 spans.append((record.started, record.started + record.timing.get("total", 0.0)))
                 tokens += sum(node.length for node in record.nodes)
+                bare.append(without_messages(record))
             sizes += [end - start for start, end in itertools.pairwise([*starts, path.stat().st_size])]
         writer.close()
+        bare.close()
+        tokens_only = bare.path.stat().st_size if sizes else 0
     if not sizes:
         raise SystemExit(f"{run}: there are no records of episodes (*.cep)")
     wall = max(end for _, end in spans) - min(start for start, _ in spans)
@@ -62,11 +66,18 @@ def measure(run: Path) -> None:
     head("what", "measured")
     row("episodes, attempts that were lost included", len(sizes))
     row("KB of an episode: mean, p50, p95", spread([size / 1e3 for size in sizes]))
+    row("KB without its messages: mean", f"{tokens_only / len(sizes) / 1e3:.2f}")
     row("MB of all", f"{sum(sizes) / 1e6:.2f}")
     row("bytes per token", f"{sum(sizes) / tokens:.2f}" if tokens else "no tokens")
     row("ms to write one: mean, p50, p95", spread([1e3 * seconds for seconds in took]))
     row("share of the wall time", f"{sum(took) / wall:.3%} of {wall:.0f} s" if wall else "no times")
     row("share of the episodes' own time", f"{sum(took) / played:.3%} of {played:.0f} s" if played else "no times")
+
+
+def without_messages(record: Record) -> Record:
+    """Return a record as it would be if only tokens were kept."""
+    nodes = [msgspec.structs.replace(node, says=b"", head=b"") for node in record.nodes]
+    return msgspec.structs.replace(record, nodes=nodes)
 
 
 def timed(writer: RecordWriter, record: Record) -> float:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import json
 import multiprocessing
 import random
 import resource
+import struct
 import sys
 import tempfile
 import time
@@ -50,12 +53,16 @@ def words(lot: random.Random, characters: int) -> str:
 def episode(lot: random.Random, number: int, turns: int, read: int, said: int, model: Path) -> Record:
     """Return an episode with so many turns, each of which reads and says so many tokens (characters)."""
     nodes, events = [], []
+    path, length = hashlib.sha256(), 0
     for turn in range(turns):
         asked = words(lot, read)
-        nodes.append(NodeRecord(parent=2 * turn - 1, ids=pack_ids(list(map(ord, asked)))))
+        message: dict[str, Any] = {"role": "user", "content": asked}
         if turn:
             result = {"type": "tool_result", "tool_use_id": f"call_{number}_{turn - 1}", "content": asked}
-            events.append({"type": "user", "message": {"content": [result]}})
+            message = {"role": "user", "content": [result]}
+            events.append({"type": "user", "message": message})
+        says = json.dumps([message]).encode()
+        nodes.append(NodeRecord(parent=2 * turn - 1, ids=pack_ids(list(map(ord, asked))), says=says))
         text = words(lot, said)
         call = {"type": "tool_use", "id": f"call_{number}_{turn}", "name": "Bash"}
         call |= {"input": {"command": text[: said // 2]}}
@@ -63,13 +70,19 @@ def episode(lot: random.Random, number: int, turns: int, read: int, said: int, m
         logprobs = [-lot.expovariate(3) for _ in text]
         node = NodeRecord(parent=2 * turn, ids=pack_ids(list(map(ord, text))), logprobs=pack_floats(logprobs))
         node.text, node.blocks, node.message_id, node.delivered = text, blocks, f"msg_{number}_{turn}", True
-        node.versions = pack_ids([number % 7] * len(text))
+        node.versions, node.started = pack_ids([number % 7] * len(text)), float(turn + 1)
+        path.update(nodes[-1].ids + node.ids)
+        length += len(asked) + len(text)
+        seal = path.copy()
+        seal.update(pack_floats(logprobs) + node.versions)
+        seal.update(struct.pack("<QQQQ?", length - len(text), len(text), len(text), len(text), False))
+        node.seal = seal.digest()
         nodes.append(node)
         events.append({"type": "assistant", "message": {"id": node.message_id, "content": blocks}})
     reward = float(lot.random() < 0.4)
     outcome = {"outcome": "resolved" if reward else "unresolved", "reason": None if reward else "tests_failed"}
     return empty_record(
-        version=2, episode=f"train-{number // 128}-task-{number % 400}-{number}", task=f"task-{number % 400}",
+        version=4, episode=f"train-{number // 128}-task-{number % 400}-{number}", task=f"task-{number % 400}",
         step=number // 128, nodes=nodes, rows=[row(nodes)], events=events, model=str(model),
         patch=words(lot, 800).encode(),
         verdict={**outcome, "reward": reward, "detail": "", "flags": []}, agent={"status": "finished", "turns": turns},
@@ -171,11 +184,11 @@ def main() -> int:
             opened, built, used, address = here.recv()
             print(f"{'index, ' + attempt:<46} {built:7.3f} s  {used:5.2f} s of CPU  ({opened:.3f} s of it the cache)")
             if attempt == "from its cache":
-                of = f"run=0&id={large.episode}"
+                of = f"id={large.episode}"
                 paths = {
-                    "run": "/run?run=0", "episodes, the newest": "/episodes?run=0",
-                    "episodes, filtered and sorted": "/episodes?run=0&verdict=resolved&turns=3:&sort=-tokens",
-                    "task": "/task?run=0&id=task-7", "episode, conversation, first": f"/episode?{of}",
+                    "run": "/run", "episodes, the newest": "/episodes",
+                    "episodes, filtered and sorted": "/episodes?verdict=resolved&turns=3:&sort=-tokens",
+                    "task": "/task?id=task-7", "episode, conversation, first": f"/episode?{of}",
                     "episode, conversation, again": f"/episode?{of}", "episode, tokens": f"/tokens?{of}",
                     "2,000 tokens of a node": f"/strip?{of}&node=0", "find in it: rare": f"/find.json?{of}&q=nowhere",
                     "find in it: frequent": f"/find.json?{of}&q=error",
@@ -189,7 +202,7 @@ def main() -> int:
                 else:
                     turns = "document.querySelectorAll('.turn').length === 300"
                     seen = {
-                        "episodes": ("/episodes?run=0", "document.querySelectorAll('tbody tr').length === 200"),
+                        "episodes": ("/episodes", "document.querySelectorAll('tbody tr').length === 200"),
                         "tokens of 100,000": (f"/tokens?{of}", "document.querySelectorAll('.t').length > 300"),
                         "conversation of 300 turns": (f"/episode?{of}", turns),
                     }

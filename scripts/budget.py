@@ -23,44 +23,49 @@ WINGS = {
     # The player of episodes moved here from rl/evaluate, because collection and warm start use it too; 15 show its
     # progress.
     "rl": 2805,
-    "rl/checks": 786,  # 46: a toy's recipe for a real model, and the memory of a real model on a CPU
+    "rl/checks": 795,  # 9: sft's numbers; 46: a toy's recipe for a real model, and the memory of a real model on a CPU
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     # Episodes as data (records, session files, spans, a dataset); 205 are an expert that plays in a policy's own form.
-    "rl/collect": 523,
+    "rl/collect": 485,
     "rl/cpu": 252,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 385 are the commands
-    # that make tasks, overlap of task files, and the probe. 150 put made tasks into container images.
-    "rl/data": 2140,
+    # that make tasks, overlap of task files, and the probe. 150 put made tasks into container images. 98 are labels and
+    # comments.
+    "rl/data": 2245,
     "rl/evaluate": 780,
-    "rl/ingest": 1986,  # new: four formats to states, proven requests; fine-tuning rows, evaluation on states
-    "rl/export": 1050,  # new: 15 formats; conversations out of records, proven by rendering them again
+    "rl/ingest": 2094,  # conversations of six kinds and runs as states, through one gate; rows, evaluation
+    "rl/export": 887,  # eleven formats, of records and of ingested states; 235 are logs for Inspect
     # Tasks of packages: hostile archives, environments, 28 makers, trials in boxes, statements; 75 find what is alike;
-    # 55 record what functions return while tests run. 445: tasks of functions that stand alone.
-    "rl/make": 2626,
-    "rl/metrics": 574,  # 94 keep what the trainer made of sampled tokens
+    # 55 record what functions return while tests run. 445: tasks of functions that stand alone. 21: the quickstart's
+    # repositories, which those of functions are like.
+    "rl/make": 2647,
+    "rl/metrics": 580,  # 94 keep what the trainer made of sampled tokens
     "rl/plan": 970,
-    "rl/quickstart": 616,
+    "rl/quickstart": 574,
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
     # forks, in rounds on a CPU; 10 end with the fork server what a fork has started; 5 keep ports below those of
-    # connections.
-    "rl/run": 1330,
-    "rl/store": 470,  # new: episodes in a LightningStore, live and later
-    "rl/sft": 705,  # new: fine-tuning once and in rounds, LLaMA-Factory, preference pairs
-    "rl/view": 1635,  # new: a web page over records: index, turns, tokens in their tree, tasks, comparison, finding
-    "rl/teachers": 385,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
-    "rl/terminal": 390,  # new: runs, tasks, episodes and tokens in the terminal of a login node
-    "rl/tune": 416,  # new, with what was rl/sft.py: rows of records, verl's SFT trainer, adapters
+    # connections; 4 add an adapter to weights and run verl's merger for rl.sft, too.
+    "rl/run": 1338,
+    "rl/store": 408,  # new: episodes in a LightningStore, live and later
+    # Fine-tuning once and in rounds: rows, verl's SFT trainer, adapters, LLaMA-Factory, preference pairs.
+    "rl/sft": 989,
+    # Records in the browser: index, turns, tokens, tasks, comparison, finding; the terminal. 60 write pages as files,
+    # 30 spare a search most of its work.
+    "rl/view": 1786,
+    "rl/teachers": 294,  # new: other models answer recorded states, within a cap of dollars; 135: they word statements
     # 10: the audit knows copies of records. 50: the --help and the quiet end of all programs; 10: records are read on
     # while their file grows; 45: what closes a turn, by the template.
-    "rollout": 1106,
+    # 165: the trace, which all that read episodes share, whatever an endpoint has said; 140: hostile records, and
+    # output without escape codes.
+    "rollout": 1408,
     "rollout/agent": 340,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which one is meant among several replies,
     # requests or branches that are alike. 300 are chat completions, and conversations as they went over the wire. 280
     # are for large requests, which hold nobody up and are refused before they are encoded; a head is encoded, and the
     # beginning of a prompt hashed, only once.
     # 140 compare a session with the model's own chat template at every start.
-    "rollout/proxy": 3382,
+    "rollout/proxy": 3398,
     "rollout/sandbox": 1100,
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
@@ -69,16 +74,16 @@ WINGS = {
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed. 30: rounds, then GRPO from them.
     # 600 bring a real model and everything that it needs to a GPU machine without a network, and train it there.
-    "scripts": 3440,
+    "scripts": 3457,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
-# episodes and tasks, and exports; 2,500 recorded conversations of other programs as states, and what is made of these,
-# by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the
-# command, rounds, LLaMA-Factory, preferences, seeds; 460: what was recorded, in the terminal,
-# and the help of all programs; 1,650: the same in the browser; 550 episodes in a store. 200 measure distillation and
-# records, and type docs/chain.md. 3,250 are tasks made of packages, their measured rates, a
-# curriculum, and tasks of functions. 620 are a real model on a lent GPU.
-EVERYTHING = 33_822
+# episodes and tasks, and exports; 2,600 recorded conversations of other programs as states, and what is made of these,
+# by teachers, too; 350 the proxy's speed and how it is measured; 950 fine-tuning: the command, rounds, LLaMA-Factory,
+# preferences, seeds; 60: the help of all programs; 1,900: what was recorded, in the browser and the terminal; 550
+# episodes in a store. 200 measure distillation and records, and type docs/chain.md. 3,250 are tasks made of packages,
+# their measured rates, a curriculum, and tasks of functions. 620 are a real model on a lent GPU. 235 are logs for
+# Inspect.
+EVERYTHING = 33_708
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and
@@ -100,8 +105,9 @@ ONE_TASK_MODULES = (
 # The goal was 5,000. Of the excess, 210 are proofs (of delivery, and of which reply is meant); 130 an agent's own
 # settings, and keeping its files; 265 speed; 30 reading on behind a broken record, and copying one; 10 reading on while
 # a file grows; 160 control groups of boxes; 55 failures in logs that nothing takes back; 35 limits of what a client
-# sends; 45 the forms of calls and turns that published chat templates want.
-ONE_TASK_BUDGET = 6_300
+# sends; 45 the forms of calls and turns that published chat templates want;
+# 160 messages in records, records that are hostile, and ids of other endpoints, whose replies have an end.
+ONE_TASK_BUDGET = 6_460
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

@@ -241,7 +241,7 @@ def reference(work: Path, count: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rl.tune.rows import rows_of
+    from rl.sft.episodes import rows_of
     from rollout.records import Reader
 
     records = list(Reader(work / "small" / "warm" / "episodes"))

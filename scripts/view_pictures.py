@@ -21,15 +21,15 @@ from PIL import Image  # noqa: E402
 from tests import browser_kit, view_demo, view_kit  # noqa: E402
 
 _WIDTH = 1200
-_EPISODE = f"run=0&id=train-{view_demo.STEPS}-{view_demo.TASK}-0"
+_EPISODE = f"id=train-{view_demo.STEPS}-{view_demo.TASK}-0"
 _TURN = "document.querySelector('.turn')"
 # Tokens are loaded when they come into view.
 _ALL_TOKENS = "[...document.querySelectorAll('.strip')].every((one) => one.querySelector('.t'))"
 # The page, and what must hold before the picture is taken.
 PAGES = {
-    "run": ("/run?run=0", "document.querySelectorAll('.chart canvas').length >= 4"),
-    "episodes": (f"/episodes?run=0&step={view_demo.STEPS}&sort=-turns", "document.querySelector('tbody tr')"),
-    "task": (f"/task?run=0&id={view_demo.TASK}", "document.querySelector('.card')"),
+    "run": ("/run", "document.querySelectorAll('.chart canvas').length >= 4"),
+    "episodes": (f"/episodes?step={view_demo.STEPS}&sort=-turns", "document.querySelector('tbody tr')"),
+    "task": (f"/task?id={view_demo.TASK}", "document.querySelector('.card')"),
     "episode": (f"/episode?{_EPISODE}", _TURN),
     "tokens": (f"/tokens?{_EPISODE}", "document.querySelectorAll('.node.trained .t').length > 100"),
 }

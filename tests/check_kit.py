@@ -79,6 +79,7 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
             },
             "grading": OmegaConf.load(REPOSITORY / "configs/grading/default.yaml"),
             "store": OmegaConf.load(REPOSITORY / "configs/store/default.yaml"),
+            "sft": OmegaConf.load(REPOSITORY / "configs/sft/default.yaml"),
             "proxy": {
                 "max_tokens": None,
                 "max_calls": 100,

@@ -20,12 +20,13 @@ Mood = Callable[[int], tuple[int, dict[str, str], str] | None]
 
 
 class StandIn:
-    """``heard``: the bodies of all requests; ``hangs``: requests of these numbers are never answered."""
+    """``heard`` and ``headers``: of all requests; ``hangs``: requests of these numbers are never answered."""
 
     def __init__(self, script: Script, mood: Mood = lambda n: None, hangs: frozenset[int] = frozenset()) -> None:
         self.script, self.mood, self.hangs = script, mood, hangs
         self.heard: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
+        self.headers: list[dict[str, str]] = []
         self.under_way = self.most = 0
         self.url = ""
         self.over = asyncio.Event()
@@ -35,6 +36,7 @@ class StandIn:
         self.heard.append(body)
         number = len(self.heard)
         self.keys.add(request.headers.get("Authorization") or request.headers.get("x-api-key"))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rl.export.unrender import Unrenderer
 from rollout import SIDE_MODEL
-from rollout.proxy.calls import CallRecord, Conversation
+from rollout.proxy.replies import reply_json
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import Record, RecordWriter, node_records, row_records
-from tests.kit import CharRenderer, CharTokenizer, QueueEngine, char_policy, empty_record
+from tests.kit import QueueEngine, char_policy, empty_record
 
 TOOLS = [
     {
@@ -30,18 +29,21 @@ SYSTEM = "Be good."
 CALLS = '((Hm.))I look. [[Bash {"command": "ls -l"}]][[Bash {"command": "cat \\"a\\""}]]'
 
 
-def unrenderer(model: str) -> Unrenderer:
-    return Unrenderer(CharTokenizer(), CharRenderer())
-
-
 class Play:
-    """A session whose client is scripted: what it asks, and what the agent reports of it. ``hosted``: there are no
-    tokens, as from another endpoint; ``heard``: the messages are kept, as in a collection."""
+    """A session whose client is scripted: what it asks, and what the agent reports of it.
 
-    def __init__(self, *replies: str, heard: bool = False, hosted: bool = False, policy: Any = None) -> None:
+    ``hosted``: there are no tokens, as from another endpoint, which gives replies the ids that ``named`` returns.
+    """
+
+    def __init__(
+        self,
+        *replies: str,
+        hosted: bool = False,
+        policy: Any = None,
+        named: Callable[[str], str | None] = lambda name: name,
+    ) -> None:
         self.session = Session("e", policy or replace(char_policy(QueueEngine(*replies)), train_side_calls=True))
-        self.heard, self.hosted = heard or hosted, hosted
-        self.talk, self.events = Conversation(), list[dict[str, Any]]()
+        self.hosted, self.named, self.events = hosted, named, list[dict[str, Any]]()
 
     async def ask(
         self, messages: list[Any], caller: str | None = None, side: bool = False, tools: Sequence[Any] = TOOLS
@@ -51,14 +53,16 @@ class Play:
         wire = decode_request(json.dumps(body).encode())
         node = await self.session.prepare(wire, retry=False).reply()
         node.sent = node.delivered = True
-        said = list(node.reply.blocks)
-        call = CallRecord([], side=side, node=-1 if self.hosted else node.index, started=float(len(self.talk.calls)))
+        node.started = float(node.index)
+        reply = reply_json(replace(node.reply, input_tokens=7, output_tokens=3), "policy")
         if self.hosted:
-            call.reply = {"id": node.reply.id, "content": said, "stop_reason": node.reply.stop_reason}
-            call.reply["usage"] = {"input_tokens": 7, "output_tokens": 3}
-        self.talk.add(wire, call)
+            reply["id"] = self.named(reply["id"])
+            for block in (block for block in reply["content"] if block["type"] == "tool_use"):
+                block["id"] = self.named(block["id"]) or "call"
+            self.session.talk.forwarded(wire, json.dumps(reply).encode(), node.started, 0.0)
+        said = reply["content"]
         if not side:
-            message = {"id": node.reply.id, "content": said}
+            message = {"id": reply["id"], "content": said}
             self.events.append({"type": "assistant", "message": message, "parent_tool_use_id": caller})
         messages.append({"role": "assistant", "content": said})
         return said
@@ -73,10 +77,9 @@ class Play:
         tree = self.session.tree
         outcome, reason = ("resolved", None) if reward == 1.0 else ("unresolved", "tests_failed")
         fields: dict[str, Any] = {
-            "version": 3,
+            "version": 4,
             "episode": name,
             "model": "policy",
-            "tools": list(self.session.tools.values()),
             "nodes": [] if self.hosted else node_records(tree),
             "rows": [] if self.hosted else row_records(tree.sequences()),
             "events": self.events,
@@ -85,8 +88,7 @@ class Play:
             "verdict": {"outcome": outcome, "reason": reason, "reward": reward, "detail": "", "flags": []},
             "patch": b"diff --git a/a b/a\n",
         }
-        if self.heard:
-            fields |= {"parts": self.talk.parts, "calls": self.talk.calls}
+        fields |= {"parts": self.session.talk.parts, "calls": self.session.talk.calls}
         return empty_record(**fields | changes)
 
 
@@ -148,8 +150,9 @@ def write(run: Path, *records: Record, name: str = "w") -> Path:
 
 
 def without_words(record: Record) -> Record:
-    """The record of a training run: without the messages of a collection."""
-    return msgspec.structs.replace(record, parts=[], calls=[])
+    """The record of a training run before version 4, which kept no messages."""
+    bare = [msgspec.structs.replace(node, says=b"", head=b"", started=0.0) for node in record.nodes]
+    return msgspec.structs.replace(record, version=3, nodes=bare, parts=[], calls=[])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

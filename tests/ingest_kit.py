@@ -5,8 +5,6 @@ write.
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +52,3 @@ def write_session(file: Path, turns: int, text: str, size: int = 0, compact_ever
             out.writelines(json.dumps(line) + "\n" for line in lines)
             made += compact_every
     return made
-
-
-def full_at(size: int) -> Callable[[], None]:
-    """Return what a subprocess runs before its program: no file can grow beyond ``size`` bytes, as on a full disk."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

@@ -21,6 +21,7 @@ CODE = (".py", ".sh", ".sbatch")
 # What is loaded by a name that only configs or an entry point have, or found by looking.
 NAMED_ELSEWHERE = {
     "rl/train.py": ("rl/agent_loop.py", "rl/dataset.py", "rl/cpu/__init__.py", "rl/cpu/checkpoint_engine.py"),
+    "rl/ingest/__main__.py": ("rl/ingest",),
     "tests/unit/test_help.py": ("scripts", "examples"),
     "tests/unit/test_setup.py": ("constraints", "packaging/container", "scripts"),
 }

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,7 +147,7 @@ def empty_record(**changes: Any) -> Record:
     """The record of an unresolved episode in which nothing happened, with ``changes``."""
     fields: dict[str, Any] = {
         "version": 2, "episode": "e", "task": "t", "split": "train", "step": 1, "attempt": 0, "started": 0.0,
-        "model": "m", "parser": "kit", "sampling": {}, "tools": [], "nodes": [], "rows": [],
+        "model": "m", "parser": "kit", "sampling": {}, "nodes": [], "rows": [],
         "verdict": {"outcome": "unresolved", "reason": "tests_failed", "reward": 0.0, "detail": "", "flags": []},
         "agent": {}, "patch": b"", "timing": {}, "counters": {},
     }  # fmt: skip
@@ -163,3 +164,18 @@ def ends(pid: int, seconds: float = 60.0, reaped: bool = False) -> bool:
                 return False
             time.sleep(0.02)
     return True
+
+
+def full_at(size: int, command: Sequence[str]) -> list[str]:
+    """Return a command that does what ``command`` does, but no file can grow beyond ``size`` bytes, as on a full disk.
+
+    It writes no bytecode: Python does not look at how much of it was written (as of 3.11), and half of a module's would
+    stay for all later programs.
+    """
+    code = (
+        "import os, resource, sys\n"
+        "os.environ['PYTHONDONTWRITEBYTECODE'] = '1'\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+        "os.execv(sys.argv[2], sys.argv[2:])"
+    )
+    return [sys.executable, "-c", code, str(size), *command]

@@ -81,7 +81,7 @@ async def run(directory: Path) -> Path:
         named(await crowd("train-1-crowd-0"), "train-1-crowd-0", model, task="crowd"),
         named(await played(), "train-1-crowd-1", model, task="crowd"),
         named(bad, "train-1-lost-0", model, task="fix", verdict=lost, rows=[], nodes=[], events=[], agent={}),
-        named(await repair("train-2-fix-0", heard=True), "train-2-fix-0", model, task="fix", step=2),
+        named(await repair("train-2-fix-0"), "train-2-fix-0", model, task="fix", step=2),
         named(await nested("eval-1-hosted-0"), "eval-1-hosted-0", split="eval", task="hosted"),
     ]
     write(directory, *records)
@@ -133,18 +133,20 @@ def keep_trainer(directory: Path, record: Record, session: str, advantage: float
 
 async def hostile(directory: Path, size: int = 10 << 20) -> Path:
     """Write a run whose episode is hostile wherever a policy, a tool or a task can put text."""
-    play = Play(f'{HOSTILE} [[Bash {{"command": {json.dumps(HOSTILE)}}}]]', f"(({HOSTILE})){HOSTILE}", heard=True)
+    play = Play(f'{HOSTILE} [[Bash {{"command": {json.dumps(HOSTILE)}}}]]', f"(({HOSTILE})){HOSTILE}")
     main: list[Any] = [{"role": "user", "content": HOSTILE}]
     (call,) = calls_of(await play.ask(main))
     play.answer(main, (call, HOSTILE), text=HOSTILE)
     await play.ask(main)
-    play.events[1]["message"]["content"][0]["content"] += "x" * size  # what the agent has cut before it sent it
     verdict = {
         "outcome": "unresolved", "reason": "tests_failed", "reward": 0.0, "detail": HOSTILE, "flags": [HOSTILE],
         "dropped": [HOSTILE], "log_tail": HOSTILE, "tests": {HOSTILE: {"success": [HOSTILE], "failure": []}},
     }  # fmt: skip
     patch = f"diff --git a/{HOSTILE} b/x\n@@ -1 +1 @@\n-{HOSTILE}\n+{HOSTILE}\n".encode() + b"\xff\xfe\x80"
     record = play.record(f"train-1-{HOSTILE}-0", 0.0, verdict=verdict, patch=patch, task=HOSTILE, repo=HOSTILE)
+    told = json.loads(record.nodes[2].says)
+    told[0]["content"][0]["content"] += "x" * size
+    record.nodes[2] = msgspec.structs.replace(record.nodes[2], says=json.dumps(told).encode())
     return write(directory, named(record, record.episode, tokenizer(directory / "policy")))
 
 

@@ -35,8 +35,7 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
     # Shared memory takes whole tensors only; the largest one is the embeddings.
     key = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     whole = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.model_dtype") in ("fp32", "float32")
-    text = model.get("text_config") or model
-    needed = (4 if whole else 2) * (text.get("vocab_size") or 0) * (text.get("hidden_size") or 0) / 2**20
+    needed = (4 if whole else 2) * (model.get("vocab_size") or 0) * (model.get("hidden_size") or 0) / 2**20
     if needed > (bucket := OmegaConf.select(config, key) or 0):
         raise ConfigError(f"{key}={bucket} is less than one tensor of {path}; set it to {math.ceil(needed)} or more")
 
@@ -59,7 +58,7 @@ def check_memory(config: DictConfig) -> None:
         f"logits of a row of {longest} tokens": 10 * longest * model.get("vocab_size", 0),
         "the engine's cache": OmegaConf.select(place, "rollout.engine_kwargs.vllm.kv_cache_memory_bytes") or 0,
         "agents": config.sandbox.concurrency * 2**28,
-        "everything else": 4 * 2**30,
+        "everything else": 6 * 2**30,  # two of these come with the second step
     }
     there = psutil.virtual_memory().total
     if (needed := sum(parts.values())) > there:
@@ -171,4 +170,6 @@ def local_model(config: DictConfig) -> Path | None:
 
 
 def _config(model: Path) -> dict[str, Any]:
-    return json.loads((model / "config.json").read_text())
+    """Return a model's config.json, with what a model that also reads images says of its part for text."""
+    found = json.loads((model / "config.json").read_text())
+    return (found.get("text_config") or {}) | found

@@ -29,6 +29,11 @@ POSITIVE = (
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
+    "sft.epochs",
+    "sft.lr",
+    "sft.batch_size",
+    "sft.samples",
+    "sft.beta",
 )
 POSITIVE_OR_NULL = (
     "cpu_threads",
@@ -37,6 +42,10 @@ POSITIVE_OR_NULL = (
     "sandbox.image_budget_gb",
     "trainer.total_training_steps",
     "actor_rollout_ref.rollout.max_model_len",
+    "sft.max_length",
+    "sft.rounds",
+    "sft.tasks",
+    "sft.budget",
 )
 # Keys of the actor that say how many devices share one row: Ulysses (FSDP; verl's older key still counts) or context
 # parallel (Megatron).

@@ -75,15 +75,13 @@ def main(arguments: Sequence[str]) -> int:
         if backend not in BACKENDS:
             raise ConfigError(f"{backend}: the first argument is a back end: {', '.join(BACKENDS)}; see --help")
         config, weights = compose_evaluation([*BACKENDS[backend], *overrides], "collect")
-        if backend != "expert":
-            fill_slots(config)
-        tasks = check_evaluation(config, "collect")
-        if backend != "expert":
-            return play_all(config, weights, tasks, screen, Collection(config))
-        from rl.collect.expert import ExpertCollection, playable
+        if backend == "expert":
+            from rl.collect.expert import ExpertCollection, playable
 
-        tasks = playable(tasks, config.agent.tools, screen)
-        return play_all(config, weights, tasks, screen, ExpertCollection(config))
+            tasks = playable(check_evaluation(config, "collect"), config.agent.tools, screen)
+            return play_all(config, weights, tasks, screen, ExpertCollection(config))
+        fill_slots(config)
+        return play_all(config, weights, check_evaluation(config, "collect"), screen, Collection(config))
 
     return run(screen, work)
 

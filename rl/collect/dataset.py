@@ -1,4 +1,4 @@
-"""This module makes the rows of a Hugging Face dataset from an episode's record: one per call that was answered."""
+"""This module makes the rows of a Hugging Face dataset from an episode: one per reply."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pyarrow
 import pyarrow.parquet
 
 from rollout import files
-from rollout.proxy.calls import CallRecord
 from rollout.proxy.engine import TextCodec
-from rollout.records import Record, path_of, unpack_floats, unpack_ids
+from rollout.trace import Point, Trace
 
 _IDS, _FLOATS, _TEXT = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.float32()), pyarrow.string()
 _MESSAGES = pyarrow.list_(pyarrow.struct([("role", _TEXT), ("content", _TEXT)]))
@@ -28,39 +27,14 @@ SCHEMA = pyarrow.schema(
 )  # fmt: skip
 
 
-def calls_of(record: Record) -> list[CallRecord]:
-    """Return the calls of a record in the order in which they began; a reply that was sent twice is one call."""
-    last = {call.node if call.node >= 0 else str(call.reply.get("id")): call for call in record.calls}
-    return sorted(last.values(), key=lambda call: call.started)
-
-
-def reply_of(record: Record, call: CallRecord) -> tuple[str, list[dict[str, Any]], str]:
-    """Return a call's message id, content blocks and stop reason."""
-    if call.node >= 0:
-        node = record.nodes[call.node]
-        return node.message_id, node.blocks, node.stop_reason
-    return str(call.reply.get("id")), call.reply["content"], str(call.reply.get("stop_reason"))
-
-
-def tokens_of(record: Record, call: CallRecord) -> tuple[list[int], list[int], list[float]] | None:
-    """Return the ids of a call's prompt and of its reply, and the reply's logprobs; None for a forwarded call."""
-    if call.node < 0:
-        return None
-    node = record.nodes[call.node]
-    prompt = [token for n in path_of(record.nodes, call.node)[:-1] for token in unpack_ids(record.nodes[n].ids)]
-    return prompt, unpack_ids(node.ids), unpack_floats(node.logprobs or b"")
-
-
-def messages_of(record: Record, call: CallRecord) -> list[dict[str, str]]:
-    """Return a call's conversation with its reply: the system prompt first, each content a text.
+def messages_of(trace: Trace, point: Point) -> list[dict[str, str]]:
+    """Return a point's conversation with its reply: the system prompt first, each content a text.
 
     A content that is more than texts is the JSON text of its blocks.
     """
-    system = msgspec.json.decode(record.parts[call.system])
-    sent = [msgspec.json.decode(record.parts[place]) for place in call.messages]
-    head = [("system", system)] if system else []
-    talk = [*head, *((one["role"], one["content"]) for one in sent), ("assistant", reply_of(record, call)[1])]
-    return [{"role": role, "content": _flat(content)} for role, content in talk]
+    talk: list[tuple[str, Any]] = [("system", point.system)] if point.system else []
+    talk += [(message["role"], message["content"]) for message, _ in trace.context(point)]
+    return [{"role": role, "content": _flat(content)} for role, content in [*talk, ("assistant", point.blocks)]]
 
 
 def _flat(content: str | list[dict[str, Any]]) -> str:
@@ -71,31 +45,35 @@ def _flat(content: str | list[dict[str, Any]]) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
-def rows(record: Record, epoch: int, tokenizer: TextCodec | None) -> Iterator[dict[str, Any]]:
-    """Yield a row per call, with SCHEMA's columns. tokenizer: decodes prompts; None if there are no tokens."""
-    for turn, call in enumerate(calls_of(record)):
-        prompt, response, logprobs = tokens_of(record, call) or (None, None, None)
+def rows(trace: Trace, epoch: int, tokenizer: TextCodec | None) -> Iterator[dict[str, Any]]:
+    """Yield a row per reply that the agent has read, with SCHEMA's columns.
+
+    tokenizer: decodes prompts; None if there are no tokens.
+    """
+    record = trace.record
+    for turn, point in enumerate(trace.delivered):
+        prompt, response, logprobs = trace.tokens(point) or (None, None, None)
         yield {
             "repo": record.repo,
             "instance_id": record.task,
             "episode": record.episode,
             "epoch": epoch,
             "turn": turn,
-            "slot": "low" if call.side else "high",
+            "slot": "low" if point.side else "high",
             "prompt_ids": prompt,
             "response_ids": response,
             "gold_completion_ids": response,  # the name that agentlightning's example has for it
             "logprobs": logprobs,
             "reward": record.verdict["reward"],
             "prompt": tokenizer.decode(prompt, skip_special_tokens=False) if tokenizer and prompt else None,
-            "messages": messages_of(record, call),
-            "tools": record.parts[call.tools].decode(),
+            "messages": messages_of(trace, point),
+            "tools": msgspec.json.encode(point.tools).decode(),
         }
 
 
-def write(path: Path, record: Record, epoch: int, tokenizer: TextCodec | None) -> None:
+def write(path: Path, trace: Trace, epoch: int, tokenizer: TextCodec | None) -> None:
     """Write the rows of an episode to a parquet file, in one step."""
-    table = pyarrow.Table.from_pylist(list(rows(record, epoch, tokenizer)), SCHEMA)
+    table = pyarrow.Table.from_pylist(list(rows(trace, epoch, tokenizer)), SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as new:
         pyarrow.parquet.write_table(table, new, compression="zstd")

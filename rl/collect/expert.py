@@ -24,7 +24,6 @@ from typing import Any
 
 import unidiff
 import unidiff.errors
-from omegaconf import DictConfig
 
 from rewards.task import Task
 from rl.collect.outputs import Collection
@@ -124,8 +123,7 @@ def gold_edits(task: Task) -> list[Edit]:
         files = unidiff.PatchSet(task.patch or "")
     except (unidiff.errors.UnidiffParseError, ValueError) as error:
         raise CannotPlayError("a patch that cannot be parsed") from error
-    hunks = [(file.path, hunk) for file in files for hunk in file]
-    edits = [Edit(path, one.source_start, *_sides(one)) for path, one in hunks]
+    edits = [Edit(file.path, hunk.source_start, *_sides(hunk)) for file in files for hunk in file]
     changed = all(file and file.is_modified_file and not file.is_rename for file in files)
     if not edits or not changed or not all(one.old for one in edits):
         raise CannotPlayError("a patch that does more than change files, or no patch")
@@ -243,11 +241,6 @@ def _text(read: str) -> str:
 class ExpertCollection(Collection):
     """A collection that an expert plays, in the form of the config's policy."""
 
-    def __init__(self, config: DictConfig) -> None:
-        super().__init__(config)
-        self._habits = Habits(**config.expert)
-        self._agents_tools: Sequence[str] | None = config.agent.tools
-
     def begin(self, directory: Path, setup: Setup) -> Setup:
         """See ``Collection``. Raises ConfigError if the expert cannot write calls."""
         renderer = setup.policy.renderer
@@ -261,8 +254,9 @@ class ExpertCollection(Collection):
 
     def setup_of(self, task: Task, sample: int) -> Setup:
         """Return the set-up of an episode, whose engine is the expert."""
-        seed = f"{self._habits.seed}:{task.instance_id}:{sample}"
-        expert = Expert(task, seed, self._form, self._agents_tools, self._habits)
+        habits = Habits(**self.config.expert)
+        seed = f"{habits.seed}:{task.instance_id}:{sample}"
+        expert = Expert(task, seed, self._form, self.config.agent.tools, habits)
         engine = ScriptedEngine(self._setup.policy.tokenizer, self._end, expert)
         return replace(self._setup, policy=replace(self._setup.policy, engine=engine))
 

@@ -6,7 +6,7 @@
         agent.log         its standard error; grading.log: the end of the tests' log
         spans.jsonl.gz    the calls and the reward as spans (rl/collect/spans.py)
         patch.diff, episode.json
-    dataset/<instance_id>.epoch_<n>.parquet     a row per call (rl/collect/dataset.py)
+    dataset/<instance_id>.epoch_<n>.parquet     a row per reply (rl/collect/dataset.py)
 
 They are written before the episode's record, so that an episode with a record has all of them, and all except the first
 three are made from the record. Files have [redacted] in place of the session's secret and of all secrets in this
@@ -35,9 +35,8 @@ from rollout.agent import Status
 from rollout.agent.events import message_id, read
 from rollout.agent.kept import Kept
 from rollout.episode import Episode, Setup
-from rollout.proxy.calls import Conversation
-from rollout.proxy.heard import Hearing, HearingPassThrough
 from rollout.records import Record
+from rollout.trace import Trace, trace
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _LEAST_SECRET = 8  # characters; shorter values are words
@@ -48,10 +47,9 @@ class Collection(Purpose):
     """A collection plays episodes for what is said in them."""
 
     split, log = "collect", "collect.log"
-    server, forwarder = Hearing, HearingPassThrough
 
     def __init__(self, config: DictConfig) -> None:
-        self.pause_s, self._grades = float(config.cooldown_s), bool(config.grade)
+        self.config, self.pause_s, self._grades = config, float(config.cooldown_s), bool(config.grade)
         self._tokens = config.protocol in ("tokens", "expert")
         given = {value for name, value in os.environ.items() if _SECRET.search(name) or name == config.key_env}
         self._secrets = [value.encode() for value in given if len(value) >= _LEAST_SECRET]
@@ -63,80 +61,65 @@ class Collection(Purpose):
         return self._setup
 
     def kept(self, episode: Episode, record: Record) -> None:
-        """Write the files of an attempt, and add the conversation, and what is missing, to its record."""
-        proxy = self._setup.proxy
-        assert isinstance(proxy, Hearing)  # see ``server`` and ``forwarder``
-        talk = proxy.tell(record, episode.session)
-        record.missing = [] if episode.verdict.is_infra else list(missing(episode, record, talk, self._grades))
+        """Write the files of an attempt, and add what is missing to its record."""
+        found = trace(record)
+        record.missing = [] if episode.verdict.is_infra else list(missing(episode, found, self._grades))
         epoch = line_of(record)["sample"]
         secrets = [*self._secrets, *([episode.session.secret.encode()] if episode.session else [])]
         name = quote(record.task, safe="")
-        self._write(self._dir / "traces" / name / f"epoch_{epoch}", episode, record, secrets)
+        self._write(self._dir / "traces" / name / f"epoch_{epoch}", episode, found, secrets)
         rows = self._dir / "dataset" / f"{name}.epoch_{epoch}.parquet"
         if episode.verdict.is_infra:
             rows.unlink(missing_ok=True)
         else:
-            dataset.write(rows, record, epoch, self._setup.policy.tokenizer if self._tokens else None)
+            dataset.write(rows, found, epoch, self._setup.policy.tokenizer if self._tokens else None)
 
     def hints(self, directory: Path) -> list[tuple[str, str]]:
         """Return what can be done with a collection."""
         return [
-            *super().hints(directory)[:2],
+            *super().hints(directory)[:3],
             ("load the rows", f'datasets.load_dataset("parquet", data_files="{directory}/dataset/*.parquet")'),
         ]
 
-    def _write(self, place: Path, episode: Episode, record: Record, secrets: list[bytes]) -> None:
+    def _write(self, place: Path, episode: Episode, found: Trace, secrets: list[bytes]) -> None:
         kept = Kept(b"", b"") if episode.agent is None or episode.agent.kept is None else episode.agent.kept
-        about = {name: value for name, value in line_of(record).items() if name != "patch"}
-        spans = b"".join(json.dumps(span).encode() + b"\n" for span in spans_of(record))
-        found = {
+        about = {name: value for name, value in line_of(found.record).items() if name != "patch"}
+        spans = b"".join(json.dumps(span).encode() + b"\n" for span in spans_of(found))
+        data = {
             "stream.jsonl": kept.stdout,
             "agent.log": kept.stderr,
             "grading.log": f"{episode.verdict.detail}\n{episode.verdict.log_tail}".encode(),
             "patch.diff": episode.patch,
             "episode.json": json.dumps(about, indent=1).encode(),
-            **{f"sessions/{_inside(name)}": data for name, data in kept.files.items()},
+            "spans.jsonl.gz": spans,
         }
+        for name, one in kept.files.items():
+            data[f"sessions/{name.removeprefix(_SESSIONS).removeprefix('.claude/')}"] = one
         new = place.with_name(f".{place.name}")
-        shutil.rmtree(new, ignore_errors=True)
-        for name, data in found.items():
+        shutil.rmtree(new, ignore_errors=True)  # left by a killed process
+        for name, text in data.items():
+            for secret in secrets:
+                text = text.replace(secret, b"[redacted]")
             (new / name).parent.mkdir(parents=True, exist_ok=True)
-            (new / name).write_bytes(_redacted(data, secrets))
-        (new / "spans.jsonl.gz").write_bytes(gzip.compress(_redacted(spans, secrets), 6, mtime=0))
+            (new / name).write_bytes(gzip.compress(text, 6, mtime=0) if name == "spans.jsonl.gz" else text)
         shutil.rmtree(place, ignore_errors=True)
         new.rename(place)
 
 
-def _inside(name: str) -> str:
-    return name.removeprefix(_SESSIONS).removeprefix(".claude/")
-
-
-def _redacted(data: bytes, secrets: list[bytes]) -> bytes:
-    for secret in secrets:
-        data = data.replace(secret, b"[redacted]")
-    return data
-
-
-def missing(episode: Episode, record: Record, talk: Conversation, graded: bool) -> Iterator[str]:
+def missing(episode: Episode, found: Trace, graded: bool) -> Iterator[str]:
     """Yield, in words, what an episode should have left behind but has not."""
-    run = episode.agent
+    run, record = episode.agent, found.record
     if run is None or run.kept is None:
         yield "everything that the agent leaves"
         return
-    yield from run.kept.problems
-    if talk.lost:
-        yield f"{talk.lost} calls, which are too large or whose reply cannot be read"
-    calls = dataset.calls_of(record)
-    if not calls:
+    yield from [*run.kept.problems, *record.missing]
+    if not found.points:
         yield "any call to the model"
-    sampled = {place for place, node in enumerate(record.nodes) if node.logprobs is not None and node.delivered}
-    if silent := sampled - {call.node for call in calls}:
-        yield f"the messages of {len(silent)} replies"
-    if sampled and not record.rows:
+    if any(point.node >= 0 and point.delivered for point in found.points) and not record.rows:
         yield "training rows"
     if run.status is not Status.TIMEOUT and not any(event.get("type") == "result" for event in run.events):
         yield "the result at the end of the stream"
-    known = {dataset.reply_of(record, call)[0] for call in calls}
+    known = {point.name for point in found.points}
     reported = {message_id(event) for event in run.events if event.get("type") == "assistant" and not _made_up(event)}
     if strange := reported - known - {""}:
         yield f"calls of {len(strange)} replies that the agent reports"
@@ -144,7 +127,7 @@ def missing(episode: Episode, record: Record, talk: Conversation, graded: bool) 
     if not any(name.startswith(_SESSIONS) and "/subagents/" not in name for name in sessions):
         yield "the agent's session file"
     written = {message_id(event) for data in sessions.values() for event in read(data)}
-    main = {dataset.reply_of(record, call)[0] for call in calls if not call.side}
+    main = {point.name for point in found.points if not point.side and point.delivered}
     if sessions and run.status is not Status.TIMEOUT and (unwritten := main - written):
         yield f"{len(unwritten)} replies in the agent's session files"
     if graded and record.verdict["reward"] is None:

@@ -1,6 +1,6 @@
 """This module writes an episode as spans, in the form that agentlightning's adapters read (version 0.3.0).
 
-A call is two spans that share ``gen_ai.response.id``: ``raw_gen_ai_request`` has the values as Python literals, as
+A reply is two spans that share ``gen_ai.response.id``: ``raw_gen_ai_request`` has the values as Python literals, as
 agentlightning's LLMProxy reports them, and ``openai.chat.completion`` has them as attributes. The verdict and the
 reward are an annotation after them. docs/agentlightning.md lists the attributes.
 """
@@ -12,20 +12,21 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rl.collect.dataset import calls_of, messages_of, reply_of, tokens_of
-from rollout.proxy.calls import CallRecord
-from rollout.records import Record, path_of
+from rl.collect.dataset import messages_of
+from rollout.records import Record
+from rollout.trace import Trace
 
 # OpenTelemetry's names for calls of models (``gen_ai.*``) are not stable yet; these are of this version.
 SCHEMA = "https://opentelemetry.io/schemas/1.43.0"
 _OURS = "claude_code_rl"
 
 
-def spans_of(record: Record, rollout: str = "", attempt: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the spans of a record as agentlightning's ``Span`` takes them.
+def spans_of(trace: Trace, rollout: str = "", attempt: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the spans of an episode as agentlightning's ``Span`` takes them.
 
     ``rollout`` and ``attempt``: the ids that a store has given the episode; by default, ids made of its name.
     """
+    record = trace.record
     ended = record.started + record.timing.get("total", 0.0)
     about = {"service.name": "claude-code-rl"} | {f"{_OURS}.{key}": value for key, value in about_of(record).items()}
     alike: dict[str, Any] = {"events": [], "links": [], "resource": {"attributes": about, "schema_url": SCHEMA}}
@@ -50,16 +51,16 @@ def spans_of(record: Record, rollout: str = "", attempt: str = "") -> Iterator[d
         }
 
     threads: dict[Any, int] = {}
-    for call in calls_of(record):
-        name, blocks, stopped = reply_of(record, call)
-        *asked, said = messages_of(record, call)
-        told = tokens_of(record, call)
+    for point in trace.delivered:
+        name, stopped, model = f"{record.episode}/{point.number}", point.stop, point.model
+        *asked, said = messages_of(trace, point)
+        told = trace.tokens(point)
         logprobs = [{"logprob": value} for value in told[2]] if told else []
-        model = str(call.reply.get("model") or record.model)
-        choice: dict[str, Any] = {"finish_reason": stopped, "message": {"role": "assistant", "content": blocks}}
+        choice: dict[str, Any] = {"finish_reason": stopped, "message": {"role": "assistant", "content": point.blocks}}
         raw: dict[str, Any] = {"id": name, "model": model, "messages": asked}
-        thread = threads.setdefault(_root(record, call), len(threads))
-        both: dict[str, Any] = {"gen_ai.response.id": name, f"{_OURS}.side_call": call.side, f"{_OURS}.thread": thread}
+        thread = threads.setdefault(trace.path(point)[0].number, len(threads))
+        both: dict[str, Any] = {"gen_ai.response.id": name, f"{_OURS}.message_id": point.name}
+        both |= {f"{_OURS}.side_call": point.side, f"{_OURS}.thread": thread}
         plain: dict[str, Any] = {
             **both,
             "gen_ai.operation.name": "chat",
@@ -73,27 +74,21 @@ def spans_of(record: Record, rollout: str = "", attempt: str = "") -> Iterator[d
             plain |= {"prompt_token_ids": told[0], "response_token_ids": told[1]}
             plain |= {"gen_ai.usage.input_tokens": len(told[0]), "gen_ai.usage.output_tokens": len(told[1])}
             plain["logprobs.content"] = json.dumps(logprobs)
-            plain[f"{_OURS}.trained"] = record.nodes[call.node].trained
+            plain[f"{_OURS}.trained"] = record.nodes[point.node].trained
         raw["choices"] = [choice]
         for place, message in enumerate(asked):
             plain |= {f"gen_ai.prompt.{place}.{key}": value for key, value in message.items()}
         plain |= {f"gen_ai.completion.0.{key}": value for key, value in said.items()}
         plain["gen_ai.completion.0.finish_reason"] = stopped
-        texts = {key: value if isinstance(value, str) else repr(value) for key, value in raw.items()}
-        literal = {f"llm.hosted_vllm.{key}": text for key, text in texts.items()}
-        until = call.started + call.seconds
-        yield span("raw_gen_ai_request", call.started, until, {**both, **literal})
-        yield span("openai.chat.completion", call.started, until, plain)
+        literal = {f"llm.hosted_vllm.{key}": one if isinstance(one, str) else repr(one) for key, one in raw.items()}
+        until = point.started + point.seconds
+        yield span("raw_gen_ai_request", point.started, until, {**both, **literal})
+        yield span("openai.chat.completion", point.started, until, plain)
     values: dict[str, Any] = {f"{_OURS}.{key}": value for key, value in ending_of(record).items()}
     if (reward := record.verdict["reward"]) is not None:
         values |= {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": reward}
     lost = record.verdict["outcome"] == "infra_failure"
     yield span("agentlightning.annotation", ended, ended, values, record.verdict["detail"] or "lost" if lost else "")
-
-
-def _root(record: Record, call: CallRecord) -> Any:
-    """Return a value that is equal for all calls of a thread and differs from other threads', such as sub-agents'."""
-    return path_of(record.nodes, call.node)[0] if call.node >= 0 else (call.system, *call.messages[:1])
 
 
 def about_of(record: Record) -> dict[str, Any]:

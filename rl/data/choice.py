@@ -14,17 +14,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from rewards.verdict import Reason
+from rl.data.labels import Label, of_runs
 from rl.data.rates import Rate, rated
 from rl.metrics.episodes import Line, line
 from rl.overrides import nearest
 from rollout.agent.events import blocks
 from rollout.audit import audit_heard, audit_tokens
 from rollout.records import Reader, Record, record_at
+
+Made = TypeVar("Made")
+Progress = Callable[[int, int], object]  # takes how much is done, and how much there is
 
 
 class SelectError(ValueError):
@@ -36,12 +40,14 @@ class Rules:
     """Rules say which episodes are chosen. A rule that is None, False or empty is off.
 
     audited: no finding of the audit's checks 1 to 3 and 5. splits, models, instances (ids of tasks), repos: shell
-    patterns, one of which must fit. rate: bounds of the task's measured resolve rate, neither included. min_episodes:
-    the fewest graded episodes of the task. resolved: what the verdict must be. unflagged: without any flag. ranges:
-    least and greatest value of figures (``rl.metrics.episodes.line``), both included. same: "said" (patch and all
-    sampled ids) or "patch"; of a task's episodes in which this is the same, only the first is chosen. best: at most so
-    many of each task, ranked by reward, then without flags, then fewest turns, then fewest sampled tokens. per_task,
-    limit: at most so many of each task and in all, drawn at random. seed: of these draws.
+    patterns, one of which must fit. labels, not_labels: such patterns of what people have said of episodes
+    (``rl.data.labels``); it must have one of the first and none of the second. rate: bounds of the task's measured
+    resolve rate, neither included. min_episodes: the fewest graded episodes of the task. resolved: what the verdict
+    must be. unflagged: without any flag. ranges: least and greatest value of figures (``rl.metrics.episodes.line``),
+    both included. same: "said" (patch and all sampled ids) or "patch"; of a task's episodes in which this is the same,
+    only the first is chosen. best: at most so many of each task, ranked by reward, then without flags, then fewest
+    turns, then fewest sampled tokens. per_task, limit: at most so many of each task and in all, drawn at random. seed:
+    of these draws.
     """
 
     audited: bool = True
@@ -49,6 +55,8 @@ class Rules:
     models: Sequence[str] = ()
     instances: Sequence[str] = ()
     repos: Sequence[str] = ()
+    labels: Sequence[str] = ()
+    not_labels: Sequence[str] = ()
     rate: tuple[float, float] | None = None
     min_episodes: int = 1
     resolved: bool | None = None
@@ -72,6 +80,7 @@ class Entry:
     said: bytes
     patch: bytes
     sound: bool
+    labels: Sequence[Label] = ()
 
     @property
     def task(self) -> str:
@@ -124,37 +133,60 @@ class Chosen:
 
 
 def choose(
-    runs: Sequence[Path], rules: Rules, progress: Callable[[int, int], object] = lambda done, total: None
+    runs: Sequence[Path], rules: Rules, progress: Progress = lambda done, total: None, failed: bool = False
 ) -> Chosen:
     """Read what runs have recorded and apply the rules; only figures are kept in memory.
 
-    progress: called with the bytes of records that were read and those of all. Raises FileNotFoundError and
-    SelectError.
+    progress: called with the bytes of records that were read and those of all. failed: keep the episodes that the
+    infrastructure failed. Raises FileNotFoundError and SelectError.
     """
     chosen = Chosen(rules)
     readers = [Reader(run.resolve(), damage=chosen.damage) for run in runs]
     sizes = {path: path.stat().st_size for reader in readers for path in reader.files()}
-    done = 0
+    done, said_of = 0, of_runs(reader.source for reader in readers)
     for reader in readers:
         for path in reader.files():
             chosen.read[path] = 0
             for offset, record in reader.placed(path):
                 try:
-                    chosen.entries.append(_entry(path, offset, record, rules))
+                    chosen.entries.append(_entry(path, offset, record, rules, said_of.get(record.episode, ())))
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                     chosen.damage.append(f"{path}, offset {offset}: not the record of an episode ({error!r})")
                 chosen.read[path] += 1
                 progress(done + offset, sum(sizes.values()))
             done += sizes[path]
         chosen.damage += [f"{t.path}, offset {t.offset}: incomplete, {t.lost} bytes" for t in reader.torn]
-    _apply(chosen, rules)
+    for name, rule in _steps(chosen, rules, failed):
+        before = len(chosen.entries)
+        chosen.entries = list(rule(chosen.entries))
+        chosen.taken.append((name, before - len(chosen.entries)))
     return chosen
 
 
-def _entry(path: Path, offset: int, record: Record, rules: Rules) -> Entry:
+def _entry(path: Path, offset: int, record: Record, rules: Rules, labels: Sequence[Label]) -> Entry:
     sound = not rules.audited or not any(True for check in (audit_tokens, audit_heard) for _ in check(record))
     facts = {**line(record), "model": record.model}
-    return Entry(facts, path, offset, said(record), hashlib.sha256(record.patch).digest(), sound)
+    return Entry(facts, path, offset, said(record), hashlib.sha256(record.patch).digest(), sound, labels)
+
+
+def paired(
+    entries: Iterable[Entry], part: Callable[[Entry, Entry], Made | None]
+) -> Iterator[tuple[Entry, Entry | None, Made | None]]:
+    """Pair each resolved episode with an unresolved one of its task, none of them twice; None for one without a match.
+
+    part: returns what a pair gives, None if the two are no pair.
+    """
+    tasks: dict[str, tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
+    for entry in entries:
+        if entry.graded:
+            tasks[entry.task][not entry.facts["resolved"]].append(entry)
+    for good, bad in tasks.values():
+        for better in good if bad else ():
+            found = ((worse, made) for worse in bad if (made := part(better, worse)) is not None)
+            worse, made = next(found, (None, None))
+            if worse is not None:
+                bad.remove(worse)
+            yield better, worse, made
 
 
 def said(record: Record) -> bytes:
@@ -171,18 +203,10 @@ def said(record: Record) -> bytes:
     return digest.digest()
 
 
-def _apply(chosen: Chosen, rules: Rules) -> None:
-    """Apply the rules to all entries, and keep count."""
-    for name, rule in _steps(chosen, rules):
-        before = len(chosen.entries)
-        chosen.entries = list(rule(chosen.entries))
-        chosen.taken.append((name, before - len(chosen.entries)))
-
-
 _Step = Callable[[list[Entry]], Iterable[Entry]]
 
 
-def _steps(chosen: Chosen, rules: Rules) -> Iterator[tuple[str, _Step]]:
+def _steps(chosen: Chosen, rules: Rules, failed: bool) -> Iterator[tuple[str, _Step]]:
     """Yield the rules that are on: the name of each, and what it leaves of entries."""
 
     def only(fits: Callable[[Entry], object]) -> _Step:
@@ -191,10 +215,13 @@ def _steps(chosen: Chosen, rules: Rules) -> Iterator[tuple[str, _Step]]:
     yield "there twice", lambda entries: _first(entries, lambda one: one.facts["episode"])
     if rules.audited:
         yield "audit", only(lambda one: one.sound)
-    yield "infrastructure failure", only(lambda one: not one.facts["infra"])
+    yield "infrastructure failure", only(lambda one: failed or not one.facts["infra"])
     for flag, (name, key) in PATTERNS.items():
         if wanted := getattr(rules, name):
             yield flag, only(lambda one, k=key, w=wanted: any(fnmatch.fnmatchcase(one.facts[k], p) for p in w))
+    for flag, patterns, wanted in (("--label", rules.labels, True), ("--no-label", rules.not_labels, False)):
+        if patterns:
+            yield flag, only(lambda one, p=patterns, w=wanted: _labelled(one, p) is w)
     # The episodes that are left now are those by which tasks are measured.
     low, high = rules.rate or (-math.inf, math.inf)
     chosen.rates = {
@@ -220,6 +247,10 @@ def _steps(chosen: Chosen, rules: Rules) -> Iterator[tuple[str, _Step]]:
         yield "--per-task", lambda entries: _few(entries, rules.per_task, lot)
     if rules.limit:
         yield "--limit", lambda entries: _few(entries, rules.limit, lot, lambda one: "")
+
+
+def _labelled(entry: Entry, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(one.label, pattern) for one in entry.labels for pattern in patterns)
 
 
 # Options of patterns: the rule, and the figure that must fit one of them.

@@ -24,8 +24,8 @@ from rl.data.card import write_card
 from rl.data.convert import write_tasks
 from rl.make.overlap import in_verified
 from rl.make.puzzles import Puzzle, apart, puzzles
+from rl.make.repositories import write_repositories
 from rl.make.sources import MakeError, name_of
-from rl.quickstart.tasks import write_repositories
 from rollout import files, program
 from rollout.sandbox import SandboxError
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = [*place, *(f"{key}={value}" for key, value in own.items())]
         config, weights = compose_evaluation([*settings, *args.keys])
         tasks = check_evaluation(config)
-        status = asyncio.run(play_all(config, weights, tasks, screen, Purpose(config)))
+        status = asyncio.run(play_all(config, weights, tasks, screen, Purpose()))
         if config.shard is None:
             _write(args.tasks, args.out, Path(config.out), screen)
         return status

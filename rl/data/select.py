@@ -26,7 +26,7 @@ import re
 import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -113,12 +113,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given: dict[str, Any] = {one.name: getattr(args, one.name) for one in fields(Rules)}
     given["ranges"] = dict(args.ranges)
     rules = Rules(**given)
-    try:
+
+    def run(screen: Screen) -> int:
         _check(args)
+        return _select(args, rules, screen)
+
+    return status_of(run, SelectError, TaskError)
+
+
+def status_of(command: Callable[[Screen], int], *wrong: type[Exception]) -> int:
+    """Run a command that writes all or nothing, and return its exit status.
+
+    wrong: what it raises for wrong input or options.
+    """
+    try:
         with Screen() as screen:
-            return _select(args, rules, screen)
-    except (SelectError, TaskError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+            return command(screen)
+    except (*wrong, FileNotFoundError) as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2
     except (OSError, CorruptRecordError) as error:
         print(f"stopped: {error}; nothing was written", file=sys.stderr)
@@ -126,6 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
+
+
+def inside(out: Path, runs: Sequence[Path]) -> bool:
+    """Tell whether a directory is one of the runs, or inside of one."""
+    return any(run.resolve() in (out.resolve(), *out.resolve().parents) for run in runs)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -137,7 +154,7 @@ def _check(args: argparse.Namespace) -> None:
         raise SelectError("--tasks needs --tasks-out FILE, or --out")
     if args.tasks_out and not args.tasks:
         raise SelectError("--tasks-out needs --tasks FILE: the tasks to choose from")
-    if out and any(run.resolve() in (out.resolve(), *out.resolve().parents) for run in args.runs):
+    if out and inside(out, args.runs):
         raise SelectError(
             f"--out {out} is inside of a RUN, which would have its episodes twice then; name another place"
         )
@@ -173,7 +190,9 @@ def _select(args: argparse.Namespace, rules: Rules, screen: Screen) -> int:
             write(chosen, told, new)
             if tasks and not args.tasks_out:
                 _write_tasks(args.tasks, new / "tasks.parquet", tasks, chosen)
-        commands += [(what, f"{sys.orig_argv[0]} -m rollout.{what} {args.out}") for what in ("records", "audit")]
+        commands += [
+            (what, f"{sys.orig_argv[0]} -m rollout.{what} {args.out}") for what in ("view", "records", "audit")
+        ]
     if args.tasks_out:
         args.tasks_out.parent.mkdir(parents=True, exist_ok=True)
         _write_tasks(args.tasks, args.tasks_out, tasks, chosen)
@@ -205,6 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-audit", dest="audited", action="store_false", help="keep episodes in which the audit finds something")
     for flag, (name, _) in PATTERNS.items():
         add(flag, dest=name, nargs="+", default=[], metavar="PATTERN", help=f"{name} to choose from")
+    for flag, which in (("--label", "labels"), ("--no-label", "not_labels")):
+        text = f"labels that people have given, {'one of which it must have' if which == 'labels' else 'none of which'}"
+        add(flag, dest=which, nargs="+", default=[], metavar="PATTERN", help=text)
     text = "tasks with a measured resolve rate between these, neither included; of graded episodes that are left here"
     add("--rate", type=_range, metavar="LOW:HIGH", help=text)
     text = "tasks with at least so many graded episodes (default: %(default)s)"

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         if arguments[0] == "compare":
             return compare.main(arguments[1:])
         config, weights = compose_evaluation(arguments)
-        return play_all(config, weights, check_evaluation(config), screen, Purpose(config))
+        return play_all(config, weights, check_evaluation(config), screen, Purpose())
 
     return run(screen, work)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import RenderableType
 
 from rewards.grade import warm_up
 from rewards.task import Task
@@ -36,9 +35,6 @@ from rl.run.weights import Weights, merge
 from rl.screen import Screen, this_command
 from rollout import files
 from rollout.episode import Episode, Setup
-from rollout.proxy.heard import Hearing, HearingPassThrough
-from rollout.proxy.passthrough import PassThrough
-from rollout.proxy.server import ProxyServer
 from rollout.records import Record
 from rollout.sandbox import SandboxError
 
@@ -49,12 +45,7 @@ class Purpose:
     split = "eval"
     log = "evaluate.log"
     pause_s = 0.0  # after each episode
-    server: type[ProxyServer] = ProxyServer
-    forwarder: type[PassThrough] = PassThrough
-
-    def __init__(self, config: DictConfig) -> None:
-        if config.store.url:  # which shows conversations
-            self.server, self.forwarder = Hearing, HearingPassThrough
+    quiet = False  # whether others show the results
 
     def begin(self, directory: Path, setup: Setup) -> Setup:
         """Return the set-up to play with. ``directory``: where everything is kept."""
@@ -67,12 +58,6 @@ class Purpose:
 
     def kept(self, episode: Episode, record: Record) -> None:
         """Keep what is kept of an attempt besides its record. The record is written next, and may be added to here."""
-        if isinstance(self._setup.proxy, Hearing):
-            self._setup.proxy.tell(record, episode.session)
-
-    def tables(self, found: dict[str, Any]) -> Sequence[RenderableType]:
-        """Return what is shown of the results."""
-        return results.tables(found)
 
     def hints(self, directory: Path) -> list[tuple[str, str]]:
         """Return what can be done with the result, as (label, command or path)."""
@@ -80,6 +65,7 @@ class Purpose:
         predictions = directory / "preds.json"
         return [
             ("results", str(directory / "results.json")),
+            ("look", f"{python} -m rollout.view {directory}"),
             ("read an episode", f"{python} -m rollout.records {directory} EPISODE"),
             ("compare", f"{python} -m rl.evaluate compare {directory} OTHER"),
             ("to SWE-bench", f"sb-cli submit SUBSET SPLIT --predictions_path {predictions} --run_id RUN"),
@@ -131,10 +117,12 @@ async def play_all(
         found = results.results(name, rows, config.samples, player.lines)
         results.write_all(directory, found, player.lines)
         player.close()
-    for table in purpose.tables(found):
-        screen.print(table)
-    more = [] if found["complete"] else [("try the rest", this_command())]
-    screen.next(*more, *purpose.hints(directory))
+    screen.clear()
+    if not purpose.quiet:
+        for table in results.tables(found):
+            screen.print(table)
+        more = [] if found["complete"] else [("try the rest", this_command())]
+        screen.next(*more, *purpose.hints(directory))
     return 0 if found["complete"] else 1
 
 
@@ -166,11 +154,11 @@ async def _play(
         warming = asyncio.create_task(asyncio.to_thread(warm_up))
         model = setup.model_of(config, weights, served)
         if config.protocol == "tokens":
-            episodes = await setup.token_setup(config, model, served, server, out.name, stack, purpose.server())
+            episodes = await setup.token_setup(config, model, served, server, out.name, stack)
         elif config.protocol == "expert":
-            episodes = setup.scripted_setup(config, model, out.name, purpose.server())
+            episodes = setup.scripted_setup(config, model, out.name)
         else:
-            episodes = setup.forwarding_setup(config, out.name, purpose.forwarder)
+            episodes = setup.forwarding_setup(config, out.name)
         episodes = purpose.begin(out, episodes)
         await warming
         await episodes.proxy.start()
@@ -214,19 +202,21 @@ async def _play(
         )
 
 
-def run(screen: Screen, work: Callable[[], Awaitable[int] | int]) -> int:
+def run(screen: Screen, work: Callable[[], Awaitable[int] | int], failures: tuple[type[Exception], ...] = ()) -> int:
     """Return the exit status of a program, after a line on stderr if it fails.
 
-    ``work`` composes the config and returns ``play_all``'s awaitable, or a status.
+    ``work`` composes the config and returns ``play_all``'s awaitable, or a status. failures: what else it may raise if
+    the config is right.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        made: Any = work()
-        return made if isinstance(made, int) else asyncio.run(made)
+        with screen:
+            made: Any = work()
+            return made if isinstance(made, int) else asyncio.run(made)
     except ConfigError as error:
         error.tell()
         return 2
-    except (JournalError, ServeError, LostError, SandboxError, OSError) as error:
+    except (JournalError, ServeError, LostError, SandboxError, OSError, *failures) as error:
         said = " ".join(str(error).split())
         if isinstance(error, JournalError) and not error.__cause__:  # in use or damaged; else the disk is full
             print(f"config: {said}", file=sys.stderr)
@@ -238,5 +228,3 @@ def run(screen: Screen, work: Callable[[], Awaitable[int] | int]) -> int:
         print("interrupted", file=sys.stderr)
         screen.next(("continue", this_command()))
         return 130
-    finally:
-        screen.restore()

@@ -57,20 +57,20 @@ def _endpoint(config: DictConfig) -> SideEndpoint:
     return ENDPOINTS[config.protocol](config.endpoint, config.model, endpoint_key(config))
 
 
-def forwarding_setup(config: DictConfig, name: str, forwarder: type[PassThrough]) -> Setup:
+def forwarding_setup(config: DictConfig, name: str) -> Setup:
     """Return the set-up in which all calls of the agent go on to the endpoint. name: marks the boxes."""
     settings = settings_of(config, config.max_context or _HOSTED_CONTEXT, name)
-    proxy = forwarder(_endpoint(config), settings.side_endpoint, settings.max_calls)
+    proxy = PassThrough(_endpoint(config), settings.side_endpoint, settings.max_calls)
     return make_setup(settings, proxy.policy, proxy)
 
 
-def scripted_setup(config: DictConfig, model: str, name: str, proxy: ProxyServer) -> Setup:
+def scripted_setup(config: DictConfig, model: str, name: str) -> Setup:
     """Return the set-up in which a script says what a policy could; each episode has an engine of its own.
 
     model: where the tokenizer is. name: marks the boxes. Raises ConfigError.
     """
     policy = _load(config, model, cast(Engine, None), name)
-    return make_setup(settings_of(config, policy.max_context, name), policy, proxy)
+    return make_setup(settings_of(config, policy.max_context, name), policy, ProxyServer())
 
 
 async def token_setup(
@@ -80,9 +80,8 @@ async def token_setup(
     server: VllmServer | None,
     name: str,
     stack: contextlib.AsyncExitStack,
-    proxy: ProxyServer,
 ) -> Setup:
-    """Return the set-up in which ``proxy`` asks a vLLM server by token ids.
+    """Return the set-up in which the proxy asks a vLLM server by token ids.
 
     model: where the tokenizer is. served: what the endpoint serves, or None for a ``server`` of our own; while that
     starts, slow imports are done. name: marks the boxes. stack: closes connections. Raises ConfigError and ServeError.
@@ -101,7 +100,7 @@ async def token_setup(
     assert served is not None
     settings = settings_of(config, min(config.max_context or served.max_context, served.max_context), name)
     policy = replace(policy, max_context=settings.max_context, max_tokens=settings.max_tokens)
-    return make_setup(settings, policy, proxy)
+    return make_setup(settings, policy, ProxyServer())
 
 
 def _load(config: DictConfig, model: str, engine: Engine, name: str) -> Policy:

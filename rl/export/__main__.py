@@ -2,9 +2,10 @@
 
     python -m rl.export FORMAT RUN... --out DIR [options] [key=value ...]
 
-RUN is the directory of a training run, an evaluation, a collection or a selection, or one record file. Episodes that
-the infrastructure failed, or in which the audit finds something, are not exported; choose others with rl.data.select
-first (--resolved, for fine-tuning). key=value changes train.yaml of the formats for LLaMA-Factory.
+RUN is the directory of a training run, an evaluation, a collection or a selection, one record file, or a states file of
+rl.ingest (.jsonl, .jsonl.zst), which has other programs' conversations. Episodes in which the audit finds something, or
+that the infrastructure failed (but for inspect), are not exported; choose others with rl.data.select first (--resolved,
+for fine-tuning). key=value changes train.yaml of the formats for LLaMA-Factory.
 
 {formats}
 
@@ -15,10 +16,10 @@ interrupted. A command that fails leaves nothing, and an export that was there a
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -26,41 +27,38 @@ from typing import NamedTuple
 
 from rl.config import ConfigError
 from rl.data.choice import Rules, choose
-from rl.export import atif, llamafactory, swesmith, trl, whole
+from rl.data.select import inside, status_of
+from rl.export import atif, inspect_log, llamafactory, swesmith, trl, whole
 from rl.export.sink import ABOUT, ExportError, Sink, sink
 from rl.export.source import KINDS, Source
+from rl.ingest import recorded
+from rl.ingest.states import StatesError
 from rl.screen import Screen
 from rollout import program
-from rollout.records import CorruptRecordError
 
 
 class Format(NamedTuple):
-    """A format is a line about it, what writes it, and of LLaMA-Factory's the stage of the training."""
+    """A format is a line about it, what writes it, of LLaMA-Factory's the stage of the training, and whether it has a
+    place for episodes that the infrastructure failed."""
 
     about: str
     write: Callable[[Source, Sink], None]
     stage: str = ""
+    failed: bool = False
 
 
 FORMATS = {
     "messages": Format("a line per conversation: messages and tools in OpenAI's form", trl.write_messages),
     "llamafactory": Format("LLaMA-Factory: sharegpt with tools", llamafactory.write_sharegpt, "sft"),
-    "llamafactory-alpaca": Format("LLaMA-Factory: alpaca with history", llamafactory.write_alpaca, "sft"),
     "llamafactory-dpo": Format(
         "LLaMA-Factory: ranking, a resolved and an unresolved one", llamafactory.write_ranking, "dpo"
     ),
-    "llamafactory-kto": Format("LLaMA-Factory: single ones with a tag", llamafactory.write_kto, "kto"),
-    **{
-        f"swesmith-{style}": Format(
-            f"SWE-smith and SWE-agent: ft_{style}.jsonl", functools.partial(swesmith.write, style)
-        )
-        for style in swesmith.STYLES
-    },
+    "swesmith-xml": Format("SWE-smith and SWE-agent: ft_xml.jsonl", swesmith.write),
     "trl": Format("TRL: messages and tools", trl.write_trl),
     "trl-prompt-completion": Format("TRL: a row per reply", trl.write_prompt_completion),
     "trl-preference": Format("TRL: pairs of a resolved and an unresolved one", trl.write_preference),
-    "trl-kto": Format("TRL: single ones with a label", trl.write_unpaired),
     "atif": Format("ATIF v1.8: a trajectory per episode, with token ids and logprobs", atif.write),
+    "inspect": Format("Inspect's viewer: logs with a sample per episode", inspect_log.write, failed=True),
     "sessions": Format("Claude Code's own session files, for the Hugging Face Hub's viewer", whole.write_sessions),
     "predictions": Format("patches for sb-cli and swebench: preds.json", whole.write_predictions),
 }
@@ -69,21 +67,7 @@ FORMATS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     args = _parser().parse_intermixed_args(arguments)  # key=value may follow options
-    try:
-        with Screen() as screen:
-            return _export(args, screen)
-    except ConfigError as error:
-        error.tell("error")
-        return 2
-    except (ExportError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (OSError, CorruptRecordError) as error:
-        print(f"stopped: {error}; nothing was written", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+    return status_of(lambda screen: _export(args, screen), ConfigError, ExportError, StatesError)
 
 
 def _export(args: argparse.Namespace, screen: Screen) -> int:
@@ -94,21 +78,27 @@ def _export(args: argparse.Namespace, screen: Screen) -> int:
         raise ExportError("no RUN is given")
     if overrides and not kind.stage:
         raise ExportError(f"{overrides[0]}: neither a run nor, with {args.format}, a key of train.yaml")
-    if any(run.resolve() in (args.out.resolve(), *args.out.resolve().parents) for run in runs):
+    if inside(args.out, runs):
         raise ExportError(f"--out {args.out} is inside of a RUN; name another one")
     if kind.stage:  # a wrong key is told before anything is read
-        llamafactory.training(overrides, kind.stage, args.name or "episodes", args.out)
+        llamafactory.training(overrides, kind.stage, args.name or "episodes", args.out, "")
     mode = "overwrite" if args.overwrite else "append" if args.append else "new"
-    with sink(args.out, args.format, mode) as out:
-        chosen = choose(runs, Rules(), lambda done, total: screen.show("reading", done >> 20, total >> 20, "MiB"))
-        source = Source(chosen, args.out, args.threads, not args.no_thinking, args.name, args.tokenizer, out.known)
+    with sink(args.out, args.format, mode) as out, tempfile.TemporaryDirectory(prefix="rl-export-") as scratch:
+        runs = [_recorded(run, Path(scratch) / f"{number}" / run.name) for number, run in enumerate(runs)]
+        chosen = choose(
+            runs, Rules(), lambda done, total: screen.show("reading", done >> 20, total >> 20, "MiB"), kind.failed
+        )
+        source = Source(chosen, args.threads, not args.no_thinking, args.name, out.known)
         source.progress = lambda done, total: screen.show("exporting", done, total)
         kind.write(source, out)
         if not source.exported:
             _tell(source, screen)
-            raise ExportError(_nothing(source))
+            known = source.skip and not source.entries()
+            why = "all episodes were exported before" if known else "no episode could be exported"
+            raise ExportError(f"{why}; nothing was written")
         if kind.stage:
-            out.text("train.yaml", llamafactory.training(overrides, kind.stage, source.data_set, args.out))
+            model = _model(source, overrides)
+            out.text("train.yaml", llamafactory.training(overrides, kind.stage, source.data_set, args.out, model))
         out.text(ABOUT, json.dumps(_about(args, source, out), indent=1) + "\n")
     screen.clear()
     _tell(source, screen)
@@ -119,10 +109,17 @@ def _export(args: argparse.Namespace, screen: Screen) -> int:
     return 0
 
 
-def _nothing(source: Source) -> str:
-    if source.skip and not source.entries():
-        return "all episodes were exported before; nothing was written"
-    return "no episode could be exported; nothing was written"
+def _model(source: Source, overrides: Sequence[str]) -> str:
+    """Return the model that played, which is the one to train. Raises ExportError if there are several."""
+    played = {one.facts["model"] for one in source.chosen.entries}
+    if len(played) > 1 and not any("model_name_or_path=" in text for text in overrides):
+        raise ExportError(f"{len(played)} models have played; say with model_name_or_path=MODEL which is to be trained")
+    return played.pop()
+
+
+def _recorded(run: Path, scratch: Path) -> Path:
+    """Return a run; of a states file, what is made of it."""
+    return recorded.write(run, scratch) if run.is_file() and run.name.endswith((".jsonl", ".zst")) else run
 
 
 def _tell(source: Source, screen: Screen) -> None:
@@ -136,7 +133,9 @@ def _tell(source: Source, screen: Screen) -> None:
     if before:
         screen.print(f"{before:>7} episodes were exported before")
     done = set(source.exported)
-    unresolved = sum(e.facts["episode"] in done and not e.facts["resolved"] for e in source.chosen.entries)
+    unresolved = sum(
+        e.facts["episode"] in done and not (e.facts["resolved"] or e.facts["infra"]) for e in source.chosen.entries
+    )
     screen.print(f"{len(done):>7} episodes exported, {unresolved} of them unresolved")
 
 
@@ -167,8 +166,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", choices=KINDS, default="agents", help=text)
     add("--no-thinking", action="store_true", help="leave thinking out")
     add("--name", default="", help="of LLaMA-Factory's data set, or the model's in rows and predictions")
-    text = "directory of the policy's tokenizer (default: where the records say)"
-    add("--model", dest="tokenizer", type=Path, metavar="DIR", help=text)
     return parser
 
 

@@ -6,19 +6,22 @@ one before points.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
 from rl.data.choice import Entry
-from rl.export.conversation import Conversation, Said
+from rl.export.conversation import Conversation, tokens
 from rl.export.sink import Sink
 from rl.export.source import Source
 from rollout.proxy.messages import ChatMessage
-from rollout.records import Record, path_of, unpack_floats, unpack_ids
+from rollout.records import Record
+from rollout.trace import Point, Trace
 
 VERSION = "ATIF-v1.8"
+_LONGEST = 200  # characters of an episode's name in that of a file
 
 
 def write(source: Source, out: Sink) -> None:
@@ -43,12 +46,15 @@ def _calls(made: dict[str, Any]) -> set[str]:
 
 
 def _file(entry: Entry, number: int) -> str:
-    return quote(entry.facts["episode"], safe="") + (f".cont-{number}" if number else "") + ".json"
+    name = quote(entry.facts["episode"], safe="")
+    if len(name) > _LONGEST:
+        name = f"{name[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return name + (f".cont-{number}" if number else "") + ".json"
 
 
 def trajectory(entry: Entry, talk: Conversation, name: str) -> dict[str, Any]:
     """Return a conversation as a trajectory, as plain JSON. ``name``: tells it from others of its episode."""
-    record, steps = talk.record, list[dict[str, Any]]()
+    record, steps = talk.trace.record, list[dict[str, Any]]()
     for place, message in enumerate(talk.messages):
         if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":
             known = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
@@ -56,7 +62,7 @@ def trajectory(entry: Entry, talk: Conversation, name: str) -> dict[str, Any]:
             result = {"source_call_id": answered if answered in known else None, "content": message["content"]}
             steps[-1].setdefault("observation", {"results": []})["results"].append(result)
         else:
-            steps.append({"step_id": len(steps) + 1, **_step(record, message, talk.replies.get(place))})
+            steps.append({"step_id": len(steps) + 1, **_step(talk, place, message)})
     counts = [step["metrics"] for step in steps if "metrics" in step]
     facts = {key: entry.facts[key] for key in ("episode", "task", "resolved", "reward", "reason", "flags")}
     return {
@@ -64,7 +70,7 @@ def trajectory(entry: Entry, talk: Conversation, name: str) -> dict[str, Any]:
         "session_id": record.episode,
         "trajectory_id": f"{record.episode}-{name}",
         "agent": {
-            "name": "claude-code",
+            "name": record.agent.get("name", "claude-code"),
             "version": _agent_version(record),
             "model_name": record.model,
             "tool_definitions": talk.tools,
@@ -79,7 +85,8 @@ def trajectory(entry: Entry, talk: Conversation, name: str) -> dict[str, Any]:
     }
 
 
-def _step(record: Record, message: ChatMessage, said: Said | None) -> dict[str, Any]:
+def _step(talk: Conversation, place: int, message: ChatMessage) -> dict[str, Any]:
+    point = talk.replies.get(place)
     if message["role"] != "assistant":
         # A result without its call is the user's: observations belong to the agent's steps.
         return {"source": "system" if message["role"] == "system" else "user", "message": message["content"]}
@@ -92,32 +99,24 @@ def _step(record: Record, message: ChatMessage, said: Said | None) -> dict[str, 
     ]
     if calls:
         step["tool_calls"] = calls
-    if said is None:
+    if point is None:
         return step | {"llm_call_count": 0} if not thought else step
     step["llm_call_count"] = 1
-    if not said.fresh:
+    if place not in talk.fresh:
         step["is_copied_context"] = True
-    if said.call is not None:
-        step["timestamp"] = datetime.fromtimestamp(said.call.started, UTC).isoformat()
-    if metrics := _metrics(record, said):
+    if point.started:
+        step["timestamp"] = datetime.fromtimestamp(point.started, UTC).isoformat()
+    if metrics := _metrics(talk.trace, point):
         step["metrics"] = metrics
     return step
 
 
-def _metrics(record: Record, said: Said) -> dict[str, Any]:
-    if said.node >= 0:
-        node = record.nodes[said.node]
-        return {
-            "prompt_tokens": sum(record.nodes[n].length for n in path_of(record.nodes, said.node)[:-1]),
-            "completion_tokens": node.length,
-            "completion_token_ids": unpack_ids(node.ids),
-            "logprobs": unpack_floats(node.logprobs or b""),
-        }
-    used = said.call.reply.get("usage") if said.call else None
-    if not isinstance(used, dict):
-        return {}
-    read = [used.get(key) or 0 for key in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")]
-    return {"prompt_tokens": sum(read), "completion_tokens": used.get("output_tokens") or 0, "cached_tokens": read[1]}
+def _metrics(trace: Trace, point: Point) -> dict[str, Any]:
+    read, written = tokens(point)
+    counts = {"prompt_tokens": sum(read), "completion_tokens": written} if point.usage else {}
+    if (told := trace.tokens(point)) is None:
+        return counts and counts | {"cached_tokens": read[1]}
+    return counts | {"completion_token_ids": told[1], "logprobs": told[2]}
 
 
 def _embed(made: dict[str, Any], inner: dict[str, Any], caller: str) -> None:

@@ -20,7 +20,7 @@ from rl.export.conversation import Conversation
 from rl.export.sink import Sink
 from rl.export.source import Source
 from rl.export.trl import alike, parting
-from rollout.proxy.messages import ChatMessage
+from rollout.proxy.blocks import ChatMessage
 
 _COLUMNS = {"messages": "conversations", "system": "system", "tools": "tools"}
 # What stands between two results in one turn; the template writes the first and the last of these marks.
@@ -33,19 +33,6 @@ def write_sharegpt(source: Source, out: Sink) -> None:
         for talk in talks:
             out.row(_file(source), {"conversations": turns(talk.messages), **_rest(entry, talk)})
     _finish(source, out, {"formatting": "sharegpt", "columns": _COLUMNS})
-
-
-def write_alpaca(source: Source, out: Sink) -> None:
-    """Write a row per conversation: its last exchange, and those before it as history."""
-    for entry, talks in source.talks():
-        for talk in talks:
-            said = [turn["value"] for turn in turns(talk.messages)]
-            exchanges = list(zip(said[::2], said[1::2], strict=True))
-            row = {"instruction": exchanges[-1][0], "input": "", "output": exchanges[-1][1], "history": exchanges[:-1]}
-            out.row(_file(source), row | _rest(entry, talk))
-    columns = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
-    info = {"formatting": "alpaca", "columns": columns | {"system": "system", "tools": "tools"}}
-    _finish(source, out, info)
 
 
 def write_ranking(source: Source, out: Sink) -> None:
@@ -64,15 +51,6 @@ def write_ranking(source: Source, out: Sink) -> None:
     _finish(source, out, {"formatting": "sharegpt", "ranking": True, "columns": columns})
 
 
-def write_kto(source: Source, out: Sink) -> None:
-    """Write a row per graded conversation, with whether its episode was resolved. Its last reply is trained on."""
-    for entry, talks in source.talks(graded=True):
-        for talk in talks:
-            row = {"conversations": turns(talk.messages), "kto_tag": entry.facts["resolved"]}
-            out.row(_file(source), row | _rest(entry, talk))
-    _finish(source, out, {"formatting": "sharegpt", "columns": _COLUMNS | {"kto_tag": "kto_tag"}})
-
-
 def turns(messages: list[ChatMessage]) -> list[dict[str, str]]:
     """Return messages, without a system prompt at their beginning, as turns that alternate."""
     made: list[dict[str, str]] = []
@@ -80,15 +58,12 @@ def turns(messages: list[ChatMessage]) -> list[dict[str, str]]:
         role = {"assistant": "gpt", "tool": "observation"}.get(message["role"], "human")
         text = said(message) if role == "gpt" else message["content"]
         before = made[-1]["from"] if made else ""
-        if role == "gpt" and before in ("gpt", ""):
-            if not before:
-                made.append({"from": "human", "value": ""})
-            else:
-                made[-1]["value"] += f"\n{text}"
-                continue
-        elif role != "gpt" and before not in ("gpt", ""):
-            made[-1]["value"] += (_RESULTS if role == before == "observation" else "\n\n") + text
+        if before and (role == "gpt") == (before == "gpt"):
+            between = "\n" if role == "gpt" else _RESULTS if role == before == "observation" else "\n\n"
+            made[-1]["value"] += between + text
             continue
+        if role == "gpt" and not before:
+            made.append({"from": "human", "value": ""})
         made.append({"from": role, "value": text})
     return made
 
@@ -124,12 +99,13 @@ def _finish(source: Source, out: Sink, info: dict[str, Any]) -> None:
     out.text(place.name, json.dumps(known, indent=2) + "\n")
 
 
-def training(overrides: Sequence[str], stage: str, data_set: str, out: Path) -> str:
+def training(overrides: Sequence[str], stage: str, data_set: str, out: Path, model: str) -> str:
     """Return train.yaml: configs/llamafactory.yaml with the user's overrides, and where these set nothing, what belongs
     to the export. Raises ConfigError."""
     config = compose(overrides, "llamafactory")
     given = {text.lstrip("+~").partition("=")[0] for text in overrides}
     place = out.absolute()
     ours: dict[str, Any] = {"stage": stage, "dataset": data_set, "dataset_dir": str(place)}
+    ours["model_name_or_path"] = model
     ours |= {"output_dir": str(place / "trained"), "learning_rate": 1e-4 if stage == "sft" else 5e-6}
     return OmegaConf.to_yaml(OmegaConf.merge(config, {key: ours[key] for key in ours if key not in given}))

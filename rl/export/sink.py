@@ -38,12 +38,13 @@ class Sink:
         self.rows[name] += 1
 
     def table_row(self, name: str, row: dict[str, Any], nested: tuple[str, ...]) -> None:
-        """Append a row to a parquet file. ``nested``: columns that are lists of objects, whose keys differ.
+        """Append a row to a parquet file. ``nested``: columns that are lists of objects, whose keys differ; the
+        others are texts.
 
         In a file without their type, Hugging Face's library gives every object the keys of all, with None.
         """
         if name not in self._tables:
-            self._tables[name] = _Table(self.directory / name, nested)
+            self._tables[name] = _Table(self.directory / name, row, nested)
         self._tables[name].add(row)
         self.rows[name] += 1
 
@@ -55,29 +56,30 @@ class Sink:
 
     def close(self) -> None:
         """Close all files; they are on the disk when this returns."""
-        for file in self._open.values():
+        for name, file in (*self._open.items(), *self._tables.items()):
             file.close()
-        for table in self._tables.values():
-            table.close()
-        for name in (*self._open, *self._tables):
             files.sync(self.directory / name)
 
 
 class _Table:
     """A table is a parquet file that names types for Hugging Face's library, and goes on with an old file."""
 
-    def __init__(self, path: Path, nested: tuple[str, ...]) -> None:
-        self._path, self._nested, self._waiting = path, nested, []
-        self._writer: Any = None
-        if path.exists():
-            import pyarrow.parquet
+    def __init__(self, path: Path, columns: Iterable[str], nested: tuple[str, ...]) -> None:
+        import datasets
+        import pyarrow.parquet
 
-            old = path.rename(path.with_suffix(".old"))
-            with pyarrow.parquet.ParquetFile(old) as file:
-                self._writer = pyarrow.parquet.ParquetWriter(path, file.schema_arrow)
-                for batch in file.iter_batches(batch_size=_BATCH):
-                    self._writer.write_batch(batch)
-            old.unlink()
+        lists, text = datasets.List(datasets.Json()), datasets.Value("string")
+        self._features = datasets.Features({name: lists if name in nested else text for name in columns})
+        self._waiting: list[dict[str, Any]] = []
+        if not path.exists():
+            self._writer = pyarrow.parquet.ParquetWriter(path, self._features.arrow_schema)
+            return
+        old = path.rename(path.with_suffix(".old"))
+        with pyarrow.parquet.ParquetFile(old) as file:
+            self._writer = pyarrow.parquet.ParquetWriter(path, file.schema_arrow)
+            for batch in file.iter_batches(batch_size=_BATCH):
+                self._writer.write_batch(batch)
+        old.unlink()
 
     def add(self, row: dict[str, Any]) -> None:
         self._waiting.append(row)
@@ -86,24 +88,15 @@ class _Table:
 
     def _flush(self) -> None:
         import datasets
-        import pyarrow.parquet
 
-        plain = {str: datasets.Value("string"), bool: datasets.Value("bool")}
-        types = {
-            name: datasets.List(datasets.Json()) if name in self._nested else plain[type(value)]
-            for name, value in self._waiting[0].items()
-        }
-        table = datasets.Dataset.from_list(self._waiting, features=datasets.Features(types)).data.table
-        if self._writer is None:
-            self._writer = pyarrow.parquet.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table.cast(self._writer.schema) if table.schema != self._writer.schema else table)
+        table = datasets.Dataset.from_list(self._waiting, features=self._features).data.table
+        self._writer.write_table(table.cast(self._writer.schema))
         self._waiting = []
 
     def close(self) -> None:
         if self._waiting:
             self._flush()
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 @contextlib.contextmanager

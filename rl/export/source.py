@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from rl.data.choice import Chosen, Entry
-from rl.export import unrender
-from rl.export.conversation import Conversation, conversations
-from rl.export.unrender import Unreadable, Unrenderer
-from rollout.proxy.messages import ChatMessage
+from rl.data.choice import Chosen, Entry, Progress, paired
+from rl.export.conversation import Conversation, Unreadable, conversations
+from rollout.proxy.blocks import ChatMessage
+from rollout.trace import TraceError
 
 KINDS = {"main": ("main",), "agents": ("main", "agent"), "all": ("main", "agent", "side")}
 
@@ -20,22 +17,19 @@ KINDS = {"main": ("main",), "agents": ("main", "agent"), "all": ("main", "agent"
 class Source:
     """A source is the episodes that are exported, and how.
 
-    ``out``: where they go; ``threads``: a key of KINDS; ``thinking``: whether it is exported; ``name``: the user's, of
-    the data set or the model; ``tokenizer``: where it is, None for where the records say; ``overrides``: of train.yaml;
-    ``skip``: episodes that were exported before. ``left_out``: a line for each episode that could not be exported;
-    ``exported``: the names of the others; ``progress``: is called with how many were read, of all.
+    ``threads``: a key of KINDS; ``thinking``: whether it is exported; ``name``: the user's, of the data set or the
+    model; ``skip``: episodes that were exported before. ``left_out``: a line for each episode that could not be
+    exported; ``exported``: the names of the others; ``progress``: is called with how many were read, of all.
     """
 
     chosen: Chosen
-    out: Path
     threads: str = "agents"
     thinking: bool = True
     name: str = ""
-    tokenizer: Path | None = None
     skip: frozenset[str] = frozenset()
     left_out: list[str] = field(default_factory=list)
     exported: list[str] = field(default_factory=list)
-    progress: Callable[[int, int], object] = lambda done, total: None
+    progress: Progress = lambda done, total: None
 
     @property
     def data_set(self) -> str:
@@ -46,27 +40,25 @@ class Source:
         """Return the episodes that were not exported before."""
         return [one for one in self.chosen.entries if one.facts["episode"] not in self.skip]
 
-    def talks(self, graded: bool = False) -> Iterator[tuple[Entry, list[Conversation]]]:
-        """Iterate over episodes with their conversations of the kinds that are wanted; one without any is left out.
-
-        graded: only those with a verdict.
-        """
-        entries = [one for one in self.entries() if one.graded or not graded]
+    def talks(self) -> Iterator[tuple[Entry, list[Conversation]]]:
+        """Iterate over episodes with their conversations of the kinds that are wanted. One without any is left out,
+        unless the infrastructure failed it: that it has failed is what there is to say."""
+        entries = self.entries()
         for number, entry in enumerate(entries):
             self.progress(number, len(entries))
-            if found := self.of(entry):
+            if (found := self.of(entry)) or entry.facts["infra"]:
                 self.exported.append(entry.facts["episode"])
                 yield entry, found
 
     def of(self, entry: Entry) -> list[Conversation]:
         """Return the conversations of an episode; without any, ``left_out`` says why."""
         try:
-            made = conversations(entry.record(), self._unrenderer)
+            made = conversations(entry.record())
             found = [one for one in made if one.kind in KINDS[self.threads]]
             why = "none of its conversations is wanted" if made else "it has no reply that is trained on"
-        except Unreadable as error:
+        except (Unreadable, TraceError) as error:
             found, why = [], str(error)
-        if not found:
+        if not found and not entry.facts["infra"]:
             self.left_out.append(f"{entry.path}, offset {entry.offset}: {entry.facts['episode']}: {why}")
         if not self.thinking:
             for message in (message for one in found for message in one.messages):
@@ -77,36 +69,32 @@ class Source:
         self, same: Callable[[list[ChatMessage], list[ChatMessage]], bool]
     ) -> Iterator[tuple[Entry, Conversation, Conversation]]:
         """Iterate over pairs of a resolved and an unresolved episode of a task: the entry of the first, and the first
-        main conversations of both. Each episode is in one pair at most.
+        main conversations of both.
 
         Both must have begun with the same prompt and tools, and must not be the same: ``same`` compares their messages.
-        Else the pair is left out, with a line.
+        An episode without a match is left out, with a line.
         """
-        tasks: dict[str, tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
-        for entry in self.entries():
-            if entry.graded:
-                tasks[entry.task][not entry.facts["resolved"]].append(entry)
-        for number, (good, bad) in enumerate(tasks.values()):
-            self.progress(number, len(tasks))
-            for better, worse in zip(good, bad, strict=False):
-                found = [[talk for talk in self.of(one) if talk.kind == "main"] for one in (better, worse)]
-                if not all(found):
-                    continue
-                (chosen, *_), (rejected, *_) = found
-                names = [one.facts["episode"] for one in (better, worse)]
-                why = ""
-                if beginning(chosen) != beginning(rejected):
-                    why = "did not begin with the same prompt"
-                elif same(chosen.messages, rejected.messages):
-                    why = "do not part in a reply"
-                if why:
-                    self.left_out.append(f"{better.path}: {' and '.join(names)} {why}")
-                else:
-                    self.exported += names
-                    yield better, chosen, rejected
+        known: dict[int, list[Conversation]] = {}
 
-    def _unrenderer(self, recorded: str) -> Unrenderer:
-        return unrender.load(str(self.tokenizer or recorded))
+        def main(entry: Entry) -> list[Conversation]:
+            if id(entry) not in known:
+                known[id(entry)] = [talk for talk in self.of(entry) if talk.kind == "main"]
+            return known[id(entry)]
+
+        def part(better: Entry, worse: Entry) -> tuple[Conversation, Conversation] | None:
+            if not (main(better) and main(worse)):
+                return None
+            chosen, rejected = main(better)[0], main(worse)[0]
+            alike = beginning(chosen) == beginning(rejected)
+            return (chosen, rejected) if alike and not same(chosen.messages, rejected.messages) else None
+
+        for better, worse, found in paired(self.entries(), part):
+            if worse is not None and found is not None:
+                self.exported += [one.facts["episode"] for one in (better, worse)]
+                yield better, *found
+            elif main(better):
+                why = "no unresolved episode of its task begins with the same prompt and parts in a reply"
+                self.left_out.append(f"{better.path}: {better.facts['episode']}: {why}")
 
 
 def beginning(talk: Conversation) -> object:

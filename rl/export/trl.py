@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from rl.data.choice import Entry
 from rl.export.conversation import Conversation
 from rl.export.sink import Sink
 from rl.export.source import Source
-from rollout.proxy.messages import ChatMessage
+from rollout.proxy.blocks import ChatMessage
 
 FILE = "train.parquet"
 
@@ -17,7 +19,8 @@ FILE = "train.parquet"
 def about(entry: Entry, talk: Conversation) -> dict[str, Any]:
     """Return the columns that say which conversation of which episode a row is."""
     names = ("episode", "task", "repo", "model", "resolved", "reward", "flags")
-    return {**{name: entry.facts[name] for name in names}, "thread": talk.kind}
+    facts = {name: entry.facts[name] for name in names}
+    return facts | {"thread": talk.kind, "labels": msgspec.to_builtins(entry.labels)}
 
 
 def write_messages(source: Source, out: Sink) -> None:
@@ -25,8 +28,7 @@ def write_messages(source: Source, out: Sink) -> None:
     that are to be trained on; the others are context, or trained on in a row before."""
     for entry, talks in source.talks():
         for talk in talks:
-            fresh = [place for place, said in talk.replies.items() if said.fresh]
-            row = {"messages": talk.messages, "tools": talk.tools, "sampled": fresh, **about(entry, talk)}
+            row = {"messages": talk.messages, "tools": talk.tools, "sampled": talk.fresh, **about(entry, talk)}
             out.row("messages.jsonl", row)
 
 
@@ -45,7 +47,7 @@ def write_prompt_completion(source: Source, out: Sink) -> None:
     """Write a row per reply: the completion is that reply alone, so that nothing else is trained on."""
     for entry, talks in source.talks():
         for talk in talks:
-            for place in (place for place, said in talk.replies.items() if said.fresh):
+            for place in talk.fresh:
                 row = {"prompt": talk.messages[:place], "completion": [talk.messages[place]], **_columns(entry, talk)}
                 out.table_row(FILE, row, ("prompt", "completion"))
 
@@ -57,16 +59,6 @@ def write_preference(source: Source, out: Sink) -> None:
         row = {"prompt": chosen.messages[:place], "chosen": chosen.messages[place:]}
         row |= {"rejected": rejected.messages[place:], **_columns(better, chosen)}
         out.table_row(FILE, row, ("prompt", "chosen", "rejected"))
-
-
-def write_unpaired(source: Source, out: Sink) -> None:
-    """Write a row per graded conversation: the first prompt, how it goes on, and whether the episode was resolved."""
-    for entry, talks in source.talks(graded=True):
-        for talk in talks:
-            first = min(talk.replies)
-            row = {"prompt": talk.messages[:first], "completion": talk.messages[first:]}
-            row |= {"label": entry.facts["resolved"], **_columns(entry, talk)}
-            out.table_row(FILE, row, ("prompt", "completion"))
 
 
 def parting(one: list[ChatMessage], other: list[ChatMessage]) -> int:

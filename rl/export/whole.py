@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from rl.data.choice import Entry
+from rl.data.select import about
 from rl.export.sink import ExportError, Sink
 from rl.export.source import Source
+from rl.run.weights import name_of
 
 _CARD = """---
 tags: [agent-traces, claude-code]
@@ -58,11 +59,7 @@ def _sessions(entry: Entry) -> list[tuple[Path, Path]]:
 def _runs(run: Path) -> Iterator[Path]:
     """Yield a run, or, of a selection, the runs that it is from."""
     yield run
-    try:
-        sources: Any = json.loads((run / "selection.json").read_text())["sources"]
-    except (OSError, ValueError, KeyError):
-        return
-    waiting = list(sources)
+    waiting = list(about(run).get("sources") or ())
     while waiting:
         one = waiting.pop(0)
         yield Path(one["run"])
@@ -82,7 +79,7 @@ def write_predictions(source: Source, out: Sink) -> None:
         if number == len(samples):
             samples.append({})
         patch = entry.record().patch.decode("utf-8", "replace")
-        name = source.name or entry.facts["model"]
+        name = source.name or name_of(entry.facts["model"])
         samples[number][entry.task] = {"instance_id": entry.task, "model_name_or_path": name, "model_patch": patch}
         source.exported.append(entry.facts["episode"])
     models = {one["model_name_or_path"] for sample in samples for one in sample.values()}

@@ -1,13 +1,14 @@
 """Make states of recorded conversations, and training rows or evaluations of states. docs/ingest.md
 
-    python -m rl.ingest FORMAT PATH... --out FILE [--subagents]
+    python -m rl.ingest FORMAT PATH... --out FILE [--subagents] [--system FILE] [--tools FILE]
     python -m rl.ingest sft STATES|distill.jsonl|pairs.jsonl --tokenizer DIR --out ROWS.parquet [--max-tokens N]
     python -m rl.ingest evaluate STATES --url URL --model NAME --out DIR [--key-env VARIABLE]
 
-FORMAT: claude-code (session files), openhands (output.jsonl, or folders with events/), swe-agent (.traj, or SWE-smith's
-rows) or atif. A PATH is a file or a folder. FILE ends in .jsonl, .jsonl.zst (states files, in which each message is
-once) or .parquet (a row per state with all of its messages). Exit status: 0 all was read, 1 something was not, 2 the
-command is wrong, 130 interrupted.
+FORMAT: claude-code (session files), openhands (output.jsonl, or folders with events/), swe-agent (.traj, SWE-smith's
+rows, or mini-swe-agent's .traj.json), atif, or run (our own records). A PATH is a file or a folder. --system and
+--tools give a system prompt (text) and tools (a JSON list) to conversations that do not name theirs. FILE ends in
+.jsonl, .jsonl.zst (states files, in which each message is once) or .parquet (a row per state with all of its messages).
+Exit status: 0 all was read, 1 something was not, 2 the command is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,21 +16,19 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from rl.ingest import states
+from rl.ingest.chat import tools_of
 from rl.ingest.lines import Findings
-from rl.screen import Screen
+from rl.screen import Screen, ended
 from rollout import program
 
-FORMATS = {
-    "claude-code": "rl.ingest.claude_code",
-    "openhands": "rl.ingest.openhands",
-    "swe-agent": "rl.ingest.swe_agent",
-    "atif": "rl.ingest.atif",
-}
+FORMATS = ("claude-code", "openhands", "swe-agent", "atif", "run")  # each is read by the module of its name
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,21 +37,18 @@ def main(arguments: Sequence[str]) -> int:
         print(program.plain(__doc__))
         return 0 if arguments else 2
     what, *rest = arguments
-    try:
-        if what in FORMATS:
-            return read(what, rest)
-        if what in ("sft", "evaluate"):
-            return sft(rest) if what == "sft" else evaluate(rest)
-        print(
-            f"ingest: {what}: the first argument is one of {', '.join([*FORMATS, 'sft', 'evaluate'])}", file=sys.stderr
-        )
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except (OSError, ValueError) as error:
-        print(f"ingest: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+    programs = {name: functools.partial(read, name) for name in FORMATS} | {"sft": sft, "evaluate": evaluate}
+
+    def work(screen: Screen) -> int:
+        if what not in programs:
+            raise ValueError(f"{what}: the first argument is one of {', '.join(programs)}")
+        return programs[what](rest, screen)
+
+    return ended("ingest", work, resumable=what == "evaluate")
+
+
+def _parser(what: str, about: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"python -m rl.ingest {what}", description=about, allow_abbrev=False)
 
 
 def _findings(screen: Screen) -> Findings:
@@ -63,16 +59,21 @@ def _findings(screen: Screen) -> Findings:
     return Findings(say, lambda read: screen.show("reading, MiB", read))
 
 
-def read(format: str, arguments: Sequence[str]) -> int:
+def read(format: str, arguments: Sequence[str], screen: Screen) -> int:
     """Write the states of recorded conversations; return the exit status. Raises OSError and ValueError."""
-    about = f"Write a state for each reply of conversations that are recorded in the format {format}."
-    parser = argparse.ArgumentParser(prog=f"python -m rl.ingest {format}", description=about, allow_abbrev=False)
+    parser = _parser(format, f"Write a state for each reply of conversations that are recorded in the format {format}.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     parser.add_argument("--out", type=Path, required=True, help="states: .jsonl, .jsonl.zst or .parquet")
     parser.add_argument("--subagents", action="store_true", help="sub-agents' replies are states, too")
+    parser.add_argument("--system", type=Path, help="a system prompt, for conversations without one: a text file")
+    parser.add_argument("--tools", type=Path, help="tool definitions, for conversations without any: a JSON list")
     given = parser.parse_args(arguments)
-    module = importlib.import_module(FORMATS[format])
-    with Screen() as screen, states.writing(given.out) as writer:
+    module = importlib.import_module(f"rl.ingest.{format.replace('-', '_')}")
+    system = given.system.read_text() if given.system else ""
+    tools = tools_of(json.loads(given.tools.read_text())) if given.tools else []
+    if given.tools and not tools:
+        raise ValueError(f"--tools {given.tools}: a list of tool definitions is required, with a name each")
+    with screen, states.writing(given.out, system, tools) as writer:
         findings = _findings(screen)
         for path in given.paths:
             try:
@@ -85,6 +86,7 @@ def read(format: str, arguments: Sequence[str]) -> int:
                 else:
                     raise
     findings.counts["states whose model is not named: rl.teachers can't leave out its family"] += writer.unnamed
+    findings.counts += Counter({f"replies left out: {why}": count for why, count in writer.left.items()})
     return _told(findings, f"{writer.states:>9,}  states in {given.out}", writer.states)
 
 
@@ -96,20 +98,18 @@ def _told(findings: Findings, made: str, count: int) -> int:
     return 1 if findings.problems or not count else 0
 
 
-def sft(arguments: Sequence[str]) -> int:
+def sft(arguments: Sequence[str], screen: Screen) -> int:
     """Write rows for fine-tuning, or pairs; return the exit status. Raises OSError and ValueError."""
     from rl.ingest.sft import write
 
     about = "Write rows of token ids, one per conversation or line, as rl.sft takes them with data=[ROWS.parquet]."
-    parser = argparse.ArgumentParser(prog="python -m rl.ingest sft", description=about, allow_abbrev=False)
-    parser.add_argument(
-        "states", type=Path, metavar="FILE", help="states, or distill.jsonl or pairs.jsonl of rl.teachers"
-    )
+    parser = _parser("sft", about)
+    parser.add_argument("states", type=Path, metavar="FILE", help="states, or distill.jsonl or pairs.jsonl of teachers")
     parser.add_argument("--tokenizer", required=True, help="directory or hub name of the model that will be trained")
     parser.add_argument("--out", type=Path, required=True, help="rows: .parquet")
     parser.add_argument("--max-tokens", type=int, help="longer states are left out")
     given = parser.parse_args(arguments)
-    with Screen() as screen:
+    with screen:
         findings = _findings(screen)
         show = functools.partial(screen.show, "rows")
         made = write(given.states, given.out, given.tokenizer, given.max_tokens, findings, show)
@@ -117,14 +117,13 @@ def sft(arguments: Sequence[str]) -> int:
     return _told(findings, f"{made:>9,}  rows in {given.out}; {note}", made)
 
 
-def evaluate(arguments: Sequence[str]) -> int:
+def evaluate(arguments: Sequence[str], screen: Screen) -> int:
     """Ask a policy about recorded states; return the exit status. Raises OSError and ValueError."""
     from rl.ingest.asking import key_of
     from rl.ingest.endpoints import Endpoint
     from rl.ingest.evaluate import evaluate as evaluate_states
 
-    about = "Ask a policy for its reply to each state, and compare it with the recorded one."
-    parser = argparse.ArgumentParser(prog="python -m rl.ingest evaluate", description=about, allow_abbrev=False)
+    parser = _parser("evaluate", "Ask a policy for its reply to each state, and compare it with the recorded one.")
     parser.add_argument("states", type=Path, metavar="STATES", help="a states file: .jsonl or .jsonl.zst")
     parser.add_argument("--url", required=True, help="what /chat/completions (or /v1/messages) comes after")
     parser.add_argument("--model", required=True, help="the policy's name there")
@@ -136,17 +135,10 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=4096, help="of a reply")
     parser.add_argument("--temperature", type=float, help="default: the server's")
     given = parser.parse_args(arguments)
-    endpoint = Endpoint(
-        name="policy",
-        url=given.url,
-        model=given.model,
-        protocol=given.protocol,
-        key=key_of(given.key_env),
-        concurrency=given.concurrency,
-        max_tokens=given.max_tokens,
-        temperature=given.temperature,
-    )
-    return evaluate_states(given.states, endpoint, given.out, given.limit, Screen())
+    names = ("url", "model", "protocol", "concurrency", "max_tokens", "temperature")
+    about = {name: getattr(given, name) for name in names}
+    endpoint = Endpoint("policy", key=key_of(given.key_env), **about)
+    return evaluate_states(given.states, endpoint, given.out, given.limit, screen)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rl.ingest import lines
-from rl.ingest.chat import result, tools_of
+from rl.ingest.chat import message_of, result, tools_of
 from rl.ingest.lines import Findings
 from rl.ingest.states import Message, StateWriter
 
@@ -54,7 +54,6 @@ class _Step(msgspec.Struct):
 
 
 class _Agent(msgspec.Struct):
-    name: str = ""
     model_name: str | None = None
     tool_definitions: list[dict[str, Any]] | None = None
 
@@ -68,21 +67,13 @@ class _Trajectory(msgspec.Struct):
     subagent_trajectories: list[_Trajectory] | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Trajectory)
-
-
 def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool) -> None:
     """Write the states of a document, or of all .json files in a folder. Raises OSError."""
     documents = (one for one in sorted(path.rglob("*.json")) if one.name != _CARD)
     for file in documents if path.is_dir() else [path]:
         findings.counts["trajectories"] += 1
-        try:
-            findings.read(file.stat().st_size)
-            found = lines.whole(file, _DECODER)
-        except ValueError as error:
-            findings.problem(str(file), error)
-            continue
-        _write(found, file, writer, findings, subagents, [], None)
+        if (found := lines.whole(file, _Trajectory, findings)) is not None:
+            _write(found, file, writer, findings, subagents, [], None)
 
 
 def _write(
@@ -102,9 +93,8 @@ def _write(
         if step is first:
             continue
         if step.source != "agent":
-            tip = writer.message(
-                tip, {"role": "system" if step.source == "system" else "user", "content": _content(step.message)}
-            )
+            role = "system" if step.source == "system" else "user"
+            tip = writer.message(tip, {"role": role, "content": _content(step.message)})
         else:
             action = _action(step)
             if step.is_copied_context or step.llm_call_count == 0:
@@ -114,11 +104,10 @@ def _write(
                 more: dict[str, Any] = {"where": f"{file}: step {number}", "agent": agent, "spawned_by": spawned_by}
                 writer.state("/".join([name, *agent[-1:], str(number)]), head, tip, action, model, **more)
             tip = writer.message(tip, action)
-        results = step.observation.results if step.observation else []
-        heard = [_heard(one) for one in results if one.content is not None]
-        if heard:
-            tip = writer.message(tip, {"role": "user", "content": heard})
-        spawned += [(one.source_call_id, ref) for one in results for ref in one.subagent_trajectory_ref or ()]
+        for one in step.observation.results if step.observation else ():
+            if one.content is not None:
+                tip = writer.message(tip, {"role": "user", "content": [_heard(one)]})
+            spawned += [(one.source_call_id, ref) for ref in one.subagent_trajectory_ref or ()]
     inner = {one.trajectory_id: one for one in found.subagent_trajectories or ()}
     if not subagents:
         findings.counts["sub-agents left out"] += len(inner)
@@ -140,40 +129,30 @@ def _beside(place: Path, file: Path, findings: Findings) -> _Trajectory | None:
     if not place.resolve().is_relative_to(file.parent.resolve()):
         findings.problem(str(file), f"its sub-agent is in {place}, outside of its folder; left out")
         return None
-    try:
-        return lines.whole(place, _DECODER)
-    except (OSError, ValueError) as error:
-        findings.problem(str(place), error)
-        return None
+    return lines.whole(place, _Trajectory, findings)
 
 
 def _action(step: _Step) -> Message:
-    thought = [{"type": "thinking", "thinking": step.reasoning_content}] if step.reasoning_content else []
-    said = _content(step.message)
-    text: list[Message] = ([{"type": "text", "text": said}] if said else []) if isinstance(said, str) else said
-    calls = [
-        {"type": "tool_use", "id": call.tool_call_id, "name": call.function_name, "input": call.arguments}
-        for call in step.tool_calls or ()
-    ]
-    return {"role": "assistant", "content": [*thought, *text, *calls]}
+    made = step.tool_calls or ()
+    calls = [{"id": one.tool_call_id, "name": one.function_name, "arguments": one.arguments} for one in made]
+    said = {"content": _content(step.message), "reasoning_content": step.reasoning_content, "tool_calls": calls}
+    return message_of({"role": "assistant", **said})
 
 
 def _heard(one: _Result) -> Message:
     content = _content(one.content or "")
-    if one.source_call_id is not None:
-        return result(one.source_call_id, content)
-    return {"type": "text", "text": content if isinstance(content, str) else msgspec.json.encode(content).decode()}
+    called = one.source_call_id
+    return {"type": "text", "text": content} if called is None else result(called, content)
 
 
-def _content(content: str | list[Mapping[str, Any]] | list[dict[str, Any]]) -> str | list[Message]:
-    """Return a content. An image or audio is in a file of its own; its name stands for it."""
+def _content(content: str | list[dict[str, Any]]) -> str:
+    """Return a content as text. An image or audio is in a file of its own; its name stands for it."""
     if isinstance(content, str):
         return content
-    texts = [
+    return "\n".join(
         part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type')}: {_path(part.get('source'))}]"
         for part in content
-    ]
-    return "\n".join(texts)
+    )
 
 
 def _path(source: Any) -> str:

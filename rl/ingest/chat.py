@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.ingest.states import Message
+from rollout.proxy.blocks import blocks_of
 
 
 def message_of(chat: Mapping[str, Any]) -> Message:
@@ -27,11 +28,8 @@ def message_of(chat: Mapping[str, Any]) -> Message:
     blocks: list[Message] = list(_thoughts(chat.get("thinking_blocks")))
     if isinstance(thought, str) and not blocks:
         blocks.append({"type": "thinking", "thinking": thought})
-    said = _content(content)
-    if isinstance(said, str):
-        blocks += [{"type": "text", "text": said}] if said else []
-    else:
-        blocks += said
+    if said := _content(content):
+        blocks += blocks_of(said)
     calls = chat.get("tool_calls") or ()
     if not isinstance(calls, Sequence):
         raise ValueError("tool_calls is no list")

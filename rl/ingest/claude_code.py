@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 
 from rl.ingest import lines
 from rl.ingest.lines import Findings, repaired
-from rl.ingest.requests import Asked, Recent, Requests, Sent, Shelf
+from rl.ingest.requests import Asked, Recent, Requests, Sent, Shape, Shelf
 from rl.ingest.states import Message, StateWriter
 
 FORMAT = "claude-code"
@@ -40,12 +41,18 @@ class Line(Asked, kw_only=True):
     isApiErrorMessage: bool = False
     subtype: str | None = None
     compactMetadata: dict[str, Any] | None = None
+    toolUseResult: Any = None
     attachment: dict[str, Any] | None = None
     id: str | None = None
     base: str | None = None
     keep: int = 0
     tail: list[str] = msgspec.field(default_factory=list)
     shape: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def speaker(self) -> str | None:
+        """The sub-agent that a line is of, None for the session's own lines."""
+        return self.agentId if self.isSidechain else None
 
 
 _DECODER = msgspec.json.Decoder(Line)
@@ -58,18 +65,17 @@ class _Meta(msgspec.Struct):
     spawnDepth: int = 1
 
 
+@dataclass(slots=True, eq=False)
 class _Group:
     """A group is one message of the transcript, out of one or several lines. When closed, it is on the shelf."""
 
-    __slots__ = ("before", "blocks", "calls", "digest", "results", "role", "written")
-
-    def __init__(self, role: str, before: _Group | None) -> None:
-        self.role, self.before = role, before
-        self.blocks: list[Any] = []
-        self.calls: tuple[str, ...] = ()
-        self.results: _Group | None = None
-        self.digest: str | None = None
-        self.written: tuple[int, int] | None = None
+    role: str
+    before: _Group | None
+    blocks: list[Any] = field(default_factory=list)
+    calls: tuple[str, ...] = ()
+    results: _Group | None = None
+    digest: str | None = None
+    written: tuple[int, int] | None = None
 
     def message(self) -> Message:
         alone = len(self.blocks) == 1 and isinstance(self.blocks[0], str)
@@ -77,24 +83,19 @@ class _Group:
         return {"role": self.role, "content": self.blocks[0] if alone else texts}
 
 
+@dataclass(slots=True, eq=False)
 class _Reply(_Group):
     """This is a model's reply. ``number``: of its first line; ``name``: that line's uuid; ``inside``: its sub-agent."""
 
-    __slots__ = ("inside", "model", "name", "number", "request")
-
-    def __init__(self, before: _Group | None, number: int, line: Line, model: str) -> None:
-        super().__init__("assistant", before)
-        self.number, self.name, self.model, self.request = number, line.uuid, model, line.requestRef
-        self.inside = [line.agentId or "sidechain"] if line.isSidechain else []
+    number: int = 0
+    name: str | None = None
+    model: str = ""
+    request: str | None = None
+    inside: list[str] = field(default_factory=list)
 
 
 # The message that a line follows if its parent is not in the file, or could not be read.
-_GONE = _Group("gone", None)
-_GONE.digest = ""
-
-
-class _LostError(Exception):
-    """A message of a history is not kept any more."""
+_GONE = _Group("gone", None, digest="")
 
 
 class Thread:
@@ -102,42 +103,38 @@ class Thread:
 
     ``agent``: of a sub-agent's file, the ids of the sub-agents that it is inside of; ``spawned_by``: see State.
     ``spawns``: call ids that began a sub-agent; those of them that the thread finds in its file are in ``owners``.
+    ``began``: by sub-agent, the call that began it, where a result tells.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        writer: StateWriter,
-        findings: Findings,
-        subagents: bool,
-        agent: list[str],
-        spawned_by: str | None,
-    ) -> None:
-        self._path, self._writer, self._findings = path, writer, findings
-        self._subagents, self._agent, self._spawned_by = subagents, agent, spawned_by
+    def __init__(self, path: Path, writer: StateWriter, findings: Findings, subagents: bool) -> None:
+        self._path, self._writer, self._findings, self._subagents = path, writer, findings, subagents
+        self.agent: list[str] = []
+        self.spawned_by: str | None = None
         self._shelf = Shelf()
         self._requests = Requests(self._shelf)
         self._at = Recent(50_000)  # the group that a line is in, by its uuid; None: it follows nothing
         self._replies, self._calls = Recent(10_000), Recent(10_000)
         self._pending: dict[str | None, _Reply] = {}
-        self._head: tuple[Any, Any] = ("", [])
+        self._head: Shape = "", []
         self._anchor: dict[str, Any] | None = None  # what a compaction has preserved
         self._version = ""
+        self._last: dict[str | None, _Group] = {}  # by agent, the message that a line was last added to
+        self._problems = findings.problems  # with another one, a line could not be read, so a parent may be missing
         self.spawns: frozenset[str] = frozenset()
         self.owners: set[str] = set()
+        self.began: dict[str, str] = {}
 
     def read(self) -> None:
         """Read the file to its end. Raises OSError."""
         self._begin()
         for number, text in lines.lines(self._path, self._findings):
-            try:
+            with self._findings.watching(f"{self._path}: line {number}"):
                 self._line(number, lines.decode(text, _DECODER))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                self._findings.problem(f"{self._path}: line {number}", error)
         self._finish_all()
 
     def _begin(self) -> None:
-        self._writer.begin(self._path.stem if not self._agent else self._path.parents[1].name, FORMAT)
+        inside = self.agent and self._path.parent.name == "subagents"
+        self._writer.begin(self._path.parents[1].name if inside else self._path.stem, FORMAT)
 
     def _line(self, number: int, line: Line) -> None:
         if line.version and line.version != self._version:
@@ -145,8 +142,11 @@ class Thread:
             if not line.version.startswith(_KNOWN):
                 said = f"Claude Code {line.version}: written for {'x, '.join(_KNOWN)}x; states may lack parts"
                 self._findings.problem(f"{self._path}: line {number}", said)
-        if line.isSidechain and not self._agent and not self._subagents:
+        if line.isSidechain and not self.agent and not self._subagents:
             self._findings.counts["lines of sub-agents left out"] += 1
+            return
+        if line.uuid is not None and line.uuid in self._at and line.type in ("user", "assistant"):
+            self._findings.counts["lines that are written twice, left out"] += 1
             return
         match line.type:
             case "assistant":
@@ -160,44 +160,63 @@ class Thread:
             case "api-request-blob":
                 self._shelf.put(line.message or {})
             case "api-request-shape":
-                shape = self._requests.shape(line.shape, line.shapeHash)
-                if shape is None:
-                    raise ValueError("the shape's digest is another")
-                self._head = shape.system, shape.tools
+                self._head = self._requests.shape(line.shape, line.shapeHash)
             case "api-request":
                 asked = Asked(line.shapeHash, line.params, line.cacheControl, line.requestDigest)
                 self._requests.add(str(line.id), line.base, line.keep, line.tail, asked)
             case _:
-                self._findings.counts[f"records of type {line.type[:40]} passed over"] += 1
-                self._follow(line)
+                self._follow(line, f"records of type {line.type[:40]} passed over")
 
     def _parent(self, line: Line) -> _Group | None:
-        """Return the message that a line follows, None if it is the first."""
-        return None if line.parentUuid is None else self._at.get(line.parentUuid, _GONE)
+        """Return the message that a line follows, None if it is the first.
 
-    def _follow(self, line: Line) -> None:
-        """Let the successors of a line that is not a message follow the message that the line itself follows."""
+        Claude Code gives no uuid to what was typed meanwhile, and some versions do not write all lines that others
+        follow. Then the file's order counts.
+        """
+        last = self._last.get(line.speaker)
+        if line.parentUuid is None:
+            return last if line.uuid is None else None
+        if line.parentUuid not in self._at and last is not None and self._findings.problems == self._problems:
+            self._findings.counts["lines whose parent was never written, in the file's order"] += 1
+            return last
+        return self._at.get(line.parentUuid, _GONE)
+
+    def _put(self, line: Line, group: _Group) -> None:
+        """Note which message a line is in."""
+        self._last[line.speaker] = group
+        if line.uuid is not None:
+            self._at[line.uuid] = group
+
+    def _follow(self, line: Line, what: str) -> None:
+        """Count a line that is no message, and let its successors follow the message that it follows itself."""
+        self._findings.counts[what] += 1
         if line.uuid is not None:
             self._at[line.uuid] = self._parent(line)
 
     def _heard(self, line: Line) -> None:
         content = _content(line)
-        owners = (self._calls.get(block.get("tool_use_id")) for block in content if not isinstance(block, str))
-        asked = next((owner for owner in owners if owner is not None), None)
+        calls = [block.get("tool_use_id") for block in content if isinstance(block, dict)]
+        about = line.toolUseResult if isinstance(line.toolUseResult, dict) else {}
+        if calls and about.get("agentId"):
+            self.began[str(about["agentId"])] = str(calls[-1])
+        asked = next((self._calls[call] for call in calls if call in self._calls), None)
         if asked is not None:
             group = asked.results
             if group is None:
                 group = asked.results = _Group("user", asked)
             elif group.digest is not None:
                 self._findings.counts["results that came after the next reply, left out"] += 1
-                self._at[line.uuid] = group
+                self._put(line, group)
                 return
         else:
             group = self._parent(line)
             if group is None or group.role != "user" or group.digest is not None:
                 group = _Group("user", group)
-        group.blocks += content
-        self._at[line.uuid] = group
+        if all(block in group.blocks for block in content):
+            self._findings.counts["messages that are repeated, left out"] += bool(content)
+        else:
+            group.blocks += content
+        self._put(line, group)
         if self._anchor is not None and line.uuid == self._anchor["anchorUuid"]:
             self._at[line.uuid] = self._preserved(group, self._anchor)
             self._anchor = None
@@ -209,34 +228,37 @@ class Thread:
             tools = about.get("tools")
             named = isinstance(tools, list) and all(isinstance(one, dict) and "name" in one for one in tools)
             self._head = repaired(system), repaired(tools) if named else self._head[1]
-        elif about.get("type") == "queued_command" and isinstance(about.get("prompt"), str):  # typed meanwhile
+        elif about.get("type") == "queued_command" and isinstance(about.get("prompt"), str | list):  # typed meanwhile
             self._heard(msgspec.structs.replace(line, message={"role": "user", "content": about["prompt"]}))
             return
-        self._findings.counts["attachments left out of transcripts"] += 1
-        self._follow(line)
+        self._follow(line, "attachments left out of transcripts")
 
     def _said(self, number: int, line: Line) -> None:
         message = line.message or {}
         model = str(message.get("model") or "")
         if model == "<synthetic>" or line.isApiErrorMessage:
-            self._findings.counts["messages of Claude Code in a model's place, left out"] += 1
-            self._follow(line)
-            return
+            self._shelf.put({"role": "assistant", "content": _content(line)})  # the next request may have it
+            return self._follow(line, "messages of Claude Code in a model's place, left out")
         content = _content(line)
         name = str(message.get("id") or line.uuid)
         reply = self._replies.get(name)
         if reply is None:
-            self._finish(line.agentId if line.isSidechain else None)
+            self._finish(line.speaker)
             before = self._parent(line)
             self._close(before)
-            reply = self._replies[name] = _Reply(before, number, line, model)
-            self._pending[line.agentId if line.isSidechain else None] = reply
-        self._at[line.uuid] = reply
+            reply = _Reply("assistant", before, number=number, name=line.uuid, model=model, request=line.requestRef)
+            reply.inside = [line.agentId or "sidechain"] if line.isSidechain else []
+            self._replies[name] = reply
+            self._pending[line.speaker] = reply
+        self._put(line, reply)
         if reply.digest is not None:
             self._findings.counts["lines of a reply after the next reply, left out"] += 1
             return
-        reply.blocks += content
         for block in content:
+            if block in reply.blocks:
+                self._findings.counts["messages that are repeated, left out"] += 1
+                continue
+            reply.blocks.append(block)
             if isinstance(block, dict) and block.get("type") == "tool_use":
                 called = str(block.get("id"))
                 reply.calls += (called,)
@@ -248,6 +270,7 @@ class Thread:
         self._finish_all()
         self._findings.counts["compactions"] += 1
         self._begin()  # whoever reads the states need not remember what was before
+        self._last.clear()
         self._at[line.uuid] = None
         about = line.compactMetadata or {}
         for name in ("preservedMessages", "preservedSegment"):
@@ -269,8 +292,7 @@ class Thread:
         last = summary
         for group in groups:
             self._close(group)
-            again = _Group(group.role, last)
-            again.digest, again.calls = group.digest, group.calls
+            again = _Group(group.role, last, digest=group.digest, calls=group.calls)
             for called in group.calls:
                 self._calls[called] = again
             last.results = again if again.role == "user" and last.role == "assistant" else None
@@ -296,26 +318,22 @@ class Thread:
         action = repaired(reply.message())
         self._close(reply)
         found = self._requests.proven(reply.request)
-        try:
-            if isinstance(found, str):
-                self._findings.counts[f"states from the transcript ({found})"] += 1
-                head, tip = self._writer.head(*self._head), self._place(reply.before)
-                if tip < 0:  # no model replies to nothing: this is another program's file, or the end of one
-                    raise _LostError
-            else:
-                last, shape = found
-                head, tip = self._writer.head(shape.system, shape.tools), self._place(last)
-        except _LostError:
-            self._findings.counts["replies whose history has a gap, left out"] += 1
+        exact = not isinstance(found, str)
+        last, shape = (reply.before, self._head) if isinstance(found, str) else found
+        head, tip = self._writer.head(*shape), self._place(last)
+        # No model replies to nothing: this is another program's file, or the end of one.
+        if tip is None or (tip < 0 and not exact):
+            self._writer.left["its history has a gap"] += 1
             return
-        where, inside = f"{self._path}: line {reply.number}", self._agent or reply.inside
-        more = {"where": where, "agent": inside, "spawned_by": self._spawned_by}
+        where, inside = f"{self._path}: line {reply.number}", self.agent or reply.inside
+        more = {"where": where, "agent": inside, "spawned_by": self.spawned_by}
         name = reply.name or f"{self._path.stem}/{reply.number}"
-        if not self._writer.state(name, head, tip, action, reply.model, exact=not isinstance(found, str), **more):
-            self._findings.counts["states that are there already, left out"] += 1
+        written = self._writer.state(name, head, tip, action, reply.model, exact=exact, **more)
+        self._findings.counts[f"states from the transcript ({found})"] += written and not exact
 
-    def _place(self, last: _Group | Sent | None) -> int:
-        """Return the number of a message in the states file; it and those before it are written if they are new."""
+    def _place(self, last: _Group | Sent | None) -> int | None:
+        """Return the number of a message in the states file; it and those before it are written if they are new. None
+        if one of them is not kept any more."""
         missing: list[_Group | Sent] = []
         at = last
         while at is not None and (at.written is None or at.written[0] != self._writer.block):
@@ -325,7 +343,7 @@ class Thread:
         for one in reversed(missing):
             kept = self._shelf.get(one.digest or "")
             if kept is None:
-                raise _LostError
+                return None
             tip = self._writer.message(tip, msgspec.json.decode(kept.json))
             one.written = self._writer.block, tip
             if isinstance(one, _Group):
@@ -343,6 +361,12 @@ def _content(line: Line) -> list[Any]:
     raise ValueError(f"a message of type {line.type} without text or content blocks")
 
 
+def _session_of(file: Path) -> str | None:
+    """Return the session that a sub-agent's file belongs to, as the first line that can be read tells."""
+    first = next(lines.values(file, Line, Findings(lambda said: None)), None)
+    return first[1].sessionId if first else None
+
+
 def sessions(path: Path) -> Iterator[Path]:
     """Yield the session files of a path: itself, or all in the folder, which are named by the session's id."""
     if path.is_dir():
@@ -353,33 +377,34 @@ def sessions(path: Path) -> Iterator[Path]:
 
 def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool) -> None:
     """Write the states of a session file, or of all session files in a folder. Raises OSError."""
-    for file in sessions(path):
+    files = [*sessions(path)]
+    if not files:
+        findings.problem(str(path), "no session file in it, whose name is a session's id and .jsonl; name other files")
+    for file in files:
         findings.counts["session files"] += 1
-        main = Thread(file, writer, findings, subagents, [], None)
-        agents = _agents(file, findings) if subagents else []
+        main = Thread(file, writer, findings, subagents)
+        agents = _agents(file, findings)
+        if not subagents:
+            findings.counts["sub-agents' files left out"] += len(agents)
+            agents = []
         main.spawns = spawns = frozenset(meta.toolUseId for _, meta in agents if meta.toolUseId)
         main.read()
         inside: dict[str | None, list[str]] = {call: [] for call in main.owners}
         for agent, meta in agents:
             name = agent.stem.removeprefix("agent-")
-            within = [*inside.get(meta.toolUseId, []), name]
-            thread = Thread(agent, writer, findings, True, within, meta.toolUseId)
-            thread.spawns = spawns
+            call = meta.toolUseId or main.began.get(name)
+            thread = Thread(agent, writer, findings, True)
+            thread.agent, thread.spawned_by, thread.spawns = [*inside.get(call, []), name], call, spawns
             thread.read()
-            inside |= {call: within for call in thread.owners}
+            inside |= {call: thread.agent for call in thread.owners}
 
 
 def _agents(session: Path, findings: Findings) -> list[tuple[Path, _Meta]]:
     """Return the files of a session's sub-agents, the outer ones first."""
     found = []
-    for file in sorted((session.parent / session.stem / "subagents").rglob("agent-*.jsonl")):
+    beside = [one for one in sorted(session.parent.glob("agent-*.jsonl")) if _session_of(one) == session.stem]  # 2.0
+    for file in [*sorted((session.parent / session.stem / "subagents").rglob("agent-*.jsonl")), *beside]:
         meta = file.with_suffix(".meta.json")
-        about = _Meta()
-        try:
-            about = lines.whole(meta, msgspec.json.Decoder(_Meta))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            findings.problem(str(meta), error)
-        found.append((file, about))
+        about = lines.whole(meta, _Meta, findings) if meta.exists() else None
+        found.append((file, about or _Meta()))
     return sorted(found, key=lambda one: one[1].spawnDepth)

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from rl.data.rates import rated
 from rl.evaluate.statistics import estimate
-from rl.ingest.agreement import calls_of, same_call, same_tool
-from rl.ingest.asking import Budget, answers_of, ask_all, identify, limited, opened
+from rl.ingest.agreement import calls_of, same_call, same_tool, spelled
+from rl.ingest.asking import Survey, limited
 from rl.ingest.endpoints import Endpoint
 from rl.ingest.states import State
+from rl.metrics.episodes import percentile
 from rl.screen import Screen
 from rollout import files
 
+Answers = Mapping[tuple[str, str], Mapping[str, Any]]  # by state and endpoint
 
-class Tally:
-    """A tally counts how many states of each conversation two replies agree in. Intervals are over conversations."""
 
-    def __init__(self) -> None:
-        self._counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-
-    def add(self, conversation: str, agrees: bool) -> None:
-        """Count a state."""
-        self._counts[conversation][0] += 1
-        self._counts[conversation][1] += agrees
-
-    def figures(self) -> dict[str, Any]:
-        """Return the share, its interval at 95 %, and how many states and conversations are behind it."""
-        found = estimate([(n, c) for n, c in self._counts.values()])
-        states = sum(n for n, _ in self._counts.values())
-        if found is None:
-            return {"share": None, "low": None, "high": None, "states": 0, "conversations": 0}
-        return {"share": found.value, "low": found.low, "high": found.high} | {
-            "states": states,
-            "conversations": found.tasks,
-        }
+def share(agreed: Iterable[tuple[str, bool]]) -> dict[str, Any]:
+    """Return the share of states, each given with its conversation, in which two replies agree; its interval at 95 %,
+    which is over conversations; and how many states and conversations are behind it."""
+    rates = rated(agreed).values()
+    found = estimate([(one.episodes, one.resolved) for one in rates])
+    if found is None:
+        return {"share": None, "low": None, "high": None, "states": 0, "conversations": 0}
+    about = {"states": sum(one.episodes for one in rates), "conversations": found.tasks}
+    return {"share": found.value, "low": found.low, "high": found.high, **about}
 
 
 def shown(figures: Mapping[str, Any]) -> str:
@@ -51,47 +41,30 @@ def shown(figures: Mapping[str, Any]) -> str:
     return f"{figures['share']:.1%} ({figures['low']:.1%} to {figures['high']:.1%})"
 
 
-def percentile(values: list[float], share: float) -> float | None:
-    """Return a percentile of values, None if there are none."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
-
-
-def compared(
-    source: Path, limit: int | None, answers: Mapping[tuple[str, str], Mapping[str, Any]], name: str
-) -> dict[str, Any]:
-    """Return the figures of one endpoint's answers beside the recorded replies: in all, and by recorded tool."""
-    call, tool, kinds = Tally(), Tally(), defaultdict[str, Tally](Tally)
-    for state, answer in _answered(source, limit, answers, name):
-        mine = answer["action"]
-        same = same_call(mine, state.student_action)
-        call.add(state.conversation, same)
-        tool.add(state.conversation, same_tool(mine, state.student_action))
-        kinds["+".join(sorted({n for n, _ in calls_of(state.student_action)})) or "no call"].add(
-            state.conversation, same
-        )
-    seconds = [answer["seconds"] for (_, one), answer in answers.items() if one == name]
-    mine = [answer for (_, one), answer in answers.items() if one == name]
+def compared(states: Iterable[State], answers: Answers, name: str) -> dict[str, Any]:
+    """Return the figures of one endpoint's answers beside the recorded replies: of those with a call, and by recorded
+    tool."""
+    calls, tools = list[tuple[str, bool]](), list[tuple[str, bool]]()
+    kinds: dict[str, list[tuple[str, bool]]] = defaultdict(list)
+    mine = {state: answer for (state, one), answer in answers.items() if one == name}
+    for state in states:
+        if state.state_id not in mine:
+            continue
+        action, text = mine[state.state_id]["action"], spelled(state)
+        same, called = same_call(action, state.student_action, text), calls_of(state.student_action, text)
+        if called:  # that two replies call nothing says little of what they say
+            calls.append((state.conversation, same))
+            tools.append((state.conversation, same_tool(action, state.student_action, text)))
+        kinds["+".join(sorted({name for name, _ in called or ()})) or "no call"].append((state.conversation, same))
+    seconds = [answer["seconds"] for answer in mine.values()]
     return {
-        "same_call": call.figures(),
-        "same_tool": tool.figures(),
-        "by_tool": {kind: tally.figures() for kind, tally in sorted(kinds.items())},
-        "p50_s": percentile(seconds, 0.5),
-        "p95_s": percentile(seconds, 0.95),
-        "input_tokens": sum(one["input_tokens"] for one in mine),
-        "output_tokens": sum(one["output_tokens"] for one in mine),
-        "cost": sum(one["cost"] for one in mine),
+        "same_call": share(calls),
+        "same_tool": share(tools),
+        "by_tool": {kind: share(agreed) for kind, agreed in sorted(kinds.items())},
+        "p50_s": percentile(seconds, 50) if seconds else None,
+        "p95_s": percentile(seconds, 95) if seconds else None,
+        **{key: sum(one[key] for one in mine.values()) for key in ("input_tokens", "output_tokens", "cost")},
     }
-
-
-def _answered(
-    source: Path, limit: int | None, answers: Mapping[tuple[str, str], Mapping[str, Any]], name: str
-) -> Iterator[tuple[State, Mapping[str, Any]]]:
-    for state in limited(source, limit):
-        answer = answers.get((state.state_id, name))
-        if answer is not None:
-            yield state, answer
 
 
 def evaluate(source: Path, endpoint: Endpoint, out: Path, limit: int | None, screen: Screen) -> int:
@@ -99,30 +72,21 @@ def evaluate(source: Path, endpoint: Endpoint, out: Path, limit: int | None, scr
 
     Raises ValueError (StatesError and JournalError among them) and OSError.
     """
-    total = sum(1 for _ in limited(source, limit))
-    identify(source, out, [endpoint])
-    journal = opened(out)
-    try:
-        left = total - len(journal.finished("state", "endpoint"))
-        screen.say(f"{total} states, {left} of them to ask {endpoint.model} about")
-        budget = Budget(None, 0.0)
-        asyncio.run(ask_all(source, [endpoint], journal, budget, lambda *_: True, limit, screen, left))
-        answers = answers_of(journal)
-        done = len(journal.finished("state", "endpoint"))
-    finally:
-        journal.close()
+    survey = Survey(source, [endpoint], limit)
+    survey.tell(screen)
+    asked = survey.ask(out, None, screen)
     results: dict[str, Any] = {
-        "states": total,
-        "answered": len(answers),
-        "refused": done - len(answers),
+        "states": len(survey.wanted[endpoint.name]),
+        "answered": len(asked.answers),
+        "refused": len(asked.refused),
         "model": endpoint.model,
+        **compared(limited(source, limit), asked.answers, endpoint.name),
     }
-    results |= compared(source, limit, answers, endpoint.name)
     files.write(out / "results.json", json.dumps(results, indent=1), synced=True)
     table = Table("recorded reply", "same calls and arguments", "states", "conversations")
-    for kind, figures in {"all": results["same_call"], **results["by_tool"]}.items():
+    for kind, figures in {"any call": results["same_call"], **results["by_tool"]}.items():
         table.add_row(kind, shown(figures), str(figures["states"]), str(figures["conversations"]))
     screen.print(table)
     screen.print(f"same tools, with any arguments: {shown(results['same_tool'])}")
     screen.next(("results", str(out / "results.json")))
-    return 0 if done == total else 1
+    return 1 if asked.left else 0

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from rollout import files
+
 Kind = TypeVar("Kind")
 LONGEST_LINE = 64 << 20  # bytes; what is longer is passed over
 LARGEST_FILE = 256 << 20  # bytes of a file that is one JSON value, which is read whole
 _SHOWN = 20  # problems that are reported in a line each
-_LONE = re.compile("[\ud800-\udfff]")
+LONE = re.compile("[\ud800-\udfff]")  # halves of a surrogate pair, which are no Unicode
 
 
 class Findings:
@@ -43,13 +46,21 @@ class Findings:
         if self.problems == _SHOWN:
             self._say("further problems are counted, but not shown")
 
+    @contextlib.contextmanager
+    def watching(self, place: str) -> Generator[None]:
+        """End the block where a recording is not what it should be, and report that as a problem."""
+        try:
+            yield
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            self.problem(place, error)
+
 
 def lines(path: Path, findings: Findings) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file with their numbers; blank ones and those over LONGEST_LINE are left out.
 
     A last line without an end is yielded if it may be whole. Raises OSError.
     """
-    with open(path, "rb", buffering=1 << 20) as file:
+    with files.opened(path) as file:
         number = 0
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
@@ -70,16 +81,14 @@ def decode(text: bytes, decoder: msgspec.json.Decoder[Kind]) -> Kind:
     Lone surrogates, which are not valid Unicode, stay in its texts; ``repaired`` replaces them.
     """
     try:
-        return decoder.decode(text)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if b"\\ud" not in text and b"\\uD" not in text:
-            raise ValueError(str(error)) from error
         try:
+            return decoder.decode(text)
+        except msgspec.ValidationError:
+            raise
+        except ValueError:
+            if b"\\ud" not in text and b"\\uD" not in text:
+                raise
             return msgspec.convert(json.loads(text, parse_constant=_refused), decoder.type)
-        except (ValueError, RecursionError) as worse:  # msgspec's errors are ValueErrors, too
-            raise ValueError(str(worse)) from worse
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -88,12 +97,27 @@ def _refused(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def whole(path: Path, decoder: msgspec.json.Decoder[Kind]) -> Kind:
-    """Return a file that is one JSON value. Raises ValueError and OSError."""
-    size = path.stat().st_size
-    if size > LARGEST_FILE:
-        raise ValueError(f"{size >> 20} MiB of JSON in one piece; at most {LARGEST_FILE >> 20} are read")
-    return repaired(decode(path.read_bytes(), decoder))
+def values(path: Path, kind: type[Kind], findings: Findings) -> Iterator[tuple[str, Kind]]:
+    """Yield what is in the lines of a file, each with its place; other lines are problems. Raises OSError."""
+    decoder = msgspec.json.Decoder(kind)
+    for number, text in lines(path, findings):
+        place = f"{path}: line {number}"
+        with findings.watching(place):
+            yield place, repaired(decode(text, decoder))
+
+
+def whole(path: Path, kind: type[Kind], findings: Findings) -> Kind | None:
+    """Return a file that is one JSON value; None, with a problem, if it is not or cannot be read."""
+    try:
+        with files.opened(path) as file:
+            text = file.read(LARGEST_FILE + 1)
+        findings.read(len(text))
+        if len(text) > LARGEST_FILE:
+            raise ValueError(f"more than {LARGEST_FILE >> 20} MiB of JSON in one piece")
+        return repaired(decode(text, msgspec.json.Decoder(kind)))
+    except (OSError, ValueError) as error:
+        findings.problem(str(path), error)
+        return None
 
 
 def repaired(value: Any) -> Any:
@@ -102,14 +126,12 @@ def repaired(value: Any) -> Any:
         msgspec.json.encode(value)
         return value
     except UnicodeEncodeError:
-        if isinstance(value, msgspec.Struct):
-            return msgspec.convert(_mended(msgspec.to_builtins(value)), type(value))
-        return _mended(value)
+        return msgspec.convert(_mended(msgspec.to_builtins(value)), type(value))
 
 
 def _mended(value: Any) -> Any:
     if isinstance(value, str):
-        return _LONE.sub("\ufffd", value)
+        return LONE.sub("\ufffd", value)
     if isinstance(value, dict):
         return {_mended(key): _mended(item) for key, item in value.items()}
     return [_mended(item) for item in value] if isinstance(value, list) else value

@@ -6,70 +6,56 @@ line per instance, whose history has actions and observations, or pairs of them.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rl.ingest import lines
 from rl.ingest.chat import message_of, result, tools_of
-from rl.ingest.lines import Findings, repaired
+from rl.ingest.gate import ids
+from rl.ingest.lines import Findings
 from rl.ingest.states import Message, StateWriter
 
 FORMAT = "openhands"
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _EVENT = re.compile(r"event-(\d{5,})-.*\.json")
-_FAULTS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+_HEARD = ("MessageEvent", "ObservationEvent", "AgentErrorEvent", "UserRejectObservation")
+_KNOWN = (*_HEARD, "ActionEvent", "SystemPromptEvent")
+# What the model is sent: messages, with the ids of their events, without those that a condensation has forgotten.
+_View = list[tuple[Any, Message]]
+_Group = list[tuple[Path, dict[str, Any]]]  # one event, or the parallel calls of a reply, each with its file
 
 
 def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool) -> None:
     """Write the states of an output.jsonl, of a conversation's folder, or of all such in a folder. Raises OSError."""
-    if path.is_file():
-        _old(path, writer, findings)
-        return
-    found = sorted(path.rglob("events"))
-    for events in [*found, *([path / "events"] if path.name == "events" and path not in found else [])]:
-        if events.is_dir():
-            _conversation(events, writer, findings)
-    for file in sorted(path.rglob("output*.jsonl")):
-        _old(file, writer, findings)
-    if not findings.counts["conversations"]:
+    folders = [one for one in (*sorted(path.rglob("events")), path) if one.name == "events" and one.is_dir()]
+    old = [path] if path.is_file() else sorted(path.rglob("output*.jsonl"))
+    for events in dict.fromkeys(folders):
+        _conversation(events, writer, findings)
+    for file in old:
+        for where, row in lines.values(file, dict[str, Any], findings):
+            findings.counts["conversations"] += 1
+            with findings.watching(where):
+                _instance(where, row, writer, findings)
+    if not folders and not old:
         findings.problem(str(path), "no folder events and no output.jsonl in it")
 
 
-class _View:
-    """A view is what the model is sent: events that are messages, without those that a condensation has forgotten."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[Any, Message]] = []  # ids and messages
-
-    def add(self, name: Any, message: Message) -> None:
-        """Add an event's message."""
-        self._events.append((name, message))
-
-    def forget(self, names: set[Any], summary: Any, offset: Any) -> None:
-        """Remove events, and put a summary in the place ``offset`` of what is left, the system prompt being place 0."""
-        self._events = [one for one in self._events if one[0] not in names]
-        if isinstance(summary, str) and isinstance(offset, int):
-            place = max(0, min(offset - 1, len(self._events)))
-            self._events.insert(place, (None, {"role": "user", "content": summary}))
-
-    def messages(self) -> list[Message]:
-        """Return the messages; neighbours of the user are one message."""
-        merged: list[Message] = []
-        for _, message in self._events:
-            if merged and message["role"] == merged[-1]["role"] == "user":
-                merged[-1] = {"role": "user", "content": [*_blocks(merged[-1]), *_blocks(message)]}
-            else:
-                merged.append(message)
-        return merged
+def _forget(view: _View, names: set[Any], summary: Any, offset: Any) -> None:
+    """Remove events, and put a summary in the place ``offset`` of what is left, the system prompt being place 0."""
+    view[:] = [one for one in view if one[0] not in names]
+    if isinstance(summary, str) and isinstance(offset, int):
+        view.insert(max(0, min(offset - 1, len(view))), (None, {"role": "user", "content": summary}))
 
 
-def _blocks(message: Message) -> list[Message]:
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _sent(view: _View) -> list[Message]:
+    """Return the messages that are sent. As the SDK does it, a call without its result, or a result without its call,
+    is not."""
+    told = {name for _, message in view for name in ids(message, "tool_result")}
+    calls = (set(ids(message, "tool_use")) for _, message in view)
+    answered = {name for names in calls if names <= told for name in names}
+    return [one for _, one in view if answered.issuperset(ids(one, "tool_use") + ids(one, "tool_result"))]
 
 
 # The SDK's events
@@ -77,83 +63,91 @@ def _blocks(message: Message) -> list[Message]:
 
 def _conversation(events: Path, writer: StateWriter, findings: Findings) -> None:
     findings.counts["conversations"] += 1
-    folder = events.parent
-    model = ""
-    try:
-        base = lines.whole(folder / "base_state.json", _OBJECT)
-        model = str(base["agent"]["llm"]["model"])
-    except FileNotFoundError:
-        pass
-    except (KeyError, TypeError, ValueError) as error:
-        findings.problem(str(folder / "base_state.json"), error)
+    folder, model = events.parent, ""
+    base = folder / "base_state.json"
+    if base.exists() and (found := lines.whole(base, dict[str, Any], findings)) is not None:
+        with findings.watching(str(base)):
+            model = str(found["agent"]["llm"]["model"])
     writer.begin(folder.name, FORMAT)
-    view, head = _View(), writer.head("")
-    for replies in _replies(events, findings):
-        file, event = replies[0]
-        kind = event.get("kind")
-        try:
-            if kind == "SystemPromptEvent":
-                texts = [
-                    event["system_prompt"]["text"],
-                    *([event["dynamic_context"]["text"]] if event.get("dynamic_context") else []),
-                ]
-                head = writer.head([{"type": "text", "text": text} for text in texts], _tools(event.get("tools")))
-            elif kind == "ActionEvent" or (kind == "MessageEvent" and event.get("source") == "agent"):
-                action = _said([one for _, one in replies])
-                name = str(event.get("llm_response_id") or event.get("id"))
-                writer.state(f"{folder.name}/{name}", head, writer.tip(view.messages()), action, model, where=str(file))
-                view.add(event.get("id"), action)
-            elif kind == "MessageEvent":
-                told = event["llm_message"]
-                parts = [*_list(told.get("content")), *_list(event.get("extended_content"))]
-                view.add(event.get("id"), message_of({"role": told["role"], "content": parts}))
-            elif kind in ("ObservationEvent", "AgentErrorEvent", "UserRejectObservation"):
-                view.add(
-                    event.get("id"), {"role": "user", "content": [result(str(event["tool_call_id"]), _observed(event))]}
-                )
-            elif kind == "Condensation":
+    view, head, last = _View(), writer.head(""), set[Any]()
+    known: dict[Any, _Group] = {}
+    for _, together in itertools.groupby(_events(events, findings), _reply_of):
+        group = [*together]
+        file, event = group[0]
+        with findings.watching(str(file)):
+            if last and event.get("parent_id") is not None and event["parent_id"] not in last:  # another branch
+                view, head = _path(event["parent_id"], known, writer)
+            if _is_reply(event):
+                action = _said(group)
+                name = f"{folder.name}/{event.get('llm_response_id') or event.get('id')}"
+                writer.state(name, head, writer.tip(_sent(view)), action, model, where=str(file))
+            head = _hear(view, group, head, writer)
+            if event.get("kind") == "Condensation":
                 findings.counts["compactions"] += 1
-                view.forget(
-                    {*_list(event.get("forgotten_event_ids"))}, event.get("summary"), event.get("summary_offset")
-                )
-            else:
-                findings.counts[f"events of kind {str(kind)[:40]} passed over"] += 1
-        except _FAULTS as error:
-            findings.problem(str(file), error)
+            elif event.get("kind") not in _KNOWN:
+                findings.counts[f"events of kind {str(event.get('kind'))[:40]} passed over"] += 1
+        with findings.watching(str(file)):
+            last = {one.get("id") for _, one in group}
+            known |= dict.fromkeys(last, group)
 
 
-def _replies(events: Path, findings: Findings) -> Iterator[list[tuple[Path, dict[str, Any]]]]:
-    """Yield events, one at a time; the parallel calls of one reply together."""
-    group: list[tuple[Path, dict[str, Any]]] = []
+def _path(name: Any, known: Mapping[Any, _Group], writer: StateWriter) -> tuple[_View, int]:
+    """Return what the model is sent after an event: events are a tree, and only the path to its root counts."""
+    path: dict[int, _Group] = {}  # by identity: the events of a damaged file may go round in a circle
+    while name in known and id(known[name]) not in path:
+        group = known[name]
+        path[id(group)] = group
+        name = group[0][1].get("parent_id")
+    view, head = _View(), writer.head("")
+    for group in reversed(path.values()):
+        head = _hear(view, group, head, writer)
+    return view, head
+
+
+def _is_reply(event: Mapping[str, Any]) -> bool:
+    kind = event.get("kind")
+    return kind == "ActionEvent" or (kind == "MessageEvent" and event.get("source") == "agent")
+
+
+def _hear(view: _View, group: _Group, head: int, writer: StateWriter) -> int:
+    """Add an event, or the parallel calls of a reply, to what the model is sent; return its system prompt's number."""
+    event = group[0][1]
+    name, kind = event.get("id"), event.get("kind")
+    if kind == "SystemPromptEvent":
+        parts = [event["system_prompt"], *([event["dynamic_context"]] if event.get("dynamic_context") else [])]
+        head = writer.head([{"type": "text", "text": part["text"]} for part in parts], _tools(event.get("tools")))
+    elif _is_reply(event):
+        view.append((name, _said(group)))
+    elif kind == "MessageEvent":
+        told = event["llm_message"]
+        content = [*_list(told.get("content")), *_list(event.get("extended_content"))]
+        view.append((name, message_of({"role": told["role"], "content": content})))
+    elif kind in _HEARD:
+        view.append((name, {"role": "user", "content": [result(str(event["tool_call_id"]), _observed(event))]}))
+    elif kind == "Condensation":
+        _forget(view, {*_list(event.get("forgotten_event_ids"))}, event.get("summary"), event.get("summary_offset"))
+    return head
+
+
+def _events(events: Path, findings: Findings) -> Iterator[tuple[Path, dict[str, Any]]]:
     files = [one for one in events.iterdir() if _EVENT.fullmatch(one.name)]
     for file in sorted(files, key=lambda one: int(one.name.split("-")[1])):
-        try:
-            findings.read(file.stat().st_size)
-            event = lines.whole(file, _OBJECT)
-        except (OSError, ValueError) as error:
-            findings.problem(str(file), error)
-            continue
-        reply = event.get("llm_response_id") if event.get("kind") == "ActionEvent" else None
-        if group and (reply is None or group[0][1].get("llm_response_id") != reply):
-            yield group
-            group = []
-        group.append((file, event))
-        if reply is None:
-            yield group
-            group = []
-    if group:
-        yield group
+        if (event := lines.whole(file, dict[str, Any], findings)) is not None:
+            yield file, event
 
 
-def _said(events: Sequence[Mapping[str, Any]]) -> Message:
+def _reply_of(one: tuple[Path, dict[str, Any]]) -> Any:
+    """Return what the parallel calls of one reply have in common; of all other events, what is theirs alone."""
+    file, event = one
+    return (event.get("kind") == "ActionEvent" and event.get("llm_response_id")) or file
+
+
+def _said(group: _Group) -> Message:
     """Return the reply of an agent: one message event, or one or several calls of one response."""
-    first = events[0]
-    told = first.get("llm_message") or {
-        "content": first.get("thought"),
-        "reasoning_content": first.get("reasoning_content"),
-        "thinking_blocks": first.get("thinking_blocks"),
-        "tool_calls": [event["tool_call"] for event in events],
-    }
+    first = group[0][1]
+    told = first.get("llm_message")
+    if not told:  # calls, whose thoughts are beside them
+        told = {**first, "content": first.get("thought"), "tool_calls": [event["tool_call"] for _, event in group]}
     return message_of({**told, "role": "assistant"})
 
 
@@ -175,10 +169,8 @@ def _tools(tools: Any) -> list[Message]:
     found = []
     for tool in _list(tools):
         if isinstance(tool, Mapping):
-            name = (
-                tool.get("name") or re.sub(r"(?<!^)(?=[A-Z])", "_", str(tool.get("title") or tool.get("kind"))).lower()
-            )
-            found.append({**tool, "name": name, "parameters": tool.get("parameters") or tool.get("input_schema")})
+            called = re.sub(r"(?<!^)(?=[A-Z])", "_", str(tool.get("title") or tool.get("kind"))).lower()
+            found.append({**tool, "name": tool.get("name") or called})
     return tools_of(found)
 
 
@@ -189,15 +181,6 @@ def _list(value: Any) -> list[Any]:
 # The old output.jsonl
 
 
-def _old(file: Path, writer: StateWriter, findings: Findings) -> None:
-    for number, text in lines.lines(file, findings):
-        findings.counts["conversations"] += 1
-        try:
-            _instance(f"{file}: line {number}", repaired(lines.decode(text, _OBJECT)), writer, findings)
-        except _FAULTS as error:
-            findings.problem(f"{file}: line {number}", error)
-
-
 def _instance(where: str, row: Mapping[str, Any], writer: StateWriter, findings: Findings) -> None:
     about = row.get("metadata") or {}
     model = str((about.get("llm_config") or {}).get("model") or "")
@@ -205,38 +188,38 @@ def _instance(where: str, row: Mapping[str, Any], writer: StateWriter, findings:
     tested = row.get("test_result") or {}
     report: Any = tested.get("report") if isinstance(tested.get("report"), Mapping) else {}
     outcome = {"instance_id": name, **({"resolved": report["resolved"]} if "resolved" in report else {})}
-    writer.begin(name, FORMAT, outcome)
+    writer.begin(where, FORMAT, outcome)  # a task may have several
     history = row.get("history") or []
     events = [event for one in history for event in (one if isinstance(one, list) else [one])]
     view, head = _View(), writer.head("")
     seen: set[str] = set()
     if not any(event.get("action") == "message" and event.get("source") == "user" for event in events):
-        view.add(None, {"role": "user", "content": str(row.get("instruction") or "")})
+        view.append((None, {"role": "user", "content": str(row.get("instruction") or "")}))
     for number, event in enumerate(events):
+        given = event.get("args") or {}
         if event.get("action") == "system":
-            given = event.get("args") or {}
             head = writer.head(str(given.get("content") or ""), tools_of(given.get("tools")))
         elif event.get("action") == "condensation":
             findings.counts["compactions"] += 1
-            given = event.get("args") or {}
-            ids = given.get("forgotten_event_ids")
-            if ids is None and isinstance(given.get("forgotten_events_start_id"), int):
-                ids = range(given["forgotten_events_start_id"], int(given["forgotten_events_end_id"]) + 1)
-            view.forget(set(ids or ()), given.get("summary"), given.get("summary_offset"))
+            forgotten, first = given.get("forgotten_event_ids"), given.get("forgotten_events_start_id")
+            if forgotten is None and isinstance(first, int):
+                last = int(given["forgotten_events_end_id"])
+                forgotten = [name for name, _ in view if isinstance(name, int) and first <= name <= last]
+            _forget(view, set(forgotten or ()), given.get("summary"), given.get("summary_offset"))
         elif "observation" in event:
-            view.add(event.get("id"), _seen(event))
+            view.append((event.get("id"), _seen(event)))
         elif event.get("action") == "message" and event.get("source") == "user":
-            view.add(event.get("id"), {"role": "user", "content": str(_told(event))})
+            view.append((event.get("id"), {"role": "user", "content": str(_told(event))}))
         elif "action" in event and event.get("source") == "agent":
             response = (event.get("tool_call_metadata") or {}).get("model_response") or {}
-            reply = str(response.get("id") or f"{name}/{event.get('id', number)}")
+            reply = str(response.get("id") or f"{where}/{event.get('id', number)}")
             if reply in seen:  # another call of a reply that was seen already
                 continue
             seen.add(reply)
             action = _acted(event, response)
             made_by = str(response.get("model") or model)
-            writer.state(f"{name}/{reply}", head, writer.tip(view.messages()), action, made_by, where=where)
-            view.add(event.get("id"), action)
+            writer.state(f"{name}/{reply}", head, writer.tip(_sent(view)), action, made_by, where=where)
+            view.append((event.get("id"), action))
         else:
             findings.counts["events that are no messages, passed over"] += 1
 
@@ -252,19 +235,15 @@ def _acted(event: Mapping[str, Any], response: Mapping[str, Any]) -> Message:
     given = dict(event.get("args") or {})
     thought = str(given.pop("thought", "") or "")
     if event["action"] == "message":
-        return {"role": "assistant", "content": [{"type": "text", "text": str(_told(event))}]}
+        return message_of({"role": "assistant", "content": str(_told(event))})
     known = event.get("tool_call_metadata") or {}
-    call = {
-        "type": "tool_use",
-        "id": str(known.get("tool_call_id") or event.get("id")),
-        "name": str(known.get("function_name") or event["action"]),
-        "input": given,
-    }
-    return {"role": "assistant", "content": [*([{"type": "text", "text": thought}] if thought else []), call]}
+    called, name = known.get("tool_call_id") or event.get("id"), str(known.get("function_name") or event["action"])
+    calls = [{"id": called, "name": name, "arguments": given}]
+    return message_of({"role": "assistant", "content": thought, "tool_calls": calls})
 
 
 def _seen(event: Mapping[str, Any]) -> Message:
     known = event.get("tool_call_metadata") or {}
     called = known.get("tool_call_id") or event.get("cause")
     content = str(event.get("content") or event.get("message") or "")
-    return {"role": "user", "content": [result(str(called), content)] if called is not None else content}
+    return message_of({"role": "tool", "tool_call_id": called, "content": content})

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import msgspec
 
-from rl.ingest.lines import repaired
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
+from rl.ingest.lines import LONE, repaired
+from rollout.proxy.blocks import blocks_of
 
 
 def canonical(value: Any) -> bytes:
@@ -27,7 +25,7 @@ def canonical(value: Any) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:  # JavaScript writes lone surrogates as escapes
-        return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
+        return LONE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
 
 
 class Kept(NamedTuple):
@@ -37,32 +35,27 @@ class Kept(NamedTuple):
     canonical: bytes
 
 
-class Shelf:
+class Shelf(OrderedDict[str, Kept]):
     """A shelf keeps messages by their digests, the newest ones of at most ``limit`` bytes together."""
 
     def __init__(self, limit: int = 32 << 20) -> None:
+        super().__init__()
         self._limit, self._size = limit, 0
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
 
     def put(self, message: dict[str, Any]) -> str:
         """Keep a message, and return its digest."""
-        content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        form = canonical({**message, "content": blocks})
+        content: Any = message.get("content")
+        form = canonical({**message, "content": blocks_of(content)})
         digest = hashlib.sha256(form).hexdigest()
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
+        if digest in self:
+            self.move_to_end(digest)
             return digest
-        self._kept[digest] = kept = Kept(msgspec.json.encode(repaired(message)), form)
+        self[digest] = kept = Kept(msgspec.json.encode(repaired(message)), form)
         self._size += len(kept.json) + len(form)
         while self._size > self._limit:
-            _, old = self._kept.popitem(last=False)
+            _, old = self.popitem(last=False)
             self._size -= len(old.json) + len(old.canonical)
         return digest
-
-    def get(self, digest: str) -> Kept | None:
-        """Return the message of a digest, if it is still there."""
-        return self._kept.get(digest)
 
 
 class Recent(dict[Any, Any]):
@@ -89,12 +82,7 @@ class Sent:
         self.written: tuple[int, int] | None = None
 
 
-class Shape(NamedTuple):
-    """A shape is a system prompt and tools, with the canonical form of each."""
-
-    system: Any
-    tools: Any
-    forms: dict[str, bytes]
+Shape = tuple[Any, Any]  # a system prompt and tools
 
 
 class Asked(msgspec.Struct):
@@ -111,17 +99,16 @@ class Requests:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
-        self._shapes = Recent(50)
+        self._shapes = Recent(50)  # each with the canonical forms of its parts
         self._requests = Recent(2_000)
         self._sent = Recent(50_000)  # so that a conversation that is sent anew has the same places
 
-    def shape(self, shape: dict[str, Any], digest: str) -> Shape | None:
-        """Add a shape, and return it; None if it is not that of ``digest``."""
+    def shape(self, shape: dict[str, Any], digest: str) -> Shape:
+        """Add a shape, and return it. Raises ValueError if it is not that of ``digest``."""
         if hashlib.sha256(canonical(shape)).hexdigest() != digest:
-            return None
-        forms = {name: canonical(value) for name, value in shape.items()}
-        made = Shape(repaired(shape.get("system", "")), repaired(shape.get("tools", [])), forms)
-        self._shapes[digest] = made
+            raise ValueError("the shape's digest is another")
+        made = repaired(shape.get("system", "")), repaired(shape.get("tools", []))
+        self._shapes[digest] = made, {name: canonical(value) for name, value in shape.items()}
         return made
 
     def add(self, name: str, base: str | None, keep: int, tail: list[str], asked: Asked) -> None:
@@ -147,9 +134,9 @@ class Requests:
         if name not in self._requests:
             return "no request is noted" if name is None else "its request is not in the file"
         last, asked = self._requests[name]
-        shape = self._shapes.get(asked.shapeHash)
-        if shape is None:
+        if asked.shapeHash not in self._shapes:
             return "the request's system prompt is not in the file"
+        shape, parts = self._shapes[asked.shapeHash]
         forms: list[bytes] = []
         at: Sent | None = last
         while at is not None:
@@ -159,34 +146,25 @@ class Requests:
             forms.append(kept.canonical)
             at = at.before
         forms.reverse()
-        parts = {name: canonical(value) for name, value in asked.params.items()} | shape.forms
+        parts = {name: canonical(value) for name, value in asked.params.items()} | parts
         try:
             for mark in asked.cacheControl:
                 _mark(mark["path"], mark["value"], parts, forms)
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError, ValueError):
             return "the request's digest is another"
-        digest = hashlib.sha256(b"{")
-        for number, part in enumerate(sorted([*parts, "messages"])):
-            digest.update((b"," if number else b"") + canonical(part) + b":")
-            if part != "messages":
-                digest.update(parts[part])
-                continue
-            for place, form in enumerate(forms):
-                digest.update((b"," if place else b"[") + form)
-            digest.update(b"]")
-        digest.update(b"}")
-        return (last, shape) if digest.hexdigest() == asked.requestDigest else "the request's digest is another"
+        parts["messages"] = b"[" + b",".join(forms) + b"]"
+        whole = b"{" + b",".join(canonical(part) + b":" + parts[part] for part in sorted(parts)) + b"}"
+        same = hashlib.sha256(whole).hexdigest() == asked.requestDigest
+        return (last, shape) if same else "the request's digest is another"
 
 
 def _mark(path: list[Any], value: Any, parts: dict[str, bytes], forms: list[bytes]) -> None:
     """Put a mark where it was, as ["system", 1] or ["messages", 4, "content", 0] names it."""
-    top, number, *rest = path
-    whole = json.loads(forms[number] if top == "messages" else parts[top])
-    at = whole if top == "messages" else whole[number]
-    for step in rest:
+    top, *steps = path
+    texts: Any = forms if top == "messages" else parts
+    name = steps.pop(0) if top == "messages" else top
+    at = whole = json.loads(texts[name])
+    for step in steps:
         at = at[step]
     at["cache_control"] = value
-    if top == "messages":
-        forms[number] = canonical(whole)
-    else:
-        parts[top] = canonical(whole)
+    texts[name] = canonical(whole)

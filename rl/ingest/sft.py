@@ -9,37 +9,40 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from rl.ingest.lines import LONGEST_LINE, Findings, decode, lines, repaired
-from rl.ingest.states import State, read_states
-from rl.tune.given import PAIRS, ROWS, TOKENIZER, digest
-from rollout import files
+from rl.ingest.asking import limited
+from rl.ingest.lines import LONGEST_LINE, Findings, values
+from rl.ingest.states import State
+from rl.sft.rows import NAME, PAIRS, ROWS, Row, length
+from rl.sft.rows import write as write_columns
 from rollout.proxy.chat import chat_request
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import RequestError
-from rollout.proxy.render import as_user, end_of_turn
+from rollout.proxy.render import as_user, end_ids, end_of_turn, generation_config
 
-_GROUP = 1 << 22  # tokens in a row group
 Chat = dict[str, Any]  # a chat message, or a tool
-Kind = TypeVar("Kind")
 
 
 class Encoder:
-    """An encoder turns conversations into ids with a Hugging Face tokenizer and its chat template."""
+    """An encoder turns conversations into ids with a Hugging Face tokenizer and its chat template.
 
-    def __init__(self, tokenizer: Any) -> None:
+    stops: the ids at which an engine stops (``rollout.proxy.render.end_ids``).
+    """
+
+    def __init__(self, tokenizer: Any, stops: Collection[int] = ()) -> None:
         self._tokenizer, self._marks = tokenizer, Marks(tokenizer)
-        (self._end,) = end_of_turn(tokenizer) or [tokenizer.eos_token_id]
+        self._ends = {*stops, *(end_of_turn(tokenizer) or [tokenizer.eos_token_id])}
 
     def ids(self, chat: Sequence[Chat], tools: list[Chat]) -> tuple[list[int], list[int]]:
-        """Return the ids of a conversation in chat form: of all but its last message, and of that one.
+        """Return the ids of a conversation in chat form: of all but its last message, and of that one, which ends with
+        the token that closes the turn.
 
-        Raises ValueError if the template cannot show them.
+        Raises ValueError if the template cannot show them, or writes no such token.
         """
         *messages, last = chat
         try:
@@ -55,9 +58,16 @@ class Encoder:
         if not whole.startswith(prompt):
             raise ValueError("the chat template writes the conversation differently before a reply")
         head, reply = self._ids(prompt), self._ids(whole[len(prompt) :])
-        if self._end in reply:  # what the template writes after a turn is not sampled
-            reply = reply[: len(reply) - reply[::-1].index(self._end)]
-        return head, reply
+        last_end = max((place for place, token in enumerate(reply) if token in self._ends), default=-1)
+        if last_end >= 0:  # what the template writes after a turn is not sampled
+            return head, reply[: last_end + 1]
+        # In some families the next role's token closes a turn.
+        named = [{"role": "tool", "tool_call_id": c["id"], "content": "x"} for c in last.get("tool_calls", ())]
+        more = self._text([*messages, last, *(named or [{"role": "user", "content": "x"}])], tools)
+        after = self._ids(more[len(whole) :]) if more.startswith(whole) else []
+        if not after or after[0] not in self._ends:
+            raise ValueError("the chat template closes the reply with no token at which an engine stops")
+        return head, [*reply, after[0]]
 
     def _text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **options: Any) -> str:
         hidden = self._marks.hide(messages), self._marks.hide(tools) or None
@@ -113,94 +123,73 @@ def _kind(source: Path) -> type[_Taught] | type[_Pair] | None:
     return None
 
 
-def _lines(source: Path, kind: type[Kind], findings: Findings) -> Iterator[tuple[str, Kind]]:
-    decoder = msgspec.json.Decoder(kind)
-    for number, text in lines(source, findings):
-        try:
-            yield f"{source}: line {number}", repaired(decode(text, decoder))
-        except ValueError as error:
-            findings.problem(f"{source}: line {number}", error)
-
-
-def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -> Iterator[dict[str, Any]]:
-    """Yield rows of states, or of what teachers said: state_id, and the columns of ROWS or PAIRS.
+def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -> Iterator[tuple[str, Row]]:
+    """Yield rows of states, or of what teachers said: the state's id, and the columns of ROWS or PAIRS.
 
     A state whose ids go on from those of the one before shares its row, which has the later state's id: each reply is
     trained once, and the conversation is read once. most: tokens of a row; longer states are left out.
     """
-    before: dict[str, Any] = {}
+    before: tuple[str, Row] | None = None
     kind = _kind(source)
     if kind is None:
-        found: Iterator[tuple[str, Any]] = ((f"state {state.state_id}", state) for state in read_states(source))
+        found: Any = ((f"state {one.state_id}", one) for one in limited(source, None, findings.counts))
     else:
-        found = _lines(source, kind, findings)
+        found = values(source, kind, findings)
     for where, one in found:
         try:
-            columns = _columns(encoder, one)
+            row = _row(encoder, one)
         except ValueError as error:
             findings.problem(where, error)
             continue
-        first, *replies = columns.values()
-        if most is not None and (len(first) + max(map(len, replies)) if kind is _Pair else len(first)) > most:
+        if most is not None and length(row) > most:
             findings.counts[f"states of more than {most:,} tokens, left out"] += 1
-        elif not all(any(tokens) for tokens in replies):
+        elif not all(any(tokens) for tokens in row[1:]):
             findings.counts["states with an empty reply, left out"] += 1
         else:
-            row: dict[str, Any] = {"state_id": one.state_id, **columns}
-            ids = before.get("input_ids")
-            if ids and row["input_ids"][: row["loss_mask"].index(1)][: len(ids)] == ids:
-                row["loss_mask"][: len(ids)] = before["loss_mask"]
-            elif before:
+            if before and not _goes_on(before[1], row):
                 yield before
-            before = row
+            before = one.state_id, row
     if before:
         yield before
 
 
-def _columns(encoder: Encoder, one: State | _Taught | _Pair) -> dict[str, list[int]]:
+def _goes_on(before: Row, row: Row) -> bool:
+    """Tell whether a row's conversation goes on from the row before, whose mask it takes over then."""
+    if len(row) != len(ROWS):
+        return False
+    (known, trained), (ids, mask) = before, row
+    if ids[: mask.index(1)][: len(known)] != known:
+        return False
+    mask[: len(known)] = trained
+    return True
+
+
+def _row(encoder: Encoder, one: State | _Taught | _Pair) -> Row:
     """Return what is in a row, in the order of ROWS or PAIRS. Raises ValueError."""
     if isinstance(one, _Pair):
         sides = [encoder.ids([*one.prompt, *side], one.tools) for side in (one.chosen, one.rejected)]
         if sides[0][0] != sides[1][0]:
             raise ValueError("the chat template writes the conversation differently before each reply")
-        return dict(zip(PAIRS, (sides[0][0], sides[0][1], sides[1][1]), strict=True))
+        return *sides[0], sides[1][1]
     head, reply = encoder.ids(*(chat_of(one) if isinstance(one, State) else (one.messages, one.tools)))
-    return dict(zip(ROWS, ([*head, *reply], [*[0] * len(head), *[1] * len(reply)]), strict=True))
+    return [*head, *reply], [*[0] * len(head), *[1] * len(reply)]
 
 
 def write(
-    source: Path,
-    out: Path,
-    tokenizer: str,
-    most: int | None,
-    findings: Findings,
-    show: Callable[[int], object] = lambda made: None,
+    source: Path, out: Path, tokenizer: str, most: int | None, findings: Findings, show: Callable[[int], object]
 ) -> int:
     """Write the rows of a file to a parquet file; return how many. show: is called with how many are made.
 
     Raises ValueError and OSError.
     """
-    import pyarrow
-    import pyarrow.parquet
     from transformers import AutoTokenizer
 
     coder = AutoTokenizer.from_pretrained(tokenizer)
-    names = PAIRS if _kind(source) is _Pair else ROWS
-    kinds = {"state_id": pyarrow.string(), "loss_mask": pyarrow.list_(pyarrow.int8())}
-    fields = [(name, kinds.get(name, pyarrow.list_(pyarrow.int32()))) for name in ("state_id", *names)]
-    schema = pyarrow.schema(fields, metadata={TOKENIZER: digest(coder)})
-    made = size = 0
-    group: list[dict[str, Any]] = []
-    with (
-        files.replacing(out, synced=True) as new,
-        pyarrow.parquet.ParquetWriter(new, schema, compression="zstd") as writer,
-    ):
-        for row in rows(source, Encoder(coder), most, findings):
-            group.append(row)
-            made, size = made + 1, size + sum(len(row[name]) for name in names)
+    encoder = Encoder(coder, end_ids(coder, generation_config(tokenizer)))
+
+    def shown() -> Iterator[list[Any]]:
+        for made, (state, row) in enumerate(rows(source, encoder, most, findings), 1):
             show(made)
-            if size >= _GROUP:
-                writer.write_table(pyarrow.Table.from_pylist(group, schema))
-                group, size = [], 0
-        writer.write_table(pyarrow.Table.from_pylist(group, schema))
-    return made
+            yield [state, *row]
+
+    return write_columns(out, (NAME, *(PAIRS if _kind(source) is _Pair else ROWS)), shown(), coder)

@@ -18,17 +18,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import zstandard
 
+from rl.ingest.gate import Gate, Message, Place
 from rollout import files
+from rollout.proxy.blocks import blocks_of
 
 SCHEMA_VERSION = 1
-Message = dict[str, Any]
+_LONGEST = 256 << 20  # bytes of a line; one that is longer is no JSON where it is cut
 _THINKING = ("thinking", "redacted_thinking")
 
 
@@ -36,7 +39,19 @@ class StatesError(ValueError):
     """A states file cannot be read. The message is one line that names the file and the line."""
 
 
-class State(msgspec.Struct, kw_only=True):
+class _Reply(msgspec.Struct, kw_only=True):
+    """This is what a state and its line have in common."""
+
+    state_id: str
+    student_action: Message
+    source_model: str
+    where: str = ""
+    exact: bool = False
+    agent: list[str] = []
+    spawned_by: str | None = None
+
+
+class State(_Reply, kw_only=True):
     """A state is a conversation up to one reply of a model, and that reply, in the form of Anthropic's Messages API.
 
     ``messages``: the system prompt first (an empty text if it is unknown), then all that the model had read, without
@@ -46,18 +61,11 @@ class State(msgspec.Struct, kw_only=True):
     ``outcome``: what is known of how the conversation ended (``resolved``, ``reward``, ``instance_id``).
     """
 
-    state_id: str
     messages: list[Message]
-    student_action: Message
-    source_model: str
     schema_version: int = SCHEMA_VERSION
     tools: list[dict[str, Any]] = []
     format: str = ""
     conversation: str = ""
-    where: str = ""
-    exact: bool = False
-    agent: list[str] = []
-    spawned_by: str | None = None
     outcome: dict[str, Any] = {}
 
 
@@ -81,16 +89,9 @@ class _Message(msgspec.Struct, tag="message"):
     message: msgspec.Raw
 
 
-class _Step(msgspec.Struct, tag="state", omit_defaults=True):
-    state_id: str
+class _Step(_Reply, tag="state", omit_defaults=True, kw_only=True):
     head: int
     tip: int
-    student_action: Message
-    source_model: str
-    where: str = ""
-    exact: bool = False
-    agent: list[str] = []
-    spawned_by: str | None = None
 
 
 _Line = _File | _Conversation | _Head | _Message | _Step
@@ -109,15 +110,16 @@ def without_thinking(message: Message) -> Message | None:
 
 class StateWriter:
     """A state writer appends conversations to an open states file. ``states``: how many it has written; ``unnamed``:
-    those whose model is not known.
+    those whose model is not known; ``left``: replies that are left out, by the reason (``rl.ingest.gate``).
 
-    Raises OSError when the disk is full.
+    ``system`` and ``tools``: those of conversations that do not name theirs. Raises OSError when the disk is full.
     """
 
-    def __init__(self, out: IO[bytes]) -> None:
-        self._out, self._encoder = out, msgspec.json.Encoder()
+    def __init__(self, out: IO[bytes], system: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._out, self._encoder, self._system, self._tools = out, msgspec.json.Encoder(), system, tools
         self._seen: set[bytes] = set()
         self.states = self.unnamed = 0
+        self.left = Counter[str]()
         self.block = 0  # which conversation is being written; numbers of messages hold within it
         self._write(_File(SCHEMA_VERSION))
 
@@ -126,12 +128,18 @@ class StateWriter:
         self.block += 1
         self._heads: dict[bytes, int] = {}
         self._known: dict[tuple[int, bytes], int] = {}
-        self._messages = 0
-        self._write(_Conversation(conversation, format, dict(outcome or {})))
+        self._gate, self._places = Gate(), list[Place]()
+        told = dict(outcome or {})
+        if "resolved" in told:
+            try:  # some data sets have it as a text
+                told["resolved"] = msgspec.convert(told["resolved"], bool, strict=False)
+            except msgspec.ValidationError:
+                del told["resolved"]
+        self._write(_Conversation(conversation, format, told))
 
     def head(self, system: str | list[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Return the number of a system prompt with its tools (in Anthropic's form); write it if it is new."""
-        line = self._encoder.encode(_Head(system, [dict(tool) for tool in tools]))
+        line = self._encoder.encode(_Head(system or self._system, [dict(tool) for tool in tools or self._tools]))
         key = hashlib.sha256(line).digest()
         if key not in self._heads:
             self._heads[key] = len(self._heads)
@@ -144,8 +152,8 @@ class StateWriter:
         if kept is None:
             return after
         self._write(_Message(after, msgspec.Raw(self._encoder.encode(kept))))
-        self._messages += 1
-        return self._messages - 1
+        self._places.append(self._gate.after(self._places[after] if after >= 0 else None, kept))
+        return len(self._places) - 1
 
     def tip(self, messages: Sequence[Message], after: int = -1) -> int:
         """Return the number of the last of ``messages``; those that are already there, in this order, are not written
@@ -158,15 +166,18 @@ class StateWriter:
         return after
 
     def state(self, state_id: str, head: int, tip: int, action: Message, model: str, **more: Any) -> bool:
-        """Write a state, unless one of this id is there; return whether it is written.
+        """Write a state, unless one of this id is there or it breaks a rule; return whether it is written.
 
         ``more``: ``where``, ``exact``, ``agent`` and ``spawned_by``, see State.
         """
         key = hashlib.blake2b(state_id.encode("utf-8", "replace"), digest_size=8).digest()
-        if key in self._seen:
-            return False
+        why = "there already" if key in self._seen else ""
+        why = why or self._gate.wrong(self._places[tip] if tip >= 0 else None, action)
         self._seen.add(key)
-        self._write(_Step(state_id, head, tip, action, model, **more))
+        if why:
+            self.left[why] += 1
+            return False
+        self._write(_Step(state_id=state_id, student_action=action, source_model=model, head=head, tip=tip, **more))
         self.states += 1
         self.unnamed += not model
         return True
@@ -176,26 +187,26 @@ class StateWriter:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Generator[StateWriter]:
+def writing(path: Path, system: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> Generator[StateWriter]:
     """Yield a writer of a new states file, which takes the place of ``path`` when the block is left without an error.
 
-    .jsonl and .jsonl.zst are states files; .parquet has a row per state, with all of its messages. Raises OSError, and
-    ValueError for another name.
+    system, tools: see StateWriter. .jsonl and .jsonl.zst are states files; .parquet has a row per state, with all of
+    its messages. Raises OSError, and ValueError for another name.
     """
     if path.suffix == ".parquet":
-        with files.replacing(path, synced=True) as new, contextlib.ExitStack() as stack:
+        with files.replacing(path, synced=True) as new:
             between = new.with_name(f"{new.name}.jsonl.zst")
-            stack.callback(between.unlink, missing_ok=True)
-            with open(between, "wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as out:
-                yield StateWriter(out)
-            _to_parquet(between, new)
+            try:
+                with writing(between, system, tools) as writer:
+                    yield writer
+                _write_rows(new, read_states(between))
+            finally:
+                between.unlink(missing_ok=True)
     elif path.name.endswith((".jsonl", ".jsonl.zst")):
         with files.replacing(path, synced=True) as new, open(new, "wb", buffering=1 << 20) as raw:
-            if path.suffix == ".zst":
-                with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as out:
-                    yield StateWriter(out)
-            else:
-                yield StateWriter(raw)
+            packed = zstandard.ZstdCompressor().stream_writer(raw, closefd=False) if path.suffix == ".zst" else None
+            with packed or contextlib.nullcontext(raw) as out:
+                yield StateWriter(out, system, tools)
     else:
         raise ValueError(f"{path}: the name must end in .jsonl, .jsonl.zst or .parquet")
 
@@ -208,25 +219,24 @@ def read_states(path: Path) -> Iterator[State]:
     number = 0
     try:
         with _opened(path) as file:
-            decoder, lines = msgspec.json.Decoder(_Line), enumerate(file, 1)
+            decoder, lines = msgspec.json.Decoder(_Line), enumerate(iter(lambda: file.readline(_LONGEST), b""), 1)
             number, first = next(lines, (1, b""))
-            head = decoder.decode(first)
-            if not isinstance(head, _File) or head.schema_version != SCHEMA_VERSION:
+            if decoder.decode(first) != _File(SCHEMA_VERSION):
                 raise StatesError(f"{path}: line 1: this is no states file of schema version {SCHEMA_VERSION}")
             about, heads = _Conversation("", ""), list[_Head]()
             messages: list[tuple[int, Message]] = []
             for number, text in lines:
-                line = decoder.decode(text)
-                if isinstance(line, _Conversation):
-                    about, heads, messages = line, [], []
-                elif isinstance(line, _Head):
-                    heads.append(line)
-                elif isinstance(line, _Message):
-                    if not -1 <= line.after < len(messages):
-                        raise StatesError(f"{path}: line {number}: there is no message {line.after}")
-                    messages.append((line.after, msgspec.json.decode(line.message, type=Message)))
-                elif isinstance(line, _Step):
-                    yield _full(line, about, heads[line.head], messages)
+                match decoder.decode(text):
+                    case _Conversation() as about:
+                        heads, messages = [], []
+                    case _Head() as head:
+                        heads.append(head)
+                    case _Message(after=after, message=raw):
+                        if not -1 <= after < len(messages):
+                            raise StatesError(f"{path}: line {number}: there is no message {after}")
+                        messages.append((after, msgspec.json.decode(raw, type=Message)))
+                    case _Step() as step:
+                        yield _full(step, about, heads[step.head], messages)
     except StatesError:
         raise
     except (msgspec.MsgspecError, zstandard.ZstdError, UnicodeDecodeError, IndexError, RecursionError) as error:
@@ -235,8 +245,8 @@ def read_states(path: Path) -> Iterator[State]:
 
 def _opened(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), closefd=True), 1 << 20)
-    return open(path, "rb")
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(files.opened(path), closefd=True), 1 << 20)
+    return files.opened(path)
 
 
 def _full(step: _Step, about: _Conversation, head: _Head, messages: list[tuple[int, Message]]) -> State:
@@ -244,60 +254,43 @@ def _full(step: _Step, about: _Conversation, head: _Head, messages: list[tuple[i
     at = step.tip
     while at >= 0:
         at, message = messages[at]
-        path.append(message)
+        if path and message["role"] == path[-1]["role"] == "user":  # what stood between them was no message
+            path[-1] = {"role": "user", "content": [*blocks_of(message["content"]), *blocks_of(path[-1]["content"])]}
+        else:
+            path.append(message)
     path.append({"role": "system", "content": head.system})
-    return State(
-        state_id=step.state_id,
-        messages=path[::-1],
-        student_action=step.student_action,
-        source_model=step.source_model,
-        tools=head.tools,
-        format=about.format,
-        conversation=about.conversation,
-        where=step.where,
-        exact=step.exact,
-        agent=step.agent,
-        spawned_by=step.spawned_by,
-        outcome=about.outcome,
-    )
+    own = msgspec.structs.asdict(about) | msgspec.structs.asdict(step)
+    del own["head"], own["tip"]
+    return State(messages=path[::-1], tools=head.tools, **own)
 
 
 # Bytes of messages in a row group. Each text is in a group's dictionary once, however many states have it.
 _GROUP = 32 << 20
 
 
-def _to_parquet(source: Path, path: Path) -> None:
-    """Write the states of ``source`` as rows: contents that are more than a text are JSON, as in a collection."""
+def _write_rows(path: Path, states: Iterable[State]) -> None:
+    """Write states as rows: contents that are more than a text are JSON, as in a collection. Raises OSError."""
     import pyarrow
     import pyarrow.parquet
 
     text = pyarrow.string()
-    names = ("state_id", "student_action", "source_model", "tools", "format", "conversation", "where", "outcome")
-    schema = pyarrow.schema(
-        [
-            *((name, text) for name in names),
-            ("schema_version", pyarrow.int32()),
-            ("exact", pyarrow.bool_()),
-            ("agent", pyarrow.list_(text)),
-            ("spawned_by", text),
-            ("messages", pyarrow.list_(pyarrow.struct([("role", text), ("content", text)]))),
-        ]
-    )
+    messages = pyarrow.list_(pyarrow.struct([("role", text), ("content", text)]))
+    kinds = {"messages": messages, "agent": pyarrow.list_(text)}
+    kinds |= {"schema_version": pyarrow.int32(), "exact": pyarrow.bool_()}
+    schema = pyarrow.schema([(name, kinds.get(name, text)) for name in State.__struct_fields__])
+    size, group = 0, list[dict[str, Any]]()
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd", dictionary_pagesize_limit=_GROUP) as writer:
-        rows: list[dict[str, Any]] = []
-        size = 0
-        for state in read_states(source):
+        for state in states:
             row = msgspec.structs.asdict(state)
-            for name in ("student_action", "tools", "outcome"):
-                row[name] = msgspec.json.encode(row[name]).decode()
+            row |= {name: _flat(row[name]) for name in ("student_action", "tools", "outcome")}
             row["messages"] = [{"role": one["role"], "content": _flat(one["content"])} for one in state.messages]
-            rows.append(row)
+            group.append(row)
             size += sum(len(one["content"]) for one in row["messages"])
             if size >= _GROUP:
-                writer.write_table(pyarrow.Table.from_pylist(rows, schema))
-                rows, size = [], 0
-        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+                writer.write_table(pyarrow.Table.from_pylist(group, schema))
+                size, group = 0, []
+        writer.write_table(pyarrow.Table.from_pylist(group, schema))
 
 
-def _flat(content: str | list[Message]) -> str:
+def _flat(content: Any) -> str:
     return content if isinstance(content, str) else msgspec.json.encode(content).decode()

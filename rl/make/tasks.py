@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rewards.task import MARKERS
 from rl.make import edits
 from rl.make.edits import Edit
 from rl.make.environment import VENV
+from rl.make.repositories import git
 from rl.make.runs import PYTEST
 from rl.make.sources import Package
 from rollout import files
@@ -29,16 +29,6 @@ _END = "END_OF_HIDDEN_TESTS"
 # swebench reads a test's name up to the first blank, and parameters may contain blanks.
 _JOIN = r":a; s/^([A-Z]+ [^ []*\[[^] ]*) /\1_/; ta"
 _BLANK = re.compile(r"^([^ []*\[[^] ]*) ")
-_COMMIT = {
-    "GIT_AUTHOR_NAME": "tasks",
-    "GIT_AUTHOR_EMAIL": "tasks@example.com",
-    "GIT_AUTHOR_DATE": "2025-01-01T00:00:00+0000",
-    "GIT_COMMITTER_NAME": "tasks",
-    "GIT_COMMITTER_EMAIL": "tasks@example.com",
-    "GIT_COMMITTER_DATE": "2025-01-01T00:00:00+0000",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": os.devnull,
-}
 
 
 class CannotHideError(ValueError):
@@ -177,10 +167,3 @@ def _link(source: str, target: str) -> str:
     except OSError:  # another disk, or too many links
         shutil.copy2(source, target, follow_symlinks=False)
     return target
-
-
-def git(directory: Path, *arguments: str) -> None:
-    """Run git in a directory with no settings but its own. Raises subprocess.CalledProcessError."""
-    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.devnull, **_COMMIT}
-    settings = ["-c", "gc.auto=0", "-c", "maintenance.auto=false", "-c", "core.autocrlf=false"]
-    subprocess.run(["git", *settings, *arguments], cwd=directory, env=environment, check=True, capture_output=True)

@@ -15,8 +15,9 @@ from typing import Any
 
 from rl.metrics.episodes import Line, Tail, line
 from rl.metrics.loggers import Loggers
-from rollout.agent.events import blocks
+from rollout.proxy.blocks import blocks_of
 from rollout.records import Record
+from rollout.trace import TraceError, trace
 
 EACH = 2  # of a step's resolved episodes, and of its others
 _TEXT = 2000  # characters of a patch, and of the last messages
@@ -48,15 +49,20 @@ def sample(record: Record) -> dict[str, Any]:
     values: dict[str, Any] = line(record)
     values["verdict"] = values["reason"] or "resolved"
     values["patch"] = _cut(record.patch.decode("utf-8", "replace"))
-    values["last messages"] = last_messages(record.events)
+    values["last messages"] = last_messages(record)
     return {name: values[name] for name in COLUMNS}
 
 
-def last_messages(events: list[dict[str, Any]]) -> str:
-    """Return the end of a conversation, read from Claude Code's own events."""
+def last_messages(record: Record) -> str:
+    """Return the end of what was said in an episode, in the order of the replies."""
     said: list[str] = []
-    for event in events:
-        said += (f"[{event['type']}] {_shown(block)}" for block in blocks(event, "assistant", "user"))
+    try:
+        for point in trace(record).delivered:
+            read = [one for one in point.read if not isinstance(one, int)]
+            for message in [*read, {"role": "assistant", "content": point.blocks}]:
+                said += (f"[{message['role']}] {_shown(block)}" for block in blocks_of(message["content"]))
+    except TraceError as error:
+        return f"({error})"
     text = "\n".join(said)
     return text if len(text) <= _TEXT else f"... {text[-_TEXT:]}"
 

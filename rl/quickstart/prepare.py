@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
-from rl.batch import JournalError, Progress
+from rl.batch import Progress
 from rl.command import read_command
 from rl.config import compose
 from rl.metrics.episodes import Line
@@ -41,17 +41,17 @@ from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript, asked, draw
 from rl.quickstart.tasks import make_tasks
 from rl.run.lease import POLL_S, InUse, RunLease
-from rl.screen import Screen, this_command
+from rl.screen import Screen
 from rl.setup import load_policy, make_setup, training_settings
-from rl.tune.rows import rows_of
-from rl.tune.trainer import Passes, run_sft
+from rl.sft.episodes import rows_of
+from rl.sft.rows import ROWS, write
+from rl.sft.trainer import Passes, run_sft
 from rollout import files, program
 from rollout.episode import Setup
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.render import end_of_turn
 from rollout.proxy.server import ProxyServer
 from rollout.records import Reader, Record
-from rollout.sandbox import SandboxError
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
@@ -108,12 +108,11 @@ def _imitate(config: DictConfig, policy: Path, rows: Path, out: Path, screen: Sc
     screen.show(what)
     working = out.with_name(f"{out.name}.sft")
     made = run_sft(
-        compose(["+experiment=quickstart"]),  # on a CPU, whatever the experiment is for
+        compose(["+experiment=quickstart", "trainer.logger=[]"]),  # on a CPU, whatever the experiment is for
         str(policy),
         rows,
         working,
         Passes(seed=config.seed, **config.quickstart.sft),
-        out.with_name("sft.log"),
         watch=lambda step, steps, metrics: screen.show(what, step, steps),
     )
     for file in made.iterdir():
@@ -124,9 +123,6 @@ def _imitate(config: DictConfig, policy: Path, rows: Path, out: Path, screen: Sc
 
 def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Screen) -> None:
     """Write the training rows of all episodes, in the order of their numbers."""
-    import pyarrow
-    import pyarrow.parquet
-
     played = [episodes[number] for number in sorted(episodes)]
     rows = [row for episode in played for row in rows_of(episode)]
     if len(rows) < wanted // 2:
@@ -134,9 +130,7 @@ def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Sc
         raise RuntimeError(
             f"warm start: {len(rows)} rows from {wanted} episodes: {next(failed, 'no episode made a row')}"
         )
-    table = pyarrow.table({"input_ids": [ids for ids, _ in rows], "loss_mask": [mask for _, mask in rows]})
-    with files.replacing(path, synced=True) as new:
-        pyarrow.parquet.write_table(table, new)
+    write(path, ROWS, rows)
     resolved = sum(episode.verdict["outcome"] == Outcome.RESOLVED for episode in played)
     screen.say(f"warm start: {len(rows)} rows, {resolved / wanted:.2f} resolved by chance; imitating them")
 
@@ -216,7 +210,8 @@ def _alone(where: Path, screen: Screen) -> Generator[None]:
 
 def _fingerprint(config: DictConfig) -> str:
     digest, here = hashlib.sha256(), Path(__file__).parent
-    for source in sorted([*here.glob("*.py"), *here.glob("*.jinja"), here.parent / "make" / "hidden.py"]):
+    shared = [here.parent / "make" / name for name in ("hidden.py", "repositories.py")]
+    for source in sorted([*here.glob("*.py"), *here.glob("*.jinja"), *shared]):
         digest.update(source.read_bytes())
     for part in (config.quickstart, config.agent, config.proxy):
         digest.update(OmegaConf.to_yaml(part, resolve=True).encode())
@@ -225,25 +220,20 @@ def _fingerprint(config: DictConfig) -> str:
 
 def main() -> int:
     """Run the command and return its exit status: 0 all is there, 1 it failed, 130 interrupted."""
+    from rl.evaluate.run import run
+
     about = "Make the tasks of the experiment quickstart and its warm-started policy."
     config = read_command("rl.quickstart.prepare", about, ["+experiment=quickstart", *sys.argv[1:]])
     screen = Screen()
-    try:
+
+    def work() -> int:
         made = prepare(config, screen)
-    except (RuntimeError, ValueError, JournalError, SandboxError, OSError) as error:
-        screen.clear()
-        print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
-        screen.next(("continue", this_command()))
-        return 1
-    except KeyboardInterrupt:
-        screen.clear()
-        print("interrupted", file=sys.stderr)
-        screen.next(("continue", this_command()))
-        return 130
-    train, held_out = made["data.train_files"][0], made["data.val_files"][0]
-    policy = made.get("actor_rollout_ref.model.path", config.policy)
-    screen.next(("tasks", train), ("held-out tasks", held_out), ("policy", policy))
-    return 0
+        train, held_out = made["data.train_files"][0], made["data.val_files"][0]
+        policy = made.get("actor_rollout_ref.model.path", config.policy)
+        screen.next(("tasks", train), ("held-out tasks", held_out), ("policy", policy))
+        return 0
+
+    return run(screen, work, (RuntimeError, ValueError))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ import itertools
 import os
 import random
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from rewards.task import Task
 from rewards.verdict import Outcome
 from rl.batch import run_all
 from rl.make.hidden import eval_script
+from rl.make.repositories import write_repositories
 from rollout import program
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.treediff import object_id
@@ -74,17 +74,6 @@ new file mode 100644
 @@ -0,0 +1 @@
 +note
 """
-_COMMIT = {
-    "GIT_AUTHOR_NAME": "quickstart",
-    "GIT_AUTHOR_EMAIL": "quickstart@example.com",
-    "GIT_AUTHOR_DATE": "2025-01-01T00:00:00+0000",
-    "GIT_COMMITTER_NAME": "quickstart",
-    "GIT_COMMITTER_EMAIL": "quickstart@example.com",
-    "GIT_COMMITTER_DATE": "2025-01-01T00:00:00+0000",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": os.devnull,
-}
-
 _CHECK = """\
 a, b, expected):
         from {module} import {function}
@@ -205,34 +194,6 @@ def _puzzle(rng: random.Random, instance_id: str, module: str, function: str, cu
     )
     cases = [Case(*point, right(*point)) for point in (*failing, agreeing)]
     return Puzzle(instance_id, module, function, cue, bug, failing=(cases[0], cases[1]), passing=cases[2])
-
-
-def write_repositories(directory: Path, trees: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Write one repository with one commit per task, and return the commit ids by instance id.
-
-    directory: is made. trees: the texts of a task's files, by instance id and name.
-    """
-    directory.mkdir()
-    template = directory / ".template"
-    _git(directory, "init", "--quiet", "--template=", "--initial-branch=main", str(template))
-    commits = {}
-    for instance_id, texts in trees.items():
-        repository = directory / instance_id
-        shutil.copytree(template, repository)
-        (repository / ".gitignore").write_text("__pycache__/\n*.pyc\n")
-        for name, text in texts.items():
-            (repository / name).write_text(text)
-        _git(repository, "add", "--all")
-        _git(repository, "commit", "--quiet", "--no-verify", "--no-gpg-sign", "--message=Add the module")
-        commits[instance_id] = (repository / ".git/refs/heads/main").read_text().strip()
-    shutil.rmtree(template)
-    return commits
-
-
-def _git(directory: Path, *arguments: str) -> None:
-    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.devnull, **_COMMIT}
-    settings = ["-c", "gc.auto=0", "-c", "maintenance.auto=false"]
-    subprocess.run(["git", *settings, *arguments], cwd=directory, env=environment, check=True)
 
 
 def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:

@@ -22,6 +22,15 @@ from rl.run.vllm_server import ServeError
 _WHOLE = ("*.safetensors", "*.bin")
 
 
+def name_of(model: str) -> str:
+    """Return a model's name for tables, directories and predictions. ``model``: a directory or a hub name."""
+    place = Path(model)
+    if not place.is_absolute() and not place.exists():
+        return model.replace("/", "__")
+    general = place.name in ("model", "merged", "huggingface")  # which say nothing: its run does
+    return f"{place.parents[1].name}-{place.parent.name}" if general and len(place.parts) > 3 else place.name
+
+
 @dataclass(frozen=True)
 class Weights:
     """Weights are what a policy is loaded from.
@@ -40,7 +49,7 @@ class Weights:
         """Return a name for tables and directories."""
         if self.run is not None:
             return f"{self.run.parent.name}-{self.run.name}-step{self.step}"
-        return Path(self.model).name if Path(self.model).exists() else self.model.replace("/", "__")
+        return name_of(self.model)
 
     def stamps(self) -> dict[str, list[int]]:
         """Return size in bytes and time of change in ns of the weight files, by name; empty for a name on the hub.
@@ -114,17 +123,22 @@ def merge(sharded: Path, target: Path, log: Path) -> None:
             return
         making = target.with_name(f".{target.name}")
         shutil.rmtree(making, ignore_errors=True)
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        command += ["--local_dir", str(sharded), "--target_dir", str(making)]
         try:
-            with open(log, "ab") as out:
-                done = subprocess.run(command, env={**os.environ, **CPU_ENVIRONMENT}, stdout=out, stderr=out)
-            if done.returncode:
-                raise ServeError(f"{sharded} cannot be merged: {end_of_log(log)}; the whole log: {log}")
+            run_merger(sharded, making, log)
             _add_adapter(making)
             making.rename(target)
         finally:
             shutil.rmtree(making, ignore_errors=True)
+
+
+def run_merger(sharded: Path, target: Path, log: Path) -> None:
+    """Let verl's merger make ``target`` of an FSDP checkpoint; ``log`` gets its output. Raises ServeError."""
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    command += ["--local_dir", str(sharded), "--target_dir", str(target)]
+    with open(log, "ab") as out:
+        done = subprocess.run(command, env={**os.environ, **CPU_ENVIRONMENT}, stdout=out, stderr=out)
+    if done.returncode:
+        raise ServeError(f"{sharded} cannot be merged: {end_of_log(log)}; the whole log: {log}")
 
 
 def _add_adapter(model: Path) -> None:
@@ -134,12 +148,17 @@ def _add_adapter(model: Path) -> None:
         return
     if not json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"]:
         raise ServeError(f"{model.parent} has no lora_train_meta.json, so the scale of its adapter is unknown")
+    add_adapter(str(model), adapter, model)
+    shutil.rmtree(adapter)
+
+
+def add_adapter(base: str, adapter: Path, out: Path) -> None:
+    """Write the weights of ``base``, a directory or hub name, with an adapter in PEFT's format added to them."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype="auto"), adapter)
-    adapted.merge_and_unload().save_pretrained(model)
-    shutil.rmtree(adapter)
+    adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), str(adapter))
+    adapted.merge_and_unload().save_pretrained(out)
 
 
 def adopt(config: DictConfig) -> Weights | None:

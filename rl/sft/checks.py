@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
+from rl.checks import check_values
 from rl.checks.data import check_files
 from rl.checks.episodes import check_episodes
-from rl.checks.keys import check_interpolations, check_keys, check_types
+from rl.checks.keys import check_keys
 from rl.checks.machine import check_cpu, check_disk
 from rl.checks.model import check_model, check_plan, check_toy
-from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_numbers
 from rl.checks.packages import check_packages
 from rl.config import ConfigError, check_all
 from rl.data.choice import Rules
 from rl.overrides import nearest
 from rl.run.weights import adopt
 from rl.sft.other import check_environment
-from rl.tune.given import PAIRS, ROWS, RowsError, check_columns
+from rl.sft.rows import PAIRS, ROWS, RowsError, check_columns
 from rollout.records import Reader
 
-_POSITIVE = ("sft.epochs", "sft.lr", "sft.batch_size", "sft.samples", "sft.beta")
-_POSITIVE_OR_NULL = ("sft.max_length", "sft.rounds", "sft.tasks", "sft.budget")
 TRAINERS = ("verl", "llamafactory", "dpo")
 _COLUMNS = {"verl": ROWS, "dpo": PAIRS}  # of files that a trainer takes
-
-
-def check_values(config: DictConfig) -> None:
-    """Raise ConfigError if values are of the wrong type or impossible by themselves."""
-    check_interpolations(config)
-    check_all(
-        config,
-        lambda config: check_numbers(config, (*POSITIVE, *_POSITIVE), (*POSITIVE_OR_NULL, *_POSITIVE_OR_NULL)),
-        lambda config: check_types(config, leave=(*POSITIVE, *POSITIVE_OR_NULL, *_POSITIVE, *_POSITIVE_OR_NULL)),
-    )
-
-
 check_policy = functools.partial(check_model, synced=False)  # an engine of the rounds loads each policy from the disk
 
 
@@ -51,21 +37,11 @@ def check_sft(config: DictConfig) -> None:
 
     def settings(config: DictConfig) -> None:
         check_values(config)  # the other checks rely on them
-        plays = [check_episodes] if config.sft.rounds else []
-        made = [] if config.prepare else [check_policy, *([check_files] if config.sft.rounds else [])]
-        check_all(
-            config,
-            adopt,
-            check_cpu,
-            _check_source,
-            check_environment,
-            _check_rules,
-            _check_engine,
-            check_toy,
-            *plays,
-            *made,
-            check_disk,
-        )
+        checks: list[Callable[[DictConfig], object]] = []
+        checks += [adopt, check_cpu, _check_source, check_environment, _check_rules, _check_engine, check_toy]
+        checks += [check_episodes] if config.sft.rounds else []
+        checks += [] if config.prepare else [check_policy, *([check_files] if config.sft.rounds else [])]
+        check_all(config, *checks, check_disk)
 
     check_all(config, check_keys, settings, check_packages)
     if not config.prepare:
@@ -85,24 +61,21 @@ def _check_source(config: DictConfig) -> None:
         return
     if not isinstance(sft.data, ListConfig) or not sft.data:
         raise ConfigError(f"sft.data is {sft.data!r}; it must be a list of directories, such as [DIR]")
-    lines = [line for name in sft.data for line in _no_data(Path(str(name)).expanduser(), sft.trainer)]
-    if lines:
-        raise ConfigError(*lines)
+    check_all(config, *(functools.partial(_check_data, Path(str(name)).expanduser()) for name in sft.data))
 
 
-def _no_data(place: Path, trainer: str) -> Iterator[str]:
+def _check_data(place: Path, config: DictConfig) -> None:
     try:
         if place.suffix == ".parquet":
-            if trainer not in _COLUMNS:
-                raise RowsError(f"{place} has token ids; sft.trainer={trainer} takes episodes")
-            check_columns(place, _COLUMNS[trainer])
-            return
-        if not Reader(place).files():
-            yield f"sft.data: {place.absolute()} has no records of episodes (*.cep)"
-    except FileNotFoundError:
-        yield f"sft.data: no directory {place.absolute()}"
+            if config.sft.trainer not in _COLUMNS:
+                raise RowsError(f"{place} has token ids; sft.trainer={config.sft.trainer} takes episodes")
+            check_columns(place, _COLUMNS[config.sft.trainer])
+        elif not Reader(place).files():
+            raise RowsError(f"{place.absolute()} has no records of episodes (*.cep)")
+    except FileNotFoundError as error:
+        raise ConfigError(f"sft.data: no directory {place.absolute()}") from error
     except RowsError as error:
-        yield f"sft.data: {error}"
+        raise ConfigError(f"sft.data: {error}") from error
 
 
 def _check_rules(config: DictConfig) -> None:

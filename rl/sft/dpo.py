@@ -3,7 +3,7 @@
     python -m rl.sft.dpo SETTINGS.json
 
 TRL comes from where scripts/llamafactory.sh puts it. (In an environment that has TRL, verl needs a part of it that TRL
-1.16 no longer has.) ``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.pairs``), out,
+1.16 no longer has.) ``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.episodes``), out,
 epochs, lr, batch_size, beta, seed, cpu, and lora, the fields of PEFT's LoraConfig, or null for all weights.
 """
 

@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.config import CONFIGS, NO_REPORTS, ConfigError
 from rl.metrics.episodes import Tail
-from rl.sft.pairs import write_pairs
-from rl.tune.adapter import merge_apart
-from rl.tune.rows import RowsError
-from rl.tune.trainer import Passes, Watch, on_device, run_logged
+from rl.sft.adapter import merge_apart
+from rl.sft.episodes import write_pairs
+from rl.sft.trainer import Passes, Watch, on_device, python_of, run_logged
+from rollout import files
 
 PROGRAMS = CONFIGS.parent / ".llamafactory" / "bin"
 _TRL = PROGRAMS.parent / "trl"  # in front of .venv's packages
@@ -40,38 +40,36 @@ def run_llamafactory(
 
     Raises RuntimeError if nothing can be exported or the training fails.
     """
-    data, trained = out / "export", out / "trained"
-    cpu, devices = config.trainer.device == "cpu", config.trainer.n_gpus_per_node
-    lora = _lora(config)
+    data, lora = out / "export", _lora(config)
     given: dict[str, Any] = {
         "model_name_or_path": model,
         "finetuning_type": "lora" if lora else "full",
-        "output_dir": str(trained),
+        "output_dir": str(out / "trained"),
         "overwrite_output_dir": True,
         "cutoff_len": passes.max_length,
         "num_train_epochs": float(passes.epochs),
         "learning_rate": passes.lr,
-        "gradient_accumulation_steps": max(1, passes.batch_size // devices),
+        "gradient_accumulation_steps": max(1, passes.batch_size // config.trainer.n_gpus_per_node),
         "seed": passes.seed,
         "val_size": 0.0,
         "eval_strategy": "no",
         "save_strategy": "no",
         "logging_steps": 1,
         "plot_loss": False,
-        **({"lora_rank": lora["r"], "lora_alpha": lora["lora_alpha"], "lora_target": _target(lora)} if lora else {}),
-        **({"bf16": False, "use_cpu": True, "preprocessing_num_workers": 1} if cpu else {}),
-        **_plain(config.sft.llamafactory),
     }
+    if lora:
+        given |= {"lora_rank": lora["r"], "lora_alpha": lora["lora_alpha"], "lora_target": _target(lora)}
+    if config.trainer.device == "cpu":
+        given |= {"bf16": False, "use_cpu": True, "preprocessing_num_workers": 1}
+    given |= _plain(config.sft.llamafactory)
     overrides = [f"++{key}={json.dumps(value)}" for key, value in given.items()]
-    runs, again = [str(one) for one in sources], ["--overwrite"] if data.exists() else []
-    export = [sys.executable, "-m", "rl.export", "llamafactory", *runs, "--out", str(data), *again, *overrides]
-    run_logged(export, {}, out / "sft.log", lambda: None)
-    shutil.rmtree(trained, ignore_errors=True)
+    again = ["--overwrite"] if data.exists() else []
+    export = [sys.executable, "-m", "rl.export", "llamafactory", *map(str, sources), "--out", str(data), *again]
+    run_logged([*export, *overrides], {}, out / "sft.log", lambda: None)
     rows = sum(json.loads((data / "export.json").read_text())["rows"].values())
     command = [str(PROGRAMS / "llamafactory-cli"), "train", str(data / "train.yaml")]
     # Packages that come before .venv's in this process must not come before LLaMA-Factory's own.
-    _train(command, "", config, model, out, bool(lora), watch)
-    return {"rows": rows, **_losses(out)}
+    return {"rows": rows, **_train(command, "", config, model, out, watch)}
 
 
 def run_dpo(
@@ -83,18 +81,13 @@ def run_dpo(
     """
     from transformers import AutoTokenizer
 
-    data, trained = out / "pairs.parquet", out / "trained"
+    data = out / "pairs.parquet"
     tokenizer = AutoTokenizer.from_pretrained(model) if any(one.suffix == ".parquet" for one in sources) else None
     pairs, too_long = write_pairs(sources, data, passes.max_length, tokenizer)
-    if not pairs:
-        left = f"{too_long} pairs are longer than {passes.max_length} tokens" if too_long else "there is no pair"
-        raise RowsError(
-            f"{left}: DPO needs resolved and unresolved episodes of a task that part in a reply to the same tokens"
-        )
     settings = {
         "model": model,
         "data": str(data),
-        "out": str(trained),
+        "out": str(out / "trained"),
         "epochs": passes.epochs,
         "lr": passes.lr,
         "batch_size": max(1, min(passes.batch_size, pairs) // config.trainer.n_gpus_per_node),
@@ -103,43 +96,38 @@ def run_dpo(
         "cpu": config.trainer.device == "cpu",
         "lora": _lora(config),
     }
-    (out / "dpo.json").write_text(json.dumps(settings, indent=1) + "\n")
-    shutil.rmtree(trained, ignore_errors=True)
-    ranks = config.trainer.n_gpus_per_node
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(Path(__file__).with_name("dpo.py")), str(out / "dpo.json")]
-    _train(command, str(_TRL), config, model, out, settings["lora"] is not None, watch)
-    return {"pairs": pairs, "too_long": too_long, **_losses(out)}
+    files.write(out / "dpo.json", json.dumps(settings, indent=1) + "\n")
+    command = [*python_of(config), str(Path(__file__).with_name("dpo.py")), str(out / "dpo.json")]
+    return {"pairs": pairs, "too_long": too_long, **_train(command, str(_TRL), config, model, out, watch)}
 
 
 def _train(
-    command: Sequence[str],
-    packages: str,
-    config: DictConfig,
-    model: str,
-    out: Path,
-    adapts: bool,
-    watch: Watch,
-) -> None:
-    lines = Tail(out / "trained" / "trainer_log.jsonl")  # LLaMA-Factory's
+    command: Sequence[str], packages: str, config: DictConfig, model: str, out: Path, watch: Watch
+) -> dict[str, Any]:
+    """Run a trainer that leaves its result in ``out/trained``; return steps and losses."""
+    from transformers import AutoTokenizer
+
+    log, trained = out / "sft.log", out / "trained"
+    for name in ("trained", "model", "adapter"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    lines = Tail(trained / "trainer_log.jsonl")  # LLaMA-Factory's
 
     def look() -> None:
         for line in lines.take():
             if "loss" in line:
                 watch(line["current_steps"], line["total_steps"], {"train/loss": line["loss"]})
 
-    log, trained = out / "sft.log", out / "trained"
     run_logged(command, {**NO_REPORTS, **on_device(config), "PYTHONPATH": packages}, log, look)
-    if adapts:
+    told = json.loads((trained / "trainer_state.json").read_text())["log_history"]  # of Hugging Face's trainer
+    losses = [entry["loss"] for entry in told if "loss" in entry]
+    if config.actor_rollout_ref.model.lora_rank:
         merge_apart(model, trained, out / "model", log)
-        shutil.rmtree(out / "adapter", ignore_errors=True)
         shutil.copytree(trained, out / "adapter", ignore=shutil.ignore_patterns("*.bin", "tokenizer*", "*.jinja"))
-        return
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)  # with the template that episodes are played with
-    tokenizer.save_pretrained(trained)
-    trained.rename(out / "model")
+    else:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)  # with the template that episodes are played with
+        tokenizer.save_pretrained(trained)
+        trained.rename(out / "model")
+    return {"steps": len(losses), "loss": {"first": losses[0], "last": losses[-1]}}
 
 
 def _lora(config: DictConfig) -> dict[str, Any] | None:
@@ -157,11 +145,3 @@ def _target(lora: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _losses(out: Path) -> dict[str, Any]:
-    """Return steps and losses from what Hugging Face's trainer has left beside the weights."""
-    places = (out / "trained", out / "model", out / "adapter")
-    state = next(place for place in places if (place / "trainer_state.json").exists()) / "trainer_state.json"
-    losses = [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
-    return {"steps": len(losses), "loss": {"first": losses[0], "last": losses[-1]}}

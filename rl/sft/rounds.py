@@ -18,7 +18,7 @@ import asyncio
 import functools
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from rl.run.forks import Forks
 from rl.run.vllm_server import CPU_SERVER, VllmServer
 from rl.run.weights import Weights
 from rl.screen import Screen
+from rl.sft.rows import RowsError
+from rl.sft.trainer import TRAINER, on_device
 from rl.sft.tune import tune
-from rl.tune.rows import RowsError
-from rl.tune.trainer import TRAINER, on_device
 from rollout import files
 
 
@@ -56,26 +56,12 @@ def play_rounds(config: DictConfig, model: str, run: Path, screen: Screen) -> No
         rounds.end_server()
 
 
-class _Quiet(Purpose):
-    """This purpose shows nothing: the rounds' table shows the results."""
-
-    def tables(self, found: dict[str, Any]) -> Sequence[Any]:
-        return ()
-
-    def hints(self, directory: Path) -> list[tuple[str, str]]:
-        return []
-
-
-class _QuietCollection(_Quiet, Collection):
-    pass
-
-
 class _Rounds:
     """This plays a run's rounds. A vLLM server lives from a policy's evaluation to the next collection's end."""
 
     def __init__(self, config: DictConfig, model: str, run: Path, screen: Screen) -> None:
         self.config, self.first, self.run, self.screen = config, model, run, screen
-        self.tasks = [task for file in _listed(config.data.train_files) for task in load_tasks(Path(file))]
+        self.tasks, self.held_out = _tasks(config.data.train_files), _tasks(config.data.val_files)
         self._server: VllmServer | None = None
         self._serves = ""
 
@@ -115,40 +101,34 @@ class _Rounds:
         return made
 
     def _evaluate(self, number: int) -> dict[str, Any]:
-        tasks = [task for file in _listed(self.config.data.val_files) for task in load_tasks(Path(file))]
         values = {"samples": self.config.actor_rollout_ref.rollout.val_kwargs.n}
-        return self._play("evaluate", number, number, "evaluation", tasks, values, _Quiet)
+        return self._play("evaluation", number, number, self.held_out, values)
 
     def _collect(self, number: int) -> dict[str, Any]:
         count = min(self.config.sft.tasks or len(self.tasks), len(self.tasks))
         tasks = [self.tasks[n % len(self.tasks)] for n in range((number - 1) * count, number * count)]
         rollout = self.config.actor_rollout_ref.rollout
         sampling = {f"sampling.{name}": rollout[name] for name in ("temperature", "top_p", "top_k")}
-        values = {"epochs": self.config.sft.samples, **sampling}
-        return self._play("collect", number, number - 1, "collection", tasks, values, _QuietCollection)
+        return self._play("collection", number, number - 1, tasks, {"epochs": self.config.sft.samples, **sampling})
 
     def _play(
-        self,
-        program: str,
-        number: int,
-        policy: int,
-        name: str,
-        tasks: Sequence[Task],
-        values: dict[str, Any],
-        purpose: Callable[[DictConfig], Purpose],
+        self, what: str, number: int, policy: int, tasks: Sequence[Task], values: dict[str, Any]
     ) -> dict[str, Any]:
-        """Play what ``iteration_<number>/<name>`` lacks, with the policy of a round; return the results."""
-        place = self.place(number) / name
+        """Play what a round's evaluation or collection lacks, with the policy of a round; return the results."""
+        place = self.place(number) / what
         found = _read(place / "results.json") if (place / "results.json").exists() else {}
         if not found.get("complete"):
             model = self.policy(policy)
             called = f"{self.run.name}-{policy}"
             values |= {"policy": model, "out": str(place), "name": called, "store": self.config.store}
+            program = {"collection": "collect", "evaluation": "evaluate"}[what]
             config = evaluation_of(self.config, values, program)
+            purpose = Collection(config) if program == "collect" else Purpose()
+            purpose.quiet = True  # the rounds' table shows the results
             server = self._serve(model, config, place)
             self.screen.say(f"{program}: policy {policy}, {len(tasks)} tasks")
             weights = Weights(model, step=policy)
-            asyncio.run(play_all(config, weights, list(tasks), self.screen, purpose(config), server))
+            asyncio.run(play_all(config, weights, list(tasks), self.screen, purpose, server))
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # asyncio has set the default
             found = _read(place / "results.json")
         keys = ("complete", "tasks", "samples", "episodes", "resolved", "pass_at_1", "verdicts", "infra")
@@ -199,17 +179,13 @@ class _Rounds:
 
 def _show(reports: Sequence[dict[str, Any]], run: Path, screen: Screen) -> None:
     """Print the table of the rounds so far, and write it to rounds.md."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.markdown import Markdown
 
     head = ("round", "resolved", "selected", "rows", "tokens", "held-out", "95 %", "lost")
-    rows = [_row(report) for report in reports]
-    table = Table(*head, box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*row)
-    screen.print(table)
-    lines = [head, ["---"] * len(head), *rows]
-    files.write(run / "rounds.md", "".join(f"| {' | '.join(line)} |\n" for line in lines), synced=True)
+    lines = [head, ["---"] * len(head), *map(_row, reports)]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    screen.print(Markdown(text))
+    files.write(run / "rounds.md", text, synced=True)
 
 
 def _row(report: dict[str, Any]) -> list[str]:
@@ -224,8 +200,9 @@ def _row(report: dict[str, Any]) -> list[str]:
     return [str(report["iteration"]), resolved, *map(str, figures), *share, str(lost)]
 
 
-def _listed(value: Any) -> list[str]:
-    return [str(value)] if isinstance(value, str) else [str(one) for one in value]
+def _tasks(named: Any) -> list[Task]:
+    """Return the tasks of a file, or of all files of a list."""
+    return [task for file in ([named] if isinstance(named, str) else named) for task in load_tasks(Path(file))]
 
 
 def _read(path: Path) -> Any:

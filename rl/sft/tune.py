@@ -11,7 +11,6 @@ Each of these is whole or not there, so the same call goes on where an earlier o
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,9 +23,9 @@ from rl.metrics.episodes import read_jsonl
 from rl.run.forks import Forks
 from rl.screen import Screen, to_go
 from rl.sft.checks import max_length
+from rl.sft.episodes import Counts, write_rows
 from rl.sft.other import run_dpo, run_llamafactory
-from rl.tune.rows import Counts, write_rows
-from rl.tune.trainer import Passes, Watch, run_sft
+from rl.sft.trainer import Passes, run_sft
 from rollout import files
 
 
@@ -41,7 +40,7 @@ def tune(
 ) -> dict[str, Any]:
     """Fine-tune ``model`` on all episodes and given rows of ``sources``; return the report, which is ``out/sft.json``.
 
-    seed: of the order of the rows. forks: see ``run_sft``. Raises RowsError, RuntimeError and OSError.
+    seed: of the order of the rows. forks: see ``run_sft``. Raises RowsError, RuntimeError, ServeError and OSError.
     """
     report = out / "sft.json"
     if report.exists():
@@ -55,7 +54,14 @@ def tune(
         screen.show("fine-tuning, steps", step, steps, note)
 
     if sft.trainer == "verl":
-        figures = _with_verl(config, model, sources, out, passes, watch, screen, forks)
+        counts = _rows(model, sources, out, passes, screen)
+        screen.say(_sentence(counts, passes))
+        screen.show("fine-tuning")
+        run_sft(config, model, out / "rows.parquet", out, passes, watch, forks)
+        steps = read_jsonl(out / "sft_metrics.jsonl")
+        losses = [line["data"]["train/loss"] for line in steps]
+        last = {"steps": steps[-1]["step"], "loss": {"first": losses[0], "last": losses[-1]}}
+        figures = {**asdict(counts), **last}
     else:
         run = {"llamafactory": run_llamafactory, "dpo": run_dpo}[sft.trainer]
         screen.say(f"fine-tuning with {sft.trainer} on {', '.join(map(str, sources))}")
@@ -70,44 +76,19 @@ def tune(
     return made
 
 
-def _with_verl(
-    config: DictConfig,
-    model: str,
-    sources: Sequence[Path],
-    out: Path,
-    passes: Passes,
-    watch: Watch,
-    screen: Screen,
-    forks: Forks | None,
-) -> dict[str, Any]:
-    """Fine-tune on token-exact rows; return figures."""
-    counts = _rows(config, model, sources, out, screen)
-    screen.say(_sentence(counts, passes))
-    screen.show("fine-tuning")
-    rows, log = out / "rows.parquet", out / "sft.log"
-    own = {"WANDB_RUN_ID": f"{os.environ['WANDB_RUN_ID']}-{out.name}"} if "WANDB_RUN_ID" in os.environ else {}
-    run_sft(config, model, rows, out, passes, log, tuple(config.trainer.logger), own, watch, forks)
-    steps = read_jsonl(out / "sft_metrics.jsonl")
-    losses = [line["data"]["train/loss"] for line in steps]
-    return {**asdict(counts), "steps": steps[-1]["step"], "loss": {"first": losses[0], "last": losses[-1]}}
-
-
-def _rows(config: DictConfig, model: str, sources: Sequence[Path], out: Path, screen: Screen) -> Counts:
+def _rows(model: str, sources: Sequence[Path], out: Path, passes: Passes, screen: Screen) -> Counts:
     """Write the rows unless they are there, and return what was counted."""
     known = out / "rows.json"
     if known.exists():
         return Counts(**json.loads(known.read_text()))
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    def show(counts: Counts) -> None:
+        screen.show("reading rows", counts.rows)
+
     screen.show("reading rows")
-    counts = write_rows(
-        sources,
-        out / "rows.parquet",
-        max_length=max_length(config),
-        tokenizer=tokenizer,
-        show=lambda counts: screen.show("reading rows", counts.rows),
-    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    counts = write_rows(sources, out / "rows.parquet", max_length=passes.max_length, tokenizer=tokenizer, show=show)
     files.write(known, json.dumps(asdict(counts), indent=1) + "\n", synced=True)
     return counts
 

@@ -121,12 +121,11 @@ async def run(options: argparse.Namespace, screen: Screen) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = program.parser("python -m rl.store", __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or record files")
-    parser.add_argument("--url", required=True, help="where agl store listens")
-    parser.add_argument("--follow", action="store_true", help="go on until SIGINT or SIGTERM")
-    parser.add_argument(
-        "--timeout", type=float, default=15.0, metavar="S", help="seconds for a request, and at the end"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or record files")
+    add("--url", required=True, help="where agl store listens")
+    add("--follow", action="store_true", help="go on until SIGINT or SIGTERM")
+    add("--timeout", type=float, default=15.0, metavar="S", help="seconds for a request, and at the end")
     options = parser.parse_args(arguments)
     screen = Screen()
     try:
@@ -137,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return asyncio.run(run(options, screen))
     except (StoreError, FileNotFoundError) as error:
         screen.clear()
-        print(f"store: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"store: {error}", 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         screen.next(("continue", this_command()))

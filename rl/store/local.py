@@ -9,6 +9,7 @@ It imports agentlightning when the first span is sent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +49,8 @@ class Local:
         """Implement Store.add."""
         from agentlightning.types import Span
 
-        batch: list[Span] = []
-        for span in spans:
-            batch.append(Span.model_validate(span))
-            if len(batch) == _SPANS:
-                await self._store.add_many_spans(batch)
-                batch = []
-        if batch:
+        made = map(Span.model_validate, spans)
+        while batch := list(itertools.islice(made, _SPANS)):
             await self._store.add_many_spans(batch)
 
     async def end(self, place: StoredAttempt, status: str, metadata: Mapping[str, Any]) -> None:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from rl.collect.spans import about_of, ending_of, spans_of
 from rl.store.stores import SOURCE, Refused, Store, StoredAttempt, StoreError
-from rollout.proxy.calls import CallRecord
-from rollout.proxy.engine import TextCodec
-from rollout.records import NodeRecord, Position, Reader, Record, path_of, unpack_ids
+from rollout.records import Position, Reader, Record
+from rollout.trace import trace
 
 _MODES = {"train": "train", "val": "val", "eval": "test"}
 _SICK = 3  # refusals in a row, after which it is the store's fault and no episode's
@@ -44,7 +39,7 @@ async def send(record: Record, run: str, store: Store, known: dict[str, StoredAt
             await store.end(place, "failed", {})
         known[name] = place = await store.again(place.rollout)
     lost = record.verdict["outcome"] == "infra_failure"
-    await store.add(spans_of(with_conversation(record), place.rollout, place.attempt))
+    await store.add(spans_of(trace(record), place.rollout, place.attempt))
     ending = {**about_of(record), **ending_of(record), "started": record.started, "reward": record.verdict["reward"]}
     await store.end(place, "failed" if lost else "succeeded", ending)
     place.ended = True
@@ -90,15 +85,14 @@ class Sender:
         """
         if not self._connected:
             await self.connect()
-        self._connected = False
         await self._send_new(looked)
         if self._witness is not None and not await self._store.has(self._witness.rollout):
             await self.connect()
-            self._connected = False
             await self._send_new(looked)
         self._connected = True
 
     async def _send_new(self, looked: Callable[[Sender], None]) -> None:
+        self._connected = False
         in_a_row = 0
         for source in self._sources:
             run = source.resolve() if source.is_dir() else source.resolve().parent
@@ -115,7 +109,7 @@ class Sender:
                             raise StoreError(str(error)) from error
                         self._waiting.add(_name(record))
                         self.refused[record.episode] = str(error)
-                    except (KeyError, TypeError, IndexError, AttributeError) as error:
+                    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                         damage.append(f"{path}, offset {offset}: not the record of an episode ({error!r})")
                     looked(self)
             self.damage += [line for line in damage if line not in self.damage]
@@ -168,55 +162,6 @@ class Sender:
                 return self._connected and not self.left
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), wait)
-
-
-def with_conversation(record: Record) -> Record:
-    """Return the record with a conversation: its own, or if none was kept, one that is read back from the tokens.
-
-    What came between two replies is then one message, the decoded text as the chat template wrote it (or how many
-    tokens it had, where the policy's tokenizer is not on this machine), and all calls have the agent's time.
-    """
-    if record.calls or not record.nodes:
-        return record
-    tokenizer = _tokenizer(record.model)
-    parts = [b"null", msgspec.json.encode(record.tools)]
-    parts += [msgspec.json.encode(_message(node, tokenizer)) for node in record.nodes]
-    began = record.started + record.timing.get("boot", 0.0)
-    calls = [
-        CallRecord(
-            messages=[2 + place for place in path_of(record.nodes, number)[:-1]],
-            system=0,
-            tools=1,
-            side=node.side,
-            node=number,
-            started=began,
-            seconds=record.timing.get("agent", 0.0),
-        )
-        for number, node in enumerate(record.nodes)
-        if node.logprobs is not None and node.delivered
-    ]
-    return msgspec.structs.replace(record, parts=parts, calls=calls)
-
-
-def _message(node: NodeRecord, tokenizer: TextCodec | None) -> dict[str, Any]:
-    if node.logprobs is not None:
-        return {"role": "assistant", "content": node.blocks}
-    if tokenizer is None:
-        return {"role": "user", "content": f"({node.length} tokens)"}
-    return {"role": "user", "content": tokenizer.decode(unpack_ids(node.ids), skip_special_tokens=False)}
-
-
-@functools.cache
-def _tokenizer(model: str) -> TextCodec | None:
-    if not Path(model).is_dir():
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        return None
-    return tokenizer
 
 
 async def send_all(sources: Iterable[Path], store: Store) -> Sender:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
-import msgspec
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
@@ -42,23 +42,23 @@ class Server:
         found: list[Any] = []
         while True:  # in order of time, so that new ones come at the end
             asked = {"limit": _PAGE, "offset": len(found), "sort_by": "start_time"}
-            page = await self._json("POST", "/rollouts/search", asked)
+            page = await self._json("/rollouts/search", asked)
             found += page["items"]
             if len(page["items"]) < _PAGE:
                 return places(found)
 
     async def has(self, rollout: str) -> bool:
         """Implement Store.has."""
-        found = await self._json("POST", "/rollouts/search", {"rollout_id_in": [rollout]})
+        found = await self._json("/rollouts/search", {"rollout_id_in": [rollout]})
         return bool(found["items"])
 
     async def start(self, rollout: Mapping[str, Any]) -> StoredAttempt:
         """Implement Store.start."""
-        return place_of((await self._json("POST", "/rollouts", rollout))["attempt"])
+        return place_of((await self._json("/rollouts", rollout))["attempt"])
 
     async def again(self, rollout: str) -> StoredAttempt:
         """Implement Store.again."""
-        return place_of((await self._json("POST", f"/rollouts/{rollout}/attempts", {}))["attempt"])
+        return place_of((await self._json(f"/rollouts/{rollout}/attempts", {}))["attempt"])
 
     async def add(self, spans: Iterable[Mapping[str, Any]]) -> None:
         """Implement Store.add."""
@@ -76,25 +76,25 @@ class Server:
     async def end(self, place: StoredAttempt, status: str, metadata: Mapping[str, Any]) -> None:
         """Implement Store.end."""
         path = f"/rollouts/{place.rollout}/attempts/{place.attempt}"
-        await self._json("POST", path, {"status": status, "metadata": metadata})
+        await self._json(path, {"status": status, "metadata": metadata})
 
     async def _post(self, batch: ExportTraceServiceRequest) -> None:
         body = await asyncio.to_thread(lambda: gzip.compress(batch.SerializeToString(), 1))
         self.sent += len(body)
         headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"}
-        await self._ask("POST", "/v1/traces", body, headers)
+        await self._ask("/v1/traces", body, headers)
 
-    async def _json(self, method: str, path: str, body: Mapping[str, Any]) -> Any:
-        sent = msgspec.json.encode(_clean(body))
-        answer = await self._ask(method, f"/v1/agl{path}", sent, {"Content-Type": "application/json"})
+    async def _json(self, path: str, body: Mapping[str, Any]) -> Any:
+        sent = _clean(json.dumps(body, ensure_ascii=False)).encode()
+        answer = await self._ask(f"/v1/agl{path}", sent, {"Content-Type": "application/json"})
         try:
-            return msgspec.json.decode(answer)
-        except msgspec.DecodeError:
+            return json.loads(answer)
+        except ValueError:
             raise StoreError(f"{self.url} is no LightningStore: {path} is answered by {answer[:60]!r}") from None
 
-    async def _ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    async def _ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         try:
-            async with self._session.request(method, self.url + path, data=body, headers=headers) as response:
+            async with self._session.post(self.url + path, data=body, headers=headers) as response:
                 answer = await response.read()
         except TimeoutError:
             raise StoreError(f"{self.url} has not answered in time") from None
@@ -106,15 +106,9 @@ class Server:
         return answer
 
 
-def _clean(value: Any) -> Any:
-    """Return a JSON value without lone surrogates, which UTF-8 has no bytes for."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, Mapping):
-        return {_clean(key): _clean(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_clean(inner) for inner in value]
-    return value
+def _clean(text: str) -> str:
+    """Return a text without lone surrogates, which UTF-8 has no bytes for."""
+    return text.encode(errors="replace").decode()
 
 
 def _resource_spans(span: Mapping[str, Any]) -> ResourceSpans:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from rl.ingest.asking import Survey, key_of
+from rl.ingest.asking import Asked, Survey, key_of
 from rl.ingest.endpoints import Endpoint
-from rl.screen import Screen
+from rl.screen import Screen, this_command
 
 _NUMBERS = {"price_in": float, "price_out": float, "temperature": float, "patience_s": float}
 _COUNTS = {"concurrency": int, "max_tokens": int}
@@ -39,15 +40,28 @@ def teacher_of(text: str) -> Endpoint:
     return Endpoint(**values, key=key_of(given.get("key_env")))
 
 
-def estimate(survey: Survey, teachers: Sequence[Endpoint], most: float | None, screen: Screen) -> None:
-    """Show what asking would cost. Raises ValueError if a teacher has a price and there is no cap."""
+def ask(survey: Survey, directory: Path, most: float | None, screen: Screen) -> Asked:
+    """Show what asking would cost, and ask (``Survey.ask``). Raises ValueError if there are prices, but no cap."""
     table = Table("teacher", "states", "input tokens, about", "cost, about", "at most")
-    for one in teachers:
+    for one in survey.endpoints:
         about, highest = survey.estimate(one)
         prices = (f"${about:.4f}", f"${highest:.4f}") if one.price_in is not None else ("?", "?")
-        table.add_row(one.name, str(survey.asked[one.name]), f"{survey.bytes[one.name] // 4:,}", *prices)
+        table.add_row(one.name, str(len(survey.wanted[one.name])), f"{survey.bytes[one.name] // 4:,}", *prices)
     screen.print(table)
-    if most is None and any(one.price_in is not None for one in teachers):
+    if most is None and any(one.price_in is not None for one in survey.endpoints):
         raise ValueError("that is the estimate; give --max-cost DOLLARS to go on")
-    if free := [one.name for one in teachers if one.price_in is None]:
+    if free := [one.name for one in survey.endpoints if one.price_in is None]:
         screen.say(f"without prices, so not counted in costs: {', '.join(free)}")
+    return survey.ask(directory, most, screen)
+
+
+def told(asked: Asked, counts: Mapping[str, int], screen: Screen, *made: tuple[str, str]) -> int:
+    """Show how much came of it, what it has cost and what to do next; return the exit status: 1 if answers are missing.
+
+    made: what was written, each after its label.
+    """
+    for what, count in counts.items():
+        screen.print(f"{count:>7,}  {what}")
+    screen.print(f"cost: ${asked.cost:.4f}")
+    screen.next(*([("ask the rest", this_command())] if asked.left else []), *made)
+    return 1 if asked.left else 0

@@ -2,7 +2,7 @@
 
 A state's majority is what more than half of the teachers that answered have replied: the same tools with the same
 arguments. If the student replied otherwise, its reply and a teacher's are a pair. Without such a majority a state gives
-nothing.
+nothing, and so does one in which they call nothing: two replies without a call need not say the same.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rl.ingest.agreement import calls_of
+from rl.ingest.agreement import calls_of, same_call, spelled
 from rl.ingest.asking import limited
+from rl.ingest.evaluate import Answers
 from rl.ingest.sft import chat_of
 from rl.ingest.states import Message, State, without_thinking
 from rollout import files
 
-Answers = Mapping[tuple[str, str], Mapping[str, Any]]
 
+def majority(answers: Mapping[str, Message], spelled: bool = True) -> list[str]:
+    """Return the names of the teachers, out of all that answered, that agree and are more than half; [] for none.
 
-def majority(answers: Mapping[str, Message]) -> list[str]:
-    """Return the names of the teachers, out of all that answered, that agree and are more than half; [] for none."""
+    spelled: see ``calls_of``.
+    """
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name, action in answers.items():
-        groups[tuple(sorted(calls_of(action)))].append(name)
+        if calls := calls_of(action, spelled):
+            groups[tuple(sorted(calls))].append(name)
     largest = max(groups.values(), key=len, default=[])
     return largest if 2 * len(largest) > len(answers) else []
 
@@ -40,24 +42,25 @@ def write(source: Path, limit: int | None, names: Sequence[str], answers: Answer
     Rows are those of TRL: ``prompt``, ``chosen``, ``rejected``, and ``messages``; each with ``tools``.
     """
     counts = Counter[str]()
-    with ExitStack() as stack:
-        pairs, distilled = (
-            stack.enter_context(open(stack.enter_context(files.replacing(out / name, synced=True)), "w"))
-            for name in ("pairs.jsonl", "distill.jsonl")
-        )
+    with (
+        files.replacing(out / "pairs.jsonl", synced=True) as one,
+        files.replacing(out / "distill.jsonl", synced=True) as other,
+        open(one, "w") as pairs,
+        open(other, "w") as distilled,
+    ):
         for state in limited(source, limit):
-            given = {
-                name: answers[state.state_id, name]["action"] for name in names if (state.state_id, name) in answers
-            }
+            found = {name: answers.get((state.state_id, name)) for name in names}
+            given = {name: answer["action"] for name, answer in found.items() if answer}
             if not given:
                 counts["no teacher answered"] += 1
                 continue
-            agreed = majority(given)
+            agreed = majority(given, spelled(state))
+            silent = [not calls_of(one, spelled(state)) for one in given.values()]
             if not agreed:
-                counts["teachers disagree"] += 1
+                counts["teachers call nothing" if 2 * sum(silent) > len(silent) else "teachers disagree"] += 1
                 continue
             best = given[agreed[0]]
-            same = sorted(calls_of(best)) == sorted(calls_of(state.student_action))
+            same = same_call(best, state.student_action, spelled(state))
             about = {"state_id": state.state_id, "teachers": agreed, "answered": len(given)}
             try:
                 taught = _chat(state, best)

@@ -11,26 +11,24 @@ command is wrong, 130 interrupted. docs/making-tasks.md
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 
 from rewards.task import load_tasks
 from rl.data.card import write_card
 from rl.data.rates import write_rows
-from rl.ingest.asking import Budget, Survey, answers_of, ask_all, identify, opened
-from rl.ingest.endpoints import Endpoint
+from rl.ingest.asking import Survey
 from rl.ingest.states import Message, writing
 from rl.make.statement import LEVELS, leaks
-from rl.screen import Screen, this_command
-from rl.teachers.given import estimate, teacher_of
+from rl.screen import Screen, ended
+from rl.teachers.given import ask, teacher_of, told
 from rollout import program
+from rollout.proxy.blocks import blocks_of, text_in
 
 _SYSTEM = (
     "You word bug reports. You get a report about a Python package and reply with the same report as a user of the "
@@ -64,13 +62,14 @@ def wrong(old: str, new: str, tests: Sequence[str], gold: str) -> str:
     return ""
 
 
-def restate(source: Path, out: Path, level: int, teacher: Endpoint, most: float | None, screen: Screen) -> int:
+def restate(args: argparse.Namespace, screen: Screen) -> int:
     """Ask for what was not asked for before, write the task file, and return the exit status.
 
-    most: dollars in all, earlier runs included. Raises ValueError (TaskError and JournalError among them), OSError.
+    Raises ValueError (TaskError and JournalError among them), OSError.
     """
+    source, out, teacher = args.tasks, args.out, teacher_of(args.teacher)
     tasks = load_tasks(source)
-    column = f"statement_{level}"
+    column = f"statement_{args.level}"
     if column not in pyarrow.parquet.read_schema(source).names:
         raise ValueError(f"{source}: has no column {column}; only tasks of rl.data.make have it")
     old = [str(text) for text in pyarrow.parquet.read_table(source, columns=[column]).column(column).to_pylist()]
@@ -83,22 +82,10 @@ def restate(source: Path, out: Path, level: int, teacher: Endpoint, most: float 
             tip = writer.tip([{"role": "user", "content": text}])
             said: Message = {"role": "assistant", "content": text}
             writer.state(task.instance_id, writer.head(_SYSTEM, []), tip, said, "rl.data.make")
-    survey = Survey.of(states, [teacher], lambda *_: True, None)
-    estimate(survey, [teacher], most, screen)
-    identify(states, directory, [teacher])
-    journal = opened(directory)
-    try:
-        left = len(tasks) - len(journal.finished("state", "endpoint"))
-        budget = Budget(most, sum(one["cost"] for one in journal.records))
-        screen.say(f"{left} statements to ask for, {len(tasks) - left} are there")
-        asyncio.run(ask_all(states, [teacher], journal, budget, lambda *_: True, None, screen, left))
-        answers = answers_of(journal)
-        left = len(tasks) - len(journal.finished("state", "endpoint"))
-    finally:
-        journal.close()
+    asked = ask(Survey(states, [teacher]), directory, args.max_cost, screen)
     counts, statements, by = Counter[str](), [], []
     for task, text in zip(tasks, old, strict=True):
-        answer = answers.get((task.instance_id, teacher.name))
+        answer = asked.answers.get((task.instance_id, teacher.name))
         new = _text(answer["action"]) if answer else ""
         # Tests that pass with the bug, too, are in the agent's copy: only the names of the others are hidden.
         why = wrong(text, new, task.FAIL_TO_PASS, task.patch or "") if answer else "no answer"
@@ -108,20 +95,13 @@ def restate(source: Path, out: Path, level: int, teacher: Endpoint, most: float 
     everything = {task.instance_id for task in tasks}
     write_rows(source, out, tasks, everything, {"problem_statement": statements, "stated_by": by})
     write_card(out, "restated", source, stated_by=Counter(by))
-    for what, count in counts.most_common():
-        screen.print(f"{count:>7,}  {what}")
-    screen.print(f"cost: ${budget.spent:.4f}")
-    screen.next(*([("ask the rest", this_command())] if left else []), ("tasks", str(out)))
-    return 1 if left else 0
+    return told(asked, dict(counts.most_common()), screen, ("tasks", str(out)))
 
 
 def _text(action: Message) -> str:
     """Return the text of a reply without thinking; "" if it makes calls."""
-    content: Any = action["content"]
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if any(block.get("type") == "tool_use" for block in blocks):
-        return ""
-    return "".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text").strip()
+    blocks = blocks_of(action["content"])
+    return "" if any(block["type"] == "tool_use" for block in blocks) else text_in(blocks).strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,17 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--level", type=int, choices=LEVELS, default=LEVELS[1], help="which statement (default: 2)")
     parser.add_argument("--max-cost", type=float, metavar="DOLLARS", help="needed if a price is given")
     args = parser.parse_args(arguments)
-    screen = Screen()
-    try:
-        return restate(args.tasks, args.out, args.level, teacher_of(args.teacher), args.max_cost, screen)
-    except (OSError, ValueError) as error:
-        screen.clear()
-        print(f"restate: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        screen.next(("continue", this_command()))
-        return 130
+    return ended("restate", lambda screen: restate(args, screen))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from rl.view.reading import Reading, composed
+from rl.view.reading import COMPACTED, Reading, composed
 from rl.view.texts import excerpt
 from rl.view.tokens import Texts, Vocabulary
 from rollout.records import Record
@@ -51,13 +52,10 @@ def find(reading: Reading, texts: Texts, wanted: str) -> tuple[list[Hit], int]:
 
 def _everything(reading: Reading, texts: Texts, pattern: re.Pattern[str]) -> Iterator[tuple[str, int, int, int, str]]:
     """Yield (what, turn, place, node, text); the node is -1 where the text is not in the tree."""
-    said: dict[int, list[tuple[str, int, str]]] = {}
-    for turn, what, place, text in reading.texts():
-        said.setdefault(turn.number, []).append((what, place, text))
     answered: set[int] = set()  # turns with a hit in a result, which the next one reads
     seen: set[int] = set()
     for turn in reading.turns:
-        mine = [(what, place, text) for what, place, text in said.get(turn.number, ()) if pattern.search(text)]
+        mine = [one for one in turn.texts() if pattern.search(one[-1])]
         sampled = texts.of(turn.node) if turn.node >= 0 else ""
         if turn.after not in answered and not any(what in ("told", "asked") for what, *_ in mine):
             for node in (one for one in turn.context if one not in seen):
@@ -77,28 +75,62 @@ def _everything(reading: Reading, texts: Texts, pattern: re.Pattern[str]) -> Ite
 _NOT_SAMPLED = ("result", "told", "asked")
 
 
+class _Node(msgspec.Struct):
+    ids: bytes
+    says: bytes = b""
+
+
+class _Ids(msgspec.Struct):
+    """This is what a search needs of each record; to decode the whole of it would take longer than all the rest."""
+
+    model: str
+    nodes: list[_Node]
+    parts: list[bytes] = []
+
+
+# What ``composed`` may put between or instead of the strings of a record: marks, words, and what a number is made of.
+_MARKS = re.compile(r"[\x00-\x1f\"'\\{}\[\]():,]")
+_WORDS = f"true false null none nan -infinity {COMPACTED}".lower()
+_NUMBER = re.compile(r"[\d.e+-]*")
+# The end of an escape sequence, such as \n or \u001b, that stands before a string's own text.
+_ESCAPE = re.compile(r"^(?:[ux0-9a-f]{1,9}|[nrt])")
+
+
 class Query:
     """A query looks for a text in whole records, no matter in which case.
 
     It finds what ``find`` finds in an episode, and texts that no page shows; it says only whether there is one.
     """
 
-    def __init__(self, wanted: str, words: Callable[[Record], Vocabulary]) -> None:
+    def __init__(self, wanted: str, words: Callable[[str], Vocabulary]) -> None:
+        """Take the text, and what returns the vocabulary of a model."""
         # Bytes are quicker to search than text, and as good where lower() of bytes knows all letters.
-        plain = all(one.isascii() or one.lower() == one.upper() for one in wanted)
-        self._bytes = wanted.lower().encode("utf-8", "replace") if plain else b""
-        self._text, self._words = wanted.casefold(), words
+        self._plain = all(one.isascii() or one.lower() == one.upper() for one in wanted)
+        self._words = words
+        text = wanted.lower() if self._plain else wanted.casefold()
+        # A text without marks is in what is composed of a record only if this part of it is in one of the strings.
+        core = _ESCAPE.sub("", text.strip())
+        made = _MARKS.search(text) or _NUMBER.fullmatch(core) or core in _WORDS
+        self._wanted, self._core = (
+            self._folded(one.encode("utf-8", "replace")) for one in (text, "" if made else core)
+        )
 
     def finds(self, data: bytes) -> bool:
         """Tell whether the text is in a record, which is given as its MessagePack. Raises msgspec.DecodeError."""
-        if self._in(data):  # most texts are in it as they are
+        whole = self._folded(data)
+        near = self._core in whole
+        if near and self._wanted in whole:  # most texts are in it as they are
             return True
-        record = msgspec.msgpack.decode(data, type=Record)
-        if self._in("\0".join(composed(record)).encode("utf-8", "replace")):
-            return True
-        return self._in(self._words(record).data([node.ids for node in record.nodes]))
+        known = _DECODER.decode(data)
+        sent = b"".join([*known.parts, *(node.says for node in known.nodes)])
+        if near or b"\\u" in sent or b"\\/" in sent:  # as any letter can be written in JSON
+            text = "\0".join(composed(msgspec.msgpack.decode(data, type=Record)))
+            if self._wanted in self._folded(text.encode("utf-8", "replace")):
+                return True
+        return self._wanted in self._folded(self._words(known.model).data([node.ids for node in known.nodes]))
 
-    def _in(self, data: bytes) -> bool:
-        if self._bytes:
-            return self._bytes in data.lower()
-        return self._text in data.decode("utf-8", "replace").casefold()
+    def _folded(self, data: bytes) -> Any:
+        return data.lower() if self._plain else data.decode("utf-8", "replace").casefold()
+
+
+_DECODER = msgspec.msgpack.Decoder(_Ids)

@@ -8,11 +8,11 @@ being written) is looked at again with the next extension.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,21 @@ from rl.metrics.episodes import line
 from rl.view.finding import Query
 from rollout import files
 from rollout.audit import audit_heard, audit_tokens
-from rollout.records import CorruptRecordError, Reader, Record, decode, payload_at, record_at
+from rollout.records import CorruptRecordError, Reader, Record, decode, payload_at, record_at, unpacked
 
-_FORM = 1  # of the cache file; another one is built anew
+_FORM = 3  # of the cache file; another one is built anew
 _EACH = 500  # new episodes after which the cache file is written again
 _HEADER = 12  # bytes of a frame before its payload: magic, length, checksum
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """An entry is one attempt: the record's ``file`` (below the run) and ``offset``, and its figures.
+def caches() -> Path:
+    """Return the directory of the user's cache files."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-view"
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """An entry is one attempt: the record's ``file`` (below the run) and ``offset``, and its figures. It equals only
+    itself.
 
     ``facts`` are those of ``rl.metrics.episodes.line``, and ``model``, ``attempt``, ``started`` (Unix seconds),
     ``agent`` (how it ended), ``verdict`` (the reason, or resolved) and ``patch`` (a digest, empty for no patch).
@@ -56,30 +62,18 @@ class _Read(msgspec.Struct):
     header: bytes = b""
 
 
-class _Cache(msgspec.Struct):
-    form: int
+class _Cache(msgspec.Struct, tag=_FORM, tag_field="form"):
     read: dict[str, _Read]
     entries: list[Entry]
-
-
-@dataclass
-class State:
-    """A state says how far an index is: bytes of records that were read, and those of all files."""
-
-    done: int = 0
-    total: int = 0
-
-    @property
-    def share(self) -> float:
-        """Return which part of all bytes was read."""
-        return self.done / self.total if self.total else 1.0
+    damage: list[str]
 
 
 class Index:
     """An index is over one run directory or record file.
 
     ``entries`` only grows, unless a file was replaced by another one; ``torn`` and ``damage`` are lines about what
-    cannot be read. One thread extends it; others may read it meanwhile.
+    cannot be read. An episode that is there twice (a selection inside of the run has copies) counts once. One thread
+    extends it; others may read it meanwhile.
     """
 
     def __init__(self, source: Path, cache: Path | None = None) -> None:
@@ -91,10 +85,10 @@ class Index:
         self.entries: list[Entry] = []
         self.torn: list[str] = []
         self.damage: list[str] = []
-        self.state = State()
+        self._done = self._total = 0  # bytes of records: those that were read, and those of all files
         self.stopped = False  # ends an extension that is under way
         self._read: dict[str, _Read] = {}
-        self._places: dict[str, int] = {}
+        self._named: dict[str, Entry] = {}
         self._saved = 0
         self._lock = threading.Lock()
         name = hashlib.sha256(os.fsencode(self.source)).hexdigest()[:24]
@@ -111,7 +105,7 @@ class Index:
             for path, size in sizes.items():
                 if size < self._of(path).end:
                     self._forget({self._name(path)})
-            self.state = State(sum(self._of(path).end for path in paths), sum(sizes.values()))
+            self._done, self._total = sum(self._of(path).end for path in paths), sum(sizes.values())
             for path in paths:
                 if sizes[path] > self._of(path).end:
                     self._extend(reader, path)
@@ -129,20 +123,24 @@ class Index:
             except (CorruptRecordError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 told = isinstance(error, CorruptRecordError)
                 self.damage.append(str(error) if told else f"{path}, offset {offset}: no episode ({error!r})")
-            self.state.done += end - read.end
+            self._done += end - read.end
             read.end, read.last = end, offset
             if self.stopped:
                 break
         read.header = _header(path, read.last)
 
     def _add(self, entry: Entry) -> None:
-        self._places[entry.name] = len(self.entries)
-        self.entries.append(entry)
+        if self._named.setdefault(entry.name, entry) is entry:
+            self.entries.append(entry)
+
+    @property
+    def share(self) -> float:
+        """Return which part of the bytes of all records was read."""
+        return self._done / self._total if self._total else 1.0
 
     def find(self, episode: str) -> Entry | None:
-        """Return the entry of an episode; of several with this name, the last one."""
-        place = self._places.get(episode)
-        return None if place is None else self.entries[place]
+        """Return the entry of an episode."""
+        return self._named.get(episode)
 
     def record(self, entry: Entry) -> Record:
         """Read the record of an entry. Raises CorruptRecordError and OSError."""
@@ -150,11 +148,11 @@ class Index:
 
     def having(self, entries: list[Entry], query: Query) -> Iterator[Entry | None]:
         """Iterate over the entries in whose record the query finds its text; None for each other one."""
+        place, unpack = functools.cache(self.base.joinpath), zstandard.ZstdDecompressor()
         for entry in entries:
             found = False
             with contextlib.suppress(CorruptRecordError, OSError, zstandard.ZstdError, msgspec.DecodeError):
-                data = zstandard.ZstdDecompressor().decompress(payload_at(self.base / entry.file, entry.offset))
-                found = query.finds(data)
+                found = query.finds(unpacked(payload_at(place(entry.file), entry.offset), unpack))
             yield entry if found else None
 
     def save(self) -> None:
@@ -165,7 +163,7 @@ class Index:
         with contextlib.suppress(OSError):
             self._cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with files.replacing(self._cache) as new:
-                new.write_bytes(msgspec.msgpack.encode(_Cache(_FORM, self._read, self.entries)))
+                new.write_bytes(msgspec.msgpack.encode(_Cache(self._read, self.entries, self.damage)))
 
     def _load(self) -> None:
         if self._cache is None:
@@ -174,9 +172,7 @@ class Index:
             kept = msgspec.msgpack.decode(self._cache.read_bytes(), type=_Cache)
         except (OSError, msgspec.MsgspecError):
             return
-        if kept.form != _FORM:
-            return
-        self._read = kept.read
+        self._read, self.damage = kept.read, kept.damage
         for entry in kept.entries:
             self._add(entry)
         self._forget({name for name, read in kept.read.items() if _header(self.base / name, read.last) != read.header})
@@ -186,8 +182,10 @@ class Index:
         """Drop what was read of files that have become others."""
         if names:
             kept = [entry for entry in self.entries if entry.file not in names]
+            places = tuple(f"{self.base / name}," for name in names)  # as the lines begin
+            self.damage = [text for text in self.damage if not text.startswith(places)]
             self._read = {name: read for name, read in self._read.items() if name not in names}
-            self.entries, self._places = [], {}
+            self.entries, self._named = [], {}
             for entry in kept:
                 self._add(entry)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from rl.metrics.trained import Trained
@@ -72,14 +70,17 @@ class Episode:
 
 
 class Library:
-    """A library reads the records of runs. model: where the tokenizer is; None for where the records say."""
+    """A library reads the records of runs. model: where the tokenizer is; None for where the records say. who: whose
+    labels and comments it writes beside a run; empty for nobody's. ``static``: pages are written as files, so they have
+    nothing that only a server can do."""
 
-    def __init__(self, sources: Sequence[Path], cache: Path | None, model: Path | None = None) -> None:
+    def __init__(self, sources: Sequence[Path], cache: Path | None, model: Path | None = None, who: str = "") -> None:
         """Open the runs; nothing is read before ``refresh``. Raises FileNotFoundError."""
-        self.runs = [Run(number, Index(source, cache)) for number, source in enumerate(sources)]
-        self.model = model
-        self._episodes: OrderedDict[tuple[int, str, int], Episode] = OrderedDict()
-        self._lock = threading.Lock()
+        self.runs: list[Run] = []
+        for source in sources:
+            self.runs.append(Run(Index(source, cache), {run.key for run in self.runs}))
+        self.model, self.who, self.static = model, who, False
+        self._opened = lru_cache(_KEPT)(self._open)
 
     def refresh(self) -> int:
         """Take in what the runs have written since the last call; return the number of new episodes."""
@@ -95,35 +96,28 @@ class Library:
         for run in self.runs:
             run.index.save()
 
-    def run(self, number: str | None) -> Run:
-        """Return a run by its place on the command line. Raises NotFound."""
+    def run(self, key: str | None) -> Run:
+        """Return a run by its name in links; the first one if that is not given. Raises NotFound."""
         for run in self.runs:
-            if str(run.number) == (number or "0"):
+            if key in (None, run.key):
                 return run
-        raise NotFound(f"there is no run {number}")
+        raise NotFound(f"there is no run {key}")
 
-    def words(self, record: Record) -> Vocabulary:
-        """Return the vocabulary of an episode's policy."""
-        return vocabulary(self.model or Path(record.model))
+    def words(self, model: str) -> Vocabulary:
+        """Return the vocabulary of a policy, which records name by its directory."""
+        return vocabulary(self.model or Path(model))
 
-    def episode(self, number: str | None, name: str | None) -> Episode:
+    def episode(self, of: str | None, name: str | None) -> Episode:
         """Return an episode by its run and name. Raises NotFound."""
-        run = self.run(number)
+        run = self.run(of)
         entry = run.index.find(name or "")
         if entry is None:
             raise NotFound(f"{run.name} has no episode {name}")
-        key = (run.number, entry.file, entry.offset)
-        with self._lock:
-            if found := self._episodes.get(key):
-                self._episodes.move_to_end(key)
-                return found
         try:
-            record = run.index.record(entry)
+            return self._opened(run, entry)
         except (CorruptRecordError, OSError) as error:
             raise NotFound(f"the record of {name} cannot be read: {error}") from error
-        made = Episode(run, entry, record, self.words(record))
-        with self._lock:
-            self._episodes[key] = made
-            while len(self._episodes) > _KEPT:
-                self._episodes.popitem(last=False)
-        return made
+
+    def _open(self, run: Run, entry: Entry) -> Episode:
+        record = run.index.record(entry)
+        return Episode(run, entry, record, self.words(record.model))

@@ -4,36 +4,29 @@ file by itself."""
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
+from msgspec.structs import asdict as asdict_of
+
+from rl.data import labels
+from rl.evaluate.compare import compare as compared
 from rl.report import summary
-from rl.view import finding, render
+from rl.view import finding, render, runs
 from rl.view.index import Entry
 from rl.view.library import Episode, Library, NotFound
-from rl.view.reading import Part, Turn
+from rl.view.reading import Turn
 from rl.view.render import url
-from rl.view.runs import (
-    HiddenTest,
-    Run,
-    advantages,
-    by_deviation,
-    chosen,
-    curves,
-    group,
-    hidden_tests,
-    histogram,
-    steps,
-    values_of,
-)  # fmt: skip
+from rl.view.runs import FilterError, Run
 from rl.view.tokens import MOST, improbable, tilted, tokens
 
 _PAGE = 200  # rows of a list
 _STEPS, _TASKS, _ATTEMPTS = 60, 100, 12
+_SIDE = 6  # runs side by side
 _FOUND = 60  # episodes that a search shows
 _SEARCH_S = 10.0  # after which it shows what it has, and a link to go on
 
@@ -44,12 +37,13 @@ class BadLink(ValueError):
 
 @dataclass(frozen=True)
 class Page:
-    """A page is an answer. ``to``: an address to go to instead."""
+    """A page is an answer. ``to``: an address to go to instead; ``status``: that of HTTP."""
 
     body: str | bytes = ""
     type: str = "text/html"
     headers: dict[str, str] = field(default_factory=dict)
     to: str = ""
+    status: int = 200
 
 
 Query = dict[str, str]
@@ -78,16 +72,11 @@ def _episode(library: Library, query: Query, which: str = "id", run: str = "run"
     return library.episode(query.get(run), query.get(which))
 
 
-def problem(library: Library, text: str) -> Page:
-    """Return the page that says what is wrong with a link."""
-    return _html("problem.html", library, text=text)
-
-
 def home(library: Library, query: Query) -> Page:
     """Show the runs."""
     if len(library.runs) == 1:
-        return Page(to=url("/run", run=0))
-    return _html("home.html", library, runs=[(run, steps(run.index.entries)[:1]) for run in library.runs])
+        return Page(to=url("/run", run=library.runs[0].key))
+    return _html("home.html", library, runs=[(run, runs.steps(run.index.entries)[:1]) for run in library.runs])
 
 
 def run_page(library: Library, query: Query) -> Page:
@@ -96,27 +85,15 @@ def run_page(library: Library, query: Query) -> Page:
     entries = list(run.index.entries)
     split = query.get("split") or ("train" if any(one.facts["split"] == "train" for one in entries) else "")
     mine = [one for one in entries if not split or one.facts["split"] == split]
-    rows = steps(entries)
+    rows = runs.steps(entries)
+    last = next((row for row in rows if split in ("", row["split"])), {"step": 0, **dict.fromkeys(runs.MEANS)})
     shown = rows if query.get("steps") == "all" else rows[:_STEPS]
     return _html(
         "run.html", library, run=run, entries=entries, split=split, steps=shown, all_steps=len(rows),
-        bins=histogram(mine), figures=_figures(run, mine), causes=_causes(entries), tasks=_tasks(mine),
+        bins=runs.histogram(mine), figures=last, causes=_causes(entries), tasks=_tasks(mine),
         flags=Counter(flag for one in entries for flag in one.facts["flags"]).most_common(),
-        splits=values_of(entries)["split"],
+        splits=runs.values_of(entries)["split"],
     )  # fmt: skip
-
-
-def _figures(run: Run, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return the figures at the head of a run: over its last step."""
-    last = max((one.facts["step"] for one in entries), default=0)
-    lines = [one.facts for one in entries if one.facts["step"] == last and not one.facts["infra"]]
-
-    def mean(key: str) -> float | None:
-        values = [float(one[key]) for one in lines if one[key] is not None]
-        return statistics.fmean(values) if values else None
-
-    means = {key: mean(key) for key in ("resolved", "reward", "turns", "tokens_sampled")}
-    return {"last": last, "count": len(lines), **means}
 
 
 def _causes(entries: Sequence[Entry]) -> list[tuple[str, int, bool]]:
@@ -125,14 +102,15 @@ def _causes(entries: Sequence[Entry]) -> list[tuple[str, int, bool]]:
     return [(reason, count, infra) for (reason, infra), count in found.most_common()]
 
 
+def _graded(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Return the graded episodes by task."""
+    return runs.grouped((one for one in entries if not one.facts["infra"]), lambda one: one.facts["task"])
+
+
 def _tasks(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Return a row per task, those with most attempts first; among equals, those whose rate is nearest to one half."""
-    found: dict[str, list[Entry]] = defaultdict(list)
-    for one in entries:
-        if not one.facts["infra"]:
-            found[one.facts["task"]].append(one)
     rows: list[dict[str, Any]] = []
-    for task, members in found.items():
+    for task, members in _graded(entries).items():
         resolved = sum(one.facts["resolved"] for one in members)
         row: dict[str, Any] = {"task": task, "repo": members[0].facts["repo"], "episodes": len(members)}
         row |= {"resolved": resolved / len(members), "last": members[-1].facts["step"]}
@@ -141,10 +119,15 @@ def _tasks(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def curves_json(library: Library, query: Query) -> Page:
-    """Return the curves of a run, or of two to compare."""
-    runs = [library.run(number) for number in query.get("run", "0").split(",")[:4]]
-    names = {f"{run.number + 1} {run.name}" if len(runs) > 1 else run.name: run.metrics() for run in runs}
-    return _json(curves(names))
+    """Return the curves of a run, or of several to compare."""
+    named = {"run": library.runs[0].key, **query}
+    return _json(runs.curves({run.key: run.metrics() for run in _runs(library, named)}))
+
+
+def _runs(library: Library, query: Query) -> list[Run]:
+    """Return the runs that a link names, one per line of ``run``, or as ``a`` and ``b``."""
+    named = query["run"].split("\n") if "run" in query else [query[key] for key in ("a", "b") if key in query]
+    return [library.run(name) for name in dict.fromkeys(named)][:_SIDE] or library.runs[:_SIDE]
 
 
 def state_json(library: Library, query: Query) -> Page:
@@ -152,7 +135,7 @@ def state_json(library: Library, query: Query) -> Page:
     run = library.run(query.get("run"))
     told = run.dir / "metrics.jsonl"
     size = told.stat().st_size if told.exists() else 0  # grows with each step
-    share = run.index.state.share
+    share = run.index.share
     return _json({"episodes": len(run.index.entries), "steps": size, "phase": run.phase, "read": share})
 
 
@@ -160,44 +143,40 @@ def episodes(library: Library, query: Query) -> Page:
     """List episodes by filters."""
     run = library.run(query.get("run"))
     entries = list(run.index.entries)
-    found = chosen(entries, query)
+    found = runs.chosen(entries, query)
     start = _number(query, "from")
     asked = {key: value for key, value in query.items() if key != "from" and value}
     shown = found[start : start + _PAGE]
     return _html(
         "episodes.html", library, run=run, found=len(found), shown=shown, start=start, size=_PAGE, asked=asked,
-        total=len(entries), values=values_of(entries),
+        total=len(entries), values=runs.values_of(entries),
     )  # fmt: skip
 
 
 def task(library: Library, query: Query) -> Page:
     """Show a task: one group side by side, the statement, patches, hidden tests, and all other attempts."""
     run, name = library.run(query.get("run")), query.get("id", "")
-    attempts = [one for one in run.index.entries if one.facts["task"] == name]
+    attempts = run.attempts(name)
     if not attempts:
         raise NotFound(f"{run.name} has no episode of task {name}")
     last = attempts[-1].facts
     split, step = query.get("split", last["split"]), _number(query, "step", last["step"])
-    members = group(attempts, name, split, step)
+    members = runs.group(attempts, name, split, step)
     if not members:
         raise NotFound(f"{run.name} has no episode of task {name} at step {step} ({split})")
     shown = [library.episode(query.get("run"), one.name) for one in members[:_ATTEMPTS]]
-    groups = Counter((one.facts["split"], one.facts["step"]) for one in attempts)
-    resolved = Counter((one.facts["split"], one.facts["step"]) for one in attempts if one.facts["resolved"])
-    others = [
-        (other, [one for one in other.index.entries if one.facts["task"] == name])
-        for other in library.runs
-        if other is not run
-    ]
+    steps = runs.by_step(attempts).items()
+    groups = [(*at, len(lines), sum(one["resolved"] for one in lines)) for at, lines in steps]
     told = {one.entry.name: one.trained for one in shown}
-    computed = advantages(members, by_deviation(run))
+    computed = runs.advantages(members, runs.by_deviation(run))
     exact = {n: next(iter(t.advantages.values())) for n, t in told.items() if t and t.advantages}
     return _html(
         "task.html", library, run=run, task=name, split=split, step=step, members=members, shown=shown,
-        advantages=computed | exact, exact=exact, by_deviation=by_deviation(run), row=run.task(name),
-        tests=hidden_tests({one.entry.name: one.record.verdict for one in shown}),
-        groups=[(*key, count, resolved[key]) for key, count in sorted(groups.items(), key=lambda one: -one[0][1])],
-        others=[(other, found) for other, found in others if found],
+        advantages=computed | exact, exact=exact, by_deviation=runs.by_deviation(run), row=run.task(name),
+        tests=runs.hidden_tests({one.entry.name: one.record.verdict for one in shown}),
+        nothing=runs.taught_nothing(members), beside=_counterparts(library, shown[0]),
+        groups=sorted(groups, key=lambda one: -one[1]),
+        others=[(one, found) for one in library.runs if one is not run and (found := one.attempts(name))],
     )  # fmt: skip
 
 
@@ -205,11 +184,42 @@ def episode(library: Library, query: Query) -> Page:
     """Show an episode as a person reads it."""
     one = _episode(library, query)
     before, after = _beside(one)
-    return _html("episode.html", library, run=one.run, one=one, before=before, after=after, tests=_tests(one))
+    return _html(
+        "episode.html", library, run=one.run, one=one, before=before, after=after, tests=_tests(one),
+        beside=_counterparts(library, one), labels=one.run.labels.read().get(one.entry.name, []),
+    )  # fmt: skip
 
 
-def _tests(one: Episode) -> list[HiddenTest]:
-    return hidden_tests({"result": one.record.verdict})
+def label(library: Library, query: Query) -> Page:
+    """Write what somebody says of an episode or a turn, and return all that is said of it."""
+    if not library.who:
+        raise BadLink("start the view with --labels NAME to say something")
+    one = _episode(library, query)
+    what, comment = (query.get(key, "").strip() for key in ("label", "comment"))
+    try:
+        labels.say(one.run.dir, labels.Label(one.entry.name, what, comment, _number(query, "turn"), library.who))
+    except (ValueError, OSError) as error:
+        raise BadLink(str(error)) from None
+    return _json([asdict_of(said) for said in one.run.labels.read().get(one.entry.name, [])])
+
+
+def _counterparts(library: Library, one: Episode) -> list[tuple[str, str]]:
+    """Return what an episode can be put beside: its task at its run's first and last step, and last in other runs."""
+    facts, found = one.entry.facts, list[tuple[str, Run, Entry]]()
+    for run in library.runs[:_SIDE]:
+        mine = run.attempts(facts["task"])
+        if run is one.run:
+            same = sorted((o for o in mine if o.facts["split"] == facts["split"]), key=lambda o: o.facts["step"])
+            ends = {other.facts["step"]: other for other in (*same[:1], *same[-1:])}
+            found += [(f"step {step}", run, other) for step, other in ends.items() if step != facts["step"]]
+        else:
+            found += [(f"{run.key}, step {other.facts['step']}", run, other) for other in mine[-1:]]
+    here = {"b": one.entry.name, "brun": one.run.key}
+    return [(label, url("/compare", a=other.name, arun=run.key, **here)) for label, run, other in found]
+
+
+def _tests(one: Episode) -> list[runs.HiddenTest]:
+    return runs.hidden_tests({"result": one.record.verdict})
 
 
 def _beside(one: Episode) -> tuple[Entry | None, Entry | None]:
@@ -229,17 +239,27 @@ def export(library: Library, query: Query) -> Page:
 def token_page(library: Library, query: Query) -> Page:
     """Show an episode's tokens inside of its tree."""
     one = _episode(library, query)
+
+    def inside(node: int) -> str | bytes:
+        return strip(library, {**query, "node": str(node)}).body
+
     return _html(
-        "tokens.html", library, run=one.run, one=one, tree=one.tree, low=improbable(one.record, one.words),
-        tilted=tilted(one.record, one.words, one.trained), turns={turn.node: turn for turn in one.reading.turns},
+        "tokens.html", library, run=one.run, one=one, tree=one.tree, strip=inside,
+        low=improbable(one.record, one.words), tilted=tilted(one.record, one.words, one.trained),
+        turns={turn.node: turn for turn in one.reading.turns},
     )  # fmt: skip
+
+
+def _node(library: Library, query: Query) -> tuple[Episode, int]:
+    one, node = _episode(library, query), _number(query, "node")
+    if node >= len(one.record.nodes):
+        raise NotFound(f"the episode has no node {node}")
+    return one, node
 
 
 def strip(library: Library, query: Query) -> Page:
     """Return some tokens of a node, for the token page."""
-    one, node = _episode(library, query), _number(query, "node")
-    if node >= len(one.record.nodes):
-        raise NotFound(f"the episode has no node {node}")
+    one, node = _node(library, query)
     start = _number(query, "from") // MOST * MOST
     shown = tokens(one.record, node, one.words, one.trained, start)
     length = one.record.nodes[node].length
@@ -248,9 +268,7 @@ def strip(library: Library, query: Query) -> Page:
 
 def context(library: Library, query: Query) -> Page:
     """Return what a node says, as a part of a page."""
-    one, node = _episode(library, query), _number(query, "node")
-    if node >= len(one.record.nodes):
-        raise NotFound(f"the episode has no node {node}")
+    one, node = _node(library, query)
     return _html("context.html", library, one=one, run=one.run, node=node, text=one.texts.of(node))
 
 
@@ -261,20 +279,11 @@ def raw(library: Library, query: Query) -> Page:
         return Page(one.record.patch, "text/plain")
     if what == "log":
         return Page(str(one.record.verdict.get("log_tail", "")), "text/plain")
-    turn = _turn(one, query)
-    part = _part(turn, query) if turn.parts else None
-    texts: dict[str, Callable[[], str]] = {
-        "sampled": lambda: turn.sampled,
-        "told": lambda: "\n\n".join(turn.told),
-        "asked": lambda: "\n\n".join(text for _, text in turn.asked),
-        "result": lambda: part.result.text if part and part.result else "",
-        "call": lambda: json.dumps(part.arguments, indent=1, ensure_ascii=False) if part else "",
-        "text": lambda: part.text if part else "",
-        "thinking": lambda: part.text if part else "",
-    }
-    if what not in texts:
-        raise BadLink(f"what={what}: there is no such text")
-    return Page(texts[what](), "text/plain")
+    wanted = _number(query, "turn"), what, _number(query, "part")
+    text = next((text for turn, *which, text in one.reading.texts() if (turn.number, *which) == wanted), None)
+    if text is None:
+        raise NotFound(f"turn {wanted[0]} has no text {what} {wanted[2]}")
+    return Page(text, "text/plain")
 
 
 def _turn(one: Episode, query: Query) -> Turn:
@@ -282,13 +291,6 @@ def _turn(one: Episode, query: Query) -> Turn:
     if not 0 < number <= len(one.reading.turns):
         raise NotFound(f"the episode has no turn {number}")
     return one.reading.turns[number - 1]
-
-
-def _part(turn: Turn, query: Query) -> Part:
-    number = _number(query, "part")
-    if number >= len(turn.parts):
-        raise NotFound(f"turn {turn.number} has no part {number}")
-    return turn.parts[number]
 
 
 def find_json(library: Library, query: Query) -> Page:
@@ -320,15 +322,10 @@ def compare(library: Library, query: Query) -> Page:
     """Show two episodes side by side."""
     left = _episode(library, query, "a", "arun")
     right = _episode(library, query, "b", "brun")
-    pairs = _aligned(left.reading.main, right.reading.main)
+    pairs = list(zip_longest(left.reading.main, right.reading.main))
     parts = next((n for n, (a, b) in enumerate(pairs) if not _alike(a, b)), None)
-    tests = hidden_tests({f"{n} {one.entry.name}": one.record.verdict for n, one in (("a", left), ("b", right))})
+    tests = runs.hidden_tests({f"{n} {one.entry.name}": one.record.verdict for n, one in (("a", left), ("b", right))})
     return _html("compare.html", library, left=left, right=right, pairs=pairs, parts=parts, tests=tests)
-
-
-def _aligned(left: list[Turn], right: list[Turn]) -> list[tuple[Turn | None, Turn | None]]:
-    length = max(len(left), len(right))
-    return [(left[n] if n < len(left) else None, right[n] if n < len(right) else None) for n in range(length)]
 
 
 def _alike(left: Turn | None, right: Turn | None) -> bool:
@@ -339,17 +336,34 @@ def _alike(left: Turn | None, right: Turn | None) -> bool:
 
 
 def compare_runs(library: Library, query: Query) -> Page:
-    """Show two runs side by side: curves, figures, and the tasks that both have played."""
-    left, right = library.run(query.get("a", "0")), library.run(query.get("b", "1"))
-    sums = [dict(summary(run.metrics())) for run in (left, right)]
+    """Show runs side by side, the first being what the others are compared with: resolve rates with intervals, tasks
+    that changed, curves, figures."""
+    shown = _runs(library, query)
+    sums = [dict(summary(run.metrics())) for run in shown]
     names = list(dict.fromkeys(name for one in sums for name in one))
-    rates = [{row["task"]: row for row in _tasks(run.index.entries)} for run in (left, right)]
-    both = [(task, rates[0][task], rates[1][task]) for task in rates[0] if task in rates[1]]
-    both.sort(key=lambda one: -abs(one[1]["resolved"] - one[2]["resolved"]))
+    results = [_results(run.index.entries) for run in shown]
+    named = [{"name": run.key, "by_task": one} for run, one in zip(shown, results, strict=True)]
+    found = [compared(named[0], one, common=True) if results[0].keys() & one["by_task"] else None for one in named]
+    tasks = [task for task in results[0] if all(task in one for one in results)]
+    table = [(task, [one[task] for one in results]) for task in tasks]
+    rate = [{task: row["resolved"] / row["episodes"] for task, row in one.items()} for one in results]
+    table.sort(key=lambda one: (-max(abs(of[one[0]] - rate[0][one[0]]) for of in rate), one[0]))
     return _html(
-        "compare_runs.html", library, left=left, right=right, both=both,
-        rows=[(name, sums[0].get(name, ""), sums[1].get(name, "")) for name in names],
+        "compare_runs.html", library, runs=shown, found=found, table=table[:_TASKS], tasks=len(table),
+        changed=sum(len({of[task] for of in rate}) > 1 for task, _ in table),
+        rows=[(name, [one.get(name, "") for one in sums]) for name in names],
+        curves=any(len(run.metrics()) > 1 for run in shown),
     )  # fmt: skip
+
+
+def _results(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+    """Return, by task, the graded episodes of the run's held-out split if it has one, else of all splits."""
+    mine = [one for one in entries if one.facts["split"] == "val"] or entries
+    made: dict[str, dict[str, Any]] = {}
+    for task, found in _graded(mine).items():
+        resolved = sum(one.facts["resolved"] for one in found)
+        made[task] = {"row": "", "episodes": len(found), "resolved": resolved, "last": found[-1].name}
+    return made
 
 
 def search(library: Library, query: Query) -> Page:
@@ -379,3 +393,16 @@ PAGES: dict[str, Handler] = {
     "/raw": raw, "/find.json": find_json, "/episode.json": episode_json, "/compare": compare,
     "/compare_runs": compare_runs, "/search": search,
 }  # fmt: skip
+
+
+def answer(library: Library, path: str, query: Query) -> Page:
+    """Return a page by its path in ``PAGES``, or the page that says what is wrong with the link."""
+    try:
+        return PAGES[path](library, query)
+    except (NotFound, FilterError, BadLink) as error:
+        status = 404 if isinstance(error, NotFound) else 400
+        return Page(render.page("problem.html", library=library, text=str(error)), status=status)
+
+
+# What is written, beside a run; only with a name.
+WRITES: dict[str, Handler] = {"/label": label}

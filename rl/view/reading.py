@@ -1,14 +1,14 @@
 """This module makes of a record what a person reads: turns with their texts, calls, results and sub-agents. It is pure.
 
-A turn is one reply. Replies come from the session tree, or, of a hosted model, from what went over the wire or the
-agent's own events. Results of calls are what the agent reports of its tools.
+A turn is one reply: a point of the episode's trace, or, where not even messages were kept of a hosted model, what the
+agent's own events tell.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -20,10 +20,10 @@ from rewards.verdict import Outcome
 from rollout.agent.events import blocks, message_id
 from rollout.audit import audit_heard, audit_tokens
 from rollout.reading import FormatReading
-from rollout.records import NodeRecord, Record, unpack_floats, unpack_ids
+from rollout.records import NodeRecord, Record, path_of, unpack_floats, unpack_ids
+from rollout.trace import Trace, TraceError, sound, trace
 
-_NODE = re.compile(r"^node (\d+): ")
-_COMPACTED = "(The agent compacted the conversation here.)"
+COMPACTED = "(The agent compacted the conversation here.)"
 
 
 @dataclass
@@ -83,13 +83,23 @@ class Turn:
     differs: list[str] = field(default_factory=list)
     stop: str = ""
     tokens: int = 0
-    sent: int = 1
     versions: tuple[int, int] | None = None
     mean: float | None = None
     least: float | None = None
     rows: list[int] = field(default_factory=list)
     untrained: str = ""
     findings: list[str] = field(default_factory=list)
+
+    def texts(self) -> Iterator[tuple[str, int, str]]:
+        """Iterate over (what, number of the part, text) of all that is said and answered."""
+        for number, part in enumerate(self.parts):
+            yield part.kind, number, part.written
+            if part.result:
+                yield "result", number, part.result.text
+        yield from (("told", number, text) for number, text in enumerate(self.told))
+        yield from (("asked", number, text) for number, (_, text) in enumerate(self.asked))
+        if self.differs:
+            yield "sampled", 0, self.sampled
 
 
 @dataclass
@@ -108,144 +118,92 @@ class Reading:
 
     def texts(self) -> Iterator[tuple[Turn, str, int, str]]:
         """Iterate over (turn, what, number of the part, text) of all that is said and answered."""
-        for turn in self.turns:
-            for number, part in enumerate(turn.parts):
-                yield turn, part.kind, number, part.written
-                if part.result:
-                    yield turn, "result", number, part.result.text
-            for number, text in enumerate(turn.told):
-                yield turn, "told", number, text
-            for number, (_, text) in enumerate(turn.asked):
-                yield turn, "asked", number, text
-            if turn.differs:
-                yield turn, "sampled", 0, turn.sampled
+        return ((turn, *one) for turn in self.turns for one in turn.texts())
 
 
 def read(record: Record, mask_overlong: bool = False) -> Reading:
     """Return what a person reads of an episode. mask_overlong: the run leaves out episodes that a limit ended."""
-    turns = _of_tree(record) if record.nodes else _of_calls(record) if record.calls else _of_events(record)
     findings = [*audit_tokens(record), *audit_heard(record)]
-    by_node = {turn.node: turn for turn in turns if turn.node >= 0}
+    try:
+        found = trace(record)
+    except TraceError as error:
+        findings.append(str(error))
+        bare = [msgspec.structs.replace(node, says=b"", head=b"") for node in record.nodes]
+        found = trace(msgspec.structs.replace(record, nodes=bare, calls=[]))
+    turns = _turns(found) if found.points else _of_events(record)
+    by_place: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
-        match = _NODE.match(finding)
-        if match and (turn := by_node.get(int(match[1]))):
-            turn.findings.append(finding.removeprefix(match[0]))
-    for number, row in enumerate(record.rows):
-        for node in row.nodes:
-            if node in by_node:
-                by_node[node].rows.append(number)
+        place, _, what = finding.partition(": ")
+        by_place[place].append(what)
     for turn in turns:
-        turn.untrained = "" if turn.rows else _why(record, turn)
-        if turn.rows and mask_overlong and record.overlong:
-            turn.untrained = "a limit ended the episode, and this run leaves such ones out (episode.mask_overlong)"
-    _answer(record, turns)
+        turn.findings = by_place[f"node {turn.node}"]
+        turn.untrained = _why(record, turn, mask_overlong)
+    if found.silent or not found.points:
+        _answer(record, turns)
     return Reading(record, turns, _nested(turns), findings, _ending(record))
 
 
 def composed(record: Record) -> Iterator[str]:
     """Iterate over the texts of an episode that this module composes, and that its record does not have as they are."""
-    said = (node.blocks for node in record.nodes)
+    said = [sound(node.blocks) for node in record.nodes]
     if not record.nodes and record.calls:
-        said = (_blocks(call.reply.get("content")) for call in record.calls)
+        said = [sound(call.reply.get("content")) for call in record.calls]
     elif not record.nodes:
-        said = (blocks(event, "assistant") for event in record.events)
+        said = [blocks(event, "assistant") for event in record.events]
     yield from (_part(block).written for one in said for block in one)
-    for place in {place for call in record.calls for place in call.messages}:
-        yield _plain(msgspec.json.decode(record.parts[place]).get("content"))
+    places = {place for call in record.calls for place in call.messages} & {*range(len(record.parts))}
+    sent = [record.parts[place] for place in places]
+    for text in [*(b"[%b]" % part for part in sent), *(node.says for node in record.nodes if node.says)]:
+        for message in msgspec.json.decode(text, type=list[Any]):
+            if isinstance(message, dict):
+                said = message.get("content")
+                yield _plain(said)
+                yield from (_told(one.get("content")) for one in sound(said) if one.get("type") == "tool_result")
     for event in record.events:
         yield from (_told(one.get("content")) for one in blocks(event, "user") if one.get("type") == "tool_result")
         if event.get("subtype") == "compact_boundary":
-            yield _COMPACTED
+            yield COMPACTED
     yield _ending(record)
 
 
 # --- turns
 
 
-def _of_tree(record: Record) -> list[Turn]:
-    nodes, turns, by_node = record.nodes, list[Turn](), dict[int, Turn]()
-    callers = {message_id(e): str(e.get("parent_tool_use_id") or "") for e in record.events if blocks(e, "assistant")}
-    reads = _reader(record)
-    kept = {call.node: call for call in record.calls}
-    sent = Counter(call.node for call in record.calls)
-    for place, node in enumerate(nodes):
-        if node.logprobs is None:
-            continue
-        turn = Turn(len(turns) + 1, place, node.message_id, list(map(_part, node.blocks)), sampled=node.text)
-        at = node.parent
-        while 0 <= at < place and nodes[at].logprobs is None:
-            turn.context.insert(0, at)
-            turn.context_tokens += nodes[at].length
-            at = nodes[at].parent if nodes[at].parent < at else -1
-        turn.after = by_node[at].number if at in by_node else 0
-        turn.kind = "side" if node.side else "agent" if callers.get(node.message_id) else "main"
-        turn.caller = callers.get(node.message_id, "")
-        turn.stop, turn.tokens, turn.sent = node.stop_reason, node.length, max(1, sent[place])
-        values = unpack_floats(node.logprobs)
-        turn.mean, turn.least = (fmean(values), min(values)) if values else (None, None)
-        turn.versions = _versions(node)
-        turn.differs = list(_differences(node, reads))
-        if place in kept:
-            turn.asked = _asked(record, kept[place].messages, by_node.get(at), kept)
+def _turns(found: Trace) -> list[Turn]:
+    record, turns = found.record, list[Turn]()
+    reads, results = _reader(record), found.results()
+    for point in found.points:
+        turn = Turn(point.number + 1, point.node, point.name, list(map(_part, point.blocks)), point.kind, point.caller)
+        turn.after, turn.stop, turn.rows = point.after + 1, point.stop, [] if point.node < 0 else point.rows
+        for place, part in enumerate(turn.parts):
+            if (result := results.get((point.number, place))) is not None:
+                part.result = Result(_told(result.get("content")), result.get("is_error") is True)
+        for message in (one for one in point.read if not isinstance(one, int)):
+            if text := _plain(message["content"]):
+                turn.asked.append((message["role"], text))
+        if point.node >= 0:
+            _of_node(turn, record, found.points[point.after].node if point.after >= 0 else -1, reads)
         turns.append(turn)
-        by_node[place] = turn
-    _sort_out(nodes, turns, by_node, callers)
+    for last, turn in itertools.pairwise(one for one in turns if one.kind == "main"):
+        if not turn.after:
+            turn.notice = "The conversation begins anew here, as after a compaction: what came before is not read."
+        elif turn.after != last.number:
+            turn.notice = f"This is a branch: it goes on from turn {turn.after}, and knows nothing that came later."
     return turns
 
 
-def _sort_out(nodes: list[NodeRecord], turns: list[Turn], by_node: dict[int, Turn], callers: dict[str, str]) -> None:
-    """Assign replies that the agent does not report to the conversations that they are in; note where these branch."""
-    roots: dict[int, int] = {}
-    for place, node in enumerate(nodes):
-        roots[place] = roots.get(node.parent, place) if node.parent >= 0 else place
-    known: dict[int, Turn] = {}
-    for turn in turns:
-        if turn.name in callers:
-            known.setdefault(roots[turn.node], turn)
-    last: Turn | None = None
-    for turn in turns:
-        before = turns[turn.after - 1] if turn.after else known.get(roots[turn.node])
-        if turn.name not in callers and turn.kind != "side" and before:
-            turn.kind, turn.caller = before.kind, before.caller
-        if turn.kind == "main":
-            if last and not turn.after:
-                turn.notice = "The conversation begins anew here, as after a compaction: what came before is not read."
-            elif last and turn.after != last.number:
-                turn.notice = f"This is a branch: it goes on from turn {turn.after}, and knows nothing that came later."
-            last = turn
-
-
-def _asked(record: Record, messages: list[int], before: Turn | None, kept: dict[int, Any]) -> list[tuple[str, str]]:
-    """Return the messages of a request that the one before it in the conversation did not have, without results."""
-    old = set(kept[before.node].messages) if before and before.node in kept else set()
-    out = []
-    for place in messages:
-        if place in old:
-            continue
-        message = msgspec.json.decode(record.parts[place])
-        if message.get("role") != "assistant" and (text := _plain(message.get("content"))):
-            out.append((str(message.get("role")), text))
-    return out
-
-
-def _of_calls(record: Record) -> list[Turn]:
-    callers = {message_id(e): str(e.get("parent_tool_use_id") or "") for e in record.events if blocks(e, "assistant")}
-    turns: list[Turn] = []
-    old: set[int] = set()
-    for call in sorted(record.calls, key=lambda one: one.started):
-        said = _blocks(call.reply.get("content"))
-        name = str(call.reply.get("id"))
-        turn = Turn(len(turns) + 1, -1, name, list(map(_part, said)), stop=str(call.reply.get("stop_reason")))
-        turn.kind = "side" if call.side else "agent" if callers.get(name) else "main"
-        turn.caller = callers.get(name, "")
-        for place in call.messages:
-            if place not in old:
-                message = msgspec.json.decode(record.parts[place])
-                if message.get("role") != "assistant" and (text := _plain(message.get("content"))):
-                    turn.asked.append((str(message.get("role")), text))
-        old.update(call.messages)
-        turns.append(turn)
-    return turns
+def _of_node(turn: Turn, record: Record, after: int, reads: FormatReading | None) -> None:
+    """Add what the tree has of a reply. ``after``: the node that it goes on from."""
+    node = record.nodes[turn.node]
+    path = path_of(record.nodes, turn.node)[:-1]
+    turn.context = path[path.index(after) + 1 :] if after in path else path
+    turn.context_tokens = sum(record.nodes[one].length for one in turn.context)
+    turn.sampled, turn.tokens = node.text, node.length
+    values = unpack_floats(node.logprobs or b"")
+    turn.mean, turn.least = (fmean(values), min(values)) if values else (None, None)
+    versions = unpack_ids(node.versions) if isinstance(node.versions, bytes) else node.versions
+    turn.versions = (min(versions), max(versions)) if versions else None
+    turn.differs = list(_differences(node, reads))
 
 
 def _of_events(record: Record) -> list[Turn]:
@@ -259,10 +217,6 @@ def _of_events(record: Record) -> list[Turn]:
             turn.kind = "agent" if turn.caller else "main"
             turn.parts += map(_part, said)
     return list(turns.values())
-
-
-def _blocks(content: Any) -> list[dict[str, Any]]:
-    return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
 
 
 def _part(block: dict[str, Any]) -> Part:
@@ -283,9 +237,8 @@ def _plain(content: Any) -> str:
     """Return the texts of a message, without results of calls."""
     if isinstance(content, str):
         return content
-    parts = _blocks(content)
-    texts = [str(one["text"]) if "text" in one else f"({one.get('type')})" for one in parts]
-    return "\n\n".join(text for text, one in zip(texts, parts, strict=True) if one.get("type") != "tool_result")
+    parts = [one for one in sound(content) if one.get("type") != "tool_result"]
+    return "\n\n".join(str(one["text"]) if "text" in one else f"({one.get('type')})" for one in parts)
 
 
 # --- what is said about them
@@ -312,8 +265,12 @@ def _differences(node: NodeRecord, reads: FormatReading | None) -> Iterator[str]
         yield "It was cut at the limit of tokens, or by a stop sequence: the policy did not end its turn."
 
 
-def _why(record: Record, turn: Turn) -> str:
-    """Return why a reply is in no training row."""
+def _why(record: Record, turn: Turn, mask_overlong: bool) -> str:
+    """Return why a reply is not trained on; "" if it is."""
+    if turn.rows and not (mask_overlong and record.overlong):
+        return ""
+    if turn.rows:
+        return "a limit ended the episode, and this run leaves such ones out (episode.mask_overlong)"
     if turn.node < 0:
         return "a hosted model's reply has no tokens to train on"
     node = record.nodes[turn.node]
@@ -328,11 +285,6 @@ def _why(record: Record, turn: Turn) -> str:
     return "no row has it: the audit says more"
 
 
-def _versions(node: NodeRecord) -> tuple[int, int] | None:
-    values = unpack_ids(node.versions) if isinstance(node.versions, bytes) else node.versions
-    return (min(values), max(values)) if values else None
-
-
 def _answer(record: Record, turns: list[Turn]) -> None:
     """Give calls their results, and turns what the agent put before them, as its events tell."""
     calls = {part.id: part for turn in turns for part in turn.parts if part.kind == "call"}
@@ -343,7 +295,7 @@ def _answer(record: Record, turns: list[Turn]) -> None:
             if waiting and (turn := by_name.get(message_id(event))):
                 turn.told, waiting = waiting, []
         elif event.get("subtype") == "compact_boundary":
-            waiting.append(_COMPACTED)
+            waiting.append(COMPACTED)
         for block in blocks(event, "user"):
             if block.get("type") == "tool_result":
                 if part := calls.get(str(block.get("tool_use_id"))):
@@ -370,14 +322,12 @@ def _short(value: Any) -> Any:
 
 def _nested(turns: list[Turn]) -> list[Turn]:
     """Put the turns of sub-agents into the calls that started them; return the others."""
-    inner: dict[str, list[Turn]] = defaultdict(list)
-    calls = {part.id: (turn, part) for turn in turns for part in turn.parts if part.kind == "call"}
+    calls = {part.id: (turn.number, part.inner) for turn in turns for part in turn.parts if part.kind == "call"}
+    others: list[Turn] = []
     for turn in turns:
-        if turn.caller in calls and calls[turn.caller][0].number < turn.number:
-            inner[turn.caller].append(turn)
-    for name, found in inner.items():
-        calls[name][1].inner = found
-    return [turn for turn in turns if not any(turn is one for one in inner.get(turn.caller, ()))]
+        number, inner = calls.get(turn.caller, (turn.number, others))
+        (inner if number < turn.number else others).append(turn)
+    return others
 
 
 def _ending(record: Record) -> str:

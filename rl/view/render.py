@@ -97,13 +97,9 @@ def arguments(part: Part) -> list[tuple[str, str, Any]]:
 
 
 @functools.cache
-def _style() -> str:
-    return (_HERE / "static" / "view.css").read_text()
-
-
 def style() -> tuple[str, str]:
     """Return the style sheet and its hash for a content-security policy, for a file that stands alone."""
-    text = _style()
+    text = (_HERE / "static" / "view.css").read_text()
     return text, base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-import json
 import statistics
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rl.data.labels import Labels
 from rl.metrics.episodes import Line, fold, read_jsonl
 from rl.metrics.panels import SECTIONS
 from rl.run import phases
 from rl.view.index import Entry, Index
+from rollout.sandbox import lease
 
 BINS = 10  # of the histogram of rewards
+MEANS = ("resolved", "reward", "turns", "tokens_sampled", "tokens_context", "wall_s")  # of a step's episodes
+Kind = TypeVar("Kind")
 _EPSILON = 1e-6  # verl's, added to the standard deviation of a group
 
 
 class Run:
-    """A run is what the pages show of one directory; ``number`` is its place on the command line."""
+    """A run is what the pages show of one directory. ``key``: its name in links, which no other run has."""
 
-    def __init__(self, number: int, index: Index) -> None:
-        self.number, self.index, self.dir = number, index, index.base
+    def __init__(self, index: Index, known: Container[str] = ()) -> None:
+        self.index, self.dir = index, index.base
         parent, name = self.dir.parent.name, self.dir.name
-        self.name = index.source.name if index.source.is_file() else f"{parent}/{name}"
-        self._config: dict[str, Any] | None = None
+        self.name = self.key = index.source.name if index.source.is_file() else f"{parent}/{name}"
+        if self.key in known:
+            self.key = str(index.source)
+        self.labels = Labels(self.dir)
         self._tasks: dict[str, dict[str, Any]] = {}
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """Return the composed config; empty if there is none."""
-        if self._config is None:
-            import yaml
+        import yaml
 
-            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-            try:
-                read = yaml.load((self.dir / "config.yaml").read_bytes(), loader)
-            except (OSError, yaml.YAMLError):
-                read = None
-            self._config = read if isinstance(read, dict) else {}
-        return self._config
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        try:
+            read = yaml.load((self.dir / "config.yaml").read_bytes(), loader)
+        except (OSError, yaml.YAMLError):
+            return {}
+        return read if isinstance(read, dict) else {}
 
     def setting(self, path: str, default: Any = None) -> Any:
         """Return a value of the config by its dotted key."""
@@ -59,7 +64,12 @@ class Run:
             phase = phases.read(self.dir)
         except (OSError, ValueError, TypeError):
             phase = None
-        return f"step {phase.step}: {phase.name}" if phase else ""
+        if phase is None:
+            return ""
+        # Whoever works on a run renews its lease.
+        seen = lease.read(self.dir / "run.lease")
+        ended = seen is None or time.time() - seen[1] / 1e9 > lease.STALE_S
+        return f"{'ended in ' if ended else ''}step {phase.step}: {phase.name}"
 
     def metrics(self) -> list[Line]:
         """Return the lines of metrics.jsonl, or, where there is none, what the episodes of each step tell."""
@@ -68,8 +78,12 @@ class Run:
             return found
         told: dict[int, Line] = defaultdict(dict)
         for (split, step), lines in sorted(by_step(self.index.entries).items()):
-            told[step] |= fold(lines, "val" if split == "val" else "episode")
+            told[step] |= fold(lines, "episode" if split == "train" else "val")
         return [{"step": step, **values} for step, values in sorted(told.items())]
+
+    def attempts(self, task: str) -> list[Entry]:
+        """Return the attempts of a task."""
+        return [one for one in self.index.entries if one.facts["task"] == task]
 
     def task(self, name: str) -> dict[str, Any]:
         """Return the row of a task: statement, gold patch and names of hidden tests; empty if it cannot be found."""
@@ -104,12 +118,17 @@ def _row(path: Path, name: str) -> dict[str, Any]:
 # --- tables of episodes
 
 
+def grouped(found: Iterable[Kind], key: Callable[[Kind], Any]) -> dict[Any, list[Kind]]:
+    """Return what has the same key together, in the order in which it comes."""
+    groups: dict[Any, list[Kind]] = defaultdict(list)
+    for one in found:
+        groups[key(one)].append(one)
+    return groups
+
+
 def by_step(entries: Iterable[Entry]) -> dict[tuple[str, int], list[Line]]:
     """Return the figures of episodes by (split, step)."""
-    found: dict[tuple[str, int], list[Line]] = defaultdict(list)
-    for entry in entries:
-        found[entry.facts["split"], entry.facts["step"]].append(entry.facts)
-    return found
+    return grouped((one.facts for one in entries), lambda line: (line["split"], line["step"]))
 
 
 def steps(entries: Iterable[Entry]) -> list[dict[str, Any]]:
@@ -118,11 +137,8 @@ def steps(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     for (split, step), lines in sorted(by_step(entries).items(), key=lambda one: (-one[0][1], one[0][0])):
         graded = [one for one in lines if not one["infra"]]
         row: dict[str, Any] = {"split": split, "step": step, "episodes": len(lines), "infra": len(lines) - len(graded)}
-        for key, figure in (
-            ("resolved", "resolved"), ("reward", "reward"), ("turns", "turns"), ("sampled", "tokens_sampled"),
-            ("context", "tokens_context"), ("wall", "wall_s"),
-        ):  # fmt: skip
-            values = [float(one[figure]) for one in graded if one[figure] is not None]
+        for key in MEANS:
+            values = [float(one[key]) for one in graded if one[key] is not None]
             row[key] = statistics.fmean(values) if values else None
         row["flagged"] = sum(bool(one["flags"]) for one in lines)
         row["causes"] = Counter(one["reason"] for one in lines if one["reason"]).most_common(3)
@@ -132,7 +148,8 @@ def steps(entries: Iterable[Entry]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Bin:
-    """A bin of the histogram counts episodes with a reward in [low, high), the last one's end included."""
+    """A bin of the histogram counts episodes with a reward in [low, high), the last one's end included; or, if the two
+    are the same, with just this reward."""
 
     low: float
     high: float
@@ -141,10 +158,13 @@ class Bin:
 
 
 def histogram(entries: Iterable[Entry]) -> list[Bin]:
-    """Return the rewards of graded episodes in ``BINS`` bins; fewer if there are fewer different rewards."""
+    """Return the rewards of graded episodes in ``BINS`` bins; or one for each reward if there are fewer."""
     values = sorted(float(one.facts["reward"]) for one in entries if one.facts["reward"] is not None)
     if not values:
         return []
+    if len(known := Counter([0.0, 1.0, *values])) <= BINS:
+        counts = {value: count - (value in (0.0, 1.0)) for value, count in sorted(known.items())}
+        return [Bin(value, value, count, count / max(counts.values())) for value, count in counts.items()]
     low, high = min(0.0, values[0]), max(1.0, values[-1])
     width = (high - low) / BINS
     counts = Counter(min(BINS - 1, int((value - low) / width + 1e-9)) for value in values)
@@ -154,21 +174,40 @@ def histogram(entries: Iterable[Entry]) -> list[Bin]:
 
 def group(entries: Iterable[Entry], task: str, split: str, step: int) -> list[Entry]:
     """Return the attempts of a task at a step."""
-    key = (task, split, step)
-    return [one for one in entries if (one.facts["task"], one.facts["split"], one.facts["step"]) == key]
+    return [one for one in entries if _group_of(one.facts) == (task, split, step)]
 
 
 def advantages(members: Sequence[Entry], by_deviation: bool) -> dict[str, float]:
     """Return GRPO's advantage of each graded episode of a group, by name: the reward less the group's mean.
 
-    by_deviation: divided by the standard deviation. A group with fewer than two episodes has none.
+    by_deviation: divided by the standard deviation. A group with fewer than two episodes has none, nor has one that is
+    not trained on.
     """
+    if any(one.facts["split"] != "train" for one in members):
+        return {}
     rewards = {one.name: float(one.facts["reward"]) for one in members if one.facts["reward"] is not None}
     if len(rewards) < 2:
         return {}
     mean = statistics.fmean(rewards.values())
     scale = statistics.stdev(rewards.values()) + _EPSILON if by_deviation else 1.0
     return {name: (reward - mean) / scale for name, reward in rewards.items()}
+
+
+def taught_nothing(members: Sequence[Entry]) -> str:
+    """Return why GRPO learns nothing from a group, in a sentence; "" if it does, or is not trained on."""
+    if any(one.facts["split"] != "train" for one in members):
+        return ""
+    graded = [one for one in members if one.facts["reward"] is not None]
+    if len(graded) < 2:
+        lost = f"{len(members) - len(graded)} of its {len(members)} episodes were lost"
+        return f"This group taught nothing: {lost}, and one alone has nothing to be compared with."
+    if len({one.facts["reward"] for one in graded}) > 1:
+        return ""
+    if all(one.facts["resolved"] for one in graded):
+        return "This group taught nothing: all its episodes resolved the task, so none is better than the others."
+    cause, count = Counter(str(one.facts["reason"]) for one in graded).most_common(1)[0]
+    why = f"{cause.replace('_', ' ')} in {count} of {len(graded)}"
+    return f"This group taught nothing: all its episodes have the same reward, and none resolved the task ({why})."
 
 
 def by_deviation(run: Run) -> bool:
@@ -199,21 +238,17 @@ def hidden_tests(verdicts: dict[str, dict[str, Any]]) -> list[HiddenTest]:
                 for name in names:
                     one = found.setdefault((kind, name), HiddenTest(str(name), kind, dict.fromkeys(verdicts)))
                     one.passed[episode] = result == "success"
-    order = {True: 0, False: 1}
-    return sorted(found.values(), key=lambda one: (order[one.differs], all(one.passed.values()), one.kind, one.name))
+    return sorted(found.values(), key=lambda one: (not one.differs, all(one.passed.values()), one.kind, one.name))
 
 
 # --- choosing episodes
 
-_TEXT = {"split": "split", "verdict": "verdict", "repo": "repo", "task": "task", "agent": "agent"}
+_TEXT = ("split", "verdict", "repo", "task", "agent")
 _RANGE = {
     "step": "step", "turns": "turns", "tokens": "tokens_sampled", "reward": "reward", "seconds": "wall_s",
     "malformed": "malformed_calls", "unread": "unread_replies",
 }  # fmt: skip
-SORTS = {
-    "step": "step", "turns": "turns", "tokens": "tokens_sampled", "reward": "reward", "seconds": "wall_s",
-    "task": "task", "verdict": "verdict", "rows": "rows",
-}  # fmt: skip
+SORTS = {**_RANGE, "task": "task", "verdict": "verdict", "rows": "rows"}
 
 
 class FilterError(ValueError):
@@ -224,15 +259,15 @@ def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
     """Return the entries that a query asks for, in its order.
 
     Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
-    ("sound" or "findings"), ``flag`` (a name, or "any"), ``q`` (part of the episode's name), ``sort`` (a key of SORTS,
-    with "-" the greatest first). Raises FilterError.
+    ("sound" or "findings"), ``flag`` (a name, or "any"), ``group`` ("taught nothing" or "taught"), ``q`` (part of the
+    episode's name), ``sort`` (a key of SORTS, with "-" the greatest first). Raises FilterError.
     """
     tests: list[Callable[[Line], bool]] = []
     for key, value in query.items():
         if not value:
             continue
         if key in _TEXT:
-            tests.append(lambda one, k=_TEXT[key], v=value: _is(one, k, v))
+            tests.append(lambda one, k=key, v=value: _is(one, k, v))
         elif key in _RANGE:
             low, high = _bounds(key, value)
             tests.append(lambda one, k=_RANGE[key], a=low, b=high: one[k] is not None and a <= one[k] <= b)
@@ -240,6 +275,11 @@ def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
             tests.append(lambda one, v=value: (one["findings"] > 0) == (v == "findings"))
         elif key == "flag":
             tests.append(lambda one, v=value: bool(one["flags"]) if v == "any" else v in one["flags"])
+        elif key == "group":
+            groups = grouped(entries, lambda one: _group_of(one.facts))
+            flat = {place for place, members in groups.items() if taught_nothing(members)}
+            mine = {place for place in groups if place[1] == "train" and (place in flat) == (value != "taught")}
+            tests.append(lambda one, m=mine: _group_of(one) in m)
         elif key == "q":
             tests.append(lambda one, v=value: v.lower() in one["episode"].lower())
     found = [one for one in entries if all(test(one.facts) for test in tests)]
@@ -249,6 +289,10 @@ def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
         known = [one for one in found if one.facts[figure] is not None]
         return sorted(known, key=lambda one: one.facts[figure], reverse=sort.startswith("-")) + missing
     return found[::-1]
+
+
+def _group_of(line: Line) -> tuple[Any, ...]:
+    return line["task"], line["split"], line["step"]
 
 
 def _is(line: Line, key: str, value: str) -> bool:
@@ -269,11 +313,10 @@ def values_of(entries: Iterable[Entry]) -> dict[str, list[str]]:
     """Return what there is to choose from: splits, verdicts, repositories, flags and so on."""
     facts = [one.facts for one in entries]
     return {
-        "split": sorted({one["split"] for one in facts}),
-        "verdict": sorted({one["verdict"] for one in facts}),
-        "repo": sorted({one["repo"] for one in facts if one["repo"]}),
+        **{key: sorted({one[key] for one in facts} - {""}) for key in ("split", "verdict", "repo")},
         "audit": ["sound", "findings"],
         "flag": sorted({flag for one in facts for flag in one["flags"]}),
+        "group": ["taught nothing", "taught"],
     }
 
 
@@ -306,8 +349,3 @@ def curves(runs: dict[str, list[Line]]) -> list[dict[str, Any]]:
                  "stacked": stacked, "steps": at, "series": series}
             )  # fmt: skip
     return out
-
-
-def plain(value: Any) -> str:
-    """Return a value as JSON text that people read."""
-    return json.dumps(value, indent=1, ensure_ascii=False, default=repr)

@@ -12,23 +12,22 @@ import contextlib
 import functools
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from rl.view import pages
 from rl.view.library import Library, NotFound
-from rl.view.runs import FilterError
 
-_STATIC = Path(__file__).with_name("static")
-_POLICY = (
+STATIC = Path(__file__).with_name("static")
+POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 _HEADERS = {
-    "Content-Security-Policy": _POLICY,
+    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -37,8 +36,6 @@ _HEADERS = {
 }
 _COOKIE = "view"
 _PAUSE_S = 1.0  # between two looks at the records
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_loopback(host: str) -> bool:
@@ -51,9 +48,12 @@ def is_loopback(host: str) -> bool:
 def application(library: Library, token: str = "") -> web.Application:
     """Return the web application. token: what a request must show; empty for a server on loopback."""
     app = web.Application(middlewares=[_guard(token)], client_max_size=1 << 16)
-    for path, page in pages.PAGES.items():
-        app.router.add_get(path, functools.partial(_answer, library, page))
-    app.router.add_static("/static", _STATIC)
+    for path in pages.PAGES:
+        app.router.add_get(path, functools.partial(_answer, library))
+    for path, page in pages.WRITES.items() if library.who else ():
+        app.router.add_post(path, functools.partial(_write, library, page))
+    app.router.add_static("/static", STATIC)
+    app.on_response_prepare.append(_add_headers)
 
     async def reading(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(_follow(library))
@@ -76,49 +76,50 @@ async def _follow(library: Library) -> None:
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _answer(library: Library, page: pages.Handler, request: web.Request) -> web.Response:
-    query = dict(request.query)
-    try:
-        made = await asyncio.to_thread(page, library, query)
-    except NotFound as error:
-        made = pages.problem(library, str(error))
-        return web.Response(text=str(made.body), content_type="text/html", status=404)
-    except (FilterError, pages.BadLink) as error:
-        made = pages.problem(library, str(error))
-        return web.Response(text=str(made.body), content_type="text/html", status=400)
+async def _answer(library: Library, request: web.Request) -> web.Response:
+    made = await asyncio.to_thread(pages.answer, library, request.path, dict(request.query))
     if made.to:
         raise web.HTTPFound(made.to)
     body = made.body.encode("utf-8", "replace") if isinstance(made.body, str) else made.body
-    response = web.Response(body=body, content_type=made.type, charset="utf-8", headers=made.headers)
+    response = web.Response(
+        body=body, status=made.status, content_type=made.type, charset="utf-8", headers=made.headers
+    )
     if len(body) > 1 << 14:
         response.enable_compression()
     return response
 
 
+async def _write(library: Library, page: pages.Handler, request: web.Request) -> web.Response:
+    # A page of another site cannot set this header without asking, and is not allowed to.
+    if request.headers.get("X-View") != "1":
+        return web.Response(status=403, text="view: not from a page of this view\n")
+    given = {str(key): str(value) for key, value in (await request.post()).items()}
+    try:
+        made = await asyncio.to_thread(page, library, given)
+    except (NotFound, pages.BadLink) as error:
+        return web.Response(status=400, text=f"{error}\n")
+    return web.Response(body=str(made.body).encode("utf-8", "replace"), content_type=made.type)
+
+
 def _guard(token: str) -> Middleware:
     @web.middleware
-    async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if token:
             given = request.query.get("token", "")
             if given and hmac.compare_digest(given.encode(), token.encode()):
                 place = str(request.rel_url.without_query_params("token"))
                 response = web.Response(status=302, headers={"Location": place})
                 response.set_cookie(_COOKIE, token, httponly=True, samesite="Strict", path="/")
-                return _with_headers(response)
+                return response
             if not hmac.compare_digest(request.cookies.get(_COOKIE, "").encode(), token.encode()):
-                return _with_headers(web.Response(status=403, text="view: open the address with its token\n"))
+                return web.Response(status=403, text="view: open the address with its token\n")
         elif not is_loopback(request.host.rpartition(":")[0] or request.host):
-            return _with_headers(web.Response(status=403, text="view: open it as localhost\n"))
-        try:
-            return _with_headers(await handler(request))
-        except web.HTTPException as error:
-            _with_headers(error)
-            raise
+            return web.Response(status=403, text="view: open it as localhost\n")
+        return await handler(request)
 
     return guard
 
 
-def _with_headers(response: web.StreamResponse) -> web.StreamResponse:
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
-    return response

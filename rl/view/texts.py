@@ -15,7 +15,7 @@ _MARKS = re.compile("[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f
 _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
 _CONTROLS |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_LINES = 2000  # of texts that are compared line by line; longer ones are compared as they are
+_PAIRS = 10_000  # of lines that are compared with each other; more are shown as taken away and added
 
 
 def clean(text: Any) -> str:
@@ -86,14 +86,20 @@ def patch(text: str) -> list[FileDiff]:
 def compared(old: str, new: str) -> list[tuple[str, str]]:
     """Return (kind, text) of the lines of two texts, as in a patch with all context."""
     before, after = old.splitlines(), new.splitlines()
-    if len(before) + len(after) > _LINES:
-        return [("del", clean(one)) for one in before] + [("add", clean(one)) for one in after]
-    return list(_compared(before, after))
+    shorter = min(len(before), len(after))
+    head = next((n for n in range(shorter) if before[n] != after[n]), shorter)
+    rest = shorter - head
+    tail = next((n for n in range(rest) if before[-1 - n] != after[-1 - n]), rest)
+    until, end = len(before) - tail, len(after) - tail
+    first, last = ([("same", f" {clean(one)}") for one in part] for part in (before[:head], before[until:]))
+    return [*first, *_compared(before[head:until], after[head:end]), *last]
 
 
 def _compared(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str, str]]:
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    for what, a, b, c, d in matcher.get_opcodes():
+    changes = [("replace", 0, len(before), 0, len(after))]
+    if len(before) * len(after) <= _PAIRS:
+        changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    for what, a, b, c, d in changes:
         if what == "equal":
             yield from (("same", f" {clean(one)}") for one in before[a:b])
         else:

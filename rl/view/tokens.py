@@ -6,7 +6,7 @@ import functools
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -58,11 +58,13 @@ class Vocabulary:
             cut = ([ids[at : at + size] for at in range(0, len(ids), size)] for ids in parts)
             return "\0".join("".join(self.text(unpack_ids(one)) for one in ids) for ids in cut).encode()
         starts, sizes, data = self._bytes
-        known = numpy.frombuffer(pack_ids([len(sizes) - 1]).join(parts), dtype="<i4").astype(numpy.int64)
-        known = known[(known >= 0) & (known < len(sizes))]
-        lengths = sizes[known]
-        ends = lengths.cumsum()
-        return data[numpy.repeat(starts[known] + lengths - ends, lengths) + numpy.arange(lengths.sum())].tobytes()
+        known = numpy.frombuffer(pack_ids([len(sizes) - 1]).join(parts), dtype="<i4")
+        if known.size and not 0 <= known.min() <= known.max() < len(sizes):
+            known = known[(known >= 0) & (known < len(sizes))]
+        lengths = sizes.take(known)
+        at = numpy.repeat(starts.take(known) + lengths - lengths.cumsum(dtype=sizes.dtype), lengths)
+        at += numpy.arange(at.size, dtype=at.dtype)
+        return data.take(at).tobytes()
 
     @functools.cached_property
     def _bytes(self) -> tuple[Any, Any, Any] | None:
@@ -78,15 +80,13 @@ class Vocabulary:
             values = [_BYTES.get(one) for one in token]
             pieces[number] = token.encode() if None in values else bytes(values)  # ty: ignore
         pieces.append(b"\0")
-        sizes = numpy.array([len(one) for one in pieces], dtype=numpy.int64)
-        return sizes.cumsum() - sizes, sizes, numpy.frombuffer(b"".join(pieces), dtype=numpy.uint8)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return what each id says by itself."""
-        return [self._piece(one) for one in ids]
+        sizes = numpy.array([len(one) for one in pieces], dtype=numpy.int32)  # half as long to move as int64
+        starts = sizes.cumsum(dtype=sizes.dtype) - sizes
+        return starts, sizes, numpy.frombuffer(b"".join(pieces), dtype=numpy.uint8)
 
     @functools.lru_cache(maxsize=1 << 17)  # noqa: B019  there is one per model
-    def _piece(self, one: int) -> str:
+    def piece(self, one: int) -> str:
+        """Return what an id says by itself."""
         if self._codec is None:
             return f"{one} "
         text = self._codec.decode([one], skip_special_tokens=False)
@@ -112,11 +112,11 @@ class Place:
     start: int
     end: int
     sampled: bool
+    delivered: bool
+    masked: bool
     lane: int = 0
     rows: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    delivered: bool = True
-    masked: bool = False
     x: float = 0.0
     y: float = 0.0
     width: float = 0.0
@@ -150,9 +150,8 @@ def tree(record: Record, masked: bool = False, width: float = 1000.0) -> Tree:
     for number, node in enumerate(nodes):
         parent = node.parent if node.parent < number else -1
         start = places[parent].end if parent >= 0 else 0
-        one = Place(number, parent, start, start + node.length, node.logprobs is not None)
-        one.delivered, one.masked = node.delivered, masked
-        places.append(one)
+        end, sampled = start + node.length, node.logprobs is not None
+        places.append(Place(number, parent, start, end, sampled, node.delivered, masked))
     for number, row in enumerate(record.rows):
         known = [node for node in row.nodes if 0 <= node < len(places)]  # the audit says what is wrong with others
         for node in known:
@@ -229,22 +228,20 @@ def tokens(record: Record, node: int, words: Vocabulary, trained: Trained | None
     """Return at most ``MOST`` tokens of a node from ``start`` on."""
     one = record.nodes[node]
     ids = unpack_ids(one.ids[4 * start : 4 * (start + MOST)])
-    logprobs = unpack_floats(one.logprobs) if one.logprobs is not None else []
-    versions = _versions(one)
+    versions = unpack_ids(one.versions) if isinstance(one.versions, bytes) else []
     told = trained.of(node) if trained else None
+    columns: Any = (_logprobs(one), versions, told.logprobs if told else (), told.entropies if told else ())
     out = []
-    for at, (value, text) in enumerate(zip(ids, words.pieces(ids), strict=True), start):
-        logprob = logprobs[at] if at < len(logprobs) else None
-        trainer = told.logprobs[at] if told and at < len(told.logprobs) else None
+    for at, value in enumerate(ids, start):
+        logprob, version, trainer, entropy = (column[at] if at < len(column) else None for column in columns)
         ratio = _ratio(trainer, logprob)
-        entropy = told.entropies[at] if told and at < len(told.entropies) else None
-        version = versions[at] if at < len(versions) else None
-        out.append(Token(at, value, text, value in words.special, logprob, version, trainer, ratio, entropy))
+        text, special = words.piece(value), value in words.special
+        out.append(Token(at, value, text, special, logprob, version, trainer, ratio, entropy))
     return out
 
 
-def _versions(node: NodeRecord) -> list[int]:
-    return unpack_ids(node.versions) if isinstance(node.versions, bytes) else []
+def _logprobs(node: NodeRecord) -> list[float]:
+    return unpack_floats((node.logprobs or b"")[: len(node.ids)])
 
 
 def _ratio(trainer: float | None, rollout: float | None) -> float | None:
@@ -265,7 +262,10 @@ class Jump:
 
 def improbable(record: Record, words: Vocabulary) -> list[Jump]:
     """Return the sampled tokens with the lowest log-probabilities, the lowest first."""
-    return _jumps(record, words, ((value, node, at, value) for node, at, value in _sampled(record)))
+    found = ((_logprobs(one), node) for node, one in enumerate(record.nodes))
+    return _jumps(
+        record, words, ((value, node, at, value) for values, node in found for at, value in enumerate(values))
+    )
 
 
 def tilted(record: Record, words: Vocabulary, trained: Trained | None) -> list[Jump]:
@@ -274,25 +274,16 @@ def tilted(record: Record, words: Vocabulary, trained: Trained | None) -> list[J
         return []
     found = []
     for node, one in enumerate(record.nodes):
-        told = trained.of(node)
-        if told is None or one.logprobs is None:
-            continue
-        for at, (mine, theirs) in enumerate(zip(unpack_floats(one.logprobs), told.logprobs, strict=False)):
-            found.append((-abs(theirs - mine), node, at, _ratio(theirs, mine) or 0.0))
+        if told := trained.of(node):
+            for at, (mine, theirs) in enumerate(zip(_logprobs(one), told.logprobs, strict=False)):
+                found.append((-abs(theirs - mine), node, at, _ratio(theirs, mine) or 0.0))
     return _jumps(record, words, found)
 
 
-def _sampled(record: Record) -> Iterator[tuple[int, int, float]]:
-    for node, one in enumerate(record.nodes):
-        for at, value in enumerate(unpack_floats(one.logprobs) if one.logprobs is not None else ()):
-            yield node, at, value
-
-
 def _jumps(record: Record, words: Vocabulary, found: Any) -> list[Jump]:
-    least = heapq.nsmallest(_JUMPS, found)
     return [
-        Jump(node, at, words.pieces(unpack_ids(record.nodes[node].ids[4 * at : 4 * at + 4]))[0], value)
-        for _, node, at, value in least
+        Jump(node, at, words.piece(*unpack_ids(record.nodes[node].ids[4 * at : 4 * at + 4])), value)
+        for _, node, at, value in heapq.nsmallest(_JUMPS, found)
     ]
 
 
@@ -312,10 +303,7 @@ class Texts:
         ends = self._made(node)[1]
         chunk = bisect_right(ends, character)
         ids, at = self._chunk(node, chunk), character - (ends[chunk - 1] if chunk else 0)
-        return MOST * chunk + bisect_right(range(len(ids)), at, key=lambda n: self._length(ids[: n + 1]))
-
-    def _length(self, ids: list[int]) -> int:
-        return len(self._words.text(ids))
+        return MOST * chunk + bisect_right(range(len(ids)), at, key=lambda n: len(self._words.text(ids[: n + 1])))
 
     def _chunk(self, node: int, number: int) -> list[int]:
         return unpack_ids(self._record.nodes[node].ids[4 * MOST * number : 4 * MOST * (number + 1)])

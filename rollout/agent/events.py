@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-_DEPTH = 64  # levels of nested lists and objects; Claude Code's own events have about ten
+from rollout import storable
+
 _PARTS = 1 << 20  # values in a whole stream, about 100 bytes each once read; an episode of 200 turns has 20,000
 
 
@@ -30,7 +31,7 @@ def read(output: bytes) -> list[dict[str, Any]]:
             event = msgspec.json.decode(line)
         except (ValueError, RecursionError):  # msgspec's own errors are ValueErrors
             continue
-        if isinstance(event, dict) and _storable(event):
+        if isinstance(event, dict) and storable(event):
             events.append(event)
     return events
 
@@ -79,16 +80,3 @@ def usage(event: dict[str, Any]) -> tuple[int, int]:
 
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0
-
-
-def _storable(value: Any) -> bool:
-    """Tell whether MessagePack can hold a value, and whether it is shallow enough for any code that walks it."""
-    level = [value]
-    for _ in range(_DEPTH):
-        inner = [one for one in level if isinstance(one, dict | list)]
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-        if not level:
-            return True
-        if any(isinstance(part, int) and not -(1 << 63) <= part < 1 << 64 for part in level):
-            return False
-    return False

@@ -1,6 +1,7 @@
-"""This module keeps calls as they went over the wire: what the agent sent, and what it was answered. It does no I/O.
+"""This module keeps what was said as it went over the wire, within a limit of bytes. It does no I/O.
 
-The session tree holds tokens, and a hosted model has not even those. A collection keeps messages, too.
+Of a call that the policy answers, the session tree has the messages (``tree.Node.says``); of a forwarded call, there is
+nothing but its messages.
 """
 
 from __future__ import annotations
@@ -8,18 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import orjson
 
-from rollout.proxy.messages import WireRequest
+from rollout import SIDE_MODEL, storable
+from rollout.proxy.wire import WireRequest
 
 # Bytes of messages that are kept of one session. Anybody in the box can send requests, of any size.
 _MOST = 256 << 20
 
 
 class CallRecord(msgspec.Struct, omit_defaults=True):
-    """A call record is one call that was answered. Its parts are named by their places in ``Conversation.parts``.
+    """A call record is one forwarded call that was answered. Its messages, system prompt and tools are named by their
+    places in ``Talk.parts``.
 
-    ``node``: the index of the reply's sampled node in the session tree; -1 for a forwarded call, whose ``reply`` is the
-    body of the endpoint's answer. ``started``: Unix time; ``seconds``: until the reply was sent.
+    ``reply``: the body of the endpoint's answer. ``started``: Unix time; ``seconds``: until the reply was sent.
+    ``node``: in records before version 4, the index of the sampled node that answered a call; -1 for a forwarded one.
     """
 
     messages: list[int]
@@ -32,28 +36,39 @@ class CallRecord(msgspec.Struct, omit_defaults=True):
     seconds: float = 0.0
 
 
-class Conversation:
-    """A conversation is what a session's agent sent, each message once, and the calls that consist of these.
+class Talk:
+    """A talk is what a session keeps of what was said.
 
-    ``parts``: JSON texts, byte for byte. ``lost``: calls that are not in it, because they are too large or their reply
-    cannot be read.
+    ``calls``: the forwarded ones; ``parts``: the JSON texts that they consist of, byte for byte and each once.
+    ``lost``: counts texts and calls that were too much, or whose reply cannot be read. ``ids``: of the replies.
     """
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.calls: list[CallRecord] = []
         self.lost = 0
+        self.ids = set[str]()
         self._places: dict[bytes, int] = {}
         self._size = 0
 
-    def add(self, wire: WireRequest, call: CallRecord) -> None:
-        """Add ``call``, whose request is ``wire``."""
-        if self._size > _MOST:
+    def keep(self, text: bytes) -> bytes:
+        """Return a text that is to be kept; an empty one if that would be too much."""
+        if self._size + len(text) > _MOST:
             self.lost += 1
+            return b""
+        self._size += len(text)
+        return text
+
+    def forwarded(self, wire: WireRequest, heard: bytes, started: float, seconds: float) -> None:
+        """Add a call that an endpoint has answered with the bytes ``heard``."""
+        reply = reply_in(heard)
+        if reply is None or not self.keep(heard):
+            self.lost += reply is None
             return
-        call.messages = [self._place(raw) for raw in wire.messages]
-        call.system, call.tools = self._place(wire.system), self._place(wire.tools)
-        self.calls.append(call)
+        messages = [self._place(raw) for raw in wire.messages]
+        head = self._place(wire.system), self._place(wire.tools)
+        side = wire.model == SIDE_MODEL
+        self.calls.append(CallRecord(messages, *head, side=side, reply=reply, started=started, seconds=seconds))
 
     def _place(self, raw: msgspec.Raw) -> int:
         text = bytes(raw)
@@ -65,16 +80,19 @@ class Conversation:
 
 
 def reply_in(heard: bytes) -> dict[str, Any] | None:
-    """Return the message that an endpoint sent, as JSON or as server-sent events; None if it is not a whole one."""
+    """Return the message that an endpoint sent, as JSON or as server-sent events; None if it is not a whole one.
+
+    An integer of more than 64 bits, which no record can hold, is read as a float.
+    """
     try:
         if heard.lstrip()[:1] == b"{":
-            return _whole(msgspec.json.decode(heard))
+            return _whole(orjson.loads(heard))
         message: dict[str, Any] = {}
         blocks: dict[int, dict[str, Any]] = {}
         for line in heard.splitlines():
             if not line.startswith(b"data:"):
                 continue
-            event = msgspec.json.decode(line[5:])
+            event = orjson.loads(line[5:])
             match event.get("type"):
                 case "message_start":
                     message = event["message"]
@@ -88,14 +106,14 @@ def reply_in(heard: bytes) -> dict[str, Any] | None:
                 case "message_stop":
                     message["content"] = [_closed(blocks[index]) for index in sorted(blocks)]
                     return _whole(message)
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
     return None
 
 
 def _whole(message: dict[str, Any]) -> dict[str, Any] | None:
-    kinds = isinstance(message.get("id"), str) and all(isinstance(one["type"], str) for one in message["content"])
-    return message if kinds else None
+    kinds = all(isinstance(one["type"], str) for one in message["content"])
+    return message if kinds and storable(message) else None
 
 
 def _add(block: dict[str, Any], delta: dict[str, Any]) -> None:
@@ -109,5 +127,5 @@ def _add(block: dict[str, Any], delta: dict[str, Any]) -> None:
 def _closed(block: dict[str, Any]) -> dict[str, Any]:
     if "partial_json" in block:
         text = block.pop("partial_json")
-        block["input"] = msgspec.json.decode(text) if text else {}
+        block["input"] = orjson.loads(text) if text else {}
     return block

@@ -18,8 +18,9 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from rollout.proxy.forward import HEARD, SideEndpoint
-from rollout.proxy.messages import RequestError
+from rollout import storable
+from rollout.proxy.forward import SideEndpoint, body_of
+from rollout.proxy.messages import RequestError, check_blocks
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 
 _PING_S = 5.0
@@ -51,8 +52,8 @@ class ChatEndpoint(SideEndpoint):
         """Return the body of a small request. It sets no token limit: the limit's name and minimum differ by model."""
         return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
 
-    async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Answer ``request``, as SideEndpoint does. Raises RequestError and ConnectionResetError."""
+    async def relay(self, request: web.Request, body: bytes, heard: bytearray, ids: set[str]) -> web.StreamResponse:
+        """Answer ``request``, as SideEndpoint does; all ids are ours. Raises RequestError and ConnectionResetError."""
         if request.path.endswith("/count_tokens"):  # Claude Code then estimates
             raise RequestError("this endpoint does not count tokens", 404, "not_found_error")
         asked = orjson.loads(body)
@@ -80,8 +81,7 @@ class ChatEndpoint(SideEndpoint):
             out = reply_start_event(reply.id, model, reply.input_tokens) + reply_events(reply)
         else:
             out = orjson.dumps(reply_json(reply, model))
-        if (heard := request.get(HEARD)) is not None:
-            heard += out
+        heard += out
         if response is None:
             kind = "text/event-stream" if asked.get("stream") else "application/json"
             return web.Response(body=out, headers={"Content-Type": kind})
@@ -96,8 +96,9 @@ class ChatEndpoint(SideEndpoint):
         while True:
             body = sent if limit is None else {**sent, self._limit: limit}
             try:
-                async with self._client.post(self.address(""), json=body, headers=self.headers()) as answer:
-                    raw = await answer.read()
+                asked = self._client.post(self.address(""), json=body, headers=self.headers(), allow_redirects=False)
+                async with asked as answer:
+                    raw = bytes(await body_of(answer))
             except (aiohttp.ClientError, TimeoutError) as error:
                 said = str(error) or type(error).__name__
                 raise RequestError(f"endpoint {self.url}: {said}", 529, "overloaded_error") from error
@@ -203,25 +204,26 @@ def reply_of(raw: bytes) -> Reply:
             blocks.append({"type": "thinking", "thinking": thinking})
         if text := message.get("content") or message.get("refusal"):
             blocks.append({"type": "text", "text": text})
-        blocks += [_call(call["function"], call.get("id")) for call in message.get("tool_calls") or ()]
+        blocks += [_call(call["function"]) for call in message.get("tool_calls") or ()]
+        check_blocks(blocks, "reply")
         uses = any(block["type"] == "tool_use" for block in blocks)
         return Reply(
-            id=f"msg_{body.get('id') or uuid.uuid4().hex}",
+            id=f"msg_{uuid.uuid4().hex}",  # ours: servers use theirs again, or send none
             blocks=tuple(blocks),
             stop_reason=_STOPPED.get(choice.get("finish_reason"), "tool_use" if uses else "end_turn"),
             input_tokens=int(usage.get("prompt_tokens") or 0),
             output_tokens=int(usage.get("completion_tokens") or 0),
         )
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (RequestError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         said = f"the reply is not a chat completion: {error!r}: {raw[:200].decode('utf-8', 'replace')}"
         raise RequestError(said, 529, "overloaded_error") from error
 
 
-def _call(function: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+def _call(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        given = json.loads(function["arguments"] or "{}")
+        given = orjson.loads(function["arguments"] or "{}")
     except ValueError:
         given = None
-    if not isinstance(given, dict):
+    if not isinstance(given, dict) or not storable(given):
         return {"type": "text", "text": f"{function['name']}({function['arguments']})"}
-    return {"type": "tool_use", "id": name or f"toolu_{uuid.uuid4().hex}", "name": function["name"], "input": given}
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": function["name"], "input": given}

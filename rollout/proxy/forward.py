@@ -1,11 +1,14 @@
 """This module forwards calls to another endpoint: side calls in training, all calls when a hosted model is evaluated.
 
-The request is sent on as it came, except for the model's name, and the reply is returned byte for byte. Nothing of
-either enters the session tree. The endpoint's key belongs to the proxy; the agent never sees it.
+The request is sent on as it came, except for the model's name, and the reply is returned byte for byte, except for an
+id that is missing or was there before. Nothing of either enters the session tree. The endpoint's key belongs to the
+proxy; the agent never sees it.
 """
 
 from __future__ import annotations
 
+import re
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +18,11 @@ from aiohttp import web
 
 from rollout.proxy.messages import RequestError
 
-# Where a request has a bytearray under this key, the endpoint's reply is added to it.
-HEARD = web.RequestKey("heard", bytearray)
+_BEGUN = re.compile(rb'"message_start".*?\n\r?\n', re.DOTALL)  # the end of the event that has a reply's id
+_LATEST = 1 << 20  # bytes of a line in which it is looked for
+_JSON = re.compile(rb"\s*\{")
+_LARGEST = 32 << 20  # bytes of a reply
+_ENDLESS = f"a reply of more than {_LARGEST >> 20} MiB"
 
 
 class BrokenOffError(ConnectionResetError):
@@ -50,9 +56,10 @@ class SideEndpoint:
         """Return the body of a request that costs next to nothing."""
         return {"model": self.model, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
 
-    async def relay(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Answer ``request`` with the endpoint's reply to ``body``, and return that response.
+    async def relay(self, request: web.Request, body: bytes, heard: bytearray, ids: set[str]) -> web.StreamResponse:
+        """Answer ``request`` with the endpoint's reply to ``body``, and return that response; ``heard`` gets its body.
 
+        ids: those of replies before, to which this one's is added. Claude Code takes replies with one id for one reply.
         An error that the endpoint itself reports is returned as a ``web.Response``. Raises RequestError if the
         endpoint cannot be reached. If it breaks off in the middle of a reply, the agent's connection is cut and
         BrokenOffError is raised; if the agent hangs up first, ConnectionResetError is.
@@ -67,18 +74,35 @@ class SideEndpoint:
         fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         changed = msgspec.json.encode(fields | {"model": self.model})
         response: web.StreamResponse | None = None
-        heard = request.get(HEARD)
         try:
-            async with self._client.post(self.address(request.path), data=changed, headers=headers) as reply:
-                if reply.status >= 400:
-                    return web.Response(status=reply.status, headers=_kept(reply.headers), body=await reply.read())
+            # The key is for this endpoint, not for where that leads.
+            asked = self._client.post(self.address(request.path), data=changed, headers=headers, allow_redirects=False)
+            async with asked as reply:
+                if reply.status >= 300:
+                    told = bytes(await body_of(reply))
+                    return web.Response(status=reply.status, headers=_kept(reply.headers), body=told)
                 response = web.StreamResponse(status=reply.status, headers=_kept(reply.headers))
                 await response.prepare(request)
+                head: bytearray | None = bytearray()  # what was not sent on yet, until the id is known
                 async for chunk in reply.content.iter_any():
-                    if heard is not None:
-                        heard += chunk
+                    if len(heard) + len(head or b"") + len(chunk) > _LARGEST:
+                        raise aiohttp.ClientPayloadError(_ENDLESS)
+                    if head is not None:
+                        head += chunk
+                        if _JSON.match(head):
+                            continue
+                        lines = head.rfind(b"\n") + 1
+                        if b'"message_start"' not in head and len(head) - lines < _LATEST:
+                            chunk, head = bytes(head[:lines]), head[lines:]  # comments and pings, which keep it open
+                        elif _BEGUN.search(head) or len(head) >= _LATEST:
+                            chunk, head = _named(bytes(head), ids), None
+                        else:
+                            continue
+                    heard += chunk
                     await response.write(chunk)
-                await response.write_eof()
+                rest = _named(bytes(head), ids) if head else b""
+                heard += rest
+                await response.write_eof(rest)
                 return response
         except (aiohttp.ClientError, TimeoutError) as error:
             if response is None:
@@ -95,6 +119,37 @@ class SideEndpoint:
             self._client = None
 
 
+async def body_of(reply: aiohttp.ClientResponse) -> bytearray:
+    """Return the body of a response. Raises aiohttp.ClientPayloadError if it has no end."""
+    body = bytearray()
+    async for chunk in reply.content.iter_any():
+        body += chunk
+        if len(body) > _LARGEST:
+            raise aiohttp.ClientPayloadError(_ENDLESS)
+    return body
+
+
 def _kept(headers: Any) -> dict[str, str]:
     wanted = ("Content-Type", "Content-Encoding", "Retry-After", "request-id")
     return {name: headers[name] for name in wanted if name in headers}
+
+
+def _named(head: bytes, ids: set[str]) -> bytes:
+    """Return a reply, or the beginning of one that is streamed, with an id that is not among ``ids``."""
+    whole = head.lstrip()[:1] == b"{"
+    lines = [head] if whole else head.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if not whole and b'"message_start"' not in line:
+            continue
+        try:
+            told = msgspec.json.decode(line if whole else line.removeprefix(b"data:"))
+            message = told if whole else told["message"]
+            name = message.get("id")
+            if "content" in message and (not name or not isinstance(name, str) or name in ids):
+                message["id"] = f"msg_{uuid.uuid4().hex}"
+                changed = msgspec.json.encode(told)
+                lines[number] = changed if whole else b"data: " + changed + b"\n"
+            ids.add(message["id"])
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # what is no reply goes on as it is
+    return b"".join(lines)

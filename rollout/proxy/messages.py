@@ -111,6 +111,10 @@ class Span:
             ]
         return self._messages
 
+    def wire(self) -> Sequence[bytes | msgspec.Raw]:
+        """Return the span's messages as JSON: byte for byte as the client sent them, if it did."""
+        return self._raws or [msgspec.json.encode(message) for message in self.messages()]
+
     @property
     def chat(self) -> list[ChatMessage]:
         """Return the span as chat messages. Raises RequestError."""
@@ -290,7 +294,7 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
 def _side(request: WireRequest, index: int, fresh: dict[int, WireMessage], seen: Seen) -> bool:
     """Decode a message, which is also put into ``fresh``; return whether it is the assistant's."""
     message = fresh[index] = decoded(MESSAGE, request.messages[index], f"messages[{index}]")
-    _check_blocks(message.content, f"messages[{index}].content")
+    check_blocks(message.content, f"messages[{index}].content")
     seen.keep(seen.sides, request.digests[index], side := message.role == "assistant")
     return side
 
@@ -305,7 +309,7 @@ def _head(request: WireRequest) -> Head:
     if head is None:
         content = decoded(SYSTEM, request.system, "system")
         if isinstance(content, list):
-            _check_blocks(content, "system")
+            check_blocks(content, "system")
         system = flat(content)
         wire = decoded(TOOLS, request.tools, "tools") or []
         tools = tuple(_chat_tool(tool) for tool in wire)
@@ -327,7 +331,8 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 
 
-def _check_blocks(content: str | list[Block], field: str) -> None:
+def check_blocks(content: str | list[Block], field: str) -> None:
+    """Raise RequestError if a content has a block that lacks what a block of its type must have."""
     for i, block in enumerate(content if isinstance(content, list) else ()):
         kind = block.get("type")
         if not isinstance(kind, str):
@@ -339,7 +344,7 @@ def _check_blocks(content: str | list[Block], field: str) -> None:
             inner = block["content"]
             if not all(isinstance(part, dict) for part in inner):
                 raise RequestError(f"{field}[{i}].content: a list of blocks is required")
-            _check_blocks(inner, f"{field}[{i}].content")
+            check_blocks(inner, f"{field}[{i}].content")
 
 
 def text_key(text: str) -> bytes:

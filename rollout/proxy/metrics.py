@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rollout.proxy.counters import Counters
 from rollout.proxy.replies import Reply
-from rollout.proxy.session import Counters, Session
+from rollout.proxy.session import Session
 
 _PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _LATENCY_S = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

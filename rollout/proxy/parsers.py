@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
-import orjson
 
+from rollout import storable
 from rollout.proxy.messages import Block
 
 log = logging.getLogger(__name__)
@@ -295,9 +295,8 @@ class VllmReplyParser:
         arguments = msgspec.json.decode(parts.get("json", function.arguments))
         if not isinstance(arguments, dict):
             raise ValueError("its arguments are not a JSON object")
-        # orjson refuses integers of more than 64 bits, which no record holds, and more than 254 levels of nesting;
-        # how many levels msgspec takes depends on the version of Python.
-        orjson.dumps(arguments)
+        if not storable(arguments):
+            raise ValueError("its arguments nest too deep, or have an integer of more than 64 bits")
         if self._format.key:
             values = self._format.values(written.group())
             if len(dict(values)) != len(values) or dict(values).keys() != arguments.keys():

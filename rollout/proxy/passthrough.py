@@ -60,17 +60,18 @@ class PassThrough(ProxyServer):
         """
         session, body = await self.receive(request)
         session.admit()
-        side = decode_request(body).model == SIDE_MODEL
+        wire = decode_request(body)
+        side = wire.model == SIDE_MODEL
         session.counters.calls += 1
         session.counters.side_calls += side
         session.counters.retries += is_retry(request)
         endpoint = (side and session.policy.side_endpoint) or self.endpoint
         try:
-            response = await endpoint.relay(request, body)
+            response = await self.forward(session, endpoint, request, wire, body)
         except (RequestError, BrokenOffError):
             session.counters.engine_errors += 1
             raise
-        if response.status < 400:
+        if response.status < 300:
             session.counters.engine_errors = 0
         elif isinstance(response, web.Response) and isinstance(response.body, bytes) and _FULL in response.body:
             session.counters.context_full += 1
@@ -81,4 +82,4 @@ class PassThrough(ProxyServer):
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session, body = await self.receive(request)
         session.admit()
-        return await self.endpoint.relay(request, body)
+        return await self.endpoint.relay(request, body, bytearray(), set())

@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 from rollout import SIDE_MODEL
 from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
+from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.messages import RequestError, WireRequest
 from rollout.proxy.metrics import Metrics
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
@@ -200,7 +201,7 @@ class ProxyServer:
         session.counters.overhead_s += time.perf_counter() - began
         if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
             session.counters.side_calls += 1
-            return await session.policy.side_endpoint.relay(request, body)
+            return await self.forward(session, session.policy.side_endpoint, request, wire, body)
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
@@ -220,6 +221,16 @@ class ProxyServer:
             self._deliveries.sent(transport, session, node)
         if self.metrics is not None and node is not None and node.reply is not None:
             self.metrics.reply(node.reply, session.counters.overhead_s - before)
+        return response
+
+    async def forward(
+        self, session: Session, endpoint: SideEndpoint, request: web.Request, wire: WireRequest, body: bytes
+    ) -> web.StreamResponse:
+        """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
+        heard, began = bytearray(), time.time()
+        response = await endpoint.relay(request, body, heard, session.talk.ids)
+        if response.status == 200:
+            session.talk.forwarded(wire, bytes(heard), began, time.time() - began)
         return response
 
     async def _whole(

@@ -16,10 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rollout import SIDE_MODEL
+from rollout.proxy.calls import Talk
+from rollout.proxy.counters import Counters
 from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec, call_seed
 from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation
-from rollout.proxy.offered import Offered
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
 from rollout.proxy.texts import NoRoom, Room, within
@@ -68,39 +71,6 @@ class Policy:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Counters:
-    """Counters are the totals of one session; times are in seconds.
-
-    ``retries``: calls that the client marked as retries. ``aborted``: generations that were cancelled because nobody
-    waited for them any more. ``overhead_s``: the proxy's own work, without the engine. ``malformed_calls``: replies
-    with a tool call that could not be read. ``cut_replies``: replies that reached their token limit. ``context_full``:
-    requests refused because the context was full. ``refused_calls``: those refused because the session had made all the
-    calls that it may make. ``foreign_calls``: replies that the agent did not ask for itself (``Session.disown``);
-    ``unknown_reports``: replies that the agent's output names and the session never sent. ``unread_replies``: replies
-    that were sent, but that their client is not proven to have read; they are not trained on. ``cache_queries``: prompt
-    tokens of the calls for which the engine reported its prefix cache, and ``cache_hits``: those of them that were in
-    the cache.
-    """
-
-    calls: int = 0
-    retries: int = 0
-    side_calls: int = 0
-    aborted: int = 0
-    overhead_s: float = 0.0
-    engine_s: float = 0.0
-    malformed_calls: int = 0
-    cut_replies: int = 0
-    context_full: int = 0
-    refused_calls: int = 0
-    foreign_calls: int = 0
-    unknown_reports: int = 0
-    unread_replies: int = 0
-    engine_errors: int = 0
-    cache_queries: int = 0
-    cache_hits: int = 0
-
-
 def closed_error() -> RequestError:
     """Return the error for a request to a closed session."""
     return RequestError("this session is closed", 410, "not_found_error")
@@ -118,7 +88,7 @@ class Session:
         self.tree = Tree()
         self.counters = Counters()
         self.closed = False
-        self.tools = Offered()
+        self.talk = Talk()
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._seen, self._seals = Seen(), Seals()
@@ -126,7 +96,7 @@ class Session:
         self._asked: dict[int, list[Asked]] = {}  # index of a context node -> all that was asked for there
         self._failed: set[str] = set()  # message ids of generations that left no reply
         self._generations: dict[str, _Generation] = {}  # those in progress, by message id
-        self._counted: tuple[Any, list[int]] | None = None  # place and ids of what count() encoded last
+        self._counted: tuple[Any, list[int], bytes] | None = None  # what count() encoded last: key, ids, says
         self.entrance = asyncio.Lock()  # held while a request is encoded and enters the tree
         self._admitted = 0
         # A server sets this to a function that marks the replies that clients have read by now as delivered.
@@ -205,8 +175,10 @@ class Session:
         if context is None:
             if self.tree.tokens + len(ids) > self.policy.max_session_tokens:
                 raise self._full()
-            self.tools.offer(talk.head.tools)
             context = self.tree.add_context(match.base, talk.head.key, match.rest, ids)
+            if match.base is None:
+                context.head = self.talk.keep(b"[%b,%b]" % (bytes(request.system), bytes(request.tools)))
+            context.says = self.talk.keep(place.says)
         self._seen.entered(request)
         side = request.model == SIDE_MODEL
         if not side and self._main is None:
@@ -261,7 +233,7 @@ class Session:
         place = self._find(request, place)
         # What a reply in a new place is encoded as depends on what has been sampled until then.
         if place.ids is not None and not any(span.assistant for span in place.match.rest):
-            self._counted = place.key, place.ids
+            self._counted = place.key, place.ids, place.says
         return place.length
 
     def close(self) -> None:
@@ -288,16 +260,17 @@ class Session:
         if place.match.context is None and place.ids is None:
             counted = self._counted
             known = counted is not None and counted[0] == place.key
-            place.ids = counted[1] if counted and known else self._encode(place.talk, place.match, left)
+            place.ids, place.says = counted[1:] if counted and known else self._encode(place.talk, place.match, left)
             _ = place.match.rest[-1].exact  # computed here, in the thread
         return place
 
-    def _encode(self, talk: Conversation, match: Match, left: threading.Event | None) -> list[int]:
+    def _encode(self, talk: Conversation, match: Match, left: threading.Event | None) -> tuple[list[int], bytes]:
         def wanted() -> bool:
             return not (self.closed or (left is not None and left.is_set()))
 
         # The new messages, cut where one of our replies stands in a new place, with that reply before them.
         parts: list[tuple[Node | None, list[dict[str, Any]]]] = [(match.base, [])]
+        says: list[bytes | msgspec.Raw] = []
         before = None
         for span in match.rest:
             here = span.assistant and before is not None
@@ -306,8 +279,10 @@ class Session:
                 # No prompt can end between two messages of the assistant, except at the first prompt's end.
                 if reply is None or not messages or (base and messages[-1]["role"] == "assistant"):
                     messages += part.chat
+                    says += part.wire()
                 else:
                     parts.append((reply, []))
+                    says.append(b"%d" % reply.index)
             before = span
         before, ids, began = match.base.length if match.base else 0, list[int](), time.thread_time()
         limit = min(self.policy.max_context - before, self.policy.max_session_tokens - self.tree.tokens)
@@ -325,7 +300,7 @@ class Session:
             tokens = before + len(ids) + error.tokens
             fits = tokens <= self.policy.max_context
             raise self._full() if fits else self._too_long(f"at least {tokens}") from None
-        return ids
+        return ids, b"[%b]" % b",".join(map(bytes, says))
 
     def _too_long(self, length: str) -> RequestError:
         self.counters.context_full += 1
@@ -398,7 +373,7 @@ class Session:
             variant = self._asked[call.context.index].index(call.asked)
             before = sum(child.asked == call.asked for child in self.tree.children(call.context))
             sampling["seed"] = call_seed(sampling["seed"], prompt_ids, before + (variant << 32))
-        began = time.perf_counter()
+        started, began = time.time(), time.perf_counter()
         try:
             done = await policy.engine.generate(self.episode_id, prompt_ids, sampling)
             if not done.ids:
@@ -412,6 +387,7 @@ class Session:
             self.counters.cache_queries += call.context.length
             self.counters.cache_hits += done.cached
         node = self._keep(call, prompt_ids, done)
+        node.started, node.seconds = started, sampled - began
         self.counters.overhead_s += time.perf_counter() - sampled
         return node
 

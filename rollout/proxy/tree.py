@@ -41,14 +41,15 @@ class Node:
     """A Node is a piece of an episode, either context or one sampled reply.
 
     ``ids``: the token ids that it adds to its parent's path. ``key``, of a context node: the head's key and the keys
-    of its spans; ``exact``: all that the policy reads of the last span. The other fields belong to sampled nodes.
+    of its spans; ``exact``: all that the policy reads of the last span; ``says``: its messages, as JSON, and ``head``:
+    system prompt and tools of a root (``records.NodeRecord``). The other fields belong to sampled nodes.
     ``asked``: what the request for the reply asked for. ``logprobs``: the engine's own, one per id. ``text``: the
     ids decoded. ``reply``: what the client was sent. ``sent``: whether all of it was sent; ``pending``: on how many
     connections it may still be read; ``delivered``: whether a client is proven to have it. ``versions``: the
     version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
     trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
     routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``seal``: see
-    ``engine.Seals``.
+    ``engine.Seals``. ``started`` (Unix time) and ``seconds``: of its generation.
     """
 
     index: int
@@ -57,6 +58,8 @@ class Node:
     length: int  # tokens from the root up to and including this node
     key: tuple[bytes, ...] = ()
     exact: bytes = b""
+    says: bytes = b""
+    head: bytes = b""
     asked: Asked | None = None
     logprobs: list[float] | None = None
     reply: Reply | None = None
@@ -70,6 +73,8 @@ class Node:
     tools_allowed: bool = True  # False: the client forbade or did not offer tools, so no calls were looked for
     experts: Any = None
     seal: bytes = b""
+    started: float = 0.0
+    seconds: float = 0.0
 
     @property
     def sampled(self) -> bool:
@@ -138,6 +143,7 @@ class Place:
     talk: Conversation
     match: Match
     ids: list[int] | None = None
+    says: bytes = b""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -446,10 +452,6 @@ class Tree:
     def sampled_tokens(self) -> int:
         """Return the number of tokens in sampled nodes, delivered or not."""
         return sum(len(node.ids) for node in self.nodes if node.sampled)
-
-    def encoded_tokens(self) -> int:
-        """Return the number of tokens in context nodes."""
-        return sum(len(node.ids) for node in self.nodes if not node.sampled)
 
 
 def routed(context: Node) -> int:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,26 +17,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rl.export.conversation import conversations
-from rl.export.unrender import Unrenderer
-from rl.tune.rows import rows_of
+from rl.sft.episodes import rows_of
 from rollout import records
 from rollout.agent import AgentRun, run_agent
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.audit import audit_heard, audit_text, audit_tokens
 from rollout.episode import Episode
-from rollout.proxy.calls import Conversation
+from rollout.proxy.blocks import flat
 from rollout.proxy.engine import Completion, EngineError, ScriptedEngine
-from rollout.proxy.heard import Hearing
+from rollout.proxy.render import Renderer
+from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import TrainingSequence
+from rollout.records import NodeRecord, unpack_ids
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local.box import boot_local
+from rollout.trace import chat_of
 from tests.kit import END, CallReading, CharRenderer, CharTokenizer, char_policy
 
 Script = Callable[[str], str]
@@ -131,7 +130,6 @@ class Stage:
     session: Session
     agent: ClaudeCode
     socket: Path
-    talk: Conversation
     requests: list[Sent] = field(default_factory=list)
     runs: list[AgentRun] = field(default_factory=list)
 
@@ -163,13 +161,10 @@ class Stage:
         verdict = Verdict(Reason.EMPTY_PATCH)
         episode = Episode("stage", self.task, 0, time.time(), verdict, self.session, run, b"", found, {})
         record = check_record(episode, directory)
-        # What its tokens say is what went over the wire: the messages of an export are the same either way.
-        heard = msgspec.structs.replace(record, parts=self.talk.parts, calls=self.talk.calls)
-        unrenderer = Unrenderer(CharTokenizer(), CharRenderer())
-        read, sent = (conversations(one, lambda model: unrenderer) for one in (record, heard))
-        for one, other in zip(sorted(map(exported, read)), sorted(map(exported, sent)), strict=True):
-            at = len(os.path.commonprefix([one, other]))  # of characters  # noqa: RUF071
-            assert one == other, f"...{one[at - 80 : at + 200]}\n...{other[at - 80 : at + 200]}"
+        for number, node in enumerate(record.nodes):  # what is kept of the messages is what the policy has read
+            if node.logprobs is None:
+                assert encoded(record.nodes, number, CharRenderer()) == unpack_ids(node.ids), number
+        assert [len(talk.fresh) for talk in conversations(record)] == [len(row.nodes) for row in found]
         assert rows in (None, len(found)), [(len(row.prompt_ids), len(row.response_ids), row.nodes) for row in found]
         # Every other delivered reply is trained on in exactly one row.
         trained = [n for row in found for n in row.nodes]
@@ -177,13 +172,21 @@ class Stage:
         return found
 
 
-def exported(talk: Any) -> str:
-    """Return all of a conversation, its calls numbered: tokens cannot tell which of two equal replies is kept."""
-    numbers: dict[str, int] = {}
-    text = json.dumps(
-        [talk.messages, talk.tools, talk.kind, [one.fresh for one in talk.replies.values()]], sort_keys=True
-    )
-    return re.sub(r"toolu_\w+", lambda found: str(numbers.setdefault(found[0], len(numbers))), text) + talk.caller
+def encoded(nodes: Sequence[NodeRecord], number: int, renderer: Renderer) -> list[int]:
+    """Encode what a context says once more."""
+    base, ids = nodes[number].parent, list[int]()
+    system, tools = json.loads(nodes[number].head or b'["",[]]')
+    chat = [{"role": "system", "content": flat(system)}] if system else []
+    offered = [{"type": "function", "function": {"name": one["name"]}} for one in tools or ()]
+    for part in [*json.loads(nodes[number].says), number]:
+        if not isinstance(part, int):
+            chat += chat_of([part])
+            continue
+        tail = unpack_ids(nodes[base].ids)[-8:] if base >= 0 else []
+        ids += renderer.start(chat, offered) if base < 0 else renderer.extend(tail, nodes[base].ended, chat)
+        ids += unpack_ids(nodes[part].ids) if part != number else []
+        base, chat = part, []
+    return ids
 
 
 @contextlib.asynccontextmanager
@@ -204,7 +207,7 @@ async def stage(
     binary = find_binary(None)
     settings = {"binary": binary, "max_turns": 12, "timeout_s": 60.0, "max_tokens": 2000, **agent}
     listener = Listener()
-    server = Hearing(ping_s=0.3)
+    server = ProxyServer(ping_s=0.3)
     server._runner.app.middlewares.append(listener.hear)
     await server.start()
     with tempfile.TemporaryDirectory(prefix="cc-") as home:
@@ -213,9 +216,7 @@ async def stage(
         try:
             policy = policy or char_policy(engine, max_tokens=max_tokens, max_context=max_context)
             session = await server.open_session("stage", policy, socket)
-            yield Stage(
-                task, box, session, Verbatim(**settings), socket, server.conversation(session), listener.requests
-            )
+            yield Stage(task, box, session, Verbatim(**settings), socket, listener.requests)
         finally:
             await box.close()
             await server.stop()

@@ -15,7 +15,7 @@ import msgspec
 
 from rewards.task import Task
 from rollout.episode import run_episode
-from rollout.proxy.heard import Hearing
+from rollout.proxy.server import ProxyServer
 from rollout.records import record_of
 from tests.integration.claude_kit import Listener, call, in_turn
 from tests.integration.proxy.test_claude_code import repair, setup
@@ -55,7 +55,7 @@ SCENES: tuple[Script, ...] = (repair, wrong, both, hostile, delegating)
 
 async def told_by_claude_code(task: Task, count: int, prefix: str) -> list[Told]:
     """Play ``count`` episodes, one after the other, with the scenes in turn."""
-    proxy, listener = Hearing(), Listener()
+    proxy, listener = ProxyServer(), Listener()
     proxy._runner.app.middlewares.append(listener.hear)
     await proxy.start()
     try:
@@ -64,13 +64,12 @@ async def told_by_claude_code(task: Task, count: int, prefix: str) -> list[Told]
         await proxy.stop()
 
 
-async def _play(proxy: Hearing, listener: Listener, task: Task, number: int, prefix: str) -> Told:
+async def _play(proxy: ProxyServer, listener: Listener, task: Task, number: int, prefix: str) -> Told:
     engine = RandomEngine(number, SCENES[number % len(SCENES)])
     listener.requests.clear()
     episode = await run_episode(setup(proxy, engine, tools=("Agent", "Bash", "Edit", "Read")), task, "e")
     assert episode.agent is not None and episode.agent.status == "finished", episode
     record = record_of(episode, "train", 1, "chars", "kit")
-    proxy.tell(record, episode.session)
     named = {"episode": f"{prefix}-1-real{number}-0-{number:08x}", "task": f"real{number}"}
     told = Told(msgspec.structs.replace(record, **named))
     sent = [one for one in listener.requests if one.path == "/v1/messages"]

@@ -172,12 +172,12 @@ class Client(RuleBasedStateMachine):
 
     def extend(self, history: list[Any], reply: str) -> list[Any]:
         encoded, tree = self.renderer.encoded, self.session.tree
-        before = tree.encoded_tokens()
+        before = tree.tokens - tree.sampled_tokens()
         node = self.ask([message for message, _ in history], reply, deliver=True)
         held = [index for _, index in history if index is not None]
         # Invariant 2: the prompt extends the tokens of this thread's earlier replies.
         assert [n.index for n in node.path() if n.sampled] == [*held, node.index]
-        assert self.renderer.encoded - encoded == tree.encoded_tokens() - before
+        assert self.renderer.encoded - encoded == (tree.tokens - tree.sampled_tokens()) - before
         assert self.engine.prompts[-1] + node.ids == node.path_ids()
         self.leaves.add((*held, node.index))
         blocks = [dict(block) for block in reply_json(node.reply, "m")["content"]]

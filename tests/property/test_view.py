@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
 
-from hypothesis import given, settings
+import msgspec
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl.view import pages
+from rl.view.finding import Query
 from rl.view.index import Index
 from rl.view.library import Library
+from rl.view.reading import composed
 from rl.view.texts import clean, compared, patch
-from rollout.records import RecordWriter
+from rl.view.tokens import Vocabulary
+from rollout.records import NodeRecord, RecordWriter, pack_ids
 from tests.export_kit import Play, write
 from tests.kit import empty_record
 
@@ -99,7 +104,7 @@ def _shape(text: str) -> list[tuple[str, tuple[str, ...]]]:
         library.refresh()
         shape = _Shape()
         for path in ("/episode", "/tokens", "/export"):
-            page = pages.PAGES[path](library, {"run": "0", "id": "e"})
+            page = pages.PAGES[path](library, {"id": "e"})
             shape.feed(page.body if isinstance(page.body, str) else page.body.decode())
         return shape.tags
 
@@ -108,3 +113,35 @@ def _shape(text: str) -> list[tuple[str, tuple[str, ...]]]:
 @given(TEXTS.map(lambda text: text.replace("\n", "").replace("\r", "")))
 def test_a_text_never_changes_the_tags_of_a_page(text: str) -> None:
     assert _shape("x" + "".join(text.splitlines())) == _shape("xx")
+
+
+VALUES = st.recursive(
+    TEXTS | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats() | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+NO_WORDS = Vocabulary(Path("none"))
+
+
+@settings(max_examples=100)
+@given(TEXTS, TEXTS, st.dictionaries(TEXTS, VALUES, max_size=3), VALUES, st.booleans())
+@example("", "", {}, float("-inf"), False)
+@example("Bash", "\x1bnowhere\nfoo", {"true": ["x1e5", 1e16, None]}, "\u00e9t\u00e9", True)
+def test_a_search_finds_any_part_of_what_is_composed(
+    name: str, text: str, given: dict[str, object], told: object, ascii_only: bool
+) -> None:
+    """A search composes a record's texts only where its strings make a hit possible; it must not miss one."""
+    call = {"type": "tool_use", "id": "i", "name": name, "input": given}
+    result = {"type": "tool_result", "tool_use_id": "i", "content": [{"type": "text", "text": text}, told, text]}
+    message = {"role": "user", "content": [result, {"type": "text", "text": text}, {"type": "image", "text": told}]}
+    says = json.dumps([message], ensure_ascii=ascii_only).encode("utf-8", "replace").replace(b"NaN", b"0")
+    nodes = [NodeRecord(-1, b"", says=says.replace(b"-Infinity", b"0").replace(b"Infinity", b"0"))]
+    nodes.append(NodeRecord(0, pack_ids([7]), blocks=[call, {"type": text, "more": told}]))
+    record = empty_record(version=4, nodes=nodes, events=[{"type": "system", "subtype": "compact_boundary"}])
+    data = msgspec.msgpack.encode(record)
+    for whole in composed(msgspec.msgpack.decode(data, type=type(record))):
+        for at in range(len(whole)):
+            for size in (1, 2, 3, 5, 9, 14):
+                part = whole[at : at + size]
+                asked = "".join(one.upper() if one.isascii() else one for one in part) if at % 2 else part
+                assert Query(asked, lambda _: NO_WORDS).finds(data), part

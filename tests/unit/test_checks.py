@@ -1,5 +1,6 @@
 """rl.checks: a good config passes; each thing that can be wrong is one clear line."""
 
+import json
 import os
 import shutil
 import socket
@@ -436,10 +437,10 @@ def test_imports_nothing_heavy():
 
 @pytest.mark.parametrize("keys", [["+experiment=quickstart"], ["+experiment=qwen3_4b", "scale=gpu"]], ids=str)
 def test_a_real_policy_is_not_trained_with_a_toys_recipe(keys, tmp_path):
-    for hidden in (128, 896):
-        (tmp_path / "config.json").write_text(f'{{"hidden_size": {hidden}}}')
+    for told in ({"hidden_size": 128}, {"hidden_size": 896}, {"text_config": {"hidden_size": 896}}):
+        (tmp_path / "config.json").write_text(json.dumps(told))
         config = composed(*keys, f"policy={tmp_path}", f"actor_rollout_ref.model.path={tmp_path}")
-        if hidden < 512:
+        if told == {"hidden_size": 128}:
             check_toy(config)
         else:
             with pytest.raises(ConfigError, match=r"toy's recipe.*scale=cpu"):
@@ -456,9 +457,13 @@ def test_a_real_policy_is_not_trained_with_a_toys_recipe(keys, tmp_path):
     ],
     ids=str,
 )
-def test_memory_of_a_real_model_on_a_cpu(keys, said, tmp_path, monkeypatch):
+@pytest.mark.parametrize("nested", [False, True])
+def test_memory_of_a_real_model_on_a_cpu(nested, keys, said, tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=24 * 2**30))
-    (tmp_path / "config.json").write_text('{"hidden_size": 896, "vocab_size": 151936, "dtype": "bfloat16"}')
+    sizes = {"hidden_size": 896, "vocab_size": 151936}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"dtype": "bfloat16", **({"text_config": sizes} if nested else sizes)})
+    )
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2 * 630_000_000)
     model = f"actor_rollout_ref.model.path={tmp_path}"

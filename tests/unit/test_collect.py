@@ -26,15 +26,14 @@ from rl.screen import Screen
 from rollout import SIDE_MODEL
 from rollout.agent.claude_code import ClaudeCode
 from rollout.agent.kept import _SCRIPT, unpack
-from rollout.proxy.calls import CallRecord, Conversation, reply_in
+from rollout.proxy.calls import CallRecord, reply_in
 from rollout.proxy.chat import chat_request, reply_of
 from rollout.proxy.forward import SideEndpoint
-from rollout.proxy.heard import Hearing
 from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import Reply, reply_events, reply_start_event
 from rollout.proxy.server import ProxyServer
-from rollout.proxy.wire import decode_request
-from rollout.records import NodeRecord, Record, pack_floats, pack_ids
+from rollout.records import NodeRecord, Record, node_records, pack_floats, pack_ids
+from rollout.trace import trace
 from tests.kit import CharTokenizer, QueueEngine, char_policy, empty_record
 
 
@@ -113,7 +112,7 @@ def test_the_low_slot_answers_side_calls(backend: str, low: str, wanted: tuple[A
 
 async def test_calls_of_both_slots_are_kept_as_they_went_over_the_wire() -> None:
     """The low slot's are forwarded, streamed and whole; the high slot's are in the tree."""
-    back, front = ProxyServer(), Hearing()
+    back, front = ProxyServer(), ProxyServer()
     await back.start()
     await front.start()
     small = await back.open_session("small", char_policy(QueueEngine("said\n by  small", "again")))
@@ -126,13 +125,16 @@ async def test_calls_of_both_slots_are_kept_as_they_went_over_the_wire() -> None
             url, body = f"http://127.0.0.1:{front.port}/v1/messages", {**asked, "model": model, "stream": stream}
             async with http.post(url, json=body, headers={"x-api-key": session.secret}) as reply:
                 assert (reply.status == 200) is (stream != "no") and await reply.read()
-    talk = front.conversation(session)
-    assert talk.parts[0] == b'{"role": "user", "content": "hi"}' and len(talk.parts) == 3 and not talk.lost
-    first, second, third = talk.calls
-    assert [call.side for call in talk.calls] == [True, True, False]
+    talk, said = session.talk, b'{"role": "user", "content": "hi"}'
+    assert talk.parts[0] == said and len(talk.parts) == 3 and not talk.lost
+    first, second = talk.calls
+    assert first.side and second.side
     assert first.reply["content"] == [{"type": "text", "text": "said\n by  small"}]
     assert second.reply["content"][0]["text"] == "again" and second.reply["model"] == "small"
-    assert session.tree.nodes[third.node].reply.blocks[0]["name"] == "Read"  # type: ignore[union-attr]
+    asked, reply = session.tree.nodes
+    assert (asked.says, asked.head) == (b"[%b]" % said, b'["",[]]') and reply.reply.blocks[0]["name"] == "Read"  # type: ignore[union-attr]
+    found = trace(empty_record(nodes=node_records(session.tree), parts=talk.parts, calls=talk.calls))
+    assert [(point.side, point.node) for point in found.points] == [(True, -1), (True, -1), (False, 1)]
     await front.stop()
     await side.close()
     await back.stop()
@@ -217,10 +219,12 @@ def test_a_chat_completion_becomes_a_reply() -> None:
     assert reply.blocks == (
         {"type": "thinking", "thinking": "t\n"},
         {"type": "text", "text": " a\n b "},
-        {"type": "tool_use", "id": "call_1", "name": "Read", "input": {"p": 1}},
+        {"type": "tool_use", "id": reply.blocks[2]["id"], "name": "Read", "input": {"p": 1}},
         {"type": "text", "text": 'Read({"p": )'},
     )
-    assert (reply.id, reply.stop_reason, reply.input_tokens, reply.output_tokens) == ("msg_1", "tool_use", 3, 2)
+    assert (reply.stop_reason, reply.input_tokens, reply.output_tokens) == ("tool_use", 3, 2)
+    ids = [name for one in (reply, reply_of(completion(tool_calls=[call]))) for name in (one.id, *one.tool_ids)]
+    assert len(set(ids)) == 4 and "call_1" not in ids  # ours: servers use theirs again, or send none
     assert reply_of(completion(content="x", finish="length")).stop_reason == "max_tokens"
     for wrong in (b"<html>", b"{}", b'{"choices": []}', b'{"choices": [{"message": 3}]}', b"\xff"):
         with pytest.raises(RequestError, match="not a chat completion"):
@@ -256,7 +260,7 @@ def test_whatever_an_endpoint_sends_is_a_reply_or_none(data: bytes, cut: int) ->
     deep = b"data: " + b"[" * 9999
     for wrong in (data, heard[:cut] + data + heard[cut:], b'{"id": "x", "content": [3]}', b"data: [1]\n", deep):
         found = reply_in(wrong)
-        assert found is None or isinstance(found["id"], str)
+        assert found is None or all(isinstance(block["type"], str) for block in found["content"])
 
 
 # --- files of a hostile box
@@ -315,28 +319,22 @@ def test_files_of_an_agent_are_read_when_it_is_made(tmp_path: Path) -> None:
 
 
 def a_record() -> Record:
-    """Two calls of one thread: 'ab' -> 'cd', then 'e' -> 'f'; the second request repeats the first."""
-    talk = Conversation()
-    sent = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": [{"type": "text", "text": "cd"}]}]
-    sent.append({"role": "user", "content": [{"type": "text", "text": "e"}, {"type": "image", "source": {}}]})
-    for number, many in ((1, 1), (3, 3)):
-        body = {"model": "policy", "system": "S", "tools": [], "messages": sent[:many]}
-        call = CallRecord([], node=number, started=float(number), seconds=0.5)
-        talk.add(decode_request(json.dumps(body).encode()), call)
+    """Two calls of one thread: 'ab' -> 'cd', then 'e' -> 'f'."""
+    asked = [{"role": "user", "content": "ab"}]
+    more = [{"role": "user", "content": [{"type": "text", "text": "e"}, {"type": "image", "source": {}}]}]
     ids = [pack_ids([ord(c) for c in text]) for text in ("ab", "cd", "e", "f")]
     nodes = [NodeRecord(parent=n - 1, ids=one) for n, one in enumerate(ids)]
+    nodes[0].says, nodes[0].head, nodes[2].says = json.dumps(asked).encode(), b'["S",[]]', json.dumps(more).encode()
     for number, text in ((1, "cd"), (3, "f")):
-        nodes[number].logprobs = pack_floats([-0.5] * len(text))
+        nodes[number].logprobs, nodes[number].started = pack_floats([-0.5] * len(text)), float(number)
         nodes[number].blocks, nodes[number].message_id = [{"type": "text", "text": text}], f"msg_{number}"
         nodes[number].stop_reason, nodes[number].delivered = "end_turn", True
     verdict = {"outcome": "resolved", "reason": None, "reward": 1.0, "detail": "", "flags": []}
-    return empty_record(nodes=nodes, parts=talk.parts, calls=talk.calls, verdict=verdict, timing={"total": 9.0})
+    return empty_record(version=4, nodes=nodes, verdict=verdict, timing={"total": 9.0})
 
 
-def test_rows_repeat_what_each_call_was_asked() -> None:
-    record = a_record()
-    assert len(record.parts) == 5  # three messages, the system prompt and the tools, each once
-    first, second = rows(record, 0, CharTokenizer())
+def test_rows_repeat_what_each_reply_answers() -> None:
+    first, second = rows(trace(a_record()), 0, CharTokenizer())
     assert (first["prompt"], second["prompt"], second["reward"]) == ("ab", "abcde", 1.0)
     assert (second["response_ids"], second["gold_completion_ids"], second["logprobs"]) == ([102], [102], [-0.5])
     assert [one["role"] for one in second["messages"]] == ["system", "user", "assistant", "user", "assistant"]
@@ -350,7 +348,7 @@ def test_agentlightnings_adapters_read_the_spans(monkeypatch: pytest.MonkeyPatch
     from agentlightning.adapter.triplet import LlmProxyTraceToTriplet, TracerTraceToTriplet
     from agentlightning.types import Span
 
-    spans = [Span.model_validate(json.loads(json.dumps(span))) for span in spans_of(a_record())]
+    spans = [Span.model_validate(json.loads(json.dumps(span))) for span in spans_of(trace(a_record()))]
     for adapter in (TracerTraceToTriplet(), LlmProxyTraceToTriplet()):
         found = adapter.adapt(spans)
         assert [(one.prompt["token_ids"], one.response["token_ids"]) for one in found] == [
@@ -363,13 +361,13 @@ def test_agentlightnings_adapters_read_the_spans(monkeypatch: pytest.MonkeyPatch
 
 
 def test_forwarded_calls_with_the_same_beginning_are_one_thread() -> None:
-    record = a_record()
-    first, second = record.calls
-    begun = ([*first.messages], second.messages, second.messages[2:])
-    record.calls = [
-        CallRecord(messages, system=first.system, tools=first.tools, reply={"id": f"msg_{number}", "content": []})
-        for number, messages in enumerate(begun)
+    said = [{"type": "text", "text": "cd"}]
+    sent = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": said}, {"role": "user", "content": "e"}]
+    parts = [b'"S"', b"[]", *(json.dumps(message).encode() for message in sent)]
+    calls = [
+        CallRecord(messages, system=0, tools=1, reply={"id": "msg", "content": said}, started=float(number))
+        for number, messages in enumerate(([2], [2, 3, 4], [4]))
     ]
-    found = [span["attributes"] for span in spans_of(record) if "gen_ai.response.id" in span["attributes"]]
-    threads = {one["gen_ai.response.id"]: one["claude_code_rl.thread"] for one in found}
-    assert threads == {"msg_0": 0, "msg_1": 0, "msg_2": 1}
+    spans = spans_of(trace(empty_record(parts=parts, calls=calls)))
+    found = [one["attributes"] for one in spans if one["name"] == "raw_gen_ai_request"]
+    assert [one["claude_code_rl.thread"] for one in found] == [0, 0, 1]

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rl.command import read_command
-from rl.config import CONFIGS, ConfigError, compose
+from rl.config import CONFIGS, ConfigError, compose, cpu_training
 from rl.quickstart.tasks import make_tasks
 from rl.run.checkpoints import seal
 from rl.run.directory import Run, open_run
@@ -158,6 +158,15 @@ def test_the_config_is_shown_with_our_groups_first(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         read_command("rl.train", "", ["--cfg", "job", "--resolve", "-p", "data", "seed=5"])
     assert yaml.safe_load(capsys.readouterr().out)["seed"] == 5
+
+
+def test_a_model_that_takes_all_cores_gives_large_tensors_back() -> None:
+    large, toy = (
+        cpu_training(compose([*keys, "actor_rollout_ref.model.path=m"]))
+        for keys in (["+experiment=qwen2_5_coder_0_5b", "scale=cpu"], ["+experiment=quickstart"])
+    )
+    assert large["MALLOC_TRIM_THRESHOLD_"] == large["MALLOC_MMAP_THRESHOLD_"] == str(1 << 20)
+    assert toy.keys() == large.keys() - {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
 def test_unfinished_run_is_continued_and_finished_one_is_not(tmp_path):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +25,7 @@ from rl.quickstart.tasks import make_tasks
 from rollout import audit
 from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, RecordWriter, pack_ids
 from tests.audit_kit import played
-from tests.kit import CallReading, CharTokenizer, empty_record
+from tests.kit import CallReading, CharTokenizer, empty_record, full_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,7 +189,7 @@ async def test_a_selection_reads_like_a_run_and_names_its_sources(
     first, second = told["sources"]
     assert (first["kind"], first["key"], first["experiment"], second["kind"]) == ("training", "k1", "mine", "records")
     assert [(file["read"], file["chosen"]) for file in first["files"] + second["files"]] == [(3, 2), (1, 1), (2, 1)]
-    assert told["models"] == {"m": 4} and told["versions"]["records"] == 3 and told["rules"]["seed"] == 0
+    assert told["models"] == {"m": 4} and told["versions"]["records"] == 4 and told["rules"]["seed"] == 0
     # A selection of a selection knows where it is from.
     assert main([str(out), "--out", str(again), "--limit", "1"]) == 0
     assert json.loads((again / "selection.json").read_text())["sources"][0]["sources"] == told["sources"]
@@ -301,13 +300,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     write(run, *(episode(f"e{n}", patch=os.urandom(5000)) for n in range(20)))
     command = [sys.executable, "-m", "rl.data.select", str(run), "--out", str(out)]
 
-    def small() -> None:
-        import signal
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, preexec_fn=small)
+    done = subprocess.run(full_at(20_000, command), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "stopped: " in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

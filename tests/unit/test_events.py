@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from rl.metrics.episodes import line
 from rl.metrics.samples import sample
+from rl.view.reading import read as reading
+from rl.view.terminal import episode
 from rollout.agent.claude_code import ClaudeCode
 from rollout.agent.events import blocks, commands, read
 from rollout.audit import audit_heard
-from rollout.records import Reader, Record, RecordWriter, _show
+from rollout.records import Reader, Record, RecordWriter
 from rollout.sandbox import ExecResult
 from tests.audit_kit import played
 from tests.kit import empty_record
@@ -62,7 +64,7 @@ def survives(record: Record, output: bytes, directory: Path) -> None:
     json.dumps([line(again), sample(again)])
     list(audit_heard(again))
     assert all(isinstance(text, str) for event in again.events for text in commands(blocks(event, "assistant")))
-    "\n".join(_show(again))
+    "\n".join(episode(reading(again)))
     assert run.turns == 2
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,20 +16,15 @@ import msgspec
 import pytest
 import yaml
 
-from rl.export import unrender
 from rl.export.__main__ import FORMATS, main
 from rl.ingest import atif as ingest_atif
 from rl.ingest import states
 from rl.ingest.lines import Findings
 from rollout.records import Record, unpack_floats, unpack_ids
-from tests.export_kit import CALLS, SYSTEM, crowd, lines, nested, repair, unrenderer, without_words, write
+from tests.export_kit import CALLS, SYSTEM, crowd, lines, nested, repair, write
+from tests.kit import full_at
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def kit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unrender, "load", unrenderer)
 
 
 @pytest.fixture
@@ -38,7 +32,7 @@ async def run(tmp_path: Path) -> Path:
     """A run of two tasks: a resolved and an unresolved episode of one, and one with sub-agents and a compaction."""
     records = [
         msgspec.structs.replace(await repair("a"), task="t1"),
-        msgspec.structs.replace(await repair("b", "Gave up.", 0.0, heard=True), task="t1"),
+        msgspec.structs.replace(await repair("b", "Gave up.", 0.0), task="t1"),
         msgspec.structs.replace(await crowd("c"), task="t2"),
     ]
     return write(tmp_path / "run", *records)
@@ -103,14 +97,6 @@ def test_pairs_are_of_one_task_and_begin_alike(run: Path) -> None:
     assert (row["prompt"], row["chosen"], row["rejected"]) == (good[:6], good[6:], bad[6:])
 
 
-def test_trl_kto(run: Path) -> None:
-    rows = table(export(run, "trl-kto"))
-    assert [row["label"] for row in rows] == [True, False, True, True, True]
-    assert [m["role"] for m in rows[0]["prompt"]] == ["system", "user"] and rows[0]["completion"][-1][
-        "content"
-    ] == "Done."
-
-
 TURNS = [
     {"from": "human", "value": "fix it"},
     {
@@ -137,12 +123,6 @@ def test_llamafactory(run: Path) -> None:
     assert (train["learning_rate"], train["flash_attn"], train["output_dir"]) == (0.5, "fa2", "else")
 
 
-def test_llamafactory_alpaca(run: Path) -> None:
-    row = lines(export(run, "llamafactory-alpaca") / "episodes.jsonl")[0]
-    said = [turn["value"] for turn in TURNS]
-    assert (row["history"], row["instruction"], row["output"]) == ([said[:2]], said[2], said[3])
-
-
 def test_llamafactory_dpo(run: Path) -> None:
     out = export(run, "llamafactory-dpo")
     (row,) = lines(out / "episodes.jsonl")
@@ -151,11 +131,6 @@ def test_llamafactory_dpo(run: Path) -> None:
     assert json.loads((out / "dataset_info.json").read_text())["episodes"]["ranking"] is True
     train = yaml.safe_load((out / "train.yaml").read_text())
     assert (train["stage"], train["learning_rate"]) == ("dpo", 5e-6)
-
-
-def test_llamafactory_kto(run: Path) -> None:
-    rows = lines(export(run, "llamafactory-kto") / "episodes.jsonl")
-    assert [row["kto_tag"] for row in rows] == [True, False, True, True, True] and rows[0]["conversations"] == TURNS
 
 
 def test_swesmith_xml(run: Path) -> None:
@@ -169,21 +144,6 @@ def test_swesmith_xml(run: Path) -> None:
     assert {key: row[key] for key in row if key != "messages"} == {
         "instance_id": "t1", "resolved": True, "model": "policy", "traj_id": "a", "patch": "diff --git a/a b/a\n",
     }  # fmt: skip
-
-
-def test_swesmith_ticks(run: Path) -> None:
-    rows = lines(export(run, "swesmith-ticks") / "ft_ticks.jsonl")
-    assert rows[0]["messages"][2]["content"].endswith('I look.\n\n```\nls -l\n```\n\n```\ncat "a"\n```')
-    assert rows[3]["messages"][2]["content"] == '```\nAgent {"n": 1}\n```'
-
-
-def test_swesmith_tool(run: Path) -> None:
-    rows = lines(export(run, "swesmith-tool", "--name", "me") / "ft_tool.jsonl")
-    reply, result = rows[0]["messages"][2:4]
-    assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"command": "ls -l"}
-    assert result["role"] == "tool" and result["tool_call_id"] == reply["tool_calls"][1]["id"]
-    assert reply["content"].startswith("<think>\nHm.") and rows[0]["model"] == "me"
-    assert [row["traj_id"] for row in rows] == ["a", "b", "c", "c.1", "c.2"]
 
 
 async def test_atif(run: Path) -> None:
@@ -234,7 +194,7 @@ async def test_sub_agents_of_sub_agents_are_embedded_in_these(tmp_path: Path) ->
         assert [ref.trajectory_id for ref in result.subagent_trajectory_ref] == [sub.trajectory_id]
 
 
-async def test_pairs_are_of_main_conversations_and_tags_of_graded_episodes(tmp_path: Path) -> None:
+async def test_pairs_are_of_main_conversations_of_graded_episodes(tmp_path: Path) -> None:
     dry = {"outcome": "unresolved", "reason": "not_graded", "reward": None, "detail": ""}
     run = write(
         tmp_path / "run",
@@ -244,7 +204,29 @@ async def test_pairs_are_of_main_conversations_and_tags_of_graded_episodes(tmp_p
     )
     (row,) = table(export(run, "trl-preference"))
     assert [row[name][-1]["content"] for name in ("chosen", "rejected")] == ["Done.", "Gave up."]
-    assert len(table(export(run, "trl-kto", "--threads", "main"))) == 2
+
+
+async def test_the_model_that_has_played_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory that is called model says nothing: its run does."""
+    place = tmp_path / "mine" / "iteration_1" / "model"
+    run = write(tmp_path / "run", msgspec.structs.replace(await repair("a"), model=str(place)))
+    train = yaml.safe_load((export(run, "llamafactory") / "train.yaml").read_text())
+    assert train["model_name_or_path"] == str(place)
+    (made,) = json.loads((export(run, "predictions") / "preds.json").read_text())
+    assert made["model_name_or_path"] == "mine-iteration_1"
+    write(run, msgspec.structs.replace(await repair("b"), model="another/model"), name="more")
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["llamafactory", str(run), *out]) == 2
+    assert "2 models have played; say with model_name_or_path=MODEL" in capsys.readouterr().err
+    assert main(["llamafactory", str(run), *out, "model_name_or_path=x"]) == 0
+
+
+async def test_an_episode_with_a_name_of_any_length_is_a_file(tmp_path: Path) -> None:
+    names = [f"train-1-{'x' * 400}-{n}" for n in range(2)]
+    run = write(tmp_path / "run", *[await repair(name) for name in names])
+    out = export(run, "atif")
+    assert [row["episode"] for row in lines(out / "trajectories.jsonl")] == names
+    assert len(list((out / "trajectories").iterdir())) == 2
 
 
 async def test_a_hosted_models_episode_has_what_it_was_told(tmp_path: Path) -> None:
@@ -253,10 +235,8 @@ async def test_a_hosted_models_episode_has_what_it_was_told(tmp_path: Path) -> N
     made = json.loads((out / "trajectories" / "a.json").read_text())
     metrics = [step["metrics"] for step in made["steps"] if step["source"] == "agent"]
     assert metrics == [{"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 0}] * 2
-    assert (
-        made["final_metrics"]["total_prompt_tokens"] == 14
-        and made["steps"][2]["timestamp"] == "1970-01-01T00:00:00+00:00"
-    )
+    assert made["final_metrics"]["total_prompt_tokens"] == 14
+    assert made["steps"][2]["timestamp"] == "1970-01-01T00:00:01+00:00"
 
 
 def test_sessions_are_copied_as_they_are(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +379,7 @@ async def test_what_cannot_be_exported_is_named_and_the_rest_is(run: Path, capfd
     for place in (
         f"{path}, offset 0: record version 9",
         "w.cep, offset 0: the record's checksum",
-        "a hosted model must be",
+        "neither tokens nor messages",
     ):
         assert sum(place in line for line in err) == 1, place
 
@@ -414,7 +394,7 @@ async def test_pairs_that_are_none_are_named(tmp_path: Path, capfd: pytest.Captu
     )
     assert main(["trl-preference", str(run), "--out", str(tmp_path / "out")]) == 2
     err = capfd.readouterr().err
-    assert "a and b did not begin with the same prompt" in err and "c and d do not part in a reply" in err
+    assert all(f"{name}: no unresolved episode of its task begins with the same prompt" in err for name in "ac")
 
 
 def test_a_full_disk_leaves_what_was_there(run: Path) -> None:
@@ -424,13 +404,7 @@ def test_a_full_disk_leaves_what_was_there(run: Path) -> None:
     write(run, big, name="big")
     command = [sys.executable, "-m", "rl.export", "predictions", str(run), "--out", str(out), "--append"]
 
-    def small() -> None:
-        import signal
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, preexec_fn=small)
+    done = subprocess.run(full_at(20_000, command), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and "stopped: " in done.stderr.splitlines()[-1]
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     assert sorted(path.name for path in run.parent.iterdir()) == ["predictions", "run"]
@@ -441,9 +415,3 @@ def test_the_help_names_every_format(capfd: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     said = capfd.readouterr().out
     assert ended.value.code == 0 and all(f"    {name} " in said for name in FORMATS)
-
-
-async def test_both_ways_of_reading_export_the_same(tmp_path: Path) -> None:
-    heard = [await repair("a", heard=True), await crowd("b", heard=True)]
-    one, two = write(tmp_path / "one" / "run", *heard), write(tmp_path / "two" / "run", *map(without_words, heard))
-    assert lines(export(one, "messages") / "messages.jsonl") == lines(export(two, "messages") / "messages.jsonl")

@@ -147,15 +147,15 @@ def test_another_pipe_that_breaks_is_told() -> None:
     assert process.returncode == 1 and "of a worker" in error
 
 
-@pytest.mark.parametrize("name", ["audit", "records"])
+@pytest.mark.parametrize("name", ["rollout.audit", "rl.view.terminal"])
 def test_what_reads_records_imports_no_engine(name: str, run: Path) -> None:
     code = f"""
 import sys
-from rollout import {name}
-status = {name}.main(sys.argv[1:])
+from {name} import main
+status = main(sys.argv[1:])
 print(status, sorted({{"torch", "transformers", "vllm", "verl", "ray"}} & set(sys.modules)))
 """
-    model = ["--model", str(run / "model")] if name == "audit" else []
+    model = ["--model", str(run / "model")] if name == "rollout.audit" else []
     process = python("-c", code, str(run), *model, stdout=subprocess.PIPE)
     out, error = process.communicate()
     assert out.splitlines()[-1] == "0 []" and not error, (out, error)

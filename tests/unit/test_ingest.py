@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import subprocess
@@ -13,12 +14,16 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from rl.ingest import atif, claude_code, openhands, states, swe_agent
+from rl.ingest import atif, claude_code, openhands, recorded, states, swe_agent
 from rl.ingest.__main__ import main
 from rl.ingest.lines import LONGEST_LINE, Findings
+from rl.ingest.requests import canonical
 from rl.ingest.states import State, StatesError, read_states
+from rollout.proxy.blocks import blocks_of
 from rollout.proxy.chat import chat_request
-from tests.ingest_kit import full_at, session, write_session
+from rollout.records import Reader
+from tests.ingest_kit import session, write_session
+from tests.kit import full_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +33,7 @@ def made(module: Any, path: Path, out: Path, subagents: bool = False) -> tuple[l
     findings = Findings(said.append)
     with states.writing(out) as writer:
         module.ingest(path, writer, findings, subagents)
+    findings.counts.update({f"replies left out: {why}": count for why, count in writer.left.items()})
     return list(read_states(out)), findings, said
 
 
@@ -100,6 +106,24 @@ def test_old_openhands_output(tmp_path: Path) -> None:
     assert found[2].student_action["content"][-1]["name"] == "finish"
 
 
+def test_old_openhands_output_that_forgets_more_events_than_there_are(tmp_path: Path) -> None:
+    forget = {
+        "forgotten_events_start_id": 0,
+        "forgotten_events_end_id": 10**12,
+        "summary": "looked",
+        "summary_offset": 10**30,
+    }
+    history = [
+        {"id": 0, "source": "user", "action": "message", "args": {"content": "Fix it."}},
+        {"id": 1, "source": "agent", "action": "condensation", "args": forget},
+        {"id": 2, "source": "agent", "action": "finish", "args": {"thought": "Done."}},
+    ]
+    file = tmp_path / "output.jsonl"
+    file.write_text(json.dumps({"instance_id": "i", "history": history}) + "\n")
+    (found,), _, said = made(openhands, file, tmp_path / "s.jsonl")
+    assert said == [] and [one["content"] for one in found.messages[1:]] == ["looked"]
+
+
 def trajectory() -> dict[str, Any]:
     system, user = {"role": "system", "content": "SYS"}, {"role": "user", "content": "Fix it."}
     call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
@@ -129,6 +153,27 @@ def test_swe_agent_trajectories(tmp_path: Path, name: str) -> None:
     assert [one["role"] for one in last.messages] == ["system", "user", "assistant", "user"]
     assert last.messages[3]["content"][0]["tool_use_id"] == "c1" and last.source_model == "m-1"
     assert last.student_action["content"] == [{"type": "text", "text": "submit"}]
+
+
+@pytest.mark.parametrize("form", ["traj", "jsonl", "output.jsonl"])
+def test_several_attempts_at_a_task_are_several_conversations(tmp_path: Path, form: str) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I do."}]
+    event = {"id": 1, "source": "agent", "action": "message", "args": {"content": "I do."}}
+    asked = {"id": 0, "source": "user", "action": "message", "args": {"content": "hi"}}
+    for name in "ab":
+        place = tmp_path / "in" / name / "i" / ("i.traj" if form == "traj" else "output.jsonl")
+        place.parent.mkdir(parents=True)
+        rows = {"jsonl": {"messages": talk, "instance_id": "i"}, "traj": trajectory()}
+        row = rows.get(form, {"instance_id": "i", "history": [asked, event]})
+        place.write_text(json.dumps(row) + "\n")
+    whole = tmp_path / "in"
+    if form == "jsonl":
+        whole = tmp_path / "all.jsonl"
+        whole.write_text("".join(one.read_text() for one in sorted((tmp_path / "in").rglob("*.jsonl"))))
+    found, *_ = made(openhands if form == "output.jsonl" else swe_agent, whole, tmp_path / "s.jsonl")
+    assert len({one.conversation for one in found}) == 2 and {one.outcome["instance_id"] for one in found} == {"i"}
+    run = recorded.write(tmp_path / "s.jsonl", tmp_path / "run")
+    assert len({record.episode for record in Reader(run)}) == 2
 
 
 TRAJECTORIES = ROOT / "tests" / "trajectories"
@@ -168,6 +213,21 @@ def test_what_swe_agent_says_itself_is_no_reply(tmp_path: Path) -> None:
     assert found[1].student_action["content"][-1]["name"] == "open"
 
 
+def test_ids_that_stand_twice_in_a_trajectory_are_told_apart(tmp_path: Path) -> None:
+    """People put demonstrations together out of others; mini-swe-agent's files were lists before 1.0."""
+    found = trajectory()
+    system, user, said, heard = found["history"]
+    talk = [system, user, said, heard, said, {**heard, "content": "b.py"}, {"role": "assistant", "content": "Done."}]
+    (tmp_path / "a__b-1.traj").write_text(json.dumps({"history": talk}))
+    (tmp_path / "a__b-2.traj.json").write_text(json.dumps(talk))
+    found, findings, told = made(swe_agent, tmp_path, tmp_path / "s.jsonl")
+    assert told == [] and findings.counts["trajectories"] == 2
+    for one in (found[2], found[5]):
+        blocks = [block for message in one.messages[2:] for block in message["content"] if block["type"] != "text"]
+        names = [block.get("id") or block["tool_use_id"] for block in blocks]
+        assert names == ["c1", "c1", "c1'", "c1'"] and [b.get("content") for b in blocks[1::2]] == ["a.py", "b.py"]
+
+
 def test_how_much_was_read_is_shown(tmp_path: Path) -> None:
     text = "x" * (1 << 19)
     write_session(tmp_path / "a.jsonl", turns=6, text=text)
@@ -205,6 +265,16 @@ def test_swe_smith_rows(tmp_path: Path, suffix: str) -> None:
     assert found[0].outcome == {"instance_id": "i", "resolved": False}
 
 
+@pytest.mark.parametrize(
+    ("told", "known"), [("False", False), ("true", True), (1, True), ("no idea", None), ([], None)]
+)
+def test_whether_it_was_resolved_may_be_a_text(tmp_path: Path, told: object, known: bool | None) -> None:
+    talk = [{"role": role, "content": role} for role in ("user", "assistant")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk, "resolved": told, "traj_id": "t"}) + "\n")
+    (one,), *_ = made(swe_agent, tmp_path / "rows.jsonl", tmp_path / "s.jsonl")
+    assert one.outcome == ({} if known is None else {"resolved": known})
+
+
 def test_atif(tmp_path: Path) -> None:
     """By its schema (the package atif 1.8.0 accepts this document)."""
     sub = {
@@ -225,9 +295,10 @@ def test_atif(tmp_path: Path) -> None:
             {"step_id": 1, "source": "system", "message": "SYS"},
             {"step_id": 2, "source": "user", "message": "Go."},
             {"step_id": 3, "source": "agent", "message": "copied", "is_copied_context": True},
-            {"step_id": 4, "source": "agent", "message": "I ask.", "reasoning_content": "hm", "tool_calls": [call],
+            {"step_id": 4, "source": "user", "message": "Go on."},
+            {"step_id": 5, "source": "agent", "message": "I ask.", "reasoning_content": "hm", "tool_calls": [call],
              "observation": {"results": [reference]}},
-            {"step_id": 5, "source": "agent", "message": "Done.", "model_name": "other"},
+            {"step_id": 6, "source": "agent", "message": "Done.", "model_name": "other"},
         ],
     }  # fmt: skip
     (tmp_path / "t").mkdir()
@@ -235,7 +306,7 @@ def test_atif(tmp_path: Path) -> None:
     (tmp_path / "t" / "b.json").write_text(json.dumps(document | {"schema_version": "ATIF-v9.0"}))
     alone, findings, said = made(atif, tmp_path / "t", tmp_path / "s.jsonl")
     assert len(said) == 1 and "ATIF-v9.0" in said[0] and findings.counts["sub-agents left out"] == 1
-    assert [(one.source_model, len(one.messages)) for one in alone] == [("large", 3), ("other", 5)]
+    assert [(one.source_model, len(one.messages)) for one in alone] == [("large", 4), ("other", 6)]
     assert [block["type"] for block in alone[0].student_action["content"]] == ["thinking", "text", "tool_use"]
     assert alone[1].messages[0]["content"] == "SYS" and alone[1].tools[0]["name"] == "Agent"
     found, *_ = made(atif, tmp_path / "t" / "a.json", tmp_path / "s.jsonl", subagents=True)
@@ -244,8 +315,9 @@ def test_atif(tmp_path: Path) -> None:
 
 def test_a_sub_agents_file_is_not_read_from_anywhere(tmp_path: Path) -> None:
     place = {"source_call_id": None, "subagent_trajectory_ref": [{"trajectory_path": "../secret.json"}]}
-    step = {"step_id": 1, "source": "agent", "message": "x", "observation": {"results": [place]}}
-    document = {"schema_version": "ATIF-v1.7", "agent": {"name": "a", "version": "1"}, "steps": [step]}
+    asked = {"step_id": 1, "source": "user", "message": "Go."}
+    step = {"step_id": 2, "source": "agent", "message": "x", "observation": {"results": [place]}}
+    document = {"schema_version": "ATIF-v1.7", "agent": {"name": "a", "version": "1"}, "steps": [asked, step]}
     (tmp_path / "t").mkdir()
     for name in ("t/a.json", "secret.json"):
         (tmp_path / name).write_text(json.dumps(document))
@@ -297,7 +369,7 @@ def test_a_damaged_line_is_one_line_and_the_rest_is_read(tmp_path: Path, damage:
     names = [f"{state.conversation}/{len(state.messages)}" for state in found]
     kept = ["a/2", "a/4", "a/6", "a/8"] if damage == "another version" else ["a/2"]
     assert names == [*kept, "a/2", "a/4", "a/6"]
-    assert findings.counts["replies whose history has a gap, left out"] == 4 - len(kept) - (len(kept) < 4)
+    assert findings.counts["replies left out: its history has a gap"] == 4 - len(kept) - (len(kept) < 4)
 
 
 def test_a_file_that_breaks_off_and_lone_surrogates(tmp_path: Path) -> None:
@@ -324,25 +396,62 @@ def test_random_damage_never_ends_an_ingest(tmp_path: Path) -> None:
 def test_replies_are_grouped_and_branches_share_their_history(tmp_path: Path) -> None:
     """A rewound conversation: two replies to two prompts that follow the same message."""
     lines = session(turns=2)
+    lines[3]["message"]["content"] = [{"type": "text", "text": "Done."}]
     branch = [
-        {**lines[2], "uuid": "b1", "parentUuid": lines[1]["uuid"], "message": {"role": "user", "content": "instead"}},
-        {**lines[3], "uuid": "b2", "parentUuid": "b1", "message": {**lines[3]["message"], "id": "m-b"}},
+        {**lines[number], "uuid": f"{name}{number}", "parentUuid": parent, "message": message}
+        for name, parent in (("more", lines[3]["uuid"]), ("instead", lines[3]["uuid"]))
+        for number, parent, message in (
+            (2, parent, {"role": "user", "content": name}),
+            (3, f"{name}2", {**lines[3]["message"], "id": name}),
+        )
     ]
     synthetic = {
         **lines[3],
         "uuid": "e",
-        "parentUuid": "b2",
+        "parentUuid": "instead3",
         "message": {**lines[3]["message"], "model": "<synthetic>"},
     }
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *branch, synthetic]))
     found, findings, _ = made(claude_code, file, tmp_path / "s.jsonl")
-    assert [len(one.messages) for one in found] == [2, 4, 4] and found[2].messages[-1]["content"] == "instead"
+    assert [len(one.messages) for one in found] == [2, 4, 6, 6] and found[3].messages[-1]["content"] == "instead"
     assert findings.counts["messages of Claude Code in a model's place, left out"] == 1
     copy = tmp_path / "copy.jsonl"  # older versions copied a session when it was resumed
     copy.write_bytes(file.read_bytes())
     assert main(["claude-code", str(file), str(copy), "--out", str(tmp_path / "s.jsonl")]) == 0
-    assert len(list(read_states(tmp_path / "s.jsonl"))) == 3
+    assert len(list(read_states(tmp_path / "s.jsonl"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "exact"),
+    [
+        (["tools", 0], True), (["messages", 2, "content", 0], True), (["messages", 9, "content", 0], False),
+        (["system"], False), (["messages"], False), ([], False), (["tools", 0, "name"], False),
+    ],
+)  # fmt: skip
+def test_a_request_is_proven_with_the_marks_that_it_had(tmp_path: Path, path: list[Any], exact: bool) -> None:
+    """A request whose notes hold something else leaves its reply a state, but an unproven one."""
+    lines = session(turns=2)
+    shape = {"system": [{"type": "text", "text": "SYS"}], "tools": [{"name": "Bash", "input_schema": {}}]}
+    talk = [{"role": one["type"], "content": blocks_of(one["message"]["content"])} for one in lines[:3]]
+    asked = json.loads(json.dumps({"messages": talk, "max_tokens": 10, **shape}))
+    at: Any = asked
+    for step in path if exact else ():
+        at = at[step]
+    if exact:
+        at["cache_control"] = {"type": "ephemeral"}
+    name, *digests, whole = (hashlib.sha256(canonical(one)).hexdigest() for one in (shape, *talk, asked))
+    noted = {"shapeHash": name, "params": {"max_tokens": 10}, "requestDigest": whole}
+    noted["cacheControl"] = [{"path": path, "value": {"type": "ephemeral"}}]
+    first = {"type": "api-request", "id": "q1", "tail": digests[:1], **noted}
+    second = {"type": "api-request", "id": "q2", "base": "q1", "keep": 1, "tail": digests[1:], **noted}
+    asks = [{"type": "api-request-shape", "shape": shape, "shapeHash": name}, first, second]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in [*lines[:3], *asks, {**lines[3], "requestRef": "q2"}]))
+    found, _, said = made(claude_code, file, tmp_path / "s.jsonl")
+    assert said == [] and [one.exact for one in found] == [False, exact]
+    assert [one["role"] for one in found[1].messages] == ["system", "user", "assistant", "user"]
+    assert found[1].messages[0]["content"] == shape["system"] and found[1].tools == shape["tools"]
 
 
 def test_only_session_files_of_a_folder_are_read(tmp_path: Path) -> None:
@@ -355,7 +464,9 @@ def test_only_session_files_of_a_folder_are_read(tmp_path: Path) -> None:
     found, findings, _ = made(claude_code, tmp_path, tmp_path / "s.jsonl")
     assert len(found) == 3 and findings.counts["session files"] == 1
     found, findings, _ = made(claude_code, stream, tmp_path / "s.jsonl")
-    assert found == [] and findings.counts["replies whose history has a gap, left out"] == 3
+    assert found == [] and findings.counts["replies left out: its history has a gap"] == 3
+    own.rename(own.with_name("mine.jsonl"))
+    assert "no session file in it" in made(claude_code, tmp_path, tmp_path / "s.jsonl")[2][0]
 
 
 def test_what_is_no_states_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,6 +489,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     write_session(source, turns=50, text="y" * 5_000)
     command = [sys.executable, "-m", "rl.ingest", "claude-code", str(source), "--out", str(tmp_path / "s.jsonl")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(100_000))
+    done = subprocess.run(full_at(100_000, command), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("ingest: ") and len(done.stderr.splitlines()) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,19 @@ from transformers import AutoTokenizer
 
 from rl.ingest import states
 from rl.ingest.__main__ import main
-from rl.ingest.agreement import same_call, same_tool
+from rl.ingest.agreement import calls_of, same_call, same_tool, unknown
 from rl.ingest.chat import message_of
 from rl.ingest.sft import Encoder, chat_of
 from rl.ingest.states import Message, State, read_states
 from rl.quickstart.policy import make_tokenizer
-from rl.sft.pairs import write_pairs
+from rl.sft.episodes import write_pairs, write_rows
+from rl.sft.rows import RowsError, TokenRows
 from rl.teachers import outcome
-from rl.tune.rows import RowsError, TokenRows, write_rows
 from rollout.proxy.chat import chat_request
 from tests.endpoint_kit import KEY, StandIn, standing_in
-from tests.ingest_kit import full_at, write_session
-from tests.kit import saved_again
+from tests.ingest_kit import write_session
+from tests.kit import full_at, saved_again
+from tests.unit.test_render import glm
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,13 +38,20 @@ ROOT = Path(__file__).parents[2]
 def state(messages: list[Message], action: list[Message], name: str = "s", system: str = "SYS") -> State:
     told = [{"role": "system", "content": system}, *messages]
     said = {"role": "assistant", "content": action}
-    return State(state_id=name, messages=told, student_action=said, source_model="m", conversation=name)
+    return State(state_id=name, messages=told, student_action=said, source_model="m", conversation=name, tools=TOOLS)
 
 
 def use(name: str, number: int = 1, **given: Any) -> Message:
     return {"type": "tool_use", "id": f"t{number}", "name": name, "input": given}
 
 
+def said(text: str) -> Message:
+    return {"type": "text", "text": text}
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"name": name, "description": "", "input_schema": {"type": "object"}} for name in ("Bash", "Edit", "Read")
+]
 TALK = [
     {"role": "user", "content": "Fix <|im_end|> it."},
     {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use("Read", file_path="a.py")]},
@@ -58,6 +67,21 @@ def test_a_row_ends_with_the_turn_whatever_the_tokenizer_calls_its_end(tmp_path:
     assert Encoder(converted).ids(*chat) == Encoder(tokenizer).ids(*chat)
 
 
+def test_a_row_ends_where_the_engine_stops_if_the_next_role_closes_a_turn() -> None:
+    tokenizer = glm()
+    names = ("<|user|>", "<|observation|>")
+    user, observation = (tokenizer.convert_tokens_to_ids(name) for name in names)
+    coder = Encoder(tokenizer, [tokenizer.eos_token_id, user, observation])
+    talk: list[Message] = [{"role": "user", "content": "Go."}]
+    for action, end in (([said("So:"), EDIT], observation), ([said("Done.")], user)):
+        one = state(talk, action)
+        one.tools = []
+        *_, reply = coder.ids(*chat_of(one))
+        assert reply[-1] == end and not {user, observation, tokenizer.eos_token_id} & {*reply[:-1]}
+    with pytest.raises(ValueError, match="no token at which an engine stops"):
+        Encoder(tokenizer).ids(*chat_of(one))
+
+
 def test_a_row_has_the_template_and_trains_the_reply() -> None:
     tokenizer = make_tokenizer()
     head, said = Encoder(tokenizer).ids(*chat_of(state(TALK, [{"type": "text", "text": "So:"}, EDIT])))
@@ -68,6 +92,7 @@ def test_a_row_has_the_template_and_trains_the_reply() -> None:
     assert ids.count(tokenizer.eos_token_id) == 5
     # Without such texts, it is what the template makes in one piece.
     plain = state([{"role": "user", "content": "Go."}], [{"type": "text", "text": "Yes."}])
+    plain.tools = []
     whole = tokenizer.apply_chat_template(chat_of(plain)[0], tokenize=True, return_dict=False)
     made = [token for ids in Encoder(tokenizer).ids(*chat_of(plain)) for token in ids]
     assert whole[: len(made)] == made and tokenizer.decode(whole[len(made) :]).strip() == ""
@@ -77,6 +102,11 @@ def test_rows_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     source, out, rows = tmp_path / "a.jsonl", tmp_path / "s.jsonl", tmp_path / "rows.parquet"
     write_session(source, turns=6, text="r" * 100)
     assert main(["claude-code", str(source), "--out", str(out)]) == 0
+    assert [bool(unknown(one)) for one in read_states(out)] == [True] * 6  # older versions name neither
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    (tmp_path / "system.txt").write_text("Be good.")
+    given = ["--tools", str(tmp_path / "tools.json"), "--system", str(tmp_path / "system.txt")]
+    assert main(["claude-code", str(source), "--out", str(out), *given]) == 0
     make_tokenizer().save_pretrained(tmp_path / "model")
     command = ["sft", str(out), "--tokenizer", str(tmp_path / "model"), "--out", str(rows), "--max-tokens"]
     assert main([*command, "100000"]) == 0
@@ -107,7 +137,8 @@ def test_teachers_replies_can_be_trained_on(tmp_path: Path, capsys: pytest.Captu
     with states.writing(tmp_path / "s.jsonl") as writer:
         for name in ("a", "b"):
             writer.begin(name, "x")
-            writer.state(name, writer.head("SYS"), writer.tip(TALK), {"role": "assistant", "content": [EDIT]}, "m")
+            head = writer.head("SYS", TOOLS)
+            writer.state(name, head, writer.tip(TALK), {"role": "assistant", "content": [EDIT]}, "m")
     reads = [{"type": "text", "text": "So:"}, use("Read", 9, file_path="b.py")]
     answers = {("a", "t"): {"action": {"role": "assistant", "content": [EDIT]}}}
     answers["b", "t"] = {"action": {"role": "assistant", "content": reads}}
@@ -135,7 +166,8 @@ def test_teachers_replies_can_be_trained_on(tmp_path: Path, capsys: pytest.Captu
     policy = AutoTokenizer.from_pretrained(tmp_path / "model")
     taken = tmp_path / "taken.parquet"
     assert write_pairs([tmp_path / "pairs.parquet"], taken, 10**6, policy) == (1, 0)
-    assert write_pairs([tmp_path / "pairs.parquet"], taken, 9, policy) == (0, 1)
+    with pytest.raises(RowsError, match=r"^1 pairs are longer than 9 tokens"):
+        write_pairs([tmp_path / "pairs.parquet"], taken, 9, policy)
     with pytest.raises(RowsError, match="has no column prompt_ids"):
         write_pairs([tmp_path / "distill.parquet"], taken, 9, policy)
 
@@ -146,18 +178,29 @@ def test_teachers_replies_can_be_trained_on(tmp_path: Path, capsys: pytest.Captu
         (use("Read", file_path="a"), use("Read", 2, file_path=" a\n"), True, True),
         (use("Read", file_path="a", limit=3), use("Read", limit="3", file_path="a", offset=None), True, True),
         (use("Edit", new="x", replace_all=False), use("Edit", new="x"), True, True),
+        (use("Edit", new="x", replace_all="false"), use("Edit", new="x"), True, True),  # as in a text
+        (use("Use", arguments='{"a": [1]}'), use("Use", arguments={"a": [1]}), True, True),
         (use("Bash", command="ls", description="List"), use("Bash", command="ls", description="See"), True, True),
+        (use("Bash", timeout=1200000.0), use("Bash", timeout=1200000), True, True),
+        (use("Bash", timeout=0.1234567), use("Bash", timeout=0.1234568), False, True),
         (use("Bash", command="ls"), use("Bash", command="ls -l"), False, True),
         (use("Note", description="a"), use("Note", description="b"), False, True),
         (use("Read", file_path="a"), use("Edit", file_path="a"), False, False),
         (use("Read", file_path="a"), {"type": "text", "text": "Done."}, False, False),
         ({"type": "text", "text": "I am done."}, {"type": "text", "text": "Done."}, True, True),
         (
-            {"type": "text", "text": "<function=bash>\n<parameter=command>ls</parameter>\n</function>"},
+            said("<function=bash>\n<parameter=command>ls</parameter>\n</function>"),
             use("bash", command="ls"),
             True,
             True,
         ),
+        (said('<tool_call>\n{"name": "b", "arguments": {"n": 1}}\n</tool_call>'), use("b", n=1), True, True),
+        (said('```json\n{"name": "b", "arguments": {"n": 1}}\n```'), use("b", n=1), True, True),
+        (said("I look.\n\n```\nls -l\n```"), said("```bash\nls -l\n```"), True, True),
+        (said("```mswea_bash_command\nls -l\n```"), said("```bash\nls -l\n```"), True, True),
+        (said("```\nls -l\n```"), said("I'm sorry."), False, False),
+        (said('<tool_call>{"name": "b", "arguments": {"n": "\\ud800"}}</tool_call>'), use("b", n=1), False, False),
+        (said("<tool_call>\nls\n</tool_call>"), said("<tool_call>\nls\n</tool_call>"), False, False),  # not to be read
     ],
 )
 def test_agreement(one: Message, other: Message, calls: bool, tools: bool) -> None:
@@ -175,6 +218,14 @@ def test_a_reply_survives_both_translations(text: str, calls: list[tuple[str, di
     action: Any = {"role": "assistant", "content": [{"type": "text", "text": text}, *blocks]}
     (chat,) = chat_request({"messages": [action]}, "m")["messages"]
     assert message_of(chat) == action
+
+
+@pytest.mark.parametrize("mark", ["<function=a>", "<function=a></function><parameter=b>", "<tool_call>{", "```json\n{"])
+def test_a_reply_that_never_ends_its_calls_is_read_at_once(mark: str) -> None:
+    began = time.process_time()
+    for text in (mark * 20_000, f"<function=a>{mark * 20_000}</function>"):
+        calls_of({"role": "assistant", "content": text})
+    assert time.process_time() - began < 5
 
 
 def write_states(out: Path, found: list[State]) -> None:
@@ -212,9 +263,7 @@ async def test_a_policy_is_compared_with_the_recorded_replies(tmp_path: Path, pr
     assert results["same_call"]["share"] == pytest.approx(15 / 20)
     assert results["same_call"]["low"] < results["same_call"]["share"] < results["same_call"]["high"]
     assert results["by_tool"]["Edit"]["states"] == 20 and results["input_tokens"] == 2000
-    assert {body["temperature"] for body in stand_in.heard} == {0} and stand_in.keys == {
-        KEY if protocol == "messages" else f"Bearer {KEY}"
-    }
+    assert {body["temperature"] for body in stand_in.heard} == {0} and stand_in.keys == {f"Bearer {KEY}"}
     kept = b"".join(one.read_bytes() for one in (tmp_path / "out").iterdir())
     assert KEY.encode() not in kept and KEY not in done.stdout + done.stderr
 
@@ -226,9 +275,7 @@ async def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Pa
 
     async def run(*what: str, full: int = 1 << 40) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rl.ingest", what[0], str(tmp_path / "s.jsonl"), *what[1:]]
-        return await asyncio.to_thread(
-            subprocess.run, command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(full)
-        )
+        return await asyncio.to_thread(subprocess.run, full_at(full, command), cwd=ROOT, capture_output=True, text=True)
 
     async with standing_in(stand_in):
         ask = ["evaluate", "--url", stand_in.url, "--model", "m", "--out", str(tmp_path / "out"), "--concurrency", "1"]

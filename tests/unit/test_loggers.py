@@ -159,7 +159,7 @@ def test_real_loggers(tmp_path: Path) -> None:
         (tmp_path / fault).mkdir()
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS, PLAY, *(str(tmp_path / fault) for fault in FAULTS)],
+        [sys.executable, "-B", "-W", "ignore", "-c", FORKS, PLAY, *(str(tmp_path / fault) for fault in FAULTS)],
         env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,

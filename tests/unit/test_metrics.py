@@ -54,7 +54,7 @@ async def test_figures_of_an_episode_come_from_its_record() -> None:
     wanted = {
         "episode": "train-7-x", "task": task.instance_id, "repo": task.repo, "difficulty": "easy", "split": "train",
         "step": 7, "resolved": False, "infra": False, "reason": "tests_failed", "reward": 0.0, "dropped": 2,
-        "flags": ["exit"], "rows": 1, "tokens_sampled": sampled, "tokens_context": session.tree.encoded_tokens(),
+        "flags": ["exit"], "rows": 1, "tokens_sampled": sampled, "tokens_context": session.tree.tokens - sampled,
         "tokens_trained": sampled - len("lost "), "tokens_in": prompts, "turns": 2, "calls": 3, "malformed_calls": 0,
         "refused_calls": 0, "foreign_calls": 0, "unread_replies": 0, "cut_replies": 0, "overlong": True,
         "no_call": True, "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5,

@@ -273,6 +273,7 @@ def test_a_call_with_a_missing_or_an_additional_marker_is_text(name: str) -> Non
         ("hermes", '<tool_call>{"name": "Edit", "arguments": {"count": %s}}</tool_call>' % ("9" * 30)),
         ("hermes", '<tool_call>{"name": "Edit", "arguments": {"options": %s}}</tool_call>' % ("[" * 5000 + "]" * 5000)),
         ("hermes", '<tool_call>{"name": "Edit", "arguments": {"options": %s}}</tool_call>' % ("[" * 300 + "]" * 300)),
+        ("hermes", '<tool_call>{"name": "Edit", "arguments": {"options": %s}}</tool_call>' % ("[" * 70 + "]" * 70)),
         ("glm45", "<tool_call>Edit\n<arg_key>path</arg_key>\nno value\n</tool_call>"),
         ("glm45", "<tool_call>NoSuchTool\n</tool_call>"),
         ("kimi_k2", kimi([EDIT]).replace(text_of(EDIT[1]), "")),

@@ -89,7 +89,7 @@ async def test_a_flipped_byte_is_an_error_that_names_the_place(tmp_path: Path) -
 
 
 def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
-    """What is written when there is room again can be read."""
+    """A writer goes on when there is room again, and what it writes then can be read."""
     code = """
 import resource, signal, sys
 from pathlib import Path
@@ -108,6 +108,6 @@ except OSError:
 print([record.episode for record in Reader(writer.path)])
 """
     process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-B", "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert process.stdout == "['a', 'c']\n", process.stderr

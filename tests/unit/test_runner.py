@@ -35,7 +35,7 @@ def test_every_test_is_in_one_group() -> None:
         ("training", ":rl/trainer.py :rl/agent_loop.py :rl/cpu/platform.py :configs/train.yaml", ":docs/status.md"),
         ("training", ":rollout/sandbox/seal.sh :rl/quickstart/template.jinja", ":rl/view/server.py"),
         ("proxy", ":rollout/proxy/session.py :tests/integration/conftest.py", ":rl/trainer.py"),
-        ("browser", ":rl/view/static/view.js :tests/vendor/axe.min.js", ":rl/trainer.py :configs/train.yaml"),
+        ("browser", ":rl/view/static/view.js :tests/vendor/axe.min.js", ":rl/trainer.py"),
         ("cluster", ":scripts/slurm/train.sbatch :rl/cluster/probe.py", ":rl/view/server.py"),
         ("traces", ":constraints/llamafactory.txt :constraints/trainers.txt", ":docs/traces.md"),
         ("gpu-pins", ":constraints/gpu.txt :rl/trainer.py", ":docs/status.md"),

@@ -4,47 +4,54 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from rewards.verdict import Reason, Verdict
 from rl.metrics import samples
 from rl.metrics.samples import COLUMNS, EACH, SampleLog, SampleReader
 from rollout.records import Record
+from tests.export_kit import repair
 from tests.kit import empty_record
 
-EVENTS = [
-    {"type": "system", "subtype": "init"},
-    {
-        "type": "assistant",
-        "message": {
-            "content": [
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "1", "name": "Read", "input": {"file_path": "a.py"}},
-            ]
-        },
-    },
-    {"type": "user", "message": {"content": [{"type": "tool_result", "tool_use_id": "1", "content": "x = 1"}]}},
-    {"type": "assistant", "message": {"content": [{"type": "thinking", "thinking": "hm"}]}},
-    {"type": "user", "message": {"content": "go on"}},
-    {"type": "result"},
-]
+
+def episode(verdict: Verdict, step: int) -> Record:
+    return empty_record(step=step, verdict=verdict.to_dict(), patch=b"+x\n")
 
 
-def episode(verdict: Verdict, step: int, patch: bytes = b"+x\n", events: list | None = None) -> Record:
-    return empty_record(step=step, verdict=verdict.to_dict(), patch=patch, events=EVENTS if events is None else events)
-
-
-def test_last_messages_are_the_end_of_the_conversation() -> None:
-    assert samples.last_messages(EVENTS).splitlines() == [
+@pytest.mark.parametrize("hosted", [False, True])
+async def test_last_messages_are_the_end_of_what_was_said(hosted: bool) -> None:
+    assert samples.last_messages(await repair("a", hosted=hosted)).splitlines() == [
+        "[user] fix it",
+        "[assistant] (thinking) Hm.",
         "[assistant] I look.",
-        '[assistant] Read {"file_path": "a.py"}',
-        "[user] => x = 1",
-        "[assistant] (thinking) hm",
-        "[user] go on",
+        '[assistant] Bash {"command": "ls -l"}',
+        '[assistant] Bash {"command": "cat \\"a\\""}',
+        "[user] => content of a",
+        "[user] => total 0",
+        "[user] Go on.",
+        "[assistant] Done.",
     ]
 
 
-def test_a_sample_is_bounded() -> None:
-    long = [{"type": "assistant", "message": {"content": [{"type": "text", "text": "x" * 10_000 + "end"}]}}]
-    made = samples.sample(episode(Verdict(Reason.TESTS_FAILED), 3, b"\xff" * 10_000, long))
+async def test_what_the_agent_reports_falsely_is_in_no_sample() -> None:
+    """The policy's commands can write to the agent's output."""
+    record = await repair("a")
+    forged = {"type": "assistant", "message": {"id": "m", "content": [{"type": "text", "text": "All is well."}]}}
+    assert "well" not in samples.last_messages(msgspec.structs.replace(record, events=[*record.events, forged]))
+
+
+async def test_messages_that_cannot_be_read_are_no_error() -> None:
+    record = await repair("a")
+    nodes = [msgspec.structs.replace(node, says=b"[7") if node.says else node for node in record.nodes]
+    assert samples.last_messages(msgspec.structs.replace(record, nodes=nodes)).startswith(
+        "(a message that cannot be read"
+    )
+
+
+async def test_a_sample_is_bounded() -> None:
+    long = await repair("a", "x" * 3_000 + "end", 0.0)
+    made = samples.sample(msgspec.structs.replace(long, patch=b"\xff" * 10_000))
     assert tuple(made) == COLUMNS
     assert len(made["patch"]) < 2100 and len(made["last messages"]) < 2100
     assert made["last messages"].endswith("end") and made["verdict"] == "tests_failed"

@@ -105,7 +105,7 @@ async def test_a_reply_and_its_usage(proxy: ProxyServer, http: aiohttp.ClientSes
     status, reply, _ = await post(http, proxy, session, HELLO)
     assert status == 200
     assert (reply["content"], reply["stop_reason"]) == ([{"type": "text", "text": "hello"}], "end_turn")
-    assert reply["usage"] == {"input_tokens": session.tree.encoded_tokens(), "output_tokens": 6}
+    assert reply["usage"] == {"input_tokens": (session.tree.tokens - session.tree.sampled_tokens()), "output_tokens": 6}
     assert await trained(http, session) == 1
     assert session.counters.overhead_s > 0
 

@@ -15,11 +15,10 @@ from rl.checks.model import check_model
 from rl.config import ConfigError, compose
 from rl.run.weights import Weights, adopt, find_weights
 from rl.screen import Screen
-from rl.sft import rounds
+from rl.sft import rounds, trainer
 from rl.sft.__main__ import main, spelled_out
 from rl.sft.checks import check_sft
-from rl.tune import trainer
-from rl.tune.rows import RowsError
+from rl.sft.rows import RowsError
 from tests.check_kit import composed
 from tests.unit.test_data_select import episode, write
 
@@ -40,7 +39,7 @@ def test_the_experiments_can_be_fine_tuned(name: str, data: Path, monkeypatch: p
     check_sft(config)
     monkeypatch.setattr(trainer.pyarrow.parquet, "read_metadata", lambda path: SimpleNamespace(num_rows=100))
     passes = trainer.Passes(2, 1e-4, 30, 1024, 1)
-    made = trainer._settings(config, "/model", Path("rows"), Path("checkpoints"), passes, ("wandb",))
+    made = trainer._settings(config, "/model", Path("rows"), Path("checkpoints"), passes)
     ref, engine, model = config.actor_rollout_ref, omega_conf_to_dataclass(made.engine), made.model
     lora, split = ref.model.lora_rank > 0, ref.actor.fsdp_config.ulysses_sequence_parallel_size
     assert (engine.strategy, engine.offload_policy) == ("fsdp2", ref.actor.fsdp_config.offload_policy)

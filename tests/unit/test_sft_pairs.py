@@ -12,10 +12,10 @@ import msgspec
 import pyarrow.parquet
 import pytest
 
+from rl.sft.episodes import pairs_of, parting, write_pairs
 from rl.sft.other import run_dpo
-from rl.sft.pairs import pairs_of, parting, write_pairs
-from rl.tune.rows import RowsError
-from rl.tune.trainer import Passes
+from rl.sft.rows import RowsError
+from rl.sft.trainer import Passes
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import Record, node_records, row_records
@@ -78,7 +78,9 @@ async def test_each_episode_is_in_one_pair_and_pairs_are_of_a_task(tmp_path: Pat
     assert write_pairs([run], tmp_path / "pairs.parquet", max_length=10**6) == (2, 0)
     table = pyarrow.parquet.read_table(tmp_path / "pairs.parquet")
     assert table.column_names == ["prompt_ids", "chosen_ids", "rejected_ids"] and len(table) == 2
-    assert write_pairs([run], tmp_path / "pairs.parquet", max_length=3) == (0, 2)
+    with pytest.raises(RowsError, match=r"^2 pairs are longer than 3 tokens: DPO needs"):
+        write_pairs([run], tmp_path / "none.parquet", max_length=3)
+    assert not (tmp_path / "none.parquet").exists()
 
 
 async def test_without_a_pair_there_is_nothing_to_train_on(tmp_path: Path) -> None:

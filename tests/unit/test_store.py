@@ -10,18 +10,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.collect.spans import spans_of
-from rl.store import sending
-from rl.store.sending import Sender, with_conversation
+from rl.store.sending import Sender
 from rl.store.stores import Refused, StoredAttempt, StoreError
 from rollout.records import Position, Reader, Record
-from tests.kit import CharTokenizer, empty_record
-from tests.store_kit import told, without_conversation, write
+from rollout.trace import trace
+from tests.export_kit import without_words
+from tests.kit import empty_record
+from tests.store_kit import told, write
 
 FAULTS = ("ok", "ok", "lost before", "lost after", "refused", "forgets")
 
@@ -162,24 +161,11 @@ async def test_a_record_that_cannot_be_read_costs_no_other(tmp_path: Path) -> No
     assert sender.sent == 6 and sender.damage == [other]
 
 
-@pytest.mark.parametrize("there", [True, False])
-async def test_a_conversation_is_read_back_from_the_tokens(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "_tokenizer", lambda model: CharTokenizer() if there else None)
+async def test_of_a_record_before_version_4_tokens_and_replies_are_sent() -> None:
     one = (await told(2, "read"))[1]
-    for node in one.record.nodes:
-        node.delivered = node.logprobs is not None
-    bare = without_conversation(one.record)
-    *spans, _ = spans_of(with_conversation(bare))
-    assert {span["attributes"]["gen_ai.response.id"] for span in spans} == one.calls.keys()
-    for span in spans[1::2]:
-        said = one.calls[span["attributes"]["gen_ai.response.id"]]
+    *spans, _ = spans_of(trace(without_words(one.record)))
+    assert [span["attributes"]["claude_code_rl.message_id"] for span in spans[::2]] == [*one.calls]
+    for span, said in zip(spans[1::2], one.calls.values(), strict=True):
         values = span["attributes"]
         assert (values["prompt_token_ids"], values["response_token_ids"]) == (said.prompt_ids, said.ids)
         assert values["gen_ai.completion.0.content"] == "".join(block["text"] for block in said.reply)
-        roles = [values[f"gen_ai.prompt.{n}.role"] for n in range(len(said.messages))]
-        assert roles == [message["role"] for message in said.messages]
-        texts = [values[f"gen_ai.prompt.{n}.content"] for n in range(0, len(said.messages), 2)]
-        assert all(text.endswith("assistant: " if there else " tokens)") for text in texts)
-    assert with_conversation(one.record) is one.record
-    hosted = msgspec.structs.replace(bare, nodes=[])
-    assert with_conversation(hosted) is hosted

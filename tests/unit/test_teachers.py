@@ -19,6 +19,7 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import load_tasks
+from rl.ingest.agreement import calls_of
 from rl.ingest.asking import Budget
 from rl.ingest.endpoints import BusyError, DeadError, Endpoint, RefusedError
 from rl.ingest.states import Message
@@ -26,7 +27,7 @@ from rl.teachers.families import family_of
 from rl.teachers.given import teacher_of
 from rl.teachers.outcome import majority
 from tests.endpoint_kit import KEY, StandIn, chat_reply, standing_in
-from tests.ingest_kit import full_at
+from tests.kit import full_at
 from tests.unit.test_ingest_uses import EDIT, ROOT, TALK, state, use, write_states
 
 READ = use("Read", 3, file_path="b.py")
@@ -42,12 +43,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 async def run(tmp_path: Path, *what: str, full: int = 1 << 40) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
-        *command(tmp_path, *what),
+        *full_at(full, command(tmp_path, *what)),
         cwd=ROOT,
         env=environment(tmp_path),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        preexec_fn=full_at(full),
     )
     out, _ = await process.communicate()
     return process.returncode or 0, out.decode()
@@ -89,7 +89,7 @@ async def test_agreement_gives_pairs_and_rows_to_distil(tmp_path: Path) -> None:
         status, said = await run(tmp_path, *what, "--max-cost", "5")
         assert status == 0, said
         assert (len(busy.heard), len(plain.heard), len(odd.heard)) == (10, 8, 9)
-        assert busy.keys == {f"Bearer {KEY}"} and plain.keys == {KEY} and odd.keys == {None}
+        assert busy.keys == {f"Bearer {KEY}"} and plain.keys == {f"Bearer {KEY}"} and odd.keys == {None}
         # Two of three agree: on the student's reply in every other state.
         distilled, pairs = rows(tmp_path, "distill.jsonl"), rows(tmp_path, "pairs.jsonl")
         assert [row["agrees_with_student"] for row in distilled] == [True, False] * 4
@@ -261,9 +261,7 @@ def endpoint(stand_in: StandIn, **more: Any) -> Endpoint:
 
 
 async def ask(one: Endpoint) -> Message:
-    import aiohttp
-
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=one.patience_s)) as client:
+    async with one.connected() as client:
         return (await one.ask(client, state(TALK, [EDIT]))).action
 
 
@@ -289,6 +287,76 @@ async def test_what_an_endpoint_can_do_wrong(protocol: str) -> None:
     one = StandIn(even, hangs=frozenset({1}))
     async with standing_in(one):
         assert (await ask(endpoint(one, protocol=protocol, patience_s=0.3)))["content"][1] and len(one.heard) == 2
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+@pytest.mark.parametrize("key", [None, KEY])
+async def test_nothing_of_the_environment_reaches_an_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str, key: str | None
+) -> None:
+    """The user's environment has keys and addresses of other services, and an endpoint is sent none of them."""
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login leak password leak")
+    leaks = {
+        f"{vendor}_{name}": "leak"
+        for vendor in ("OPENAI", "ANTHROPIC")
+        for name in (
+            "API_KEY", "ADMIN_KEY", "AUTH_TOKEN", "ORG_ID", "PROJECT_ID", "PROFILE", "ORGANIZATION_ID",
+            "IDENTITY_TOKEN", "FEDERATION_RULE_ID", "WEBHOOK_SECRET", "WEBHOOK_SIGNING_KEY",
+        )
+    }  # fmt: skip
+    for vendor in ("OPENAI", "ANTHROPIC"):
+        leaks[f"{vendor}_BASE_URL"] = "http://127.0.0.1:9/leak"
+        leaks[f"{vendor}_CUSTOM_HEADERS"] = "x-leak: leak\nauthorization: leak\nAuthorization: leak\nX-Api-Key: leak"
+    leaks |= dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"), "http://leak:leak@127.0.0.1:9")
+    leaks["NETRC"] = str(tmp_path / "netrc")
+    for name, value in leaks.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    async with standing_in(StandIn(even)) as one:
+        assert (await ask(endpoint(one, protocol=protocol, key=key)))["content"]
+    (headers,) = one.headers
+    assert "leak" not in json.dumps([headers, one.heard]).lower()
+    assert headers.get("authorization") == (f"Bearer {key}" if key else None) and "x-api-key" not in headers
+    assert not [name for name in headers if name.startswith("openai-") or name == "traceparent"]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+async def test_an_endpoint_leads_nobody_elsewhere(protocol: str) -> None:
+    async with standing_in(StandIn(even)) as other:
+        path = "/chat/completions" if protocol == "chat" else "/v1/messages"
+        one = StandIn(even, mood=lambda n: (307, {"Location": other.url + path}, ""))
+        async with standing_in(one):
+            with pytest.raises(DeadError, match="status 307"):
+                await ask(endpoint(one, protocol=protocol, key=KEY))
+        assert not other.heard
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+async def test_a_reply_with_what_is_no_block_is_none(protocol: str) -> None:
+    """An evaluation that goes on reads the replies that are kept, so one that it could not read is not kept."""
+    texts: list[Any] = [5, ["a"], {"a": 1}]
+    if protocol == "chat":
+        wrong = [json.dumps({"choices": [{"message": {"content": text}}]}) for text in texts]
+    else:
+        blocks: list[Any] = [{"type": "text"}, {"type": "tool_use"}, {"type": "text", "text": "So.", "citations": 5}]
+        wrong = [json.dumps({"content": [one], "usage": [1]}) for one in blocks]
+    one = StandIn(even, mood=lambda n: (200, {}, wrong[n - 1]) if n <= len(wrong) else None)
+    async with standing_in(one):
+        reply = await ask(endpoint(one, protocol=protocol))
+    assert reply["content"][0]["text"] == "So." and calls_of(reply) is not None
+
+
+async def test_an_answer_has_a_size_and_an_address_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl.ingest.endpoints._LONGEST_ANSWER", 1 << 20)
+    for protocol in ("chat", "messages"):
+        for status in (200, 400):
+            one = StandIn(even, mood=lambda n, status=status: (status, {}, " " * (1 << 21)) if n < 3 else None)
+            async with standing_in(one):
+                assert (await ask(endpoint(one, protocol=protocol)))["content"] and len(one.heard) == 3
+        for url in ("nowhere", "http://[::1", "http://127.0.0.1:9"):
+            with pytest.raises(DeadError, match=r"t: .* cannot be reached: ."):
+                await ask(Endpoint("t", url, "m", protocol=protocol))
 
 
 async def test_a_named_pause_holds_for_the_whole_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

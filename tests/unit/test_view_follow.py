@@ -63,7 +63,7 @@ async def test_four_writers_of_which_one_is_killed(tmp_path: Path, monkeypatch: 
 
         async def grows_to(count: int) -> None:
             while not seen or seen[-1] != count:
-                async with session.get(f"{address}/state.json?run=0") as answer:
+                async with session.get(f"{address}/state.json") as answer:
                     seen.append((await answer.json())["episodes"])
                 await asyncio.sleep(0.01)
 
@@ -74,7 +74,7 @@ async def test_four_writers_of_which_one_is_killed(tmp_path: Path, monkeypatch: 
             last.kill()
             assert [await one.wait() for one in others] == [0, 0, 0] and await last.wait() == -9
             await grows_to(3 * EACH + 5)
-            assert "node-3.cep, offset" in await get("/run?run=0")
+            assert "node-3.cep, offset" in await get("/run")
             again = await start("node-3-again", -1)  # a process that is started again has a file of its own
             writers.append(again)
             assert await again.wait() == 0
@@ -85,12 +85,12 @@ async def test_four_writers_of_which_one_is_killed(tmp_path: Path, monkeypatch: 
                     one.kill()
                     await one.wait()
         assert all(a <= b for a, b in itertools.pairwise(seen)), "episodes are never lost from sight"
-        assert "incomplete record" in await get("/run?run=0")
-        page = await get("/episodes?run=0")
+        assert "incomplete record" in await get("/run")
+        page = await get("/episodes")
         names = {record.episode for record in Reader(tmp_path / "run")}
         assert len(names) == 4 * EACH + 5
         assert all(f"id={name}" in page for name in names)
-        assert all([await get(f"/episode?run=0&id={name}") for name in sorted(names)[::9]])
+        assert all([await get(f"/episode?id={name}") for name in sorted(names)[::9]])
     whole = Index(tmp_path / "run")
     whole.extend()
     assert {entry.name for entry in whole.entries} == names and len(whole.torn) == 1 and not whole.damage

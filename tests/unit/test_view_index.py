@@ -61,10 +61,16 @@ def test_a_broken_frame_is_said_once_and_what_is_behind_it_is_read(tmp_path: Pat
     data = bytearray(writer.path.read_bytes())
     data[ends[1] - 1] ^= 1
     writer.path.write_bytes(data)
-    index = Index(tmp_path)
+    index = Index(tmp_path, tmp_path / "cache")
     index.extend()
     assert names(index) == ["e0", "e2"]
     assert len(index.damage) == 1 and "checksum" in index.damage[0]
+    index.save()
+    again = Index(tmp_path, tmp_path / "cache")
+    assert again.extend() == 0 and again.damage == index.damage
+    writer.path.write_bytes(data[: ends[0]])  # replaced by a file that is whole
+    again.extend()
+    assert names(again) == ["e0"] and again.damage == []
 
 
 def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
@@ -120,7 +126,7 @@ async def test_a_search_finds_what_an_episodes_own_find_does(tmp_path: Path) -> 
     assert search(library, "stra\u00dfenname ist \u00e4rger, \u043f\u0440\u0438\u0432\u0435\u0442") == ["read"]
     assert search(library, ": \u20ac!") == ["read"]
     for entry in library.runs[0].index.entries:
-        one = library.episode("0", entry.name)
+        one = library.episode(None, entry.name)
         texts = {text for *_, text in one.reading.texts()} | {one.reading.ending, one.record.patch.decode()}
         texts |= {one.texts.of(node) for node in range(len(one.record.nodes))}
         parts = {text[at : at + 15] for text in texts for at in range(0, len(text), 11)}

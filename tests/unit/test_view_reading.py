@@ -42,9 +42,10 @@ async def test_calls_have_their_results_whatever_their_order() -> None:
     assert not reading.findings and all(turn.rows for turn in reading.turns)
 
 
-@pytest.mark.parametrize("heard", [False, True])
-async def test_a_sub_agent_is_inside_of_the_call_that_started_it(heard: bool) -> None:
-    reading = read(await crowd("e", heard=heard))
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_sub_agent_is_inside_of_the_call_that_started_it(kept: bool) -> None:
+    record = await crowd("e")
+    reading = read(record if kept else without_words(record))
     assert kinds(reading) == [
         ("side", "A title"), ("main", "Agent"), ("main", "So far."), ("main", "Summary."), ("main", "After it."),
         ("main", "The end."),
@@ -53,7 +54,7 @@ async def test_a_sub_agent_is_inside_of_the_call_that_started_it(heard: bool) ->
     assert (inner.kind, said(inner)) == ("agent", "I found it.")
     notices = {said(turn): turn.notice for turn in reading.main if turn.notice}
     assert list(notices) == ["After it."] and "begins anew" in notices["After it."]
-    if heard:
+    if kept:
         assert reading.main[1].asked == [("user", "fix it")]
 
 
@@ -138,6 +139,8 @@ async def test_tokens_have_their_values_and_jumps_go_to_the_least_probable(tmp_p
     assert "numbers" not in words.problem and "--model" in vocabulary(tmp_path).problem
     big = msgspec.structs.replace(record.nodes[0], ids=record.nodes[0].ids * 500)
     assert len(tokens(msgspec.structs.replace(record, nodes=[big]), 0, words, None, MOST)) == MOST
+    short = msgspec.structs.replace(record.nodes[node], ids=b"")  # of a record in which the audit finds that
+    assert improbable(msgspec.structs.replace(record, nodes=[short]), words) == []
 
 
 async def test_a_text_is_found_wherever_it_is(tmp_path: Path) -> None:

@@ -29,6 +29,13 @@ async function copy(text, what) {
   try { await navigator.clipboard.writeText(text); say(`${what} is copied`); } catch { say("The browser does not allow to copy"); }
 }
 
+// --- what is folded on a narrow screen, so that the content comes first
+
+const narrow = matchMedia("(max-width: 60rem)");
+function fold() { $$(".fold").forEach((one) => (one.open = !narrow.matches)); }
+narrow.addEventListener("change", fold);
+fold();
+
 // --- curves
 
 const COLORS = ["#2f6fde", "#d9722e", "#1d9a6c", "#b85fa8", "#c79a1b", "#3aa3c9", "#8a8f99", "#6a55c9"];
@@ -37,8 +44,9 @@ const COLORS = ["#2f6fde", "#d9722e", "#1d9a6c", "#b85fa8", "#c79a1b", "#3aa3c9"
 const MEANT = { resolved: "#1d9a6c", "all resolved": "#1d9a6c", infrastructure: "#6a55c9" }, FAILED = ["#c9463d", "#d9722e", "#c79a1b", "#b85fa8", "#8a8f99"];
 
 function colors(series) {
-  const palette = series.some(({ label }) => label in MEANT) ? FAILED : COLORS, others = series.filter(({ label }) => !(label in MEANT));
-  return series.map((one) => MEANT[one.label] ?? palette[others.indexOf(one) % palette.length]);
+  const meant = ({ label }) => MEANT[label.split(": ").pop()]; // with several runs, a label begins with the run's name
+  const palette = series.some(meant) ? FAILED : COLORS, others = series.filter((one) => !meant(one));
+  return series.map((one) => meant(one) ?? palette[others.indexOf(one) % palette.length]);
 }
 
 function stack(series) {
@@ -108,6 +116,23 @@ async function curves() {
   }
 }
 
+// --- labels
+
+for (const form of $$("form[data-label]")) {
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const answer = await fetch(form.dataset.label, { method: "POST", headers: { "X-View": "1" }, body: new URLSearchParams(new FormData(form)) });
+    if (!answer.ok) return say(await answer.text());
+    const list = $("[data-labels]");
+    list.replaceChildren(...(await answer.json()).map((one) => {
+      const item = make("li");
+      item.append(make("span", one.label, "chip"), ` ${one.comment} `, make("span", one.by + (one.turn ? `, turn ${one.turn}` : ""), "sub"));
+      return item;
+    }));
+    form.reset();
+  });
+}
+
 // --- following a run
 
 let known = null;
@@ -143,7 +168,7 @@ const pending = new Map();
 
 function strip(node, from = 0) {
   const place = $(".strip", node);
-  if (place && place.dataset.loaded !== String(from)) {
+  if (place && body.dataset.strip && place.dataset.loaded !== String(from)) {
     place.dataset.loaded = from;
     pending.set(place, fill(place, `${body.dataset.strip}&node=${node.dataset.node}&from=${from}`));
   }
@@ -155,9 +180,11 @@ async function fill(place, address) {
 }
 
 function choose(token) {
+  const again = token.classList.contains("here"), box = $("[data-token]");
   $$(".t.here").forEach((one) => one.classList.remove("here"));
+  if (again) return box.replaceChildren(make("p", "Choose a token to read its values.", "note"));
   token.classList.add("here");
-  const { id, p, v, tp, r, e } = token.dataset, node = token.closest(".node"), box = $("[data-token]");
+  const { id, p, v, tp, r, e } = token.dataset, node = token.closest(".node");
   const list = make("dl", "", "facts");
   const row = (name, value) => value !== undefined && list.append(make("dt", name), make("dd", value));
   const text = make("pre"); text.append(make("code", token.textContent));
@@ -181,12 +208,12 @@ function reveal(place) {
 
 async function arrive() {
   const name = decodeURIComponent(location.hash.slice(1)), token = /^n(\d+)t(\d+)$/.exec(name);
-  if (token && body.dataset.strip) {
+  if (token && $(".strip")) {
     const node = document.getElementById(`n${token[1]}`);
     if (!node) return;
     await strip(node, Math.floor(token[2] / 2000) * 2000);
     const found = document.getElementById(name);
-    if (found) { reveal(found); choose(found); }
+    if (found) { reveal(found); if (!found.classList.contains("here")) choose(found); }
     return;
   }
   const place = name && document.getElementById(name);
@@ -274,7 +301,7 @@ function step(by) {
 
 function link() {
   const token = $(".t.here"), place = token ?? $(".turn.here, .node.here");
-  copy(place ? `${location.origin}${body.dataset.here}#${place.id}` : location.href, "The link");
+  copy(place ? new URL(`${body.dataset.here}#${place.id}`, location.href).href : location.href, "The link");
 }
 
 const ACTIONS = {
@@ -291,10 +318,10 @@ const ACTIONS = {
 
 const KEYS = {
   j: () => step(1), k: () => step(-1), n: () => show(at + 1), N: () => show(at - 1), c: link, "?": ACTIONS.help,
-  "/": () => ($("#find") ?? $("#all-text")).focus(),
+  "/": () => { const field = $("#find") ?? $("#all-text"); if (field?.closest(".fold")) field.closest(".fold").open = true; field?.focus(); },
   Enter: () => $("[data-row].here a")?.click(),
   t: () => { if (body.dataset.tokens) location.href = body.dataset.tokens + other(); },
-  u: () => { location.href = body.dataset.up ?? "/"; },
+  u: () => { location.href = body.dataset.up ?? $(".brand").href; },
   "[": () => { if (body.dataset.before) location.href = body.dataset.before; },
   "]": () => { if (body.dataset.after) location.href = body.dataset.after; },
   o: () => { const all = $$(".content details:not([data-load])"), open = !all.every((one) => one.open); all.forEach((one) => (one.open = open)); },

@@ -4,22 +4,28 @@ says of it.
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from rl.view import bundle
+from rl.view.library import Library
 from tests.browser_kit import Tab, browser, needed, tab
 from tests.view_kit import hostile, planted, run, served
 
+TWO = "a%2Ftwo"
 PAGES = (
-    "/run?run=0",
-    "/episodes?run=0",
-    "/task?run=0&id=fix&step=1&split=train",
-    "/episode?run=0&id=train-1-crowd-1",
-    "/tokens?run=0&id=train-1-fix-0",
+    "/run",
+    "/episodes",
+    "/task?id=fix&step=1&split=train",
+    "/episode?id=train-1-crowd-1",
+    "/tokens?id=train-1-fix-0",
 )
 
 
@@ -34,7 +40,9 @@ def chromium() -> Iterator[str]:
 async def view(chromium: str, tmp_path: Path) -> AsyncIterator[tuple[Tab, str]]:
     """A tab, and the address of a server over an ordinary run and a hostile one."""
     async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(served(await run(tmp_path / "one"), await hostile(tmp_path / "two")))
+        address = await stack.enter_async_context(
+            served(await run(tmp_path / "a" / "one"), await hostile(tmp_path / "a" / "two"))
+        )
         page = await stack.enter_async_context(tab(chromium))
         yield page, address
         assert page.problems == []
@@ -43,7 +51,7 @@ async def view(chromium: str, tmp_path: Path) -> AsyncIterator[tuple[Tab, str]]:
 
 async def test_from_the_run_to_a_turn(view: tuple[Tab, str]) -> None:
     page, address = view
-    await page.goto(f"{address}/run?run=0")
+    await page.goto(f"{address}/run")
     await page.until("document.querySelectorAll('.chart canvas').length >= 4")
     legend = """Object.fromEntries([...document.querySelectorAll('.chart[aria-label^=Verdicts] .u-series')].map((one) =>
       [one.querySelector('.u-label').textContent, [one.querySelector('.u-value').textContent,
@@ -53,7 +61,7 @@ async def test_from_the_run_to_a_turn(view: tuple[Tab, str]) -> None:
     assert (told["resolved"][1], told["tests failed"][1]) == ("rgb(29, 154, 108)", "rgb(201, 70, 61)")
     await page.click(".histogram a:last-of-type")
     await page.loaded()
-    assert "reward=0.9" in await page.js("location.search")
+    assert "reward=1%3A1" in await page.js("location.search")
     assert await page.js("document.querySelectorAll('tbody tr').length") == 3
     await page.key("j")
     await page.key("Enter")
@@ -65,7 +73,7 @@ async def test_from_the_run_to_a_turn(view: tuple[Tab, str]) -> None:
     await page.key("u")
     await page.loaded()
     assert await page.js("location.pathname") == "/task"
-    await page.goto(f"{address}/episodes?run=0")
+    await page.goto(f"{address}/episodes")
     await page.js("document.querySelector('select[name=verdict]').value = 'infra', 1")
     await page.click(".filters button")
     await page.loaded()
@@ -74,7 +82,7 @@ async def test_from_the_run_to_a_turn(view: tuple[Tab, str]) -> None:
 
 async def test_nested_folded_and_loaded(view: tuple[Tab, str]) -> None:
     page, address = view
-    await page.goto(f"{address}/episode?run=0&id=train-1-crowd-0#t3")
+    await page.goto(f"{address}/episode?id=train-1-crowd-0#t3")
     assert await page.js("document.querySelector('.inner .turn').id") == "t3"
     assert "begins anew" in await page.js("document.querySelector('.break').textContent")
     await page.js("document.querySelector('#t3 details.context').open = true, 1")
@@ -86,7 +94,7 @@ async def test_nested_folded_and_loaded(view: tuple[Tab, str]) -> None:
 
 async def test_finding_goes_to_what_is_found(view: tuple[Tab, str]) -> None:
     page, address = view
-    await page.goto(f"{address}/episode?run=0&id=train-1-fix-0")
+    await page.goto(f"{address}/episode?id=train-1-fix-0")
     await page.key("/")
     await page.find("content of a")
     await page.until("document.querySelectorAll('.hits button').length === 1")
@@ -94,6 +102,8 @@ async def test_finding_goes_to_what_is_found(view: tuple[Tab, str]) -> None:
     await page.until("CSS.highlights.get('found')?.size === 1")
     assert await page.js("document.querySelector('#t1').classList.contains('here')")
     await page.find("fix it")
+    await page.until("document.querySelector('.hits .what')?.textContent.includes('asked')")
+    await page.find("system:")
     await page.until("document.querySelector('.hits .what')?.textContent.includes('read')")
     await page.click(".hits button")
     await page.until("CSS.highlights.get('found')?.size === 1")  # what was read is loaded for it
@@ -101,7 +111,7 @@ async def test_finding_goes_to_what_is_found(view: tuple[Tab, str]) -> None:
 
 async def test_tokens_jumps_links_and_colours(view: tuple[Tab, str]) -> None:
     page, address = view
-    await page.goto(f"{address}/tokens?run=0&id=train-1-fix-0")
+    await page.goto(f"{address}/tokens?id=train-1-fix-0")
     await page.until("document.querySelectorAll('.node.trained .t').length > 10")
     await page.click(".jumps a")
     await page.until("document.querySelector('.t.here')")
@@ -117,14 +127,14 @@ async def test_tokens_jumps_links_and_colours(view: tuple[Tab, str]) -> None:
     assert await page.js("document.body.className") == "by-entropy"
     assert plain != await page.js("getComputedStyle(document.querySelector('.t.here')).backgroundColor")
     await page.goto("about:blank")
-    await page.goto(f"{address}/tokens?run=0&id=train-1-fix-0#{chosen}")  # as somebody who was sent the link
+    await page.goto(f"{address}/tokens?id=train-1-fix-0#{chosen}")  # as somebody who was sent the link
     await page.until(f"document.querySelector('.t.here')?.id === '{chosen}'")
     assert await page.js("document.querySelectorAll('.map rect').length") >= 4
 
 
 async def test_a_hostile_episode_does_no_harm(view: tuple[Tab, str]) -> None:
     page, address = view
-    await page.goto(f"{address}/run?run=1")
+    await page.goto(f"{address}/run?run={TWO}")
     await page.until("document.querySelectorAll('.charts canvas, .charts .note').length")
     for place in ("#tasks + div a", ".card h3 a"):
         await page.click(place)
@@ -141,7 +151,7 @@ async def test_a_hostile_episode_does_no_harm(view: tuple[Tab, str]) -> None:
     await page.js("document.querySelector('.strip').scrollIntoView(), 1")
     assert await page.js("window.harmed") is None
     other = await page.js("encodeURIComponent(new URLSearchParams(location.search).get('id'))")
-    await page.goto(f"{address}/compare?a=train-1-fix-0&arun=0&brun=1&b={other}")
+    await page.goto(f"{address}/compare?a=train-1-fix-0&brun={TWO}&b={other}")
     assert await page.js("window.harmed") is None
 
 
@@ -149,12 +159,12 @@ async def test_a_hostile_episode_does_no_harm(view: tuple[Tab, str]) -> None:
 async def test_axe_finds_no_serious_fault(view: tuple[Tab, str], dark: bool) -> None:
     page, address = view
     await page.dark(dark)
-    others = ("/", "/compare?a=train-1-fix-0&arun=0&b=train-1-fix-1&brun=0", "/compare_runs?a=0&b=1", "/search?q=fix")
+    others = ("/", "/compare?a=train-1-fix-0&b=train-1-fix-1", "/compare_runs", "/search?q=fix")
     for path in (*PAGES, *others):
         await page.goto(address + path)
         if path.startswith("/tokens"):
             await page.until("document.querySelectorAll('.node.trained .t').length > 10")
-        if path[-5:] == "run=0" and path.startswith("/run"):
+        if path == "/run":
             await page.until("document.querySelectorAll('.chart canvas').length >= 4")
         assert await page.axe() == [], path
 
@@ -165,6 +175,64 @@ async def test_a_narrow_screen_does_not_scroll_sideways(view: tuple[Tab, str]) -
     for path in PAGES:
         await page.goto(address + path)
         assert await page.js("document.documentElement.scrollWidth") <= 390, path
+
+
+async def test_a_narrow_screen_begins_with_the_content(view: tuple[Tab, str]) -> None:
+    page, address = view
+    await page.size(390, 844)
+    wide = "[...document.querySelectorAll('.fold')].every((one) => one.open)"
+    for path, content in {PAGES[1]: "tbody tr", PAGES[3]: ".turn", PAGES[4]: ".node .t"}.items():
+        await page.goto(address + path)
+        await page.until(f"document.querySelector('{content}')")
+        assert await page.js(f"document.querySelector('{content}').getBoundingClientRect().top") < 420, path
+        assert await page.js("document.querySelector('.fold') && !document.querySelector('.fold[open]')"), path
+    await page.key("/")
+    assert await page.js("document.activeElement.id === 'find' && document.querySelector('#find').offsetHeight > 0")
+    shown = "document.querySelector('[data-token]').getBoundingClientRect()"
+    assert await page.js(f"{shown}.height") == 0
+    await page.click(".node .t")  # its values are in sight wherever it is
+    assert await page.js(f"{shown}.height > 0 && Math.round({shown}.bottom)") == 844
+    assert await page.axe() == []
+    await page.click(".node .t")
+    assert await page.js(f"{shown}.height") == 0
+    await page.size(1400, 900)
+    await page.until(wide)
+
+
+async def test_a_bundle_needs_no_server_of_ours(chromium: str, tmp_path: Path) -> None:
+    library = Library([await run(tmp_path / "a" / "one"), await hostile(tmp_path / "a" / "two", 1000)], None)
+    library.refresh()
+    library.static = True
+    bundle.write(library, tmp_path / "out")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/out/"
+        async with tab(chromium) as page:
+            await page.goto(address)
+            await page.click("tbody tr td a")
+            await page.loaded()
+            await page.until("document.querySelectorAll('.chart canvas').length >= 4")
+            assert await page.axe() == []
+            await page.click(".tiles a")
+            await page.loaded()
+            await page.click("a[href^='episode-train-1-fix-0']")
+            await page.loaded()
+            assert await page.js("document.querySelectorAll('.turn').length") > 0 and await page.axe() == []
+            await page.key("/")  # there is nothing to find with
+            await page.key("t")
+            await page.loaded()
+            link = await page.js("location.href") + "#n0t2"
+            await page.goto("about:blank")
+            await page.goto(link)
+            await page.until("document.querySelector('.t.here')?.id === 'n0t2'")
+            assert "of node 0" in await page.js("document.querySelector('[data-token]').textContent")
+            assert await page.axe() == [] and await page.js("window.harmed") is None
+            await page.key("u")
+            await page.loaded()
+            await page.until("location.pathname.startsWith('/out/episode-')")
+            assert page.problems == [] and all(url.startswith((address, "about:", "data:")) for url in page.asked)
+        server.shutdown()
 
 
 async def test_planted_faults_are_found_by_clicking(chromium: str, tmp_path: Path) -> None:

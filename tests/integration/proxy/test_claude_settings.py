@@ -14,16 +14,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from rewards.task import Task
-from rl.collect.dataset import calls_of, rows
+from rl.collect.dataset import rows
 from rl.collect.outputs import Collection
 from rl.setup import agent_from
 from rollout.agent.kept import Kept
 from rollout.audit import audit_heard, audit_tokens
 from rollout.episode import Episode, Setup, run_episode
-from rollout.proxy.heard import Hearing
+from rollout.proxy.server import ProxyServer
 from rollout.records import Record, record_of
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local.box import boot_local
+from rollout.trace import trace
 from tests.integration.claude_kit import answers, call, in_turn, scripted
 from tests.kit import CharTokenizer, char_policy
 
@@ -47,14 +48,14 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-async def proxy() -> AsyncIterator[Hearing]:
-    server = Hearing(ping_s=0.3)
+async def proxy() -> AsyncIterator[ProxyServer]:
+    server = ProxyServer(ping_s=0.3)
     await server.start()
     yield server
     await server.stop()
 
 
-async def played(proxy: Hearing, task: Task, script: Any, **settings: Any) -> tuple[Episode, Record]:
+async def played(proxy: ProxyServer, task: Task, script: Any, **settings: Any) -> tuple[Episode, Record]:
     """Play an episode with the config's agent, and keep what a collection keeps."""
     config = OmegaConf.merge(
         OmegaConf.load(HOOKS.parent / "claude_code.yaml"), {"max_turns": 8, "timeout_s": 60, **settings}
@@ -75,7 +76,7 @@ def hook_events(told: bytes) -> list[str]:
 
 
 async def test_hooks_mcp_servers_skills_and_styles_reach_claude_code(
-    proxy: Hearing, task: Task, tmp_path: Path
+    proxy: ProxyServer, task: Task, tmp_path: Path
 ) -> None:
     skill = tmp_path / "mending"
     skill.mkdir()
@@ -98,7 +99,7 @@ async def test_hooks_mcp_servers_skills_and_styles_reach_claude_code(
     assert (episode.verdict.reason, episode.verdict.reward) == ("not_graded", None)
     prompt = episode.session.policy.tokenizer.decode(episode.session.tree.nodes[0].ids)
     assert "APPENDED-WORDS." in prompt and "SAY-LITTLE." in prompt and "How to mend code." in prompt
-    assert "mcp__toy__add" in json.dumps(record.tools)
+    assert "mcp__toy__add" in json.dumps([point.tools for point in trace(record).points])
     heard = json.dumps(record.events)
     assert "the sum is 42" in heard and "from-settings" in heard
     kept = episode.agent.kept
@@ -110,7 +111,7 @@ async def test_hooks_mcp_servers_skills_and_styles_reach_claude_code(
     assert len(episode.rows) == 1
 
 
-async def test_sub_agents_are_kept_whole(proxy: Hearing, task: Task, tmp_path: Path) -> None:
+async def test_sub_agents_are_kept_whole(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
     """Session files of both threads, a row per call, and a check that finds what is not there."""
     asked = call("Agent", description="d", prompt="SUB look", subagent_type="general-purpose", run_in_background=False)
 
@@ -135,21 +136,17 @@ async def test_sub_agents_are_kept_whole(proxy: Hearing, task: Task, tmp_path: P
     assert secret in json.dumps(record.events)
     assert not any(secret.encode() in (place / name).read_bytes() for name in files)
     assert b"[redacted]" in (place / "stream.jsonl").read_bytes()
-    made = list(rows(record, 0, CharTokenizer()))
+    made = list(rows(trace(record), 0, CharTokenizer()))
     assert [row["turn"] for row in made] == [0, 1, 2, 3] and made[2]["messages"][-1]["content"] == "I found  it.\n"
     assert [("MAIN go." in row["prompt"]) for row in made] == [True, False, False, True]
-    # Each request is kept as it was sent: what the tree has of it, and what the agent reports, agree with the record.
     assert [*audit_tokens(record), *audit_heard(record)] == []
-    assert len(record.parts) < sum(len(one.messages) + 2 for one in calls_of(record))
     # What is taken away is missed.
     assert episode.agent is not None
     files_only = {name: data for name, data in episode.agent.kept.files.items() if "/subagents/" in name}
     less = replace(episode.agent, events=[], kept=Kept(b"", b"", files_only, ["x"]))
     record.missing = []
-    record.calls = record.calls[1:]
-    proxy.conversation(episode.session).calls.pop(0)
     collection.kept(replace(episode, agent=less), record)
     assert record.missing == [
-        "x", "the messages of 1 replies", "the result at the end of the stream", "the agent's session file",
-        "1 replies in the agent's session files",
+        "x", "the result at the end of the stream", "the agent's session file",
+        "2 replies in the agent's session files",
     ]  # fmt: skip

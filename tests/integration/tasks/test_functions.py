@@ -14,7 +14,7 @@ from rl.make.sources import MakeError
 from rl.make.swaps import swaps
 from rl.quickstart.policy import make_policy
 from rl.quickstart.tasks import verify
-from rl.tune.rows import rows_of
+from rl.sft.episodes import rows_of
 from rollout import audit
 from rollout.records import Reader
 from tests.integration.make_kit import write_sdist

@@ -21,6 +21,7 @@ import pytest
 from aiohttp import web
 
 from rl.quickstart.tasks import make_tasks
+from rl.run.scratch import remove_socket_directory
 from rl.store.local import Local, send_all
 from rollout import audit
 from rollout.proxy.calls import reply_in
@@ -298,6 +299,7 @@ async def test_an_endpoint_that_dies_costs_the_episodes_under_way(tasks_file: Pa
         await asyncio.to_thread(process.communicate)
     status, text = await collected(*what, f"endpoint={url}", **env)
     assert status == 2 and "does not answer" in text and len(text.splitlines()) == 1, text
+    remove_socket_directory(out / "socket_dir")  # of the killed one, as the next start would
     before = len(by_episode(out))
     assert before >= 2
     async with chat_api(solve) as (url_2, _):

@@ -1,9 +1,8 @@
 """Exports, read by the loaders of the programs that they are for: LLaMA-Factory's own, which drops bad rows and loses
-texts with a warning only, and TRL's. Both are in .trainers (scripts/trainers.sh), without what they need."""
+texts with a warning only, TRL's, and Inspect's. They are in .trainers (scripts/trainers.sh), without what they need."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -17,10 +16,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl.export import unrender
 from rl.export.__main__ import main
 from rl.teachers import outcome
-from tests.export_kit import SYSTEM, crowd, lines, repair, unrenderer, write
+from tests.export_kit import SYSTEM, Play, calls_of, crowd, lines, repair, write
 from tests.lacks import LACKS
 from tests.unit.test_ingest_uses import EDIT, TALK, state, use, write_states
 
@@ -47,7 +45,7 @@ for out in outs:
     def trained(row, ids, labels):
         return tokenizer.decode(row[ids]), tokenizer.decode([i for i in row[labels] if i >= 0])
 
-    names = {"sft": [("input_ids", "labels")], "kto": [("input_ids", "labels")],
+    names = {"sft": [("input_ids", "labels")],
              "rm": [("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels")]}[stage]
     rows = [[trained(row, *pair) for pair in names] for row in made]
     found.append({"aligned": list(aligned), "rows": rows})
@@ -89,6 +87,21 @@ for file in files:
 json.dump(found, open(dump, "w"))
 """
 
+INSPECT = """
+import json, sys
+from inspect_ai.log import list_eval_logs, read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries
+
+out, dump = sys.argv[1:]
+found = []
+for place in list_eval_logs(out):
+    log = read_eval_log(place.name, resolve_attachments=True)
+    alone = [read_eval_log_sample(place.name, one.id, one.epoch) for one in log.samples]
+    assert [one.id for one in alone] == [one.id for one in log.samples]
+    listed = read_eval_log_sample_summaries(place.name)
+    found.append({"task": place.task, "log": log.model_dump(), "listed": [one.model_dump() for one in listed]})
+json.dump(found, open(dump, "w"), default=str)
+"""
+
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -114,8 +127,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(unrender, "load", unrenderer)
+async def run(tmp_path: Path) -> Path:
     records = [
         msgspec.structs.replace(await repair("a"), task="t1"),
         msgspec.structs.replace(await repair("b", "Gave \u4f60 up.\n\n  - twice ", 0.0), task="t1"),
@@ -124,8 +136,8 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write(tmp_path / "run", *records)
 
 
-def loaded(code: str, *arguments: object, dump: Path) -> Any:
-    environment = {**os.environ, "PYTHONPATH": str(TRAINERS), "DISABLE_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
+def loaded(code: str, *arguments: object, dump: Path, place: Path = TRAINERS) -> Any:
+    environment = {**os.environ, "PYTHONPATH": str(place), "DISABLE_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code, *map(str, arguments), str(dump)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=dump.parent)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -142,13 +154,13 @@ def exported(run: Path, kinds: Sequence[str], *more: str) -> list[Path]:
 
 def test_llamafactory_reads_every_row_and_every_text(run: Path, tokenizer: Path) -> None:
     """Its own parser takes train.yaml, the user's values in it; its loader and its template keep all rows and texts."""
-    kinds = ["llamafactory", "llamafactory-alpaca", "llamafactory-dpo", "llamafactory-kto"]
+    kinds = ["llamafactory", "llamafactory-dpo"]
     ours = [f"model_name_or_path={tokenizer}", "bf16=false", "val_size=0.0", "eval_strategy='no'", "cutoff_len=100000"]
     outs = exported(run, kinds, *ours, "preprocessing_num_workers=1")
-    sft, alpaca, dpo, kto = loaded(LLAMAFACTORY, *outs, dump=run.parent / "loaded.json")
+    sft, dpo = loaded(LLAMAFACTORY, *outs, dump=run.parent / "loaded.json")
     written = [lines(out / "episodes.jsonl") for out in outs]
-    counts = [[len(found["aligned"]), len(found["rows"])] for found in (sft, alpaca, dpo, kto)]
-    assert counts == [[len(rows)] * 2 for rows in written] == [[5, 5], [5, 5], [1, 1], [5, 5]]
+    counts = [[len(found["aligned"]), len(found["rows"])] for found in (sft, dpo)]
+    assert counts == [[len(rows)] * 2 for rows in written] == [[5, 5], [1, 1]]
 
     def compare(found: Any, rows: list[dict[str, Any]], said: Callable[[dict[str, Any]], list[str]]) -> None:
         """All turns are there, in their order, and what is trained on is what the format is for."""
@@ -163,21 +175,21 @@ def test_llamafactory_reads_every_row_and_every_text(run: Path, tokenizer: Path)
     def trained_on(found: Any, row: dict[str, Any], turns: list[str], trained: str) -> list[str]:
         if found is dpo:
             return [row["rejected" if trained.startswith("Gave") else "chosen"]["value"], "<|im_end|>"]
-        return [turns[-1], "<|im_end|>"] if found is kto else [f"{one}<|im_end|>\n" for one in turns[1::2]]
+        return [f"{one}<|im_end|>\n" for one in turns[1::2]]
 
     def told(row: dict[str, Any]) -> list[str]:
         return [turn["value"] for turn in row["conversations"]]
 
     compare(sft, written[0], told)
-    compare(alpaca, written[1], lambda row: [*itertools.chain(*row["history"]), row["instruction"], row["output"]])
-    compare(dpo, written[2], lambda row: [*told(row), row["chosen"]["value"], row["rejected"]["value"]])
-    compare(kto, written[3], told)
+    compare(dpo, written[1], lambda row: [*told(row), row["chosen"]["value"], row["rejected"]["value"]])
+    # What is learned has the calls in it, not only the last words.
+    assert all("ls -l" in trained for (_, trained), *_ in sft["rows"][:2])
 
 
 def test_trl_reads_every_row_and_every_text(run: Path, tokenizer: Path) -> None:
-    outs = exported(run, ["trl", "trl-prompt-completion", "trl-preference", "trl-kto"])
+    outs = exported(run, ["trl", "trl-prompt-completion", "trl-preference"])
     (plain,) = exported(run, ["messages"])
-    talks, replies, pairs, single = loaded(TRL, *outs, tokenizer, dump=run.parent / "loaded.json")
+    talks, replies, pairs = loaded(TRL, *outs, tokenizer, dump=run.parent / "loaded.json")
     renderer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
 
     def whole(row: dict[str, Any], end: int | None = None) -> str:
@@ -187,8 +199,7 @@ def test_trl_reads_every_row_and_every_text(run: Path, tokenizer: Path) -> None:
     assert [text["text"] for text in talks] == [whole(row) for row in rows] and len(rows) == 5
     wanted = [whole(row, place + 1) for row in rows for place in row["sampled"]]
     assert [text["prompt"] + text["completion"] for text in replies] == wanted and len(wanted) == 10
-    assert [text["prompt"] + text["completion"] for text in single] == [whole(row) for row in rows]
-    assert [text["label"] for text in single] == [row["resolved"] for row in rows]
+    assert any("ls -l" in text["completion"] for text in replies) and "ls -l" in talks[0]["text"]
     (pair,) = pairs
     other = rows[1] | {"messages": rows[0]["messages"][:6] + rows[1]["messages"][6:]}  # the ids of calls are others
     assert [pair["prompt"] + pair[name] for name in ("chosen", "rejected")] == [whole(rows[0]), whole(other)]
@@ -219,3 +230,58 @@ def test_trl_reads_what_teachers_said(tokenizer: Path, tmp_path: Path) -> None:
     for one, row in zip(pairs, lines(files[1]), strict=True):
         for name in ("chosen", "rejected"):
             assert one["prompt"] + one[name] == whole(row, *row["prompt"], *row[name])
+
+
+async def test_inspect_reads_every_episode_and_every_text(run: Path) -> None:
+    """What its functions read: scores, errors that are no scores, all messages, and what each reply had before it."""
+    lost = {
+        "outcome": "infra_failure",
+        "reason": "engine_failed",
+        "reward": None,
+        "detail": "gone \x1b[31m",
+        "flags": [],
+    }
+    hostile = "a/../\x1b]0;x\x07\x00"
+    schema = {"type": ["object"], "properties": {"x": {"enum": 1}}, "additionalProperties": "no"}
+    play = Play('[[Any {"a": {"b": [1, null]}}]]', "\x1b[2Jattachment://x \ud7ff\x00", hosted=True)
+    talk: list[Any] = [{"role": "user", "content": "fix it"}]
+    (call,) = calls_of(await play.ask(talk, tools=[{"name": "Any", "description": "", "input_schema": schema}]))
+    play.answer(talk, (call, "\x1b]0;title\x07"))
+    await play.ask(talk)
+    more = [
+        msgspec.structs.replace(await crowd("d"), task="t2", rows=[], verdict=lost),
+        msgspec.structs.replace(play.record("h"), task=hostile, agent={"status": "max_turns", "turns": 9}),
+    ]
+    write(run, *more, name="x")
+    (out,) = exported(run, ["inspect"])
+    (plain,) = exported(run, ["messages"])
+    (found,) = loaded(INSPECT, out, dump=run.parent / "loaded.json", place=TRAINERS / "inspect")
+    log, listed = found["log"], found["listed"]
+    assert (log["status"], log["eval"]["model"]) == ("success", "policy") and found["task"].endswith("-run-train")
+    samples = {one["metadata"]["episode"]: one for one in log["samples"]}
+    assert sorted(samples) == ["a", "b", "c", "d", "h"] == sorted(one["metadata"]["episode"] for one in listed)
+    scores = {name: one["scores"] and one["scores"]["resolved"]["value"] for name, one in samples.items()}
+    assert scores == {"a": "C", "b": "I", "c": "C", "d": None, "h": "C"}
+    assert samples["d"]["error"]["message"] == "engine_failed: gone \\x1b[31m" and samples["h"]["limit"]["limit"] == 9
+    assert log["results"]["scores"][0]["metrics"]["accuracy"]["value"] == 0.75
+    assert (log["results"]["total_samples"], log["results"]["completed_samples"]) == (5, 4)
+    for row in lines(plain / "messages.jsonl"):
+        calls = [one for one in samples[row["episode"]]["events"] if one["event"] == "model"]
+        for place in row["sampled"]:
+            said = texts(row["messages"][: place + 1])
+            assert any(texts([*one["input"], one["output"]["choices"][0]["message"]]) == said for one in calls)
+    spans = [one for one in samples["d"]["events"] if one["event"] == "span_begin"]
+    assert [one["type"] for one in spans] == ["agent"], "a failed episode is shown as far as it came"
+
+
+def texts(messages: Sequence[dict[str, Any]]) -> list[Any]:
+    """What messages say, in OpenAI's form or in Inspect's."""
+    told = []
+    for one in messages:
+        parts = one["content"] if isinstance(one["content"], list) else [{"text": one["content"]}]
+        calls = [call.get("function") for call in one.get("tool_calls") or ()]
+        if calls and isinstance(calls[0], str):
+            calls = [{"name": call["function"], "arguments": call["arguments"]} for call in one["tool_calls"]]
+        thought = one.get("reasoning_content") or "".join(part.get("reasoning", "") for part in parts)
+        told.append((one["role"], "".join(part.get("text", "") for part in parts), thought, calls))
+    return told

@@ -19,9 +19,11 @@ from rl.config import compose
 from rl.ingest.__main__ import main as ingest
 from rl.quickstart.policy import make_policy
 from rl.screen import Screen
+from rl.sft.rows import TOKENIZER, digest
 from rl.sft.tune import tune
-from rl.tune.given import TOKENIZER, digest
-from tests.ingest_kit import full_at, write_session
+from tests.export_kit import TOOLS
+from tests.ingest_kit import write_session
+from tests.kit import full_at
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +38,10 @@ def test_recorded_conversations_are_trained_on(tmp_path: Path, monkeypatch: pyte
     sessions = [tmp_path / f"{n}.jsonl" for n in range(4)]
     for file in sessions:
         write_session(file, turns=2, text=f"Some text {file.stem}. " * 5, name=file.stem)
-    assert ingest(["claude-code", *map(str, sessions), "--out", str(states)]) == 0
+    (tmp_path / "system.txt").write_text("Repair.")
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    known = ["--system", str(tmp_path / "system.txt"), "--tools", str(tmp_path / "tools.json")]
+    assert ingest(["claude-code", *map(str, sessions), *known, "--out", str(states)]) == 0
     assert ingest(["sft", str(states), "--tokenizer", str(policy), "--out", str(rows)]) == 0
     changes = ["sft.epochs=2", "sft.lr=1e-3", "trainer.logger=[file]", f"sft.data=[{rows}]"]
     config = compose(["+experiment=quickstart", f"run.root={tmp_path}", *changes])
@@ -64,7 +69,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_rows(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table.replace_schema_metadata(made_by), rows)
     given = ["+experiment=quickstart", "prepare=null", "~quickstart", f"data=[{rows}]", f"policy={policy}"]
     command = [sys.executable, "-m", "rl.sft", *given, f"run.root={tmp_path / 'runs'}", "trainer.logger=[file]"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=full_at(500_000))
+    done = subprocess.run(full_at(500_000, command), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("stopped: ") and done.stderr.count("\n") == 1, done
     assert "File too large" in done.stderr and done.stdout.splitlines()[-1].startswith("continue  ")
     assert not [one for one in (tmp_path / "runs").rglob("*") if "rows" in one.name or "sft.json" in one.name]
@@ -74,13 +79,12 @@ CALL = """
 import sys
 from pathlib import Path
 from rl.config import compose
-from rl.tune.trainer import Passes, run_sft
+from rl.sft.trainer import Passes, run_sft
 root, name = Path(sys.argv[1]), sys.argv[2]
-config = compose(["+experiment=quickstart"])
+config = compose(["+experiment=quickstart", "trainer.logger=[]"])
 passes = Passes(12, 1e-2, 8, 16, 1)
-log = root / f"{name}.log"
 far = lambda step, steps, _: print(step, steps, flush=True)
-run_sft(config, f"{root}/policy", root / "rows.parquet", root / name, passes, log, watch=far)
+run_sft(config, f"{root}/policy", root / "rows.parquet", root / name, passes, far)
 """
 
 
@@ -92,7 +96,7 @@ def test_a_killed_imitation_goes_on_with_the_same_result(tmp_path: Path) -> None
     table = pyarrow.table({"input_ids": rows, "loss_mask": [[0] + [1] * 8] * len(rows)})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     command = [sys.executable, "-c", CALL, str(tmp_path)]
-    process = subprocess.Popen([*command, "killed"], cwd=ROOT)
+    process = subprocess.Popen([*command, "killed"], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)})
     tracker = tmp_path / "killed" / "checkpoints" / "latest_checkpointed_iteration.txt"
     while not tracker.exists():
         assert process.poll() is None

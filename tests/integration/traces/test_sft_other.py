@@ -16,8 +16,8 @@ from rl.ingest.__main__ import main as ingest
 from rl.quickstart.policy import make_policy
 from rl.run.vllm_server import SERVED_AS, vllm_server
 from rl.sft.other import PROGRAMS, run_dpo, run_llamafactory
+from rl.sft.trainer import Passes
 from rl.teachers import outcome
-from rl.tune.trainer import Passes
 from rollout.proxy.standalone import Options, StandAlone
 from tests.check_kit import composed
 from tests.integration.train_kit import WarmStart

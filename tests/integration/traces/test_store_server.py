@@ -24,7 +24,7 @@ from tests import browser_kit
 from tests.integration.claude_kit import scripted
 from tests.integration.programs_kit import AGENT, gold, start
 from tests.kit import char_policy
-from tests.store_kit import ROOT, Agl, Told, compare, run_command, told, without_conversation, write
+from tests.store_kit import ROOT, Agl, Told, compare, run_command, told, write
 
 # Long: the server and the client each import agentlightning.
 pytestmark = [pytest.mark.timeout(900)]
@@ -72,15 +72,14 @@ async def test_hostile_text_arrives(store: str, episodes: list[Told]) -> None:
     """NUL and ten megabytes arrive as they are, lone surrogates as question marks; none of it stops an episode."""
     record = episodes[0].record
     long = "\0x" * (5 << 20)
-    parts = [msgspec.json.encode({"role": "user", "content": long}), b"null", b"[]"]
-    calls = [msgspec.structs.replace(record.calls[0], messages=[0], system=1, tools=2)]
-    nodes = [*record.nodes]
-    said = "a\ud800b"
-    nodes[calls[0].node] = msgspec.structs.replace(nodes[calls[0].node], blocks=[{"type": "text", "text": said}])
+    said, (asked, reply, *_) = "a\ud800b", record.nodes
+    says = msgspec.json.encode([{"role": "user", "content": long}])
+    nodes = [
+        msgspec.structs.replace(asked, says=says, head=b"[null,[]]"),
+        msgspec.structs.replace(reply, blocks=[{"type": "text", "text": said}]),
+    ]
     verdict = {**record.verdict, "detail": said, "flags": [said]}
-    hostile = msgspec.structs.replace(
-        record, episode="train-1-hostile", task=said, parts=parts, calls=calls, nodes=nodes, verdict=verdict
-    )
+    hostile = msgspec.structs.replace(record, episode="train-1-hostile", task=said, nodes=nodes, verdict=verdict)
     server, known = Server(store, 60), {}
     assert await send(hostile, "runs/hostile", server, known)
     assert not await send(hostile, "runs/hostile", server, await server.known())
@@ -93,26 +92,6 @@ async def test_hostile_text_arrives(store: str, episodes: list[Told]) -> None:
     assert plain.attributes["gen_ai.completion.0.content"] == "a?b"
     assert "\\ud800" in raw.attributes["llm.hosted_vllm.choices"]
     assert end.attributes["claude_code_rl.flags"] == ["a?b"]
-
-
-async def test_a_record_without_a_conversation_has_one_read_back_from_its_tokens(store: str, tmp_path: Path) -> None:
-    one = (await told(2, "bare"))[1]
-    record = msgspec.structs.replace(without_conversation(one.record), model="/no/such/model")
-    for node in record.nodes:
-        node.delivered = node.logprobs is not None
-    run = write([record], tmp_path / "runs" / "bare")
-    assert (await asyncio.to_thread(run_command, run, "--url", store)).returncode == 0
-    there = client(store)
-    (rollout,) = [found for found in await there.query_rollouts() if found.metadata["run"] == "runs/bare"]
-    spans = list(await there.query_spans(rollout.rollout_id))
-    await there.close()
-    assert {span.attributes["gen_ai.response.id"] for span in spans[:-1]} == one.calls.keys()
-    for span in spans[1:-1:2]:
-        said = one.calls[span.attributes["gen_ai.response.id"]]
-        ids = span.attributes["prompt_token_ids"], span.attributes["response_token_ids"]
-        assert ids == (said.prompt_ids, said.ids)
-        assert span.attributes["gen_ai.completion.0.content"] == "".join(block["text"] for block in said.reply)
-        assert span.attributes["gen_ai.prompt.0.content"].endswith(" tokens)")
 
 
 # --- live, with the real Claude Code

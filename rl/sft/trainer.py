@@ -27,32 +27,22 @@ from rl.metrics.episodes import Tail
 from rl.run.forks import Fork, Forks
 from rl.run.programs import end_of_log, tied
 from rl.run.scratch import compile_cache
-from rl.tune.adapter import split_adapter
+from rl.sft.adapter import split_adapter
 from rollout import files
 
 # What is the same for all models. verl's default: gradients clipped at 1.0.
 _SETTINGS: dict[str, Any] = {
-    "optim": {
-        "weight_decay": 0.0,
-        "lr_warmup_steps_ratio": 0.05,
-        "lr_scheduler_type": "cosine",
-        "min_lr_ratio": 0.1,
-    },
+    "optim": {"weight_decay": 0.0, "lr_warmup_steps_ratio": 0.05, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.1},
     "data": {
         "pad_mode": "no_padding",
         "num_workers": 0,
-        "custom_cls": {"path": "pkg://rl.tune.rows", "name": "TokenRows"},
+        "custom_cls": {"path": "pkg://rl.sft.rows", "name": "TokenRows"},
     },
-    "trainer": {"resume_mode": "auto", "max_ckpt_to_keep": 2},
+    "trainer": {"resume_mode": "auto", "max_ckpt_to_keep": 2, "nnodes": 1},
 }
 # Saving takes half a second of a core for the smallest model, which is most of the time of a short epoch.
 _MOST_SAVED = 8
-_HYDRA = (
-    "hydra.run.dir=.",
-    "hydra.output_subdir=null",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-)
+_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 _LOOK_S = 0.5
 _END_OF_LOG = 4000  # characters
 TRAINER = "verl.trainer.sft_trainer"
@@ -81,11 +71,8 @@ def run_sft(
     config: DictConfig,
     model: str,
     rows: Path,
-    out_dir: Path,
+    out: Path,
     passes: Passes,
-    log: Path,
-    loggers: tuple[str, ...] = (),
-    environment: Mapping[str, str] | None = None,
     watch: Watch = lambda step, steps, metrics: None,
     forks: Forks | None = None,
 ) -> Path:
@@ -95,14 +82,13 @@ def run_sft(
     epoch is saved; if there are more than eight, only every second, third, ... one, so that eight are saved at most.
 
     Args:
-        config: a training config. Its model's settings, its actor's engine and its devices on one node are used.
+        config: a training config. Its model's settings, its actor's engine, its devices on one node and its loggers are
+            used.
         model: directory or hub name of the model; float32 weights are trained unless the engine says otherwise.
         rows: parquet with columns input_ids list[int] and loss_mask list[int].
-        out_dir: made if missing; the trained model is ``out_dir/model``, an adapter also ``out_dir/adapter``.
+        out: made if missing; the trained model is ``out/model``, an adapter also ``out/adapter``. The metrics of each
+            step go to ``out/sft_metrics.jsonl``, what the trainer prints is appended to ``out/sft.log``.
         passes: see ``Passes``.
-        log: the trainer's output is appended to it.
-        loggers: verl's, besides the file ``out_dir/sft_metrics.jsonl``.
-        environment: more variables for the trainer.
         watch: called with step, number of steps and metrics after each step.
         forks: what starts the trainer on a CPU, faster than as a new Python process.
 
@@ -110,48 +96,44 @@ def run_sft(
         The directory with weights, config and tokenizer, as vLLM and verl load it.
 
     Raises:
-        RuntimeError: the trainer failed; the message ends with the last line of the log.
+        RuntimeError, ServeError: the trainer failed, or verl's merger; the message has the last line of the log.
     """
-    out_dir, log = Path(out_dir).absolute(), Path(log)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    checkpoints, made = out_dir / "checkpoints", out_dir / "model"
-    settings = _settings(config, model, Path(rows).absolute(), checkpoints, passes, loggers)
-    _go_on(out_dir, settings)
+    out = Path(out).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoints, made, log = out / "checkpoints", out / "model", out / "sft.log"
+    settings = _settings(config, model, Path(rows).absolute(), checkpoints, passes)
+    _go_on(out, settings)
     if made.exists():
         return made
-    ranks = config.trainer.n_gpus_per_node
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    arguments = [*_HYDRA, "--config-path", str(out_dir), "--config-name", "verl"]
     batches = pyarrow.parquet.read_metadata(rows).num_rows // settings.data.train_batch_size
-    lines = Tail(out_dir / "sft_metrics.jsonl")
+    lines = Tail(out / "sft_metrics.jsonl")
     lines.path.unlink(missing_ok=True)  # verl writes it anew
 
     def look() -> None:
         for line in lines.take():
             watch(line["step"], batches * passes.epochs, line["data"])
 
+    arguments = [*_HYDRA, "--config-path", str(out), "--config-name", "verl"]
     with tempfile.TemporaryDirectory(prefix="rl-sft-") as scratch:
-        # verl leaves a lock file behind for each checkpoint; torch's compile cache is for the next trainer, too.
-        places = {"TMPDIR": scratch, "TORCHINDUCTOR_CACHE_DIR": compile_cache(tempfile.gettempdir())}
-        own = {**places, **_environment(scratch, out_dir, ranks), **(environment or {}), **on_device(config)}
-        if forks is not None and ranks == 1:
+        own = {**_environment(scratch, lines.path, config.trainer.n_gpus_per_node), **on_device(config)}
+        if forks is not None and config.trainer.n_gpus_per_node == 1:
             attend(forks.start(TRAINER, arguments, {**os.environ, **own}, log), log, look)
         else:
-            run_logged([sys.executable, *launcher, "-m", TRAINER, *arguments], own, log, look)
+            run_logged([*python_of(config), "-m", TRAINER, *arguments], own, log, look)
     saved = max(checkpoints.glob("global_step_*"), key=lambda d: int(d.name.rpartition("_")[2]))
     if config.actor_rollout_ref.model.lora_rank:
-        split_adapter(saved, model, out_dir, log)
+        split_adapter(saved, model, out, log)
     else:
+        from transformers.utils.hub import cached_file
+
         # verl writes bfloat16 and the attention implementation into the config, whatever the weights are.
-        shutil.copy(_config_of(model), saved / "huggingface" / "config.json")
+        shutil.copy(str(cached_file(model, "config.json")), saved / "huggingface" / "config.json")
         (saved / "huggingface").rename(made)
     shutil.rmtree(checkpoints)
     return made
 
 
-def _settings(
-    config: DictConfig, model: str, rows: Path, checkpoints: Path, passes: Passes, loggers: tuple[str, ...]
-) -> Any:
+def _settings(config: DictConfig, model: str, rows: Path, checkpoints: Path, passes: Passes) -> Any:
     """Return the config of verl's SFT trainer. Raises RuntimeError if there are fewer rows than devices."""
     with hydra.initialize_config_dir(str(Path(package_dir("verl"), "trainer", "config")), version_base=None):
         verls = hydra.compose("sft_trainer_engine")
@@ -187,15 +169,18 @@ def _settings(
             "save_freq": -(-passes.epochs // _MOST_SAVED) * (count // batch),
             "seed": passes.seed,
             "default_local_dir": str(checkpoints),
-            "logger": [*loggers, "file"],
-            "device": trainer.device,
-            "nnodes": 1,
-            "n_gpus_per_node": trainer.n_gpus_per_node,
-            "project_name": trainer.project_name,
-            "experiment_name": trainer.experiment_name,
+            "logger": [*trainer.logger, "file"],
+            **{key: trainer[key] for key in ("device", "n_gpus_per_node", "project_name", "experiment_name")},
         },
     }
     return OmegaConf.merge(verls, plain, _SETTINGS, own)
+
+
+def python_of(config: DictConfig) -> list[str]:
+    """Return the command that runs Python, once for each of the config's devices."""
+    ranks = config.trainer.n_gpus_per_node
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *launcher]
 
 
 def on_device(config: DictConfig) -> dict[str, str]:
@@ -233,30 +218,25 @@ def attend(process: subprocess.Popen[bytes] | Fork, log: Path, look: Callable[[]
         raise RuntimeError(f"fine-tuning failed, see {log}: {why}")
 
 
-def _config_of(model: str) -> str:
-    """Return the path of a model's config.json, which is in the hub's cache if ``model`` is a name."""
-    if Path(model).is_dir():
-        return str(Path(model) / "config.json")
-    from transformers.utils.hub import cached_file
-
-    return str(cached_file(model, "config.json"))
-
-
-def _go_on(out_dir: Path, settings: Any) -> None:
-    """Prepare ``out_dir`` to go on where an earlier call with the same settings was; remove what others have left."""
-    known, text = out_dir / "verl.yaml", OmegaConf.to_yaml(settings)
+def _go_on(out: Path, settings: Any) -> None:
+    """Prepare ``out`` to go on where an earlier call with the same settings was; remove what others have left."""
+    known, text = out / "verl.yaml", OmegaConf.to_yaml(settings)
     if not known.exists() or known.read_text() != text:
         for name in ("checkpoints", "model", "adapter"):
-            shutil.rmtree(out_dir / name, ignore_errors=True)
+            shutil.rmtree(out / name, ignore_errors=True)
         files.write(known, text)
     # Checkpoints are those of an epoch's end. With the loader's state from there, verl would find the next epoch empty.
-    for state in (out_dir / "checkpoints").glob("global_step_*/data_*.pt"):
+    for state in (out / "checkpoints").glob("global_step_*/data_*.pt"):
         state.unlink()
 
 
-def _environment(scratch: str, out_dir: Path, ranks: int) -> dict[str, str]:
+def _environment(scratch: str, metrics: Path, ranks: int) -> dict[str, str]:
     """Return the trainer's variables; for one process also what torch.distributed.run sets, which saves its start."""
-    own = {"VERL_FILE_LOGGER_PATH": str(out_dir / "sft_metrics.jsonl")}
+    # verl leaves a lock file behind for each checkpoint; torch's compile cache is for the next trainer, too.
+    own = {"TMPDIR": scratch, "TORCHINDUCTOR_CACHE_DIR": compile_cache(tempfile.gettempdir())}
+    own["VERL_FILE_LOGGER_PATH"] = str(metrics)
+    if "WANDB_RUN_ID" in os.environ:
+        own["WANDB_RUN_ID"] = f"{os.environ['WANDB_RUN_ID']}-{metrics.parent.name}"
     if ranks > 1:
         return own
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -1,6 +1,6 @@
 """Add an adapter (LoRA) to the weights that it adapts.
 
-    python -m rl.tune.adapter BASE ADAPTER OUT
+    python -m rl.sft.adapter BASE ADAPTER OUT
 
 BASE is the directory or hub name of a model, ADAPTER a directory in PEFT's format; OUT becomes a model directory with
 the base's precision, config and tokenizer. Exit status: 0 done, 1 failed, 2 OUT is there already.
@@ -13,23 +13,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl.config import CPU_ENVIRONMENT
 from rl.run.programs import end_of_log
+from rl.run.weights import add_adapter, run_merger
 from rollout import files, program
 
 
 def merge_adapter(base: str, adapter: Path, out: Path) -> None:
     """Write the model ``out``: ``base`` with an adapter added to its weights. Raises FileExistsError."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     with files.making(out) as new:
-        adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), str(adapter))
-        adapted.merge_and_unload().save_pretrained(new)
+        add_adapter(base, adapter, new)
         tokenizer: Any = AutoTokenizer.from_pretrained(base)
         tokenizer.save_pretrained(new)
 
@@ -37,14 +35,13 @@ def merge_adapter(base: str, adapter: Path, out: Path) -> None:
 def split_adapter(sharded: Path, base: str, out: Path, log: Path) -> None:
     """Make ``out/adapter`` of verl's checkpoint of an adapted model, and ``out/model``, which has it added to ``base``.
 
-    log: what the programs print is appended to it. Raises RuntimeError.
+    log: what the programs print is appended to it. Raises RuntimeError and ServeError.
     """
     merged = out / ".merged"
     shutil.rmtree(merged, ignore_errors=True)
-    merge = ["verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(sharded), "--target_dir"]
     try:
         if not (out / "adapter").exists():
-            _run([*merge, str(merged)], log)
+            run_merger(sharded, merged, log)
             # verl writes the base's name as it was given to it
             about = merged / "lora_adapter" / "adapter_config.json"
             files.write(about, json.dumps(json.loads(about.read_text()) | {"base_model_name_or_path": base}, indent=1))
@@ -56,34 +53,26 @@ def split_adapter(sharded: Path, base: str, out: Path, log: Path) -> None:
 
 def merge_apart(base: str, adapter: Path, out: Path, log: Path) -> None:
     """Do ``merge_adapter`` in a process of its own, whose memory is free afterwards. Raises RuntimeError."""
-    _run(["rl.tune.adapter", base, str(adapter), str(out)], log)
-
-
-def _run(module: Sequence[str], log: Path) -> None:
+    command = [sys.executable, "-m", "rl.sft.adapter", base, str(adapter), str(out)]
     with open(log, "ab") as sink:
-        done = subprocess.run(
-            [sys.executable, "-m", *module], env={**os.environ, **CPU_ENVIRONMENT}, stdout=sink, stderr=sink
-        )
+        done = subprocess.run(command, env={**os.environ, **CPU_ENVIRONMENT}, stdout=sink, stderr=sink)
     if done.returncode:
         raise RuntimeError(f"the adapter cannot be merged, see {log}: {end_of_log(log)}")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Run the command and return its exit status."""
-    if len(arguments) != 3:
-        print(program.plain(__doc__))
-        return 0 if "--help" in arguments or "-h" in arguments else 2
-    base, adapter, out = arguments
+    parser = program.parser("python -m rl.sft.adapter", __doc__)
+    for name in ("base", "adapter", "out"):
+        parser.add_argument(name, metavar=name.upper())
+    given = parser.parse_args()
     try:
-        merge_adapter(base, Path(adapter), Path(out))
-    except FileExistsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        merge_adapter(given.base, Path(given.adapter), Path(given.out))
     except (OSError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, FileExistsError) else 1
     return 0
 
 
 if __name__ == "__main__":
-    program.end(lambda: main(sys.argv[1:]))
+    program.end(main)

@@ -1,1 +1,0 @@
-"""This package shows what was recorded of runs in a terminal, read-only: ``python -m rl.terminal RUN...``"""

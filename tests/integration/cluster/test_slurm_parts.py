@@ -44,7 +44,10 @@ class Nodes:
     def look(self, cluster: Slurm) -> None:
         for actor in cluster.processes():
             with contextlib.suppress(psutil.Error):
-                line, node = command_line(actor), actor.environ().get("SLURMD_NODENAME", "")  # batch scripts have none
+                # In this order: a child that an actor has forked has its name until it becomes another program, or ends,
+                # and then has another environment, or none.
+                node = actor.environ().get("SLURMD_NODENAME", "")  # batch scripts have none
+                line = command_line(actor)
                 if line.startswith("ray::Host"):
                     used = actor.cpu_times()
                     self.graders[node, actor.pid] = used.children_user + used.children_system

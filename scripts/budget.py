@@ -40,7 +40,7 @@ WINGS = {
     # repositories, which those of functions are like.
     "rl/make": 2647,
     "rl/metrics": 580,  # 94 keep what the trainer made of sampled tokens
-    "rl/plan": 970,
+    "rl/plan": 1035,  # 65 read layers: windows, MLA, linear attention
     "rl/quickstart": 574,
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as

@@ -6,6 +6,7 @@ Sizes of sharded tensors are the mean over the shards.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -184,8 +185,19 @@ def kv_room(config: DictConfig, shape: ModelShape, engine: EngineLayout) -> floa
 
 
 def kv_tokens(shape: ModelShape, engine: EngineLayout, room: float, block: int = BLOCK) -> int:
-    """Return the tokens that ``room`` bytes of each GPU hold, in whole blocks, as vLLM prints them."""
-    return max(0, int(room // (block * shape.kv_bytes(engine.element, engine.tensor)))) * block
+    """Return the tokens that ``room`` bytes of each GPU hold, in whole blocks, as vLLM prints them: in sequences of the
+    engine's context; in shorter ones fewer, where layers have a state."""
+    each = shape.sequence_bytes(engine.context, engine.element, engine.tensor) / engine.context
+    return max(0, int(room // (block * each))) * block
+
+
+def longest(shape: ModelShape, engine: EngineLayout, room: float) -> int:
+    """Return the tokens of the longest sequence, up to the engine's context, that ``room`` bytes of each GPU hold."""
+    blocks = range(engine.context // BLOCK + 1)
+    found = bisect.bisect_right(
+        blocks, room, key=lambda n: shape.sequence_bytes(n * BLOCK, engine.element, engine.tensor)
+    )
+    return BLOCK * max(0, found - 1)
 
 
 def phases(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledger]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config import ConfigError
+from rl.plan.layers import Mixer, mixers
 
 KNOWN = Path(__file__).resolve().with_name("models")
 
@@ -20,7 +21,7 @@ class ModelUnknown(ConfigError):
 class ModelShape:
     """A shape holds the sizes of a decoder. Numbers of parameters: ``params`` of all, ``trained`` (less with LoRA),
     ``active`` of what one token passes through, ``experts`` of all experts, ``layer`` of the largest layer, ``tensor``
-    of the largest tensor. ``queries`` and ``keys`` are widths: heads x head size. ``intermediate`` is one expert's
+    of the largest tensor. ``heads`` and ``head``: attention heads and the size of one. ``intermediate`` is one expert's
     width; without experts it is the dense layer's, and ``routed`` (experts per token) is 1."""
 
     name: str
@@ -33,9 +34,9 @@ class ModelShape:
     trained: int
     layers: int
     hidden: int
-    queries: int
-    keys: int
-    key_heads: int
+    heads: int
+    head: int
+    mixers: tuple[Mixer, ...]
     intermediate: int
     expert_count: int
     routed: int
@@ -49,13 +50,19 @@ class ModelShape:
         return self.trained < self.params
 
     @property
-    def head(self) -> int:
-        """Return the size of an attention head."""
-        return self.keys // self.key_heads
+    def queries(self) -> int:
+        """Return the largest width of queries and values, which is that of the attention at work."""
+        return max(max(mixer.queries, mixer.values) for mixer in self.mixers)
 
-    def kv_bytes(self, element: int, parallel: int = 1) -> int:
-        """Return the bytes of a token's keys and values on each of ``parallel`` GPUs; a head is copied, never split."""
-        return 2 * self.layers * max(1, self.key_heads // parallel) * self.head * element
+    @property
+    def keys(self) -> int:
+        """Return the largest width of keys."""
+        return max(mixer.keys for mixer in self.mixers)
+
+    def sequence_bytes(self, tokens: float, element: int, parallel: int = 1) -> float:
+        """Return the bytes of the engine's cache that a sequence of so many tokens takes on each of ``parallel`` GPUs:
+        keys and values, and the states of linear attention."""
+        return sum(mixer.sequence_bytes(tokens, element, parallel) for mixer in self.mixers)
 
 
 def load_config(name: str | None) -> Any:
@@ -88,7 +95,7 @@ def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = Non
     """Return the sizes of the model that a transformers config describes.
 
     Raises:
-        ModelUnknown: the model has experts, but its config does not say how many.
+        ModelUnknown: the model has experts, but its config does not say how many, or layers of an unknown type.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -101,7 +108,10 @@ def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = Non
     expert_count = _expert_count(text) if experts else 0
     routed = text.num_experts_per_tok if experts else 1
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    try:
+        mixed = mixers(text)
+    except ValueError as error:
+        raise ModelUnknown(f"config of type {text.model_type}: rl.plan does not know {error}") from error
     return ModelShape(
         name=name,
         params=params,
@@ -113,10 +123,10 @@ def shape_of(config: Any, name: str, lora_rank: int = 0, lora_targets: Any = Non
         trained=_trained(model, lora_rank, lora_targets) if lora_rank else params,
         layers=len(layers),
         hidden=text.hidden_size,
-        queries=text.num_attention_heads * head,
-        keys=text.num_key_value_heads * head,
-        key_heads=text.num_key_value_heads,
-        intermediate=text.moe_intermediate_size if experts else text.intermediate_size,
+        heads=text.num_attention_heads,
+        head=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        mixers=mixed,
+        intermediate=(experts and getattr(text, "moe_intermediate_size", None)) or text.intermediate_size,
         expert_count=expert_count,
         routed=routed,
         vocabulary=text.vocab_size,

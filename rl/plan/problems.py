@@ -18,7 +18,7 @@ from rl.plan.throughput import Pace
 def layout_problems(shape: ModelShape, layout: Layout) -> list[str]:
     """Return the sizes that do not go together; verl, vLLM or Megatron would refuse them only after minutes."""
     trainer, engine = layout.trainer, layout.engine
-    heads, experts = shape.queries // shape.head, shape.expert_count
+    heads, experts = shape.heads, shape.expert_count
     ulysses, tensor = f"{FSDP}.ulysses_sequence_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size"
     replica = "the engine's GPUs: with data and pipeline parallel size it is one replica"
     spread, stages = trainer.tensor * trainer.pipeline * trainer.context, trainer.expert * trainer.pipeline
@@ -51,12 +51,12 @@ def cache_problems(config: DictConfig, shape: ModelShape, layout: Layout, tokens
     engine = layout.engine
     if not engine.gpus or tokens >= engine.context:
         return []
-    wanted = engine.context * shape.kv_bytes(engine.element, engine.tensor)
+    wanted = shape.sequence_bytes(engine.context, engine.element, engine.tensor)
     needed = memory.engine_weights(shape, engine) + memory.engine_working(shape, engine) + wanted
     share = needed / memory.gpu_bytes(config) + 0.01
     changes = [f"{ROLLOUT}.gpu_memory_utilization={share:.2f}"] if share < 0.95 else []
-    if tokens > layout.prompt:
-        changes.append(f"data.max_response_length={tokens - layout.prompt}")
+    if (longest := memory.longest(shape, engine, memory.kv_room(config, shape, engine))) > layout.prompt:
+        changes.append(f"data.max_response_length={longest - layout.prompt}")
     changes.append(f"a larger {ROLLOUT}.tensor_model_parallel_size")
     room = f"{tokens} tokens per {engine.group} at {ROLLOUT}.gpu_memory_utilization={engine.utilization:g}"
     return [f"KV cache: {room}, and one episode may have {engine.context}; it needs {' or '.join(changes)}"]

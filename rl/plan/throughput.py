@@ -23,7 +23,7 @@ from rl.plan.layout import (
     filters,
     select,
 )
-from rl.plan.memory import kv_room, kv_tokens, moments, weights
+from rl.plan.memory import kv_room, moments, weights
 from rl.plan.model import ModelShape
 from rl.plan.rollout import Boxes, Rollout, flowing, whole
 
@@ -76,16 +76,17 @@ def traffic(config: DictConfig, layout: Layout) -> Traffic:
 
 def flops(shape: ModelShape, context: float) -> float:
     """Return the FLOPs of a token in a forward: two per active parameter (untied embeddings are only looked up), and
-    attention over half of ``context`` tokens."""
-    return 2 * (shape.active - (0 if shape.tied else shape.embeddings)) + 2 * shape.layers * shape.queries * context
+    what mixes the tokens of a sequence of ``context`` tokens."""
+    mixing = sum(mixer.flops(context) for mixer in shape.mixers)
+    return 2 * (shape.active - (0 if shape.tied else shape.embeddings)) + mixing
 
 
 def decode_step(config: DictConfig, shape: ModelShape, engine: EngineLayout, batch: float, context: float) -> float:
     """Return the seconds of one decoding step of ``batch`` sequences on a group of TP GPUs: a constant, and the reading
-    of keys, values and the weights that the batch needs."""
+    of the cache and of the weights that the batch needs."""
     touched = 1 - (1 - shape.routed / shape.expert_count) ** batch if shape.experts else 1.0
     read = engine.element * (shape.params - shape.experts + touched * shape.experts) / engine.tensor
-    read += batch * context * shape.kv_bytes(engine.element, engine.tensor)
+    read += batch * shape.sequence_bytes(context, engine.element, engine.tensor)
     return config.plan.decode_ms / 1e3 + read / (config.plan.bandwidth * config.cluster.memory_gbs * 1e9)
 
 
@@ -94,7 +95,7 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     plan, peak, (turns, row, context) = config.plan, config.cluster.tflops * 1e12, traffic(config, layout)
     trainer, engine = layout.trainer, layout.engine
     asked = layout.concurrent / max(1, engine.gpus // engine.tensor)
-    held = kv_tokens(shape, engine, kv_room(config, shape, engine)) / context
+    held = max(0.0, kv_room(config, shape, engine)) / shape.sequence_bytes(context, engine.element, engine.tensor)
     prefill = engine.tensor * peak * plan.mfu_prefill
     # Contexts that the cache does not hold are read again in each of their turns.
     again = max(0.0, 1 - held / asked) * context

@@ -136,11 +136,6 @@ def test_an_unknown_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_keys_and_values_of_a_token() -> None:
-    # 2 x 48 layers x 4 heads x 128 x 2 bytes; a head is never split
-    assert [moe().kv_bytes(2, parallel) for parallel in (1, 2, 4, 8)] == [98304, 49152, 24576, 24576]
-
-
 # ------------------------------------------------------------------ the formulas
 
 
@@ -262,7 +257,7 @@ def test_a_larger_cache_holds_more_tokens(case: Case, more: int) -> None:
     shape, engine = case.shape, case.layout.engine
     room = memory.kv_room(case.config, shape, engine)
     tokens = memory.kv_tokens(shape, engine, room)
-    assert tokens % memory.BLOCK == 0 and tokens * shape.kv_bytes(engine.element, engine.tensor) <= max(0, room)
+    assert tokens % memory.BLOCK == 0 and shape.sequence_bytes(tokens, engine.element, engine.tensor) <= max(0, room)
     assert memory.kv_tokens(shape, engine, room + more * GIB) >= tokens
 
 

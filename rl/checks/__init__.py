@@ -17,6 +17,7 @@ from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_keys, check_types
 from rl.checks.machine import check_cpu, check_disk
 from rl.checks.model import check_memory, check_model, check_plan, check_teacher, check_toy
+from rl.checks.names import check_names
 from rl.checks.numbers import (
     check_batches,
     check_curriculum,
@@ -45,19 +46,21 @@ def check(config: DictConfig, plays: bool = True) -> None:
     """
     tasks: list[Task] = []
 
+    def boxes(config: DictConfig) -> None:
+        tasks.extend(check_files(config))
+        if plays:
+            kind_of(config.sandbox).check_tasks(tasks)
+
     def settings(config: DictConfig) -> None:
         check_values(config)  # the other checks rely on them
-        made = (
-            ()
-            if config.prepare
-            else (check_model, check_memory, check_teacher, lambda config: tasks.extend(check_files(config)))
-        )
+        made = () if config.prepare else (check_model, check_memory, check_teacher, boxes, check_plan)
         check_all(
             config,
             check_cpu,
             check_batches,
             check_curriculum,
             check_loss,
+            check_names,
             check_lengths,
             lambda config: check_episodes(config, plays),
             check_repeat,
@@ -69,7 +72,3 @@ def check(config: DictConfig, plays: bool = True) -> None:
         )
 
     check_all(config, check_keys, settings)
-    if not config.prepare:
-        if plays:
-            kind_of(config.sandbox).check_tasks(tasks)
-        check_plan(config)

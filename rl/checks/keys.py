@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
-from rl.checks.types import fields, wrong_value
+from rl.checks.types import dataclass_of, fields, wrong_value
 from rl.config import CONFIGS, ConfigError, compose, package_dir
 
 # What is below these keys belongs to another program (Ray, Megatron), or is named by the user. The same holds below
@@ -110,10 +110,15 @@ def _texts(plain: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
 
 
 def _declared(config: DictConfig, path: str) -> Mapping[str, ast.expr]:
-    """Return the fields, with their types, of the dataclass that verl makes of the group with a key."""
-    parent = path.rpartition(".")[0]
-    target = OmegaConf.select(config, f"{parent}._target_") if parent else None
-    return fields(target.rpartition(".")[2]) if target else {}
+    """Return the fields, with their types, of the dataclass that verl makes of the group with a key: the one that the
+    group names, or the one that the group above declares for it."""
+    group = path.rpartition(".")[0]
+    if not group:
+        return {}
+    if target := OmegaConf.select(config, f"{group}._target_"):
+        return fields(target.rpartition(".")[2])
+    declared = _declared(config, group).get(group.rpartition(".")[2])
+    return fields(dataclass_of(declared)) if declared is not None else {}
 
 
 def _changed(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:

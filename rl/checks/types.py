@@ -60,7 +60,7 @@ def _is(value: Any, kind: type) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if kind is str:  # a name of digits is a number in YAML
-        return isinstance(value, str | int | float)
+        return isinstance(value, str | int | float) and not isinstance(value, bool)
     kinds: dict[type, Any] = {list: list | ListConfig, dict: dict | DictConfig}
     return isinstance(value, kinds.get(kind, kind))
 
@@ -102,6 +102,13 @@ def fields(name: str) -> Mapping[str, ast.expr]:
     }
     bases = [base.id for base in found.bases if isinstance(base, ast.Name)]
     return {key: kind for base in bases for key, kind in fields(base).items()} | own
+
+
+def dataclass_of(declared: ast.expr) -> str:
+    """Return the name of the dataclass of verl's config in an annotation such as ``Optional[PolicyLossConfig]``, "" if
+    there is none."""
+    known = _classes()
+    return next((node.id for node in ast.walk(declared) if isinstance(node, ast.Name) and node.id in known), "")
 
 
 @functools.cache

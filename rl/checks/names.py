@@ -1,0 +1,52 @@
+"""This module checks names that verl looks up: of estimators, losses and trainers.
+
+verl finds a wrong one in a worker; in the case of a loss, after the first rollout. What verl knows is read from its
+source, because importing it takes ten seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl.config import ConfigError, package_dir
+
+_ACTOR = "actor_rollout_ref.actor"
+# Key: the folder of verl in which its names are registered, and the places there that have them.
+_KNOWN = {
+    "algorithm.adv_estimator": ("trainer/ppo", r"@register_adv_est\(([^()]*)\)"),
+    f"{_ACTOR}.policy_loss.loss_mode": ("trainer/ppo", r"@register_policy_loss\(([^()]*)\)"),
+    f"{_ACTOR}.loss_agg_mode": ("workers/config", r"valid_loss_agg_modes = \[([^\]]*)\]"),
+    f"{_ACTOR}.strategy": ("workers/engine", r"@EngineRegistry\.register\([^()]*backend=(\[[^\]]*\]|\"\w+\")"),
+}
+
+
+def check_names(config: DictConfig) -> None:
+    """Raise ConfigError with a line for each name that verl would not find. With a module of the user's own that may
+    register more of them (``actor_rollout_ref.model.external_lib``) none is checked."""
+    if OmegaConf.select(config, "actor_rollout_ref.model.external_lib"):
+        return
+    lines = []
+    for key, place in _KNOWN.items():
+        name, known = OmegaConf.select(config, key), names(*place)
+        if name is not None and name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            others = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(sorted(known))}"
+            lines.append(f"{key}: verl knows no {name!r}; {others}")
+    if lines:
+        raise ConfigError(*lines)
+
+
+@functools.cache
+def names(folder: str, pattern: str) -> frozenset[str]:
+    """Return the texts, and the values of enumerations' members, in what ``pattern`` finds in a folder of verl."""
+    text = "\n".join(file.read_text() for file in sorted((Path(package_dir("verl")) / folder).rglob("*.py")))
+    found = " ".join(re.findall(pattern, text))
+    members = dict(re.findall(r"^    ([A-Z]\w*) = \"([\w-]+)\"$", text, re.M))
+    return frozenset(re.findall(r"\"([\w-]+)\"", found)) | {
+        members[name] for name in re.findall(r"\.([A-Z]\w*)", found) if name in members
+    }

@@ -23,8 +23,8 @@ WINGS = {
     # The player of episodes moved here from rl/evaluate, because collection and warm start use it too; 15 show its
     # progress.
     "rl": 2805,
-    # 9: sft's numbers; 46: a toy's recipe for a real model, and the memory of a real model on a CPU; 39: names that verl
-    # looks up, before the first rollout.
+    # 9: sft's numbers; 46: a toy's recipe for a real model, and the memory of a real model on a CPU; 39: names
+    # that verl looks up, before the first rollout.
     "rl/checks": 834,
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     # Episodes as data (records, session files, spans, a dataset); 205 are an expert that plays in a policy's own form.

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl.metrics.episodes import line
 from rollout import audit
+from rollout.figures import line
 from rollout.proxy.session import Session
 from rollout.records import Reader, Record, RecordWriter
 from tests.audit_kit import played, sampled
@@ -24,15 +24,14 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of three episodes in one file and one in another, with their metrics."""
     monkeypatch.setattr(audit, "tokenizer_of", lambda model: CharTokenizer())
     monkeypatch.setattr(audit, "FormatReading", lambda spec, trimmed: CallReading())
-    record = await played()
     names = iter("abcd")
     for file, count in (("one", 3), ("two", 1)):
-        write(tmp_path, file, [replace_name(record, next(names)) for _ in range(count)])
+        write(tmp_path, file, [await named(next(names)) for _ in range(count)])
     return tmp_path
 
 
-def replace_name(record: Record, name: str) -> Record:
-    return msgspec.structs.replace(record, episode=name)
+async def named(name: str) -> Record:
+    return msgspec.structs.replace(await played(), episode=name)
 
 
 def write(run: Path, file: str, records: list[Record]) -> None:
@@ -157,7 +156,7 @@ async def test_what_a_selection_inside_of_a_run_has_copied_is_the_same(
     directory = run / place / "episodes"
     record = next(iter(Reader(run / "episodes/one.cep")))
     writer = RecordWriter(directory, "00000-one")
-    writer.append(msgspec.structs.replace(record, task=record.task + change))
+    writer.append(msgspec.structs.replace(record, task=record.task + change, seal=b""))
     writer.close()
     if place.endswith("data"):
         (directory.parent / "selection.json").write_text("{}")

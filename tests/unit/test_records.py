@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl.metrics.episodes import line
+from rollout.figures import line
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import (

@@ -57,7 +57,8 @@ def _verdict(record: Record) -> Iterator[str]:
         yield f"its reward is {reward}"
     elif not said.get("shaped") and reward != float(reason is None):
         yield f"its reward is {reward}, but the outcome is {outcome}"
-    if bool(record.counters.get("foreign_calls")) != ("foreign_calls" in said.get("flags", ())):
+    foreign, flagged = bool(record.counters.get("foreign_calls")), "foreign_calls" in said.get("flags", ())
+    if foreign != flagged and (flagged or reason != Reason.NOT_GRADED):
         yield "flags and counters do not agree on whether the agent made all calls itself"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+_ACTS = ("Bash", "Edit", "NotebookEdit", "Write")  # to whose input no text is added
 _RENAMED = {"old_str": "old_string", "new_str": "new_string"}
 # What Claude Code reads for what a model may write, in texts to replace.
 _SPELT = {"<fnr>": "<function_results>", "< META_START >": "<META_START>", "< META_END >": "<META_END>"}
@@ -31,14 +32,14 @@ _THERE = re.compile(r"cd [^\s\"'`$;&|<>*?(){}\[\]!#]+ && ")
 def same_input(tool: str, sampled: Any, ran: Any) -> bool:
     """Tell whether an input that ran is the one that was sampled, but for what Claude Code is known to change.
 
-    It adds what is left out and is no text, reads numbers, truth values and lists that are written as texts, takes
-    white space from the ends of lines, and takes ``cd DIRECTORY &&`` from the beginning of a command.
+    It adds what is left out (to what acts on files, no texts), reads numbers, truth values and lists that are written
+    as texts, takes white space from the ends of lines, and takes ``cd DIRECTORY &&`` from the beginning of a command.
     """
     if not isinstance(sampled, Mapping) or not isinstance(ran, Mapping):
         return sampled == ran
     asked = {_RENAMED.get(key, key): value for key, value in sampled.items() if value is not None}
     added = [value for key, value in ran.items() if key not in asked]
-    if tool != "ExitPlanMode" and any(isinstance(value, str) and value for value in added):
+    if tool in _ACTS and any(isinstance(value, str) and value for value in added):
         return False
     return all(key in ran and _same(key, value, ran[key]) for key, value in asked.items())
 

@@ -72,13 +72,15 @@ def _plain(text: str) -> str:
 def changed_input(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return the name of a tool and the input that a hook has given it in place of its own; None for other events."""
     kind = event.get("type"), event.get("subtype"), event.get("hook_event")
-    if kind != ("system", "hook_response", "PreToolUse") or event.get("outcome") != "success":
+    if kind != ("system", "hook_response", "PreToolUse") or event.get("exit_code") == 2:  # with which it refuses
         return None
     try:
         told = msgspec.json.decode(str(event.get("output") or event.get("stdout")))["hookSpecificOutput"]
-        ran, decision = told["updatedInput"], told.get("permissionDecision")
+        ran, name, decision = told["updatedInput"], told.get("hookEventName"), told.get("permissionDecision")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(ran, dict) or decision in ("deny", "ask"):  # without a person, who asks is denied
+    if (
+        not isinstance(ran, dict) or name != "PreToolUse" or decision in ("deny", "ask")
+    ):  # without a person, who asks is denied
         return None
     return str(event.get("hook_name")).partition(":")[2], ran

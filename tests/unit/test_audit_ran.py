@@ -54,10 +54,10 @@ def test_another_input_is_another_one() -> None:
 
 def hook(output: str, **changes: Any) -> dict[str, Any]:
     event = {"type": "system", "subtype": "hook_response", "hook_event": "PreToolUse", "hook_name": "PreToolUse:Bash"}
-    return {**event, "output": output, "outcome": "success", **changes}
+    return {**event, "output": output, "exit_code": 0, **changes}
 
 
-CHANGED = '{"hookSpecificOutput": {"updatedInput": {"command": "rm"}}}'
+CHANGED = '{"hookSpecificOutput": {"hookEventName": "PreToolUse", "updatedInput": {"command": "rm"}}}'
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,8 @@ CHANGED = '{"hookSpecificOutput": {"updatedInput": {"command": "rm"}}}'
         hook("done\n" + CHANGED),  # the answer is not all JSON
         hook(CHANGED.replace('"updated', '"permissionDecision": "deny", "updated')),
         hook(CHANGED.replace('"updated', '"permissionDecision": "ask", "updated')),
-        hook(CHANGED, outcome="error"),
+        hook(CHANGED, exit_code=2),
+        hook(CHANGED.replace("PreToolUse", "Stop")),
         hook(CHANGED, hook_event="PostToolUse"),
         hook('{"hookSpecificOutput": []}'),
         hook("[" * 5000),
@@ -75,6 +76,7 @@ CHANGED = '{"hookSpecificOutput": {"updatedInput": {"command": "rm"}}}'
 def test_a_hook_that_changes_nothing_is_none(event: dict[str, Any]) -> None:
     assert changed_input(hook(CHANGED)) == ("Bash", {"command": "rm"})
     assert changed_input(event) is None
+    assert changed_input(hook(CHANGED, exit_code=1)) is not None  # Claude Code takes it
 
 
 def test_a_changed_input_is_compared_with_the_calls_that_wait_for_their_results() -> None:

@@ -383,6 +383,6 @@ async def run_with_hook(task: Task, out: Path, hooks: str) -> list[str]:
 @pytest.mark.asyncio
 async def test_a_command_that_a_hook_has_changed_is_found(task: Task, tmp_path: Path) -> None:
     """Claude Code's events of replies have the input that was sampled; only those of hooks have the one that ran."""
-    (found,) = await run_with_hook(task, tmp_path / "a", HOOK)
+    (found,) = await run_with_hook(task, tmp_path / "a", f"{HOOK}; exit 1")
     assert "by a hook, Bash ran" in found and "echo changed" in found and "echo sampled" in found
     assert await run_with_hook(task, tmp_path / "b", HOOK.replace("echo changed", "echo sampled")) == []

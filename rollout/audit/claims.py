@@ -93,8 +93,6 @@ def _replies(record: Record) -> Iterator[str]:
         if node.logprobs is None:
             continue
         calls = any(block.get("type") == "tool_use" for block in node.blocks)
-        if calls and not node.tools_allowed:
-            yield f"node {i}: its reply has calls, which the agent had forbidden"
         ends = {"tool_use" if calls else "end_turn"}
         if node.stop_sequence is not None:
             ends = {"stop_sequence"}

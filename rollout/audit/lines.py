@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,6 @@ class Lines:
         self._run = run
         self._files: list[BinaryIO] = []
         self._places: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # file, number, offset
-        self._seen: set[str] = set()
         for root in sorted({path.parent.parent for path in run.rglob(f"episodes/*{SUFFIX}")} | {run}):
             logs = sorted((root / "episode_metrics").glob("*.jsonl"))
             rest = [path for path in (root / "journal.jsonl", root / "rewound.jsonl") if path.is_file()]
@@ -59,7 +58,6 @@ class Lines:
 
     def compare(self, record: Record) -> Iterator[str]:
         """Yield what the lines of an episode say differently from its record, all figures of which they must have."""
-        self._seen.add(record.episode)
         wanted: tuple[dict[str, Any], dict[str, Any]] | None = None
         for place, number, offset in self._places.get(record.episode, ()):
             file = self._files[place]
@@ -77,10 +75,10 @@ class Lines:
             if wrong := sorted(name for name in names if not _equal(name, figures, told)):
                 yield f"{path.name}, line {number}: {', '.join(wrong)} of {record.episode} are not its record's"
 
-    def left(self) -> Iterator[str]:
-        """Yield the lines of episodes that ``compare`` was not asked for."""
+    def left(self, known: Container[str]) -> Iterator[str]:
+        """Yield the lines of other episodes than those that are known."""
         for episode, places in self._places.items():
-            if episode not in self._seen:
+            if episode not in known:
                 for place, number, _ in places:
                     yield f"{Path(self._files[place].name).name}, line {number}: episode {episode} has no record"
 

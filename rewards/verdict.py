@@ -135,6 +135,7 @@ class Verdict:
             "outcome": self.outcome.value,
             "reason": self.reason.value if self.reason else None,
             "reward": self.reward,
+            "shaped": self.shaped is not None,
             "detail": self.detail,
             "tests": {kind: {k: list(v) for k, v in results.items()} for kind, results in self.tests.items()},
             "seconds": self.seconds,

@@ -26,11 +26,12 @@ from rewards.task import load_tasks
 from rewards.verdict import Outcome
 from rl.engine import VerlEngine
 from rl.far_boxes import far_boot
-from rl.metrics.episodes import EpisodeLog, line
+from rl.metrics.episodes import EpisodeLog
 from rl.metrics.samples import SampleLog
 from rl.run import errors
 from rl.setup import load_policy, make_setup, training_settings
 from rollout.episode import Episode, Setup, play
+from rollout.figures import line
 from rollout.proxy.collector import keep_imports
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
@@ -73,9 +74,9 @@ class Worker:
         """
         model = self.config.cluster.staged_from or self.config.actor_rollout_ref.model.path
         record = record_of(episode, split, step, model, self.setup.policy.parser.spec)
+        record.trainer = {"session": session, "engine": self.engine.servers.pop(episode.id, None)}
         self.records.append(record)
-        answered = self.engine.servers.pop(episode.id, None)
-        self.log.append({**line(record), "session": session, "engine": answered})
+        self.log.append(line(record))
         self.samples.offer(record)
 
 

@@ -80,7 +80,7 @@ class Curriculum:
         self._taken.clear()
 
     def learn(self, lines: Iterable[Line]) -> None:
-        """Take in episodes (``rl.metrics.episodes.line``) of steps that are over."""
+        """Take in episodes (``rollout.figures.line``) of steps that are over."""
         counts: dict[tuple[int, str], list[int]] = {}
         for one in lines:
             if not one["infra"] and one["task"] in self._tasks:

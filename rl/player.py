@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +25,11 @@ from typing import Any
 from rewards.task import Task
 from rl.batch import Journal, LostError, run_all
 from rl.config import ConfigError
-from rl.metrics.episodes import Line, line
 from rollout import files
 from rollout.episode import Episode, Setup, play
+from rollout.figures import Line, journal_line
 from rollout.records import SUFFIX, Reader, Record, RecordWriter, record_of
 
-_SAMPLE = re.compile(r"[a-z]+-(\d+)-")
 _NAMES = {"eval": "evaluation", "collect": "collection", "warm": "preparation"}
 
 
@@ -58,14 +56,14 @@ class Player:
             known = {one["episode"] for one in self.lines}
             for record in Reader(directory):  # those of shards, too
                 if record.episode not in known:
-                    self._journal.append(line_of(record))
+                    self._journal.append(journal_line(record))
         except BaseException:
             self._journal.close()
             raise
 
     @property
     def lines(self) -> list[Line]:
-        """Return the journal's lines (see ``line_of``), one per attempt."""
+        """Return the journal's lines (see ``rollout.figures.journal_line``), one per attempt."""
         return self._journal.records
 
     def wanted(self, tasks: Sequence[Task], samples: int) -> list[tuple[Task, int]]:
@@ -109,7 +107,7 @@ class Player:
             record = record_of(episode, self.split, step, model, parser)
             await asyncio.to_thread(kept, episode, record)
             writer.append(record)
-            played = line_of(record)
+            played = journal_line(record)
             self._journal.append(played)
             done(played)
             if played["infra"]:
@@ -134,21 +132,6 @@ class Player:
     def close(self) -> None:
         """Release the directory."""
         self._journal.close()
-
-
-def line_of(record: Record) -> Line:
-    """Return what the journal keeps of an attempt: its figures (``rl.metrics.episodes.line``) and what only evaluations
-    ask for. A patch that is not UTF-8 has replacement characters; the record has its bytes."""
-    found = _SAMPLE.match(record.episode)
-    return line(record) | {
-        "sample": int(found[1]) if found else 0,
-        "attempt": record.attempt,
-        "started": record.started,
-        "detail": record.verdict["detail"],
-        "agent": record.agent.get("status"),
-        "patch": record.patch.decode("utf-8", "replace"),
-        "missing": record.missing,  # of what a collection keeps
-    }
 
 
 def _changed(before: Any, now: Any, path: str = "") -> str:

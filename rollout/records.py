@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from rollout.agent import AgentRun
     from rollout.episode import Episode
 
-VERSION = 4
-_READABLE = (1, 2, 3, 4)
+VERSION = 5
+_READABLE = (1, 2, 3, 4, 5)
+SEALED = 5  # the first version whose records have seals
 SUFFIX = ".cep"
 SELECTION = "selection.json"  # marks a directory whose records are copies of some from elsewhere
 _MAGIC = b"CEP1"
 _HEADER = struct.Struct("<4sII")
 _LEVEL = 6
 _LARGEST = 1 << 30  # bytes of an unpacked record; one of 10 million tokens has a tenth
+_PLACE = ("number", "previous", "seal")  # what a seal is not over
 _DEEPEST = 100  # levels of lists and objects in what agents and policies have written
 
 
@@ -109,7 +111,8 @@ class Record(msgspec.Struct, omit_defaults=True):
     own event stream; ``repo`` and ``difficulty``: the task's; ``overlong``: whether a limit ended the episode;
     ``train_side_calls``: whether side calls are trained on. ``number`` and ``previous``, which the writer fills in: the
     record's place in its file, from 0, and the SHA-256 of the payload before it. Older records lack the fields from
-    ``repo`` on.
+    ``repo`` on. ``seal``: see ``seal_of``; ``trainer``: the trainer's key of the episode, and the name of the engine's
+    replica that answered it. Both are empty before version 5.
 
     ``parts`` and ``calls``: forwarded calls (``rollout.proxy.calls.Talk``). ``missing``: what should have been kept of
     the episode but was not, in words.
@@ -142,6 +145,23 @@ class Record(msgspec.Struct, omit_defaults=True):
     parts: list[bytes] = []
     calls: list[CallRecord] = []
     missing: list[str] = []
+    trainer: dict[str, str | None] = {}
+    seal: bytes = b""
+
+
+def seal_of(record: Record) -> bytes:
+    """Return the SHA-256 of all that a record says, except for its place in its file (and the seal)."""
+    return _content(msgspec.msgpack.encode(record))
+
+
+def content_of(payload: bytes) -> bytes:
+    """Return the same of a record as it is in a file, also of fields that this version does not know."""
+    return _content(unpacked(payload))
+
+
+def _content(data: bytes) -> bytes:
+    said = {key: value for key, value in msgspec.msgpack.decode(data).items() if key not in _PLACE}
+    return hashlib.sha256(msgspec.msgpack.encode(said)).digest()
 
 
 def record_of(episode: Episode, split: str, step: int, model: str, parser: str) -> Record:
@@ -167,7 +187,7 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         agent={"status": run.status.value, "turns": run.turns, "detail": run.detail, **_reported(run)} if run else {},
         patch=episode.patch,
         timing=episode.timing,
-        counters=asdict(session.counters) if session else {},
+        counters={name: float(count) for name, count in asdict(session.counters).items()} if session else {},
         events=run.events if run else [],
         repo=task.repo,
         difficulty=task.difficulty,
@@ -268,7 +288,9 @@ class RecordWriter:
         self._number, self._previous, self._synced = 0, b"", synced
 
     def append(self, record: Record) -> None:
-        """Write one record; with ``synced``, it is on the disk when this returns."""
+        """Write one record, and seal it if nobody has; with ``synced``, it is on the disk when this returns."""
+        if record.version >= SEALED and not record.seal:
+            record.seal = seal_of(record)
         placed = msgspec.structs.replace(record, number=self._number, previous=self._previous)
         self._write(msgspec.msgpack.encode(placed))
 
@@ -351,6 +373,10 @@ class Reader:
     def placed(self, path: Path, at: Position | None = None) -> Iterator[tuple[int, Record]]:
         """Iterate over (offset, record) of one of the files, beginning at ``at``, and move ``at`` along: a record
         counts as read when the next one is asked for. Raises CorruptRecordError."""
+        return ((offset, record) for offset, _, record in self.whole(path, at))
+
+    def whole(self, path: Path, at: Position | None = None) -> Iterator[tuple[int, bytes, Record]]:
+        """Iterate as ``placed`` does over (offset, payload, record)."""
         at = Position() if at is None else at
         for offset, end, payload in self.payloads(path, at.offset):
             place, number = f"{path}, offset {offset}", at.number
@@ -363,7 +389,7 @@ class Reader:
                 if record.version >= 3 and not follows:
                     self._damaged(f"{place}: this record does not follow the one before it")
                     number = record.number
-                yield offset, record
+                yield offset, payload or b"", record
             at.offset, at.number = end, number + 1
             at.previous = hashlib.sha256(payload).digest() if payload else None
 

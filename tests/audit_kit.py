@@ -13,6 +13,8 @@ from rollout.proxy.engine import Completion, Seals
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import (
+    SEALED,
+    VERSION,
     Record,
     node_records,
     pack_floats,
@@ -63,12 +65,12 @@ async def played() -> Record:
     await ask([{"role": "user", "content": "nobody hears"}], lost=True)
     session.disown({event["message"]["id"] for event in events})
     return empty_record(
-        version=3,
+        version=VERSION,
         nodes=node_records(session.tree),
         rows=row_records(session.tree.sequences()),
         events=events,
         agent={"status": "finished", "turns": 4, "detail": "", "events": len(events), "reports": True},
-        counters=asdict(session.counters),
+        counters={name: float(count) for name, count in asdict(session.counters).items()},
         train_side_calls=False,
     )
 
@@ -123,7 +125,10 @@ def redo(record: Record) -> None:
             prompt = [i for n in path_of(record.nodes, node.parent) for i in unpack_ids(record.nodes[n].ids)]
             versions = tuple(array("i", node.versions))
             node.seal = Seals().make(
-                prompt, Completion(unpack_ids(node.ids), unpack_floats(node.logprobs), versions), node.side
+                prompt,
+                Completion(unpack_ids(node.ids), unpack_floats(node.logprobs), versions),
+                node.side,
+                node.message_id if record.version >= SEALED else "",
             )
     for row in record.rows:
         redo_row(record, row)

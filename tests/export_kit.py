@@ -14,7 +14,8 @@ from rollout import SIDE_MODEL
 from rollout.proxy.replies import reply_json
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
-from rollout.records import Record, RecordWriter, node_records, row_records
+from rollout.records import VERSION, Record, RecordWriter, node_records, row_records
+from tests.audit_kit import redo
 from tests.kit import QueueEngine, char_policy, empty_record
 
 TOOLS = [
@@ -77,14 +78,14 @@ class Play:
         tree = self.session.tree
         outcome, reason = ("resolved", None) if reward == 1.0 else ("unresolved", "tests_failed")
         fields: dict[str, Any] = {
-            "version": 4,
+            "version": VERSION,
             "episode": name,
             "model": "policy",
             "nodes": [] if self.hosted else node_records(tree),
             "rows": [] if self.hosted else row_records(tree.sequences()),
             "events": self.events,
             "agent": {"status": "finished", "turns": 2, "events": len(self.events), "reports": True},
-            "counters": asdict(self.session.counters),
+            "counters": {name: float(count) for name, count in asdict(self.session.counters).items()},
             "verdict": {"outcome": outcome, "reason": reason, "reward": reward, "detail": "", "flags": []},
             "patch": b"diff --git a/a b/a\n",
         }
@@ -152,7 +153,9 @@ def write(run: Path, *records: Record, name: str = "w") -> Path:
 def without_words(record: Record) -> Record:
     """The record of a training run before version 4, which kept no messages."""
     bare = [msgspec.structs.replace(node, says=b"", head=b"", started=0.0) for node in record.nodes]
-    return msgspec.structs.replace(record, version=3, nodes=bare, parts=[], calls=[])
+    old = msgspec.structs.replace(record, version=3, nodes=bare, parts=[], calls=[])
+    redo(old)
+    return old
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

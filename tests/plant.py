@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rl.metrics.episodes import line
 from rollout.agent.events import blocks, message_id
+from rollout.figures import line
 from rollout.records import Reader, Record, RecordWriter, path_of, row_digest
 from tests.audit_kit import change_logprob, columns, redo_row
 
@@ -101,7 +101,7 @@ def plant(run: Path, out: Path, seed: int) -> dict[str, dict[str, str]]:
                 planted[name] = {"episode": record.episode, "place": FAULTS[name](record)}
             except (LookupError, StopIteration):
                 continue
-            taken[record.episode] = record
+            taken[record.episode], record.seal = record, b""  # it is sealed again, or the seal alone would tell
             break
     for path, found in files.items():
         writer = RecordWriter(out / path.relative_to(run).parent, path.stem, synced=False)

@@ -18,7 +18,8 @@ import pyarrow
 import pyarrow.parquet
 
 from rl.metrics import trained
-from rl.metrics.episodes import EpisodeLog, append_step, fold, line
+from rl.metrics.episodes import EpisodeLog, append_step, fold
+from rollout.figures import line
 from rollout.proxy.engine import Completion
 from rollout.records import Record, unpack_floats
 from tests.export_kit import Play, calls_of, write

@@ -14,9 +14,10 @@ import msgspec
 from aiohttp import web
 
 from rl.metrics import trained
-from rl.metrics.episodes import EpisodeLog, append_step, line
+from rl.metrics.episodes import EpisodeLog, append_step
 from rl.view.library import Library
 from rl.view.server import application
+from rollout.figures import line
 from rollout.records import Record, unpack_floats
 from tests import plant
 from tests.audit_kit import played

@@ -30,11 +30,11 @@ from omegaconf import DictConfig
 from rl.collect import dataset
 from rl.collect.spans import spans_of
 from rl.evaluate.run import Purpose
-from rl.player import line_of
 from rollout.agent import Status
 from rollout.agent.events import message_id, read
 from rollout.agent.kept import Kept
 from rollout.episode import Episode, Setup
+from rollout.figures import journal_line
 from rollout.records import Record
 from rollout.trace import Trace, trace
 
@@ -64,7 +64,7 @@ class Collection(Purpose):
         """Write the files of an attempt, and add what is missing to its record."""
         found = trace(record)
         record.missing = [] if episode.verdict.is_infra else list(missing(episode, found, self._grades))
-        epoch = line_of(record)["sample"]
+        epoch = journal_line(record)["sample"]
         secrets = [*self._secrets, *([episode.session.secret.encode()] if episode.session else [])]
         name = quote(record.task, safe="")
         self._write(self._dir / "traces" / name / f"epoch_{epoch}", episode, found, secrets)
@@ -83,7 +83,7 @@ class Collection(Purpose):
 
     def _write(self, place: Path, episode: Episode, found: Trace, secrets: list[bytes]) -> None:
         kept = Kept(b"", b"") if episode.agent is None or episode.agent.kept is None else episode.agent.kept
-        about = {name: value for name, value in line_of(found.record).items() if name != "patch"}
+        about = {name: value for name, value in journal_line(found.record).items() if name != "patch"}
         spans = b"".join(json.dumps(span).encode() + b"\n" for span in spans_of(found))
         data = {
             "stream.jsonl": kept.stdout,

@@ -21,10 +21,10 @@ import msgspec
 from rewards.verdict import Reason
 from rl.data.labels import Label, of_runs
 from rl.data.rates import Rate, rated
-from rl.metrics.episodes import Line, line
 from rl.overrides import nearest
 from rollout.agent.events import blocks
 from rollout.audit import audit_heard, audit_tokens
+from rollout.figures import Line, line
 from rollout.records import Reader, Record, record_at
 
 Made = TypeVar("Made")
@@ -43,7 +43,7 @@ class Rules:
     patterns, one of which must fit. labels, not_labels: such patterns of what people have said of episodes
     (``rl.data.labels``); it must have one of the first and none of the second. rate: bounds of the task's measured
     resolve rate, neither included. min_episodes: the fewest graded episodes of the task. resolved: what the verdict
-    must be. unflagged: without any flag. ranges: least and greatest value of figures (``rl.metrics.episodes.line``),
+    must be. unflagged: without any flag. ranges: least and greatest value of figures (``rollout.figures.line``),
     both included. same: "said" (patch and all sampled ids) or "patch"; of a task's episodes in which this is the same,
     only the first is chosen. best: at most so many of each task, ranked by reward, then without flags, then fewest
     turns, then fewest sampled tokens. per_task, limit: at most so many of each task and in all, drawn at random. seed:

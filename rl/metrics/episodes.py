@@ -1,8 +1,9 @@
 """This module writes and reads the figures of a run's episodes and steps, in files of one JSON object per line:
 
 ``episode_metrics/<host>-<pid>.jsonl``
-    a line per attempt, made from its record (``line``) and written by the agent loop (``EpisodeLog``), which adds
-    "engine", the name of the engine's replica that answered it (None if there was no call).
+    a line per attempt, made from its record (``rollout.figures.line``) and written by the agent loop (``EpisodeLog``).
+``rewound.jsonl``
+    the lines of those attempts that a resumed run plays again.
 ``metrics.jsonl``
     a line per step: ``{"step", "time", <verl's metrics>, <ours>}``, all of them in docs/metrics.md. wandb and
     TensorBoard get the same numbers.
@@ -24,12 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rewards.verdict import Outcome
 from rollout import files
-from rollout.agent.events import usage
-from rollout.records import Record
-
-Line = dict[str, Any]
+from rollout.figures import Line
 
 _MEANS = ("rows", "turns", "calls", "malformed_calls", "cut_replies", "wall_s", "boot_s", "agent_s", "grade_s")
 _MEANS += ("no_call", "refused_calls", "foreign_calls", "unread_replies", "overlong")
@@ -38,76 +35,6 @@ _WALL_PERCENTILES = (50, 90, 99)
 
 # A label with more values than this (repositories, ...) is not split by value: nobody reads as many curves.
 MAX_LABELS = 12
-
-
-def line(record: Record) -> Line:
-    """Return the figures of an attempt, each under the one name that it has in metrics, samples and evaluations."""
-    verdict, counters, seconds = record.verdict, record.counters, record.timing
-    calls = int(counters.get("calls", 0))
-    return {
-        "episode": record.episode,
-        "task": record.task,
-        "repo": record.repo,
-        "difficulty": record.difficulty,  # in the words of the task's set; None if that has none
-        "split": record.split,  # train, val, warm or eval
-        "step": record.step,  # trainer step (weights) that the episode belongs to
-        "resolved": verdict["outcome"] == Outcome.RESOLVED,
-        "infra": verdict["outcome"] == Outcome.INFRA_FAILURE,
-        "reason": verdict["reason"],  # None exactly if resolved
-        "reward": verdict["reward"],  # None for an infrastructure failure
-        "dropped": len(verdict.get("dropped", ())),  # paths of the patch that were not graded
-        "flags": verdict.get("flags", []),  # names of what is suspicious in the patch
-        "rows": len(record.rows),  # training sequences
-        **_tokens(record),
-        "turns": record.agent.get("turns", 0),  # calls of the main thread that the agent acted on
-        "calls": calls,  # requests of all threads, retries included
-        "malformed_calls": int(counters.get("malformed_calls", 0)),  # tool calls that were not whole and became text
-        "no_call": not _calls(record),  # no reply had a tool call that could be read
-        "cut_replies": int(counters.get("cut_replies", 0)),  # replies that ended at max_tokens
-        "refused_calls": int(counters.get("refused_calls", 0)),  # beyond proxy.max_calls
-        "foreign_calls": int(counters.get("foreign_calls", 0)),  # replies that the agent did not ask for itself
-        "unread_replies": int(counters.get("unread_replies", 0)),  # sent, but not proven to have been read
-        "overlong": record.overlong,  # a limit ended it: turns, time, context or the tokens of a reply
-        "cache_queries": int(counters.get("cache_queries", 0)),  # prompt tokens, where the engine counts cached ones
-        "cache_hits": int(counters.get("cache_hits", 0)),  # those of them that were cached
-        "wall_s": seconds.get("total", 0.0),  # from boot to verdict
-        "boot_s": seconds.get("boot", 0.0),
-        "agent_s": seconds.get("agent", 0.0),
-        "grade_s": seconds.get("grade", 0.0),
-        # Mean per call of the proxy's own time, without the engine's; None without a call.
-        "proxy_overhead_ms": 1e3 * counters["overhead_s"] / calls if calls else None,
-    }
-
-
-def _calls(record: Record) -> bool:
-    """Tell whether the policy called a tool. The tree lacks replies of a model behind another endpoint, but an agent
-    goes on only after a call."""
-    if not record.nodes:
-        return record.agent.get("turns", 0) > 1
-    return any(block["type"] == "tool_use" for node in record.nodes for block in node.blocks)
-
-
-def _tokens(record: Record) -> dict[str, int]:
-    """Return the token counts of an attempt.
-
-    ``tokens_sampled``: by the engine; ``tokens_context``: read by the policy, each once; ``tokens_trained``: with mask
-    1; ``tokens_in``: of all prompts, each counted whole. A model behind another endpoint leaves no tree: of its tokens
-    only the first and the last count are known, which Claude Code adds up itself.
-    """
-    prefixes: list[int] = []  # tokens up to and including each node
-    sampled = context = prompts = 0
-    for node in record.nodes:
-        before = prefixes[node.parent] if node.parent >= 0 else 0
-        prefixes.append(before + node.length)
-        if node.logprobs is None:
-            context += node.length
-        else:
-            sampled, prompts = sampled + node.length, prompts + before
-    for event in () if record.nodes else record.events:
-        read, written = usage(event)
-        prompts, sampled = prompts + read, sampled + written
-    trained = sum(record.nodes[number].length for row in record.rows for number in row.nodes)
-    return {"tokens_sampled": sampled, "tokens_context": context, "tokens_trained": trained, "tokens_in": prompts}
 
 
 class EpisodeLog:
@@ -336,6 +263,9 @@ def rewind(run_dir: Path, step: int, keeps: Callable[[str], bool] = lambda _: Fa
         if path.exists():
             lines = read_jsonl(path)
             kept = [one for one in lines if one["step"] <= step or ("session" in one and keeps(one["session"]))]
+            if path != steps:
+                with open(run_dir / "rewound.jsonl", "a") as rewound:  # their records stay, and the audit asks for them
+                    rewound.writelines(json.dumps(one) + "\n" for one in lines if one not in kept)
             files.write(path, "".join(json.dumps(one) + "\n" for one in kept))
 
 

@@ -13,8 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rl.metrics.episodes import Line, Tail, line
+from rl.metrics.episodes import Tail
 from rl.metrics.loggers import Loggers
+from rollout.figures import Line, line
 from rollout.proxy.blocks import blocks_of
 from rollout.records import Record
 from rollout.trace import TraceError, trace

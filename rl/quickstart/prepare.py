@@ -36,7 +36,7 @@ from rl.batch import Progress
 from rl.command import read_command
 from rl.config import compose
 from rl.metrics.episodes import Line
-from rl.player import Player, line_of
+from rl.player import Player
 from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript, asked, draw
 from rl.quickstart.tasks import make_tasks
@@ -48,6 +48,7 @@ from rl.sft.rows import ROWS, write
 from rl.sft.trainer import Passes, run_sft
 from rollout import files, program
 from rollout.episode import Setup
+from rollout.figures import journal_line
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.render import end_of_turn
 from rollout.proxy.server import ProxyServer
@@ -138,7 +139,7 @@ def _write_rows(episodes: dict[int, Record], wanted: int, path: Path, screen: Sc
 def _ended(out: Path, tasks: list[Task]) -> dict[int, Record]:
     """Return the last attempts of all episodes that have ended, by their numbers."""
     places = {task.instance_id: place for place, task in enumerate(tasks)}
-    return {line_of(one)["sample"] * len(tasks) + places[one.task]: one for one in Reader(out / "episodes")}
+    return {journal_line(one)["sample"] * len(tasks) + places[one.task]: one for one in Reader(out / "episodes")}
 
 
 async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, out: Path, screen: Screen) -> None:

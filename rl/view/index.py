@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import zstandard
 
-from rl.metrics.episodes import line
 from rl.view.finding import Query
 from rollout import files
 from rollout.audit import audit_heard, audit_tokens
+from rollout.figures import line
 from rollout.records import CorruptRecordError, Reader, Record, decode, payload_at, record_at, unpacked
 
 _FORM = 3  # of the cache file; another one is built anew
@@ -39,7 +39,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """An entry is one attempt: the record's ``file`` (below the run) and ``offset``, and its figures. It equals only
     itself.
 
-    ``facts`` are those of ``rl.metrics.episodes.line``, and ``model``, ``attempt``, ``started`` (Unix seconds),
+    ``facts`` are those of ``rollout.figures.line``, and ``model``, ``attempt``, ``started`` (Unix seconds),
     ``agent`` (how it ended), ``verdict`` (the reason, or resolved) and ``patch`` (a digest, empty for no patch).
     """
 

@@ -105,6 +105,7 @@ class ClaudeCode:
         """Return the command line of a run."""
         # Without the last option the replies of sub-agents are not all in the events.
         argv = [str(self.binary), "-p", "--output-format", "stream-json", "--verbose", "--forward-subagent-text"]
+        argv.append("--include-hook-events")  # they tell which input a hook has changed
         argv += ["--max-turns", str(self.max_turns), "--dangerously-skip-permissions"]
         if self.bare:
             argv.append("--bare")

@@ -80,8 +80,9 @@ class Seals:
         self._begun = [*self._begun[1 - _BEGUN :], begun]
         return begun.ids
 
-    def make(self, prompt_ids: list[int], done: Completion, side: bool) -> bytes:
-        """Return the SHA-256 of a call: what the engine was given, what it returned, and whether it is a side call.
+    def make(self, prompt_ids: list[int], done: Completion, side: bool, name: str) -> bytes:
+        """Return the SHA-256 of a call: what the engine was given, what it returned, whether it is a side call, and the
+        reply's id.
 
         This seal is made where these cross the engine's border, before anything else keeps or moves them;
         docs/records.md defines it, and ``rollout.audit`` makes it again from the record. Routed experts are not in it.
@@ -95,7 +96,7 @@ class Seals:
         whole.update(array("f", done.logprobs))
         whole.update(array("i", done.versions))
         sizes = (len(prompt_ids), len(done.ids), len(done.logprobs), len(done.versions))
-        whole.update(struct.pack("<QQQQ?", *sizes, side))
+        whole.update(struct.pack("<QQQQ?", *sizes, side) + name.encode())
         if begun.context is not None:
             begun.digest.update(returned)
             begun.ids += done.ids

@@ -406,7 +406,7 @@ class Session:
             ids, ended = ids[:keep], False
             text = self._decode(ids)
         kept = Completion(ids, done.logprobs[: len(ids)], done.versions[: len(ids)])
-        sealed = self._seals.make(prompt_ids, kept, call.asked.side)
+        sealed = self._seals.make(prompt_ids, kept, call.asked.side, call.message_id)
         parsed = policy.parser.parse(text if stop is None else text[:at], call.tools)
         number = call.message_id.removeprefix("msg_")
         blocks = [

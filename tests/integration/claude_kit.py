@@ -26,7 +26,7 @@ from rl.sft.episodes import rows_of
 from rollout import records
 from rollout.agent import AgentRun, run_agent
 from rollout.agent.claude_code import ClaudeCode, find_binary
-from rollout.audit import audit_heard, audit_text, audit_tokens
+from rollout.audit import audit_claims, audit_heard, audit_text, audit_tokens
 from rollout.episode import Episode
 from rollout.proxy.blocks import flat
 from rollout.proxy.engine import Completion, EngineError, ScriptedEngine
@@ -158,7 +158,8 @@ class Stage:
         assert foreign == [*unreported], foreign
         found = tree.sequences()
         run = replace(self.runs[-1], events=[event for run in self.runs for event in run.events])
-        verdict = Verdict(Reason.EMPTY_PATCH)
+        flags = ("foreign_calls",) if self.session.counters.foreign_calls else ()
+        verdict = Verdict(Reason.EMPTY_PATCH, flags=flags)
         episode = Episode("stage", self.task, 0, time.time(), verdict, self.session, run, b"", found, {})
         record = check_record(episode, directory)
         for number, node in enumerate(record.nodes):  # what is kept of the messages is what the policy has read
@@ -246,7 +247,8 @@ def check_record(episode: Episode, directory: Path) -> records.Record:
     writer.close()
     record = next(iter(records.Reader(directory)))
     problems = [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallReading())]
-    assert problems + list(audit_heard(record)) == []
+    problems += [*audit_heard(record), *audit_claims(record)]
+    assert problems == [], problems
     # What rl.sft trains on are the tokens and masks that the trainer of GRPO would get.
     rows = [(row.prompt_ids + row.response_ids, [0] * len(row.prompt_ids) + row.mask) for row in episode.rows]
     assert list(rows_of(record)) == rows

@@ -14,9 +14,10 @@ from rewards.verdict import Reason
 from rl.agent_loop import outputs
 from rl.boxes import kind_of
 from rl.config import compose
-from rl.metrics.episodes import fold, line
+from rl.metrics.episodes import fold
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play
+from rollout.figures import line
 from rollout.proxy.server import ProxyServer
 from rollout.records import record_of
 from rollout.sandbox import Sandbox

@@ -18,7 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.quickstart import policy as quickstart_policy
-from rollout.audit import audit_heard, audit_text, audit_tokens, audit_turns, closing_of, tokenizer_of
+from rollout.audit import (
+    audit_claims,
+    audit_heard,
+    audit_text,
+    audit_tokens,
+    audit_turns,
+    closing_of,
+    tokenizer_of,
+)
 from rollout.proxy.engine import Completion, Seals
 from rollout.proxy.messages import Span
 from rollout.proxy.replies import Reply
@@ -44,7 +52,8 @@ class Pairs(CharTokenizer):
 
 
 def findings(record: Record) -> list[str]:
-    return [*audit_tokens(record), *audit_text(record, Pairs(), CallReading()), *audit_heard(record)]
+    said = audit_text(record, Pairs(), CallReading())
+    return [*audit_tokens(record), *said, *audit_heard(record), *audit_claims(record)]
 
 
 async def test_a_sound_record_has_no_findings() -> None:
@@ -265,7 +274,7 @@ UNDETECTABLE = (
 
 @pytest.mark.parametrize("damage", UNDETECTABLE)
 async def test_what_the_audit_cannot_find(damage: Callable[[Record], None]) -> None:
-    """docs/records.md lists these; a test that fails here means that it should no longer."""
+    """docs/audit.md lists these; a test that fails here means that it should no longer."""
     record = await played()
     damage(record)
     assert findings(record) == []
@@ -276,7 +285,7 @@ async def test_what_the_audit_cannot_find(damage: Callable[[Record], None]) -> N
 
 async def test_tokens_that_the_infrastructure_failed_are_in_no_row() -> None:
     record = await played()
-    record.verdict = {**record.verdict, "outcome": "infra_failure"}
+    record.verdict = {**record.verdict, "outcome": "infra_failure", "reason": "engine_failed", "reward": None}
     record.rows = []
     assert findings(record) == []
 
@@ -315,11 +324,21 @@ async def test_an_agent_that_reports_nothing_is_believed_nothing() -> None:
     assert findings(record) == []
 
 
+async def test_seals_of_versions_3_and_4_have_no_names_in_them() -> None:
+    record = await played()
+    record.version = 4
+    redo(record)
+    assert findings(record) == []
+    sampled(record, 0).message_id = "msg_other"
+    sampled(record, 0).seal = sampled(record, 1).seal
+    assert findings(record)
+
+
 async def test_records_of_version_2_have_no_seals() -> None:
     record = await played()
     record.version, record.train_side_calls, record.agent = 2, True, {"status": "finished", "turns": 4, "detail": ""}
     for node in record.nodes:
-        node.seal, node.side = b"", False
+        node.seal, node.side, node.begins, node.says = b"", False, b"", b""
     for row in record.rows:
         row.versions = (0, 0)
     del record.counters["unknown_reports"]
@@ -334,9 +353,9 @@ def test_no_vllm_is_needed() -> None:
 
 
 def test_a_seal_is_what_the_documents_say() -> None:
-    made = Seals().make([1, 2], Completion([3], [-0.5], (7,)), side=True)
+    made = Seals().make([1, 2], Completion([3], [-0.5], (7,)), side=True, name="msg_x")
     columns = pack_ids([1, 2]) + pack_ids([3]) + pack_floats([-0.5]) + pack_ids([7])
-    counts = b"".join(n.to_bytes(8, "little") for n in (2, 1, 1, 1)) + b"\1"
+    counts = b"".join(n.to_bytes(8, "little") for n in (2, 1, 1, 1)) + b"\1msg_x"
     assert made == hashlib.sha256(columns + counts).digest()
 
 
@@ -354,7 +373,9 @@ def test_a_prompt_is_the_path_of_its_context_whatever_was_asked_before(
 
     def answer(context: Node, prompt: list[int], done: Completion) -> None:
         assert prompt == context.path_ids()
-        assert seals.make(prompt, done, side=False) == Seals().make(context.path_ids(), done, side=False)
+        assert seals.make(prompt, done, side=False, name="") == Seals().make(
+            context.path_ids(), done, side=False, name=""
+        )
         reply = Reply(f"{len(tree.nodes)}", (), "end_turn", 0, 0)
         replies.append(tree.add_sampled(context, done.ids, done.logprobs, reply, text="", ended=True))
 
@@ -368,7 +389,7 @@ def test_a_prompt_is_the_path_of_its_context_whatever_was_asked_before(
         elif how == "spoilt":
             prompt.append(9)
             given = list(prompt)
-            assert seals.make(prompt, done, side=False) == Seals().make(given, done, side=False)
+            assert seals.make(prompt, done, side=False, name="") == Seals().make(given, done, side=False, name="")
         elif not how:
             answer(context, prompt, done)
             if late and place % 2:
@@ -381,7 +402,7 @@ def test_the_list_of_a_threads_prompt_is_extended_and_not_made_again() -> None:
     seals, tree = Seals(), Tree()
     context = tree.add_context(None, b"", [Span((), 0, False)], [1, 2])
     first = seals.prompt(context)
-    seals.make(first, done := Completion([3], [-0.5]), side=False)
+    seals.make(first, done := Completion([3], [-0.5]), side=False, name="")
     said = tree.add_sampled(context, done.ids, done.logprobs, Reply("a", (), "end_turn", 0, 0), text="", ended=True)
     after = tree.add_context(said, b"", [Span((), 0, False)], [4])
     assert seals.prompt(after) is first and first == [1, 2, 3, 4]

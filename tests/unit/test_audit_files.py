@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl.metrics.episodes import line
+from rl.metrics import episodes as metrics
 from rollout import audit
+from rollout.figures import journal_line, line
 from rollout.proxy.session import Session
 from rollout.records import Reader, Record, RecordWriter
-from tests.audit_kit import played, sampled
+from tests.audit_kit import played, redo, sampled
 from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy
 from tests.unit.test_audit import DAMAGES
 
@@ -24,19 +27,18 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of three episodes in one file and one in another, with their metrics."""
     monkeypatch.setattr(audit, "tokenizer_of", lambda model: CharTokenizer())
     monkeypatch.setattr(audit, "FormatReading", lambda spec, trimmed: CallReading())
-    record = await played()
     names = iter("abcd")
     for file, count in (("one", 3), ("two", 1)):
-        write(tmp_path, file, [replace_name(record, next(names)) for _ in range(count)])
+        write(tmp_path, file, [await named(next(names)) for _ in range(count)])
     return tmp_path
 
 
-def replace_name(record: Record, name: str) -> Record:
-    return msgspec.structs.replace(record, episode=name)
+async def named(name: str) -> Record:
+    return msgspec.structs.replace(await played(), episode=name)
 
 
 def write(run: Path, file: str, records: list[Record]) -> None:
-    (run / "episode_metrics").mkdir(exist_ok=True)
+    (run / "episode_metrics").mkdir(parents=True, exist_ok=True)
     writer = RecordWriter(run / "episodes", file)
     with (run / "episode_metrics" / f"{file}.jsonl").open("w") as lines:
         for record in records:
@@ -101,8 +103,8 @@ FILES: dict[str, Callable[[Path], Any]] = {
 
 def test_the_documents_count_the_damages() -> None:
     assert (
-        f"each of {len(DAMAGES) + len(FILES)} damages"
-        in Path(__file__).parents[2].joinpath("docs/records.md").read_text()
+        f"Each of {len(DAMAGES) + len(FILES)} damages"
+        in Path(__file__).parents[2].joinpath("docs/audit.md").read_text()
     )
 
 
@@ -115,7 +117,7 @@ async def test_the_audit_finds_in_files(damage: str, run: Path, capsys: pytest.C
 
 
 async def test_a_last_record_and_its_line_can_be_taken_away(run: Path) -> None:
-    """What nothing else names is not missed; docs/records.md says so."""
+    """What nothing else names is not missed; docs/audit.md says so."""
     reorder(run, 0, 1)
     path = run / "episode_metrics" / "one.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
@@ -157,7 +159,7 @@ async def test_what_a_selection_inside_of_a_run_has_copied_is_the_same(
     directory = run / place / "episodes"
     record = next(iter(Reader(run / "episodes/one.cep")))
     writer = RecordWriter(directory, "00000-one")
-    writer.append(msgspec.structs.replace(record, task=record.task + change))
+    writer.append(msgspec.structs.replace(record, task=record.task + change, seal=b""))
     writer.close()
     if place.endswith("data"):
         (directory.parent / "selection.json").write_text("{}")
@@ -181,3 +183,88 @@ async def test_forged_reports_are_counted_and_noted(run: Path, capsys: pytest.Ca
     write(run, "forged", [record])
     assert audit.main([str(run)]) == 0
     assert "2 replies that agents report were sent by nobody" in capsys.readouterr().out
+
+
+async def test_a_line_that_a_resumed_run_has_dropped_is_kept_elsewhere(run: Path) -> None:
+    """The records of steps that are played again stay; the audit finds a line that is gone by itself."""
+    path = run / "episode_metrics" / "one.jsonl"
+    shutil.rmtree(run / "episodes")
+    records = [msgspec.structs.replace(await named(name), step=1 + number) for number, name in enumerate("abc")]
+    shutil.rmtree(run / "episode_metrics")
+    write(run, "one", records)
+    metrics.rewind(run, 1)
+    assert [json.loads(text)["episode"] for text in path.read_text().splitlines()] == ["a"]
+    assert audit.main([str(run)]) == 0
+    write(run, "again", [msgspec.structs.replace(await named("bb"), step=2)])
+    metrics.rewind(run, 1)
+    assert audit.main([str(run)]) == 0
+    (run / "rewound.jsonl").unlink()
+    assert audit.main([str(run)]) == 1
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+async def test_runs_of_earlier_versions_are_audited_by_what_they_have(
+    version: int, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their lines name no seal, and some figures did not exist; what the lines have must be the record's."""
+    shutil.rmtree(run / "episodes")
+    records = [older(await named(name), version) for name in "abc"]
+    write(run, "one", records)
+    (run / "episode_metrics" / "two.jsonl").unlink()
+    path = run / "episode_metrics" / "one.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    old = [{k: v for k, v in one.items() if k not in ("record", "no_call")} | {"engine": "e"} for one in lines[:2]]
+    path.write_text("".join(json.dumps(one) + "\n" for one in old))
+    assert audit.main([str(run)]) == 0, capsys.readouterr().err
+    edit_line(run, cut_replies=3)
+    assert audit.main([str(run)]) == 1
+
+
+def older(record: Record, version: int) -> Record:
+    record.version = version
+    if version == 2:
+        for node in record.nodes:
+            node.seal, node.begins, node.says = b"", b"", b""
+        for row in record.rows:
+            row.versions = (0, 0)
+        record.agent = {"status": "finished", "turns": 4, "detail": ""}
+    else:
+        redo(record)
+    return record
+
+
+async def test_sessions_with_a_seed_may_be_played_twice_but_not_copied(run: Path) -> None:
+    record = await named("first")
+    record.sampling = {"seed": 7}
+    for number, node in enumerate(record.nodes):
+        node.started = 100.0 + number
+    again = msgspec.structs.replace(copy.deepcopy(record), episode="again")
+    for node in again.nodes:
+        node.started += 1000
+    write(run, "seeded", [record, again])
+    assert audit.main([str(run)]) == 0
+    write(run, "copied", [msgspec.structs.replace(copy.deepcopy(record), episode="copy", seal=b"")])
+    assert audit.main([str(run)]) == 1
+
+
+async def test_the_journal_of_a_player_is_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = run / "evaluation"
+    write(place, "w", [record := await named("eval-3-t-x")])
+    shutil.rmtree(place / "episode_metrics")
+    (place / "journal.jsonl").write_text(json.dumps(told := journal_line(record)) + "\n")
+    assert audit.main([str(run)]) == 0
+    for name in ("sample", "patch", "detail", "agent", "missing", "started"):
+        (place / "journal.jsonl").write_text(json.dumps({**told, name: "other"}) + "\n")
+        assert audit.main([str(place)]) == 1 and f"{name} of eval-3-t-x" in capsys.readouterr().err
+
+
+async def test_what_makes_no_sense_does_not_end_the_audit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = await named("senseless")
+    record.counters["foreign_calls"] = float("nan")
+    writer = RecordWriter(run / "episodes", "senseless")
+    writer.append(record)
+    writer.close()
+    assert audit.main([str(run)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert all(one.startswith("senseless.cep, senseless (t): ") for one in said)
+    assert sum("it cannot be read: ValueError" in one for one in said) == 1

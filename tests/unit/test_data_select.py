@@ -171,9 +171,8 @@ async def test_a_selection_reads_like_a_run_and_names_its_sources(
 ) -> None:
     monkeypatch.setattr(audit, "tokenizer_of", lambda model: CharTokenizer())
     monkeypatch.setattr(audit, "FormatReading", lambda spec, trimmed: CallReading())
-    record = await played()
+    records = [msgspec.structs.replace(await played(), episode=name) for name in "abcd"]
     one, two, out, again = (tmp_path / name for name in ("one", "two", "out", "again"))
-    records = [msgspec.structs.replace(record, episode=name) for name in "abcd"]
     write(one, *records[:2], episode("old", reward=None), name="first")
     write(one, records[2], name="second")
     write(two, records[3], records[0])
@@ -189,7 +188,7 @@ async def test_a_selection_reads_like_a_run_and_names_its_sources(
     first, second = told["sources"]
     assert (first["kind"], first["key"], first["experiment"], second["kind"]) == ("training", "k1", "mine", "records")
     assert [(file["read"], file["chosen"]) for file in first["files"] + second["files"]] == [(3, 2), (1, 1), (2, 1)]
-    assert told["models"] == {"m": 4} and told["versions"]["records"] == 4 and told["rules"]["seed"] == 0
+    assert told["models"] == {"m": 4} and told["versions"]["records"] == 5 and told["rules"]["seed"] == 0
     # A selection of a selection knows where it is from.
     assert main([str(out), "--out", str(again), "--limit", "1"]) == 0
     assert json.loads((again / "selection.json").read_text())["sources"][0]["sources"] == told["sources"]

@@ -27,11 +27,12 @@ from rl.batch import JournalError
 from rl.config import ConfigError, compose
 from rl.evaluate import compare, config, results, serve, setup
 from rl.evaluate.__main__ import main
-from rl.player import LostError, Player, line_of
+from rl.player import LostError, Player
 from rl.quickstart.tasks import make_tasks
 from rl.run.weights import Weights, find_weights
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
+from rollout.figures import journal_line
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
@@ -321,12 +322,14 @@ async def test_a_line_that_was_not_written_is_derived_from_its_record(tmp_path: 
     writer.close()
     # As if the process was killed while it wrote the second line.
     first = json.dumps(
-        line_of(record_of(an_episode(tasks[0], f"eval-0-{tasks[0].instance_id}-0", RESOLVED), "eval", 3, "m", "kit"))
+        journal_line(
+            record_of(an_episode(tasks[0], f"eval-0-{tasks[0].instance_id}-0", RESOLVED), "eval", 3, "m", "kit")
+        )
     )
-    (tmp_path / "journal.jsonl").write_text(first + "\n" + json.dumps(line_of(record))[:30])
+    (tmp_path / "journal.jsonl").write_text(first + "\n" + json.dumps(journal_line(record))[:30])
     evaluation = Player(tmp_path, {})
     assert evaluation.wanted(tasks, 1) == [(task, 0) for task in tasks[2:]]
-    assert evaluation.lines == [json.loads(first), line_of(record)]
+    assert evaluation.lines == [json.loads(first), journal_line(record)]
     evaluation.close()
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2
 
@@ -355,7 +358,7 @@ async def test_an_evaluation_stops_when_no_episode_gets_a_verdict(
 
 
 def test_a_line_has_its_sample_and_its_patch(tasks: list[Task]) -> None:
-    line = line_of(record_of(an_episode(tasks[0], "eval-2-x-1", FAILED), "eval", 3, "m", "kit"))
+    line = journal_line(record_of(an_episode(tasks[0], "eval-2-x-1", FAILED), "eval", 3, "m", "kit"))
     assert (line["sample"], line["attempt"], line["started"], line["agent"]) == (2, 0, 1.0, "finished")
     assert (line["reason"], line["detail"], line["patch"]) == ("tests_failed", "1 of 2 tests failed", "a patch")
     assert (line["turns"], line["wall_s"], line["agent_s"]) == (2, 2.0, 1.5)
@@ -369,7 +372,9 @@ def lines_of(**outcomes: str) -> list[player.Line]:
     verdicts = {"r": RESOLVED, "f": FAILED, "l": LOST}
     rest: dict[str, Any] = {"agent": {"status": "finished", "turns": 2}, "patch": b"a patch"}
     return [
-        line_of(empty_record(episode=f"eval-{sample}-{name}-0", task=name, verdict=verdicts[one].to_dict(), **rest))
+        journal_line(
+            empty_record(episode=f"eval-{sample}-{name}-0", task=name, verdict=verdicts[one].to_dict(), **rest)
+        )
         for name, said in outcomes.items()
         for sample, one in enumerate(said)
     ]

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.metrics.episodes import line
 from rl.metrics.samples import sample
 from rl.view.reading import read as reading
 from rl.view.terminal import episode
 from rollout.agent.claude_code import ClaudeCode
 from rollout.agent.events import blocks, commands, read
 from rollout.audit import audit_heard
+from rollout.figures import line
 from rollout.records import Reader, Record, RecordWriter
 from rollout.sandbox import ExecResult
 from tests.audit_kit import played

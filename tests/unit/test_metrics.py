@@ -21,6 +21,7 @@ from rl.metrics.panels import Panel
 from rl.run.progress import step_line
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
+from rollout.figures import line
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import NodeRecord, Record, record_of
@@ -30,7 +31,7 @@ from tests.unit.test_task import row
 
 def episode(**changes: Any) -> metrics.Line:
     record = empty_record(repo="acme/calc", counters={"calls": 1, "overhead_s": 0.002})
-    return metrics.line(record) | {"reason": None, "rows": 1} | changes
+    return line(record) | {"reason": None, "rows": 1} | changes
 
 
 async def test_figures_of_an_episode_come_from_its_record() -> None:
@@ -58,21 +59,21 @@ async def test_figures_of_an_episode_come_from_its_record() -> None:
         "tokens_trained": sampled - len("lost "), "tokens_in": prompts, "turns": 2, "calls": 3, "malformed_calls": 0,
         "refused_calls": 0, "foreign_calls": 0, "unread_replies": 0, "cut_replies": 0, "overlong": True,
         "no_call": True, "cache_queries": 4, "cache_hits": 0, "wall_s": 4.0, "boot_s": 0.5,
-        "agent_s": 2.0, "grade_s": 1.0, "proxy_overhead_ms": pytest.approx(2.0),
+        "agent_s": 2.0, "grade_s": 1.0, "proxy_overhead_ms": pytest.approx(2.0), "record": "",
     }  # fmt: skip
-    assert metrics.line(record) == wanted
+    assert line(record) == wanted
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record)
-    assert metrics.line(read) == wanted and json.dumps(metrics.line(read)) == json.dumps(metrics.line(record))
+    assert line(read) == wanted and json.dumps(line(read)) == json.dumps(line(record))
 
 
 def test_figures_without_a_session_and_of_a_model_elsewhere() -> None:
     task, verdict = Task.from_row(row(), Path()), Verdict(Reason.NO_SPACE)
-    lost = metrics.line(record_of(Episode("e", task, 0, 0.0, verdict, None, None, b"", [], {}), "val", 0, "m", ""))
+    lost = line(record_of(Episode("e", task, 0, 0.0, verdict, None, None, b"", [], {}), "val", 0, "m", ""))
     assert (lost["infra"], lost["reward"], lost["calls"], lost["turns"]) == (True, None, 0, 0)
     assert (lost["tokens_sampled"], lost["wall_s"], lost["proxy_overhead_ms"]) == (0, 0.0, None)
     used = {"inputTokens": 3, "cacheReadInputTokens": 40, "cacheCreationInputTokens": 500, "outputTokens": 7}
     events = [{"type": "result", "modelUsage": {"policy": used, "policy-side": {"inputTokens": 1000}}}]
-    hosted = metrics.line(empty_record(events=events))
+    hosted = line(empty_record(events=events))
     assert (hosted["tokens_in"], hosted["tokens_sampled"], hosted["tokens_context"]) == (1543, 7, 0)
 
 
@@ -81,8 +82,8 @@ def test_an_episode_without_a_call_is_told_from_one_with() -> None:
         blocks = [{"type": kind, "text": "x"} for kind in kinds]
         return empty_record(nodes=[NodeRecord(-1, b""), NodeRecord(0, b"", logprobs=b"", blocks=blocks)])
 
-    assert metrics.line(said("text"))["no_call"] and not metrics.line(said("text", "tool_use"))["no_call"]
-    elsewhere = [metrics.line(empty_record(agent={"turns": turns}))["no_call"] for turns in (0, 1, 2)]
+    assert line(said("text"))["no_call"] and not line(said("text", "tool_use"))["no_call"]
+    elsewhere = [line(empty_record(agent={"turns": turns}))["no_call"] for turns in (0, 1, 2)]
     assert elsewhere == [True, True, False]
 
 

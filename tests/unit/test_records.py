@@ -9,19 +9,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zstandard
 
-from rl.metrics.episodes import line
+from rollout.figures import line
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import (
+    VERSION,
     CorruptRecordError,
     NodeRecord,
     Reader,
     Record,
     RecordWriter,
+    content_of,
     node_records,
     pack_ids,
     row_records,
+    seal_of,
+    unpacked,
 )
 from tests.kit import QueueEngine, char_policy, empty_record
 
@@ -111,3 +116,25 @@ print([record.episode for record in Reader(writer.path)])
         [sys.executable, "-B", "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert process.stdout == "['a', 'c']\n", process.stderr
+
+
+async def test_a_seal_is_over_all_that_a_record_says_wherever_it_is_written(tmp_path: Path) -> None:
+    """Reading, writing and copying keep it, also with fields of a later version; any change breaks it."""
+    record = await played()
+    record.version = VERSION
+    for place, writes in (("a", 2), ("b", 1)):
+        writer = RecordWriter(tmp_path / place, "w")
+        for _ in range(writes):
+            writer.append(record)
+        writer.close()
+    reader = Reader(tmp_path)
+    payloads = [payload for path in reader.files() for _, _, payload in reader.payloads(path)]
+    assert {content_of(payload) for payload in payloads} == {record.seal} == {seal_of(record)}
+    read = next(iter(reader))
+    assert read.seal == seal_of(read)
+    later = {**msgspec.msgpack.decode(unpacked(payloads[0])), "later": [1]}
+    writer = RecordWriter(tmp_path / "c", "w")
+    writer.copy(zstandard.compress(msgspec.msgpack.encode(later)))
+    writer.close()
+    (payload,) = (payload for _, _, payload in reader.payloads(writer.path))
+    assert content_of(payload) != record.seal and next(iter(Reader(writer.path))).seal == record.seal

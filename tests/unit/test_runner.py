@@ -67,7 +67,7 @@ def f(name):
 def test_what_python_leads_to() -> None:
     found = set(inputs._by_python("rl/made.py", ast.parse(SOURCE)))
     assert {path for path in found if not path.startswith("configs/agent/")} == {
-        *("rl/config.py", "rollout/audit.py", "rewards/task.py", "tests/kit.py", "rl/dataset.py"),
+        *("rl/config.py", "rollout/audit/__init__.py", "rewards/task.py", "tests/kit.py", "rl/dataset.py"),
         *("rl/evaluate/__init__.py", "rl/evaluate/__main__.py"),
     }
     assert "configs/agent/claude_code.yaml" in found

@@ -18,7 +18,7 @@ from rl.sft.rows import RowsError
 from rl.sft.trainer import Passes
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
-from rollout.records import Record, node_records, row_records
+from rollout.records import VERSION, Record, node_records, row_records
 from tests.check_kit import composed
 from tests.kit import CharTokenizer, QueueEngine, char_policy, empty_record
 from tests.unit.test_data_select import write
@@ -39,7 +39,7 @@ async def talk(name: str, task: str, resolved: bool, *said: str, first: str = "h
     outcome = {"outcome": "resolved" if resolved else "unresolved", "reason": None if resolved else "tests_failed"}
     verdict = {**outcome, "reward": float(resolved), "detail": "", "flags": []}
     nodes, rows = node_records(session.tree), row_records(session.tree.sequences())
-    return empty_record(version=3, episode=name, task=task, nodes=nodes, rows=rows, verdict=verdict)
+    return empty_record(version=VERSION, episode=name, task=task, nodes=nodes, rows=rows, verdict=verdict)
 
 
 def texts(pair: Any) -> list[str]:

@@ -22,8 +22,8 @@ from rl.data.choice import Entry
 from rl.export.conversation import Conversation, Unreadable, conversations
 from rl.export.inspect_sample import sample
 from rl.export.swesmith import spelled
-from rl.metrics.episodes import line
 from rl.view.reading import composed, read
+from rollout.figures import line
 from rollout.proxy.calls import CallRecord
 from rollout.records import NodeRecord, Record, RowRecord
 from rollout.trace import TraceError, trace

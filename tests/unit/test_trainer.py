@@ -19,6 +19,7 @@ from rl.groups import alone
 from rl.metrics import episodes as metrics
 from rl.run import phases, stop
 from rl.trainer import EpisodeTrainer, row_weights, trainer_class
+from rollout.figures import line
 from tests.check_kit import composed
 from tests.kit import empty_record
 
@@ -248,7 +249,7 @@ def test_a_checkpoint_keeps_what_is_known_of_its_step(tmp_path: Path, monkeypatc
     made.global_steps, made.timing_raw, made.train_dataset = 3, {"gen": 2.5}, []
     made.logger = SimpleNamespace(logger={})
     lines = metrics.EpisodeLog(tmp_path)
-    lines.append(metrics.line(empty_record(step=3)) | {"reason": None, "resolved": True, "reward": 1.0})
+    lines.append(line(empty_record(step=3)) | {"reason": None, "resolved": True, "reward": 1.0})
     batch = KVBatchMeta(partition_id="train", keys=[], tags=[])
     seen = {"actor/grad_norm": 0.5}
 

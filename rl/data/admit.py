@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             key: config.grading[key] for key in ("timeout_s", "second_opinion", "drop")
         }
         plan = Plan(
-            boot=kind_of(config.sandbox).boot(Path(os.devnull)),  # no agent is bound into a box for grading
+            boot=kind_of(config.sandbox).boot(),
             tries=args.tries,
             jobs=args.jobs,
             timeout_s=config.grading.timeout_s,

@@ -116,15 +116,8 @@ class Local(Kind):
         """Raise ConfigError if bubblewrap was asked for and does not work; ``auto`` decides for itself."""
         if self.sandbox.isolation != "bwrap":
             return
-        if shutil.which("bwrap") is None:
-            raise ConfigError(
-                "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap or set sandbox.isolation=auto"
-            )
-        if not bwrap.available():
-            raise ConfigError(
-                "sandbox.isolation=bwrap, but bwrap cannot start here (no user namespaces?); "
-                "allow them or set sandbox.isolation=auto"
-            )
+        if problem := bwrap.problem():
+            raise ConfigError(f"sandbox.isolation=bwrap, but {problem}; or set sandbox.isolation=auto")
 
     async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
         return await boot_local(task.snapshot, isolation=self.sandbox.isolation, **common)

@@ -8,6 +8,7 @@ the host is there: no home directories, no repository, no /etc beyond what progr
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -29,12 +30,20 @@ _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"
 _DEVICES = ("full", "null", "random", "tty", "urandom", "zero")
 _PASSWD = f"root:x:0:0::/root:/bin/sh\nagent:x:{_UID}:{_UID}::{HOME}:/bin/sh\n"
 _GROUP = f"root:x:0:\nagent:x:{_UID}:\n"
+_EXHAUSTED = os.strerror(errno.EAGAIN).encode()
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
-def available() -> bool:
-    """Return whether a bubblewrap sandbox starts on this machine (tried once per process)."""
-    return _flavour() is not None
+def problem() -> str:
+    """Return why no bubblewrap sandbox starts on this machine and what to do, "" if one does (tried once per process).
+
+    Raises OSError if this process is out of descriptors or processes, so that this cannot be known.
+    """
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is missing: install it (the program is called bwrap)"
+    if _flavour() is not None:
+        return ""
+    return "user namespaces are forbidden, without which bubblewrap makes no box: allow them (sysctl, or the container)"
 
 
 def filtering() -> contextlib.AbstractContextManager[list[int]]:
@@ -68,7 +77,7 @@ def command(
     there, as JSON. filter_fds: of `filtering`.
     """
     flavour = _flavour()
-    assert flavour is not None, "call available() first"
+    assert flavour is not None, "call problem() first"
     writable = ((root / "tmp", TMPDIR), (root / "home", HOME), (root / "tree", WORKDIR))
     argv = [*flavour.argv, "--json-status-fd", str(status_fd), *_filter(filter_fds)]
     for source, inside in writable:
@@ -126,12 +135,15 @@ def _flavour() -> _Flavour | None:
 
 
 def _starts(argv: Sequence[str], filter: bytes | None) -> bool:
+    """Raise OSError if there is no descriptor or process for it: else no box would be isolated, because of a moment."""
     try:
         with _readable(filter) as fds:
             argv = [*argv, *_filter(fds), *_seal(), "--", "/bin/sh", "-c", "exit 0"]
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, pass_fds=fds)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
         return False
+    if done.returncode and _EXHAUSTED in done.stderr:
+        raise BlockingIOError(errno.EAGAIN, done.stderr.decode(errors="replace").strip())
     return done.returncode == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,9 @@ class Finding:
     failures: Mapping[str, int]
 
 
+_LACKS = "a task brings the packages that it needs, in its image or in an environment in its work tree"
+
+
 def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bool = False) -> Finding:
     """Judge a task by its records.
 
@@ -63,6 +67,10 @@ def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bo
         status, why = Status.BROKEN, "no gold patch"
     elif status is Status.UNDECIDED:
         why = "; ".join(failures) or "not graded"
+    elif status is not Status.PASS:
+        tails = (record["log_tail"] for record in graded if record["kind"] == "gold" and record["reason"])
+        if lacks := {name for tail in tails for name in re.findall(r"No module named '([\w.]+)'", tail)}:
+            why += f"; the box has no {', '.join(sorted(lacks))}: {_LACKS}"
     seconds = [record["seconds"] for record in graded]
     return Finding(
         instance_id,

@@ -148,6 +148,11 @@ GOOD = [record("gold", None), record("empty", "tests_failed")]
             Status.BROKEN,
             "test_timeout 2x",
         ),
+        (
+            [record("gold", "tests_failed", log_tail="E  ModuleNotFoundError: No module named 'numpy.linalg'\n")],
+            Status.BROKEN,
+            "tests_failed 1x; the box has no numpy.linalg: a task brings the packages that it needs",
+        ),
         ([record("gold", None), record("empty", None)] * 2, Status.BROKEN, "pass without a patch"),
         (GOOD, Status.UNDECIDED, "not graded"),
         ([*GOOD, record("gold", None), record("empty", "no_space", infra=True)], Status.UNDECIDED, "no_space: d"),

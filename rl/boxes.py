@@ -21,6 +21,7 @@ from rewards.task import Task, TaskError, load_tasks
 from rl.config import ConfigError, compose
 from rl.shard import Shard
 from rollout import program
+from rollout.agent import Agent
 from rollout.episode import Boot
 from rollout.sandbox import Limits, Sandbox, SandboxError, registry
 from rollout.sandbox.apptainer import cli as apptainer_cli
@@ -63,16 +64,17 @@ class Kind:
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if it is already known that a task's image cannot be had."""
 
-    def boot(self, binary: Path, run: str = "") -> Boot:
+    def boot(self, agent: Agent | None = None, run: str = "") -> Boot:
         """Return the function that boots a task's boxes.
 
-        binary: the agent's program, which has the same path in an agent's box as on this machine. run: the name of the
-        run, for kinds that label their boxes.
+        agent: its program has the same path in an agent's box as on this machine; None: all boxes are for grading. run:
+        the name of the run, for kinds that label their boxes.
         """
         limits = self.limits()
+        shown = {agent.binary: str(agent.binary), **(agent.covers if self.from_images else {})} if agent else {}
 
         async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
-            binds = {binary: str(binary)} if socket_dir else None
+            binds = shown if socket_dir else None
             grading = socket_dir is None
             return await self._boot(task, grading, run, limits=limits, binds=binds, socket_dir=socket_dir)
 
@@ -114,15 +116,8 @@ class Local(Kind):
         """Raise ConfigError if bubblewrap was asked for and does not work; ``auto`` decides for itself."""
         if self.sandbox.isolation != "bwrap":
             return
-        if shutil.which("bwrap") is None:
-            raise ConfigError(
-                "sandbox.isolation=bwrap, but bwrap is not installed; install bubblewrap or set sandbox.isolation=auto"
-            )
-        if not bwrap.available():
-            raise ConfigError(
-                "sandbox.isolation=bwrap, but bwrap cannot start here (no user namespaces?); "
-                "allow them or set sandbox.isolation=auto"
-            )
+        if problem := bwrap.problem():
+            raise ConfigError(f"sandbox.isolation=bwrap, but {problem}; or set sandbox.isolation=auto")
 
     async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
         return await boot_local(task.snapshot, isolation=self.sandbox.isolation, **common)
@@ -287,7 +282,7 @@ def prepare_images(
     reports = asyncio.run(kind.prepare(wanted, say, count))
     (run_dir / "images.json").write_text(json.dumps(reports, indent=1) + "\n")
     if telling := sum(bool(report["residue"]) for report in reports.values()):
-        say(f"images: {telling} have something in them that could tell the answer; see images.json")
+        say(f"images: {telling} have what could tell the answer or configure an agent in them; see images.json")
 
 
 def is_snapshot(task: Task) -> bool:

@@ -109,7 +109,7 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
         side_endpoint = endpoint(side.url, side.model, os.environ.get(side.key_env) if side.key_env else None)
     return Settings(
         agent=agent,
-        boot=kind_of(config.sandbox).boot(agent.binary, run),
+        boot=kind_of(config.sandbox).boot(agent, run),
         rules=rules_from(config),
         second_opinion=config.grading.second_opinion,
         shape=shape_from(config),

@@ -28,7 +28,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from rl.screen import Screen, this_command
 from rl.shard import Shard
 from rollout import files, program
 from rollout.episode import Boot
+from rollout.sandbox.sealing import configuring
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,13 @@ def findings(tasks: Sequence[Task], plan: Plan, records: Iterable[Mapping[str, A
     for record in records:
         if record["number"] < plan.tries:
             by_task.setdefault((record["task"], record["key"]), []).append(record)
-    return [
-        report.finding(
-            task.instance_id,
-            by_task.get((task.instance_id, _key(task, plan.settings)), []),
-            plan.tries,
-            no_gold=not task.patch,
-        )
-        for task in tasks
-    ]
+    found = []
+    for task in tasks:
+        key = task.instance_id, _key(task, plan.settings)
+        one = report.finding(task.instance_id, by_task.get(key, []), plan.tries, no_gold=not task.patch)
+        local = task.image.startswith("dir:") and task.snapshot.is_dir()
+        found.append(replace(one, configures=configuring(task.snapshot)) if local else one)
+    return found
 
 
 def journals(out: Path) -> Iterator[Path]:
@@ -326,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             key: config.grading[key] for key in ("timeout_s", "second_opinion", "drop")
         }
         plan = Plan(
-            boot=kind_of(config.sandbox).boot(Path(os.devnull)),  # no agent is bound into a box for grading
+            boot=kind_of(config.sandbox).boot(),
             tries=args.tries,
             jobs=args.jobs,
             timeout_s=config.grading.timeout_s,

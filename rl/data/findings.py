@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ class Finding:
     gold, empty: how often each outcome ("resolved" or the reason) occurred, with the gold patch and without a patch.
     seconds, slowest: the mean and the longest time of one grading.
     failures: infrastructure failures by cause, including those that a retry made up for.
+    configures: files of a local work tree that would configure an agent; images.json has those of images.
     """
 
     instance_id: str
@@ -44,6 +46,10 @@ class Finding:
     seconds: float
     slowest: float
     failures: Mapping[str, int]
+    configures: tuple[str, ...] = ()
+
+
+_LACKS = "a task brings the packages that it needs, in its image or in an environment in its work tree"
 
 
 def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bool = False) -> Finding:
@@ -63,6 +69,10 @@ def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bo
         status, why = Status.BROKEN, "no gold patch"
     elif status is Status.UNDECIDED:
         why = "; ".join(failures) or "not graded"
+    elif status is not Status.PASS:
+        tails = (record["log_tail"] for record in graded if record["kind"] == "gold" and record["reason"])
+        if lacks := {name for tail in tails for name in re.findall(r"No module named '([\w.]+)'", tail)}:
+            why += f"; the box has no {', '.join(sorted(lacks))}: {_LACKS}"
     seconds = [record["seconds"] for record in graded]
     return Finding(
         instance_id,
@@ -121,6 +131,9 @@ def to_markdown(source: str, tries: int, findings: Sequence[Finding], seconds: f
     if retried:
         lines += ["", "## Infrastructure failures", ""]
         lines += _table(("task", "cause", "times"), retried)
+    if telling := [(found.instance_id, ", ".join(found.configures)) for found in findings if found.configures]:
+        lines += ["", "## Settings for the agent, which are not loaded by default", ""]
+        lines += _table(("task", "files"), telling)
     slowest = sorted((found for found in findings if found.slowest), key=lambda found: -found.slowest)[:10]
     if slowest:
         lines += ["", "## Slowest", ""]

@@ -192,7 +192,7 @@ def identity_of(config: DictConfig, weights: Weights | None, tasks: Sequence[Tas
     if any(plain["agent"].get(key) for key in _AGENT_FILES):  # what is in them, too
         agent = agent_from(config, max_tokens=1, max_context=1)
         hashes = {path: hashlib.sha256(data).hexdigest() for path, data in agent.files().items()}
-        identity["agent_files"] = digest([agent.argv()[1:], hashes])
+        identity["agent_files"] = digest([agent.argv("")[1:], hashes])
     if not plain.get("grade", True):
         identity["grade"] = False
     if plain["protocol"] == "expert":

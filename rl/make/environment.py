@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 
 from rl.make.sources import MakeError, Package
 from rollout import files
+from rollout.sandbox.local import bwrap
 
 VENV = ".venv"
 """Where the environment is in a task's work tree."""
@@ -80,11 +81,12 @@ def _install(requirements: Iterable[str], site: Path, package: Package) -> None:
 def copies(package: Package, venv: Path) -> list[Path]:
     """Return other copies of the package's modules that a local box would show to an agent.
 
-    A box shows the environment and, read-only, the Python that runs this program with its packages. Copies that other
-    packages bring along (`_vendor`) count, too; a module that only has the same name does not.
+    A box shows the environment and, read-only, the Python that runs this program, with few of its packages. Copies that
+    other packages bring along (`_vendor`) count, too; a module that only has the same name does not.
     """
     found = []
-    for place in [str(venv), *sorted({sys.prefix, sys.base_prefix, "/usr/lib/python3"})]:
+    shown = {str(path) for paths in bwrap.packages().values() for path in paths}
+    for place in [str(venv), *sorted({sys.prefix, sys.base_prefix, "/usr/lib/python3", *shown})]:
         files = _python_files(place)
         for name in package.modules:
             found += [path for path in files.get(f"{name}.py", ()) if _alike(package, path)]
@@ -97,7 +99,8 @@ def copies(package: Package, venv: Path) -> list[Path]:
 def _python_files(place: str) -> dict[str, list[Path]]:
     """Return the Python files below a directory, by their last name."""
     found: dict[str, list[Path]] = {}
-    for directory, _, names in os.walk(place):
+    for directory, folders, names in os.walk(place):
+        folders[:] = [name for name in folders if Path(directory, name) not in bwrap.packages()]
         for name in names:
             if name.endswith(".py"):
                 found.setdefault(name, []).append(Path(directory, name))

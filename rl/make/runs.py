@@ -92,7 +92,7 @@ class Bench:
             box = await boot_local(self._tree, isolation="bwrap", limits=_LIMITS, binds=self._binds)
         except SandboxError as error:
             if error.cause == "no_bwrap":
-                raise MakeError("other people's tests run in boxes only: install bubblewrap") from error
+                raise MakeError(f"other people's tests run in boxes only: {error}") from error
             raise
         try:
             for path, text in changed.items():

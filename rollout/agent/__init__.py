@@ -66,8 +66,14 @@ class Agent(Protocol):
         """Return the files and folders in HOME in which a run leaves its own account of itself."""
         ...
 
-    def argv(self) -> list[str]:
-        """Return the command line of a run."""
+    @property
+    def covers(self) -> Mapping[Path, str]:
+        """Return directories of this machine by the places inside at which boxes made from images show them, read-only,
+        in place of what the image has there."""
+        ...
+
+    def argv(self, home: str) -> list[str]:
+        """Return the command line of a run in a box with this HOME."""
         ...
 
     def stdin(self, prompt: str) -> bytes:
@@ -106,7 +112,7 @@ async def run_agent(
     for path, content in agent.files().items():
         await box.put(f"{box.home}/{path}", content)
     done = await box.exec(
-        agent.argv(),
+        agent.argv(box.home),
         env=agent.environment(secret, socket=socket),
         timeout_s=agent.timeout_s,
         stdin=agent.stdin(prompt),

@@ -27,6 +27,12 @@ from rollout.sandbox import ExecResult
 _LEAST_WINDOW = 45_000
 # The longest JSON text on the command line; Linux takes no argument of more than 128 KiB.
 _ARGUMENT = 100_000
+COVERS = {Path(__file__).with_name("managed"): "/etc/claude-code"}
+"""What stands in place of an image's settings for all users, above which no option stands."""
+
+# The plugin, a directory of HOME, in which our own skills and styles are. Those of the user are loaded only with the
+# user's settings, which the policy can write, too; a plugin that is named on the command line is read once.
+_PLUGIN = "own"
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class ClaudeCode:
     restricts the built-in tools (None: all). ``timeout_s``: wall time of a whole run. ``max_tokens``: of one reply.
     ``max_context``: the policy's context length in tokens, so that Claude Code compacts in time. ``settings`` and
     ``mcp``: JSON texts for --settings and --mcp-config, empty for none. ``brought``: files by their paths in HOME.
+    ``project_settings``: load whatever the work tree configures Claude Code with. ``claude_md``: load its CLAUDE.md.
     """
 
     binary: Path
@@ -52,6 +59,8 @@ class ClaudeCode:
     settings: str = ""
     mcp: str = ""
     brought: Mapping[str, bytes] = field(default_factory=dict)
+    project_settings: bool = False
+    claude_md: bool = False
 
     @classmethod
     def of(
@@ -71,8 +80,9 @@ class ClaudeCode:
 
         Raises FileNotFoundError if there is no Claude Code binary, ValueError if another file or a value is wrong.
         """
-        if more.get("bare") and (hooks or skills or output_style):
-            raise ValueError("agent.bare=true runs without agent.hooks, agent.skills and agent.output_style")
+        if more.get("bare") and (hooks or skills or output_style or more.get("claude_md")):
+            names = "agent.hooks, agent.skills, agent.output_style and agent.claude_md"
+            raise ValueError(f"agent.bare=true runs without {names}")
         brought = {name: data for path in skills or () for name, data in _skill(path).items()}
         told = _json("agent.settings", settings)
         if hooks:
@@ -80,11 +90,13 @@ class ClaudeCode:
             told["hooks"] = {**told.get("hooks", {}), **named.get("hooks", named)}
         if output_style and output_style.endswith(".md"):
             text, name = _read("agent.output_style", output_style), Path(output_style).stem
-            brought[f".claude/output-styles/{name}.md"] = text
+            brought[f".{_PLUGIN}/output-styles/{name}.md"] = text
             front = re.match(rb"---\n.*?^name: *(.+?) *$.*?^---$", text, re.DOTALL | re.MULTILINE)
-            output_style = front[1].decode() if front else name
+            output_style = f"{_PLUGIN}:{front[1].decode() if front else name}"
         if output_style:
             told["outputStyle"] = output_style
+        if brought:
+            brought[f".{_PLUGIN}/.claude-plugin/plugin.json"] = json.dumps({"name": _PLUGIN}).encode()
         servers = _json("agent.mcp_servers", mcp_servers)
         return cls(
             binary=find_binary(binary),
@@ -101,12 +113,23 @@ class ClaudeCode:
         """Return where Claude Code writes its sessions (sub-agents', too), and where the shipped hooks write events."""
         return (".claude/projects", ".claude/hooks.jsonl")
 
-    def argv(self) -> list[str]:
+    @property
+    def covers(self) -> Mapping[Path, str]:
+        """Return `COVERS`."""
+        return COVERS
+
+    def argv(self, home: str) -> list[str]:
         """Return the command line of a run."""
         # Without the last option the replies of sub-agents are not all in the events.
         argv = [str(self.binary), "-p", "--output-format", "stream-json", "--verbose", "--forward-subagent-text"]
         argv.append("--include-hook-events")  # they tell which input a hook has changed
         argv += ["--max-turns", str(self.max_turns), "--dangerously-skip-permissions"]
+        # Without sources, a policy that writes such files while it runs changes nothing either.
+        argv.append(f"--setting-sources={'project,local' if self.project_settings else ''}")
+        if self.claude_md and not self.project_settings:
+            argv += ["--add-dir", "."]
+        if self.brought:
+            argv += ["--plugin-dir", f"{home}/.{_PLUGIN}"]
         if self.bare:
             argv.append("--bare")
         if self.system_prompt is not None:
@@ -117,8 +140,10 @@ class ClaudeCode:
             argv += ["--append-system-prompt", self.append_system_prompt]
         if self.settings:
             argv += ["--settings", self.settings]
+        if self.mcp or not self.project_settings:
+            argv.append("--strict-mcp-config")
         if self.mcp:
-            argv += ["--strict-mcp-config", "--mcp-config", self.mcp]
+            argv += ["--mcp-config", self.mcp]
         return argv + list(self.extra_args)
 
     def stdin(self, prompt: str) -> bytes:
@@ -140,6 +165,7 @@ class ClaudeCode:
             "IS_SANDBOX": "1",  # as root, Claude Code skips permissions only when it is told that it is sandboxed
             "PYTHONDONTWRITEBYTECODE": "1",
             "CLAUDE_CODE_SUBAGENT_MODEL": POLICY_MODEL,
+            f"CLAUDE_CODE_{'ADDITIONAL_DIRECTORIES_CLAUDE_MD' if self.claude_md else 'DISABLE_CLAUDE_MDS'}": "1",
         }
         if self.max_context >= _LEAST_WINDOW:
             env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(self.max_context)
@@ -198,7 +224,7 @@ def _skill(directory: str) -> dict[str, bytes]:
     if not (place / "SKILL.md").is_file():
         raise ValueError(f"agent.skills: {place} has no SKILL.md")
     inside = [path for path in sorted(place.rglob("*")) if path.is_file()]
-    return {f".claude/skills/{path.relative_to(place.parent)}": _read("agent.skills", str(path)) for path in inside}
+    return {f".{_PLUGIN}/skills/{path.relative_to(place.parent)}": _read("agent.skills", str(path)) for path in inside}
 
 
 def find_binary(path: str | None) -> Path:

@@ -16,10 +16,11 @@ the modules beside them.
 from __future__ import annotations
 
 import errno
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 WORKDIR, HOME, TMPDIR = "/testbed", "/home/agent", "/tmp"
 """Where a box that has its own root file system keeps its work tree, HOME and temporary files."""
@@ -51,6 +52,39 @@ _FULL = tuple(os.strerror(number).lower() for number in (errno.ENOSPC, errno.EDQ
 def failed(cause: str, text: str) -> SandboxError:
     """Return a SandboxError of this cause, or of no_space if the text has the system's words for a full disk."""
     return SandboxError("no_space" if any(words in text.lower() for words in _FULL) else cause, text)
+
+
+def exhausted(error: OSError) -> bool:
+    """Return whether this process or machine has run out of descriptors, processes or memory."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def infrastructure(cause: str) -> Callable[[F], F]:
+    """Return a decorator for what is done with a box: an OSError becomes a SandboxError of this cause (or no_space).
+
+    So does a thread that cannot be started. What `get` did not find stays a FileNotFoundError.
+    """
+
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        async def told(*args: Any, **options: Any) -> Any:
+            try:
+                return await function(*args, **options)
+            except OSError as error:
+                if cause == "get_failed" and isinstance(error, FileNotFoundError):
+                    raise
+                raise failed(cause, str(error)) from error
+            except RuntimeError as error:
+                if "can't start new thread" not in str(error):
+                    raise
+                raise SandboxError(cause, str(error)) from error
+
+        return cast("F", told)
+
+    return decorated
 
 
 class PatchTooLarge(Exception):

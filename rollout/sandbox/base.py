@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError
+from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError, infrastructure
 from rollout.sandbox.process import Command
+
+logger = logging.getLogger(__name__)
 
 
 class BaseSandbox:
@@ -24,6 +27,7 @@ class BaseSandbox:
         self._turn: contextlib.AbstractAsyncContextManager = asyncio.Lock() if in_turn else contextlib.nullcontext()
         self._running: dict[asyncio.Task[ExecResult], asyncio.Future[None]] = {}
 
+    @infrastructure("exec_failed")
     async def exec(
         self,
         argv: Sequence[str],
@@ -47,18 +51,21 @@ class BaseSandbox:
         self._check_open("exec")  # closing ends programs, and what they did until then is no result
         return result
 
+    @infrastructure("put_failed")
     async def put(self, path: str, data: bytes) -> None:
         """Write a file; see `Sandbox.put`."""
         base, relative = self._locate(path)
         self._check_open("put")
         await self._write(base, relative, data)
 
+    @infrastructure("get_failed")
     async def get(self, path: str) -> bytes:
         """Read a file; see `Sandbox.get`."""
         base, relative = self._locate(path)
         self._check_open("get")
         return await self._read(base, relative)
 
+    @infrastructure("diff_failed")
     async def diff(self) -> bytes:
         """Return what changed in the work tree; see `Sandbox.diff`."""
         async with self._turn:
@@ -72,7 +79,10 @@ class BaseSandbox:
 
     async def _close(self) -> None:
         await _stop(self._running)
-        await self._remove()
+        try:
+            await self._remove()
+        except (OSError, RuntimeError, SandboxError) as error:
+            logger.warning("a box is not removed before this process ends: %s", error)
 
     async def _exec(self, command: Command) -> ExecResult:
         async with self._turn:

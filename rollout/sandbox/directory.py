@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
-from rollout.sandbox import PATCH_CAP, Limits, SandboxError, failed, files
+from rollout.sandbox import PATCH_CAP, Limits, SandboxError, exhausted, failed, files
 from rollout.sandbox.base import BaseSandbox
 from rollout.sandbox.ignored import Ignored
 from rollout.sandbox.treediff import Directory, Origin, patch_between
@@ -45,10 +45,7 @@ class DirectorySandbox(BaseSandbox):
         self._may_stray = strays
 
     async def _write(self, base: str, relative: PurePosixPath, data: bytes) -> None:
-        try:
-            await asyncio.to_thread(files.write_below, self._host(base), relative, data)
-        except OSError as error:
-            raise failed("put_failed", f"{relative}: {error}") from error
+        await asyncio.to_thread(files.write_below, self._host(base), relative, data)
 
     async def _read(self, base: str, relative: PurePosixPath) -> bytes:
         try:
@@ -56,7 +53,7 @@ class DirectorySandbox(BaseSandbox):
         except OSError as error:
             if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 raise FileNotFoundError(f"no regular file at {relative}") from error
-            raise SandboxError("get_failed", f"{relative}: {error}") from error
+            raise
 
     async def _diff(self) -> bytes:
         return await asyncio.to_thread(self._patch)
@@ -79,8 +76,6 @@ class DirectorySandbox(BaseSandbox):
                 files.open_modes(tree)
                 files.remove_tree(scratch)
                 return patch()
-        except OSError as error:
-            raise failed("diff_failed", str(error)) from error
         finally:
             files.remove_tree(scratch)
 
@@ -172,7 +167,7 @@ def _destroy(directory: Path, *, strays: bool) -> None:
     if strays:
         try:
             kill_strays(directory)
-        except SandboxError as error:
+        except (SandboxError, OSError) as error:
             logger.warning("deleting a sandbox: %s", error)
     files.remove_tree(directory)
 
@@ -214,7 +209,9 @@ def _strays(root: bytes) -> Iterable[int]:
         try:
             directory = os.readlink(b"/proc/%s/cwd" % name)
             environment, command, mounts = (_of_process(name, kind) for kind in (b"environ", b"cmdline", b"mountinfo"))
-        except OSError:  # gone, a zombie, or another user's
+        except OSError as error:  # gone, a zombie, or another user's
+            if exhausted(error):  # not looked at, so it may be one
+                raise
             continue
         program = os.path.basename(command.partition(b"\0")[0])
         plain = directory.startswith(below) or b"HOME=" + below in environment

@@ -7,6 +7,7 @@ relative to the one before, and none of them may be a link.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -14,6 +15,9 @@ import stat
 import subprocess
 from collections.abc import Generator
 from pathlib import Path, PurePosixPath
+
+logger = logging.getLogger(__name__)
+_left: set[Path] = set()
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -45,7 +49,20 @@ def read_below(base: Path, relative: PurePosixPath) -> bytes:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory, whatever was done to the modes and depth of what is in it. Raises nothing."""
+    """Delete a directory, whatever was done to the modes and depth of what is in it. Raises nothing.
+
+    One that cannot be deleted, because descriptors or processes have run out, is deleted by the next call.
+    """
+    for one in (path, *_left):
+        try:
+            _remove(one)
+            _left.discard(one)
+        except OSError as error:
+            _left.add(one)
+            logger.warning("%s is left for now: %s", one, error)
+
+
+def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

@@ -100,18 +100,15 @@ class Ignored:
             os.makedirs(os.path.dirname(place), exist_ok=True)
             with open(place, "wb") as file:
                 file.write(self._origin.read(path))
-        try:
-            return subprocess.Popen(
-                [*_GIT, "check-ignore", "--no-index", "--stdin", "-z", "--verbose", "--non-matching"],
-                env=self._environment(),
-                cwd=self._tree,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-            )
-        except OSError as error:
-            raise SandboxError("diff_failed", str(error)) from error
+        return subprocess.Popen(
+            [*_GIT, "check-ignore", "--no-index", "--stdin", "-z", "--verbose", "--non-matching"],
+            env=self._environment(),
+            cwd=self._tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
 
     @functools.cached_property
     def _committed(self) -> frozenset[bytes] | None:

@@ -101,8 +101,15 @@ async def run(
         raise SandboxError("exec_failed", str(error)) from error
     pid = program.pid
     child = _Child(loop, program, command)
-    watching = {asyncio.ensure_future(over(pid))} if over else set()
+    watching: set[asyncio.Future[None]] = set()
     try:
+        try:
+            child.begin()
+        except BaseException:  # there is no thread for it
+            kill(pid)
+            program.wait()
+            raise
+        watching = {asyncio.ensure_future(over(pid))} if over else set()
         ends: set[asyncio.Future[None]] = {child.exited, command.stop, *watching}
         await asyncio.wait(ends, timeout=command.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         exceeded = any(task.done() for task in watching) and not child.exited.done()
@@ -115,6 +122,8 @@ async def run(
         kill_group(pid)
         if settle is not None:
             await settle()
+        for task in filter(asyncio.Future.done, watching):
+            task.result()  # it may have failed to look
         # What is still in the pipes belongs to the result; nobody is left to write more.
         await asyncio.wait({child.drained}, timeout=_GRACE_S)
     except asyncio.CancelledError:  # the event loop is shutting down: there is no time for more than this
@@ -146,13 +155,19 @@ class _Child:
         self._loop = loop
         self._program = program
         self._open = {1: cast(IO[bytes], program.stdout), 2: cast(IO[bytes], program.stderr)}
-        for stream, pipe in self._open.items():
-            loop.add_reader(pipe.fileno(), self._read, stream)
+        self._stdin = command.stdin
         if command.stdin:
-            pipe = self._open[0] = cast(IO[bytes], program.stdin)
-            os.set_blocking(pipe.fileno(), False)
-            loop.add_writer(pipe.fileno(), self._write, memoryview(command.stdin))
+            self._open[0] = cast(IO[bytes], program.stdin)
+            os.set_blocking(self._open[0].fileno(), False)
+
+    def begin(self) -> None:
+        """Wait for its end, and read and write from now on. Raises RuntimeError or OSError if that is not possible."""
         threading.Thread(target=self._wait, daemon=True).start()
+        for stream, pipe in self._open.items():
+            if stream:
+                self._loop.add_reader(pipe.fileno(), self._read, stream)
+            else:
+                self._loop.add_writer(pipe.fileno(), self._write, memoryview(self._stdin))
 
     def close(self, *streams: int) -> None:
         """Close these streams, or all."""

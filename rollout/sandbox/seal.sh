@@ -85,6 +85,12 @@ find / -xdev \( -path /proc -o -path /sys -o -path "$work" -o -path "$scratch" \
   \( -name .git -o -name '*.bundle' -o -name '*.pack' \) -print | sed 's/^/repository /' || true # without root, some directories cannot be read
 find / -xdev \( -path /proc -o -path /sys -o -path "$work" \) -prune -o -name direct_url.json -exec grep -l vcs_info {} + |
   sed 's/^/installed_from /' || true # grep fails if it finds nothing, which is good
+# Report what would configure an agent.
+{
+  find . -path ./.git -prune -o \( -name .claude -o -name .mcp.json -o -name 'CLAUDE*.md' -o -name AGENTS.md \) -print -prune
+  find /etc/claude-code /root/.claude* "$home"/.claude* "$home/.own" -maxdepth 0 2>/dev/null || true
+  env | grep -oE '^(ANTHROPIC|CLAUDE)_[A-Z_]*' || true
+} | sort -u | head -n 20 | sed 's/^/configures /'
 # Another copy of the work tree's packages may be a later one: installed, vendored by another package, built, or packed.
 for package in */__init__.py {src,lib}/*/__init__.py *.egg-info/PKG-INFO {src,lib}/*.egg-info/PKG-INFO; do
   package=${package%/*}

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import re
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -119,6 +121,26 @@ def tests_in(read: Callable[[PurePosixPath], bytes], tests: Iterable[str]) -> li
                 if re.search(rf"\bdef {re.escape(function)}\b", text):
                     seen.append(f"{file}::{name}")
     return sorted(seen)
+
+
+_CONFIGURING = ("**/.claude/**", "**/.mcp.json", "**/CLAUDE*.md", "**/AGENTS.md")
+
+
+def configuring(tree: Path) -> tuple[str, ...]:
+    """Return the first files in a local work tree's commit that would configure an agent, as `seal.sh` reports them of
+    an image. There are none where there is no repository."""
+    command = [
+        "git",
+        "--git-dir=.git",
+        "-c",
+        "core.fsmonitor=",
+        "ls-files",
+        "-z",
+        "--",
+        *(f":(glob){one}" for one in _CONFIGURING),
+    ]
+    done = subprocess.run(command, cwd=tree, stdin=subprocess.DEVNULL, capture_output=True)
+    return tuple(os.fsdecode(path) for path in done.stdout.split(b"\0")[:20] if path)
 
 
 async def ahead(

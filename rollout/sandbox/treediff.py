@@ -217,8 +217,6 @@ def _git_diff(git_dir: Path, trees: list[str]) -> bytes:
         )
     except subprocess.TimeoutExpired as error:  # what it has to compare is small, so the policy has made it hard
         raise PatchTooLarge(f"git made no patch of the changed files in {_GIT_S} s") from error
-    except OSError as error:
-        raise SandboxError("diff_failed", str(error)) from error
     if done.returncode != 0:
         raise SandboxError("diff_failed", done.stderr.decode(errors="replace").strip())
     return done.stdout

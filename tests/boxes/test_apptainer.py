@@ -287,7 +287,7 @@ async def test_tasks_are_graded_as_the_config_says(stub: Stub, tmp_path: Path) -
     run.mkdir()
     options = [f"sandbox.base_image={base}", f"sandbox.cache_dir={tmp_path / 'cache'}", f"run.dir={run}"]
     config = compose(["sandbox=apptainer", *options])
-    boot = kind_of(config.sandbox).boot(Path(os.devnull))
+    boot = kind_of(config.sandbox).boot()
     await asyncio.to_thread(make_tasks, tmp_path / "tasks", seed=5, n_train=1, n_heldout=1)
     (local,) = load_tasks(tmp_path / "tasks" / "train.parquet")
     image = dataclasses.replace(local, image=IMAGE, setup_patch=None, hidden_paths=())

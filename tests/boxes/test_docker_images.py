@@ -82,6 +82,7 @@ async def test_what_is_left_is_reported(engine: ContainerEngine) -> None:
         "cd /testbed; touch pkg/mod.py.orig; git init -q vendored; echo x > vendored/file;"
         "mkdir -p /opt/copy; cp -r .git /opt/copy/.git; mkdir -p /usr/lib/x.dist-info;"
         """echo '{"url": "u", "vcs_info": {"commit_id": "c"}}' > /usr/lib/x.dist-info/direct_url.json;"""
+        "mkdir -p .claude pkg/.claude /etc/claude-code; touch .mcp.json pkg/CLAUDE.md .claude/settings.json;"
         "printf 'def test_old(): pass\\ndef test_new(): pass\\n' > test_mod.py",
     )
     tests = ("test_mod.py::test_new[1]", "test_mod.py::test_newer", "no/such.py::test", "/etc/passwd::x")
@@ -91,6 +92,8 @@ async def test_what_is_left_is_reported(engine: ContainerEngine) -> None:
         other = Wanted("b", Source(small_image()))
         report = (await images.prepare([wanted, other], say=said.append))["a"]
         assert sorted(report["residue"]) == [
+            *(f"configures: {path}" for path in ("./.claude", "./.mcp.json", "./pkg/.claude", "./pkg/CLAUDE.md")),
+            "configures: /etc/claude-code",
             "installed_from: /usr/lib/x.dist-info/direct_url.json",
             "leftover: ./pkg/mod.py.orig",
             "removed: ./vendored/.git",

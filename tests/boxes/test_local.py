@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import time
 from pathlib import Path
@@ -49,6 +50,30 @@ async def test_bwrap_hides_host_files(snapshot: Path, tmp_path: Path, isolation:
         after = os.stat("/dev/null")
         assert (before.st_ctime_ns, before.st_mode) == (after.st_ctime_ns, after.st_mode)
         assert (await sh(box, "echo x > /dev/null; head -c 1 /dev/urandom > /dev/null")).returncode == 0
+    finally:
+        await box.close()
+
+
+@pytest.mark.bwrap
+async def test_of_the_trainers_packages_a_box_shows_pytest_only(snapshot: Path) -> None:
+    """Tests run on the trainer's Python with pytest. Its other packages can neither be imported nor read; the agent's
+    program is shown even if it lies among them."""
+    program = Path(sysconfig.get_path("purelib"), "claude_agent_sdk", "_bundled", "claude")
+    box = await boot_local(snapshot, isolation="bwrap", binds={program: str(program)})
+    try:
+        await box.put("test_a.py", b"def test_a(): pass\n")
+        ran = await sh(box, "python3 -m pytest -q test_a.py && pytest -q test_a.py")
+        assert ran.stdout.count(b"1 passed") == 2, ran
+        for module in ("libcst", "hypothesis", "rollout", "pip"):
+            assert b"No module named" in (await sh(box, f"cd /; python3 -c 'import {module}'")).stderr
+        places = " ".join(map(str, bwrap.packages()))
+        seen = {*(await sh(box, f"ls -d $(printf '%s/* ' {places}) 2>/dev/null")).stdout.decode().split()}
+        shown = {str(path) for paths in bwrap.packages().values() for path in paths}
+        assert {path for path in seen - shown if "claude_agent_sdk" not in path} == set()
+        assert {"pytest", "_pytest", "pluggy"} <= {Path(path).name for path in seen}
+        assert (await sh(box, f"test -x {program} && exec 3>>$(dirname {program})/../../x")).returncode != 0
+        assert (await sh(box, f"test -x {program}")).returncode == 0
+        assert not list(program.parents[2].glob("x"))
     finally:
         await box.close()
 
@@ -124,7 +149,7 @@ async def test_without_isolation_a_bind_cannot_move(snapshot: Path) -> None:
 async def test_auto_without_bwrap_warns_once(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bwrap, "available", lambda: False)
+    monkeypatch.setattr(bwrap, "problem", lambda: "bubblewrap is missing")
     local._warn_unprotected.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -134,7 +159,7 @@ async def test_auto_without_bwrap_warns_once(
     assert len(caplog.records) == 1 and "without isolation" in caplog.text
     with pytest.raises(SandboxError) as failure:
         await boot_local(snapshot, isolation="bwrap")
-    assert failure.value.cause == "no_bwrap"
+    assert str(failure.value) == "no_bwrap: bubblewrap is missing"
 
 
 def test_directories_of_a_killed_process_are_swept(snapshot: Path, tmp_path: Path) -> None:
@@ -176,7 +201,7 @@ def test_what_a_killed_process_was_starting_is_swept(
             box = await boot_local(Path({str(snapshot)!r}), isolation="bwrap")
             print(os.getpid(), flush=True)
             await box.exec(["sleep", {nap!r}], env={{}}, timeout_s=60)
-        bwrap.available()
+        bwrap.problem()
         for _ in sys.stdin:
             worker = os.fork()
             if worker == 0:

@@ -198,12 +198,13 @@ async def stage(
     max_context: int = 10**7,
     max_tokens: int = 10_000,
     policy: Policy | None = None,
+    boot: Callable[..., Awaitable[Sandbox]] = boot_local,
     **agent: Any,
 ) -> AsyncIterator[Stage]:
     """Make a proxy, a session and a box with the work tree of ``task``; all are closed at the end.
 
-    ``policy``: in place of one of characters for ``engine``. ``agent``: ClaudeCode's fields; by default, Claude Code
-    runs with its full prompt and all its tools.
+    ``policy``: in place of one of characters for ``engine``. ``boot``: another kind's. ``agent``:
+    ClaudeCode's fields; by default, Claude Code runs with its full prompt and all its tools.
     """
     binary = find_binary(None)
     settings = {"binary": binary, "max_turns": 12, "timeout_s": 60.0, "max_tokens": 2000, **agent}
@@ -213,7 +214,7 @@ async def stage(
     await server.start()
     with tempfile.TemporaryDirectory(prefix="cc-") as home:
         socket = Path(home, "s")
-        box = await boot_local(task.snapshot, binds={binary: str(binary)}, socket_dir=Path(home))
+        box = await boot(task.snapshot, binds={binary: str(binary)}, socket_dir=Path(home))
         try:
             policy = policy or char_policy(engine, max_tokens=max_tokens, max_context=max_context)
             session = await server.open_session("stage", policy, socket)

@@ -56,9 +56,7 @@ class Stand:
     def setup(self, *scripts: Callable[[str], str], options: tuple[str, ...] = (), **agent: Any) -> Setup:
         """One script for each attempt, the last one for all others. options: of the sandbox's config."""
         base = made(task_images().base_image, docker_engine.get_engine())
-        config = compose(["sandbox=docker", f"sandbox.base_image={base}", *options])
-        binary = find_binary(None)
-        inner = kind_of(config.sandbox).boot(binary)
+        composed = compose(["sandbox=docker", f"sandbox.base_image={base}", *options])
 
         async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
             box = await inner(task, socket_dir)
@@ -76,8 +74,9 @@ class Stand:
             "bare": True,
             "tools": ("Edit", "Read", "Bash"),
         }
-        config = ClaudeCode(binary, system_prompt="Repair the code.", **{**settings, **agent})
-        return Setup(char_policy(scripted(script)), self.proxy, boot, config, grade_timeout_s=60, scratch=self.scratch)
+        played = ClaudeCode(find_binary(None), system_prompt="Repair the code.", **{**settings, **agent})
+        inner = kind_of(composed.sandbox).boot(played)
+        return Setup(char_policy(scripted(script)), self.proxy, boot, played, grade_timeout_s=60, scratch=self.scratch)
 
     def sleeping(self) -> Callable[[str], str]:
         """A script whose agent waits for a fault, and does not repair anything."""

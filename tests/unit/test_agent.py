@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rl.boxes import FromImages, Kind
 from rl.setup import agent_from
 from rollout.agent import AgentRun, Status, run_agent
-from rollout.agent.claude_code import ClaudeCode, find_binary
-from rollout.sandbox import ExecResult
+from rollout.agent.claude_code import COVERS, ClaudeCode, find_binary
+from rollout.sandbox import ExecResult, Limits
 
 AGENT = ClaudeCode(binary=Path("/bin/claude"), max_turns=3, timeout_s=9, max_tokens=64)
 
@@ -37,12 +38,46 @@ def test_without_a_socket_the_session_is_at_the_base_url() -> None:
 
 
 def test_the_command_line_has_what_the_settings_ask_for() -> None:
-    plain = AGENT.argv()
+    plain = AGENT.argv("/h")
     assert plain[:2] == ["/bin/claude", "-p"] and "--bare" not in plain and "--tools" not in plain
     agent = replace(AGENT, system_prompt="s", tools=("Edit", "Read"), bare=True, extra_args=("--x",))
-    argv = agent.argv()
+    argv = agent.argv("/h")
     assert argv[argv.index("--tools") + 1] == "Edit,Read" and argv[argv.index("--system-prompt") + 1] == "s"
     assert "--bare" in argv and argv[-1] == "--x"
+
+
+@pytest.mark.parametrize(
+    "project_settings, claude_md, options",
+    [
+        (False, False, ["--setting-sources=", "--strict-mcp-config"]),
+        (False, True, ["--setting-sources=", "--add-dir", ".", "--strict-mcp-config"]),
+        (True, True, ["--setting-sources=project,local"]),
+    ],
+)
+def test_the_work_tree_configures_only_what_keys_allow(
+    project_settings: bool, claude_md: bool, options: list[str]
+) -> None:
+    agent = replace(AGENT, project_settings=project_settings, claude_md=claude_md)
+    argv = agent.argv("/h")
+    assert argv[argv.index("--dangerously-skip-permissions") + 1 :] == options
+    assert ("CLAUDE_CODE_DISABLE_CLAUDE_MDS" in agent.environment("s")) != claude_md
+
+
+async def test_only_agents_boxes_from_images_have_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind that has the file systems of images shows an agent's covers; no box for grading does."""
+    given: list[Any] = []
+
+    async def boot(self: Kind, task: Any, grading: bool, run: str, **common: Any) -> None:
+        given.append(common["binds"])
+
+    monkeypatch.setattr(Kind, "_boot", boot)
+    for kind in (Kind, FromImages):
+        monkeypatch.setattr(kind, "limits", lambda self: Limits())
+        for sockets in (Path("/s"), None):
+            await kind(OmegaConf.create()).boot(AGENT)(None, sockets)  # type: ignore[arg-type]
+    shown = {Path("/bin/claude"): "/bin/claude"}
+    assert given == [shown, None, {**shown, **COVERS}, None] and [*COVERS.values()] == ["/etc/claude-code"]
+    assert [path.name for path in next(iter(COVERS)).iterdir()] == ["README"]
 
 
 def test_a_missing_binary_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
@@ -130,7 +165,7 @@ async def test_another_agent_is_a_class_of_its_own() -> None:
         binary: Path
         timeout_s: float
 
-        def argv(self) -> list[str]:
+        def argv(self, home: str) -> list[str]:
             return [str(self.binary), "exec"]
 
         def stdin(self, prompt: str) -> bytes:

@@ -26,13 +26,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
 def test_bwrap_that_is_not_installed(config, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     check(config)
-    refused(config, "not installed", "isolation=auto", sandbox__isolation="bwrap")
+    refused(config, "bubblewrap is missing", "isolation=auto", sandbox__isolation="bwrap")
 
 
 def test_bwrap_that_does_not_start(config, monkeypatch):
     monkeypatch.setattr(box_checks.shutil, "which", lambda name: "/usr/bin/bwrap")
-    monkeypatch.setattr(box_checks.bwrap, "available", lambda: False)
-    refused(config, "cannot start", sandbox__isolation="bwrap")
+    monkeypatch.setattr(box_checks.bwrap, "_flavour", lambda: None)
+    refused(config, "user namespaces are forbidden", sandbox__isolation="bwrap")
 
 
 # --- sandbox=docker

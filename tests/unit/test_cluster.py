@@ -69,7 +69,7 @@ def test_a_node_that_plays_no_episodes_needs_neither_the_agent_nor_boxes(
     config = composed("+experiment=quickstart", run__root=str(tmp_path), sandbox__isolation="bwrap")
     config.agent.binary = "/no/claude"
     assert check_node(config, plays=False) == ""
-    assert "/no/claude" in (wrong := check_node(config, plays=True)) and "bwrap is not installed" in wrong
+    assert "/no/claude" in (wrong := check_node(config, plays=True)) and "bubblewrap is missing" in wrong
 
 
 def test_the_run_directory_is_the_jobs_unless_it_is_given(tmp_path: Path) -> None:

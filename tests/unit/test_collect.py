@@ -303,12 +303,16 @@ def test_files_of_an_agent_are_read_when_it_is_made(tmp_path: Path) -> None:
         **common, settings=str(tmp_path / "s.json"), hooks=str(tmp_path / "h.json"), skills=[str(tmp_path / "k")],
         mcp_servers={"a": {"command": "b"}}, output_style="Learning",
     )  # fmt: skip
-    argv = made.argv()
+    argv = made.argv("/home/agent")
     assert json.loads(argv[argv.index("--settings") + 1]) == {
         "env": {"A": "${A}"}, "hooks": {"Stop": [], "PreCompact": []}, "outputStyle": "Learning",
     }  # fmt: skip
     assert json.loads(argv[argv.index("--mcp-config") + 1]) == {"mcpServers": {"a": {"command": "b"}}}
-    assert made.files() == {".claude/skills/k/SKILL.md": b"skill", ".claude/skills/k/x/run.sh": b"echo"}
+    assert argv[argv.index("--plugin-dir") + 1] == "/home/agent/.own"
+    manifest = made.files()[".own/.claude-plugin/plugin.json"]
+    skill = {".own/skills/k/SKILL.md": b"skill", ".own/skills/k/x/run.sh": b"echo"}
+    assert json.loads(manifest) == {"name": "own"}
+    assert made.files() == {**skill, ".own/.claude-plugin/plugin.json": manifest}
     bad = str(tmp_path / "bad.json")
     for wrong, said in ((bad, "is no JSON"), ("[1]", "cannot be read"), ({"a": "x" * 10**6}, "larger than")):
         with pytest.raises(ValueError, match=said):

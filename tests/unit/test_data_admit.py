@@ -28,11 +28,13 @@ import pytest
 from rewards.task import Task, load_tasks
 from rl.batch import Journal, JournalError, Losses, LostError, estimate
 from rl.data.admit import Plan, findings, grade_tasks, main
-from rl.data.findings import Status, finding
+from rl.data.findings import Status, finding, to_markdown
 from rl.quickstart.tasks import make_tasks
 from rl.shard import Shard
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.local.box import boot_local
+from rollout.sandbox.sealing import configuring
+from tests.sandboxes import make_snapshot
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -148,6 +150,11 @@ GOOD = [record("gold", None), record("empty", "tests_failed")]
             Status.BROKEN,
             "test_timeout 2x",
         ),
+        (
+            [record("gold", "tests_failed", log_tail="E  ModuleNotFoundError: No module named 'numpy.linalg'\n")],
+            Status.BROKEN,
+            "tests_failed 1x; the box has no numpy.linalg: a task brings the packages that it needs",
+        ),
         ([record("gold", None), record("empty", None)] * 2, Status.BROKEN, "pass without a patch"),
         (GOOD, Status.UNDECIDED, "not graded"),
         ([*GOOD, record("gold", None), record("empty", "no_space", infra=True)], Status.UNDECIDED, "no_space: d"),
@@ -160,6 +167,19 @@ def test_a_task_is_judged_by_its_records(records: list[dict[str, Any]], status: 
     found = finding("t", records, tries=2)
     assert found.status is status and why in found.why
     assert sum(found.failures.values()) == sum(r["infra"] for r in records)
+
+
+def test_the_report_names_what_a_local_work_tree_carries_for_an_agent(tmp_path: Path) -> None:
+    tree = make_snapshot(tmp_path / "tree")
+    assert configuring(tree) == () == configuring(tmp_path)
+    paths = (".claude/settings.json", ".mcp.json", "AGENTS.md", "pkg/.claude/skills/x/SKILL.md", "pkg/CLAUDE.local.md")
+    for path in (*paths, "pkg/claude.md"):
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text("x")
+    subprocess.run(["git", "add", "-A"], cwd=tree, check=True)
+    assert configuring(tree) == paths
+    found = replace(finding("t", GOOD, tries=1), configures=configuring(tree))
+    assert "| t | .claude/settings.json, .mcp.json, AGENTS.md, " in to_markdown("s", 1, [found], 0.0)
 
 
 def test_a_task_without_gold_patch_is_broken() -> None:

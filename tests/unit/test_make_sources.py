@@ -9,11 +9,12 @@ import json
 import tarfile
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from rl.make import environment, sources
-from rl.make.sources import MakeError
+from rl.make.sources import MakeError, Package
 
 PKG_INFO = """\
 Metadata-Version: 2.1
@@ -132,14 +133,27 @@ def test_a_package_is_named_with_its_version(spec: str, tmp_path: Path) -> None:
         sources.fetch(spec, tmp_path)
 
 
+def read_as(module: ModuleType, tmp_path: Path) -> Package:
+    """A package that is a copy of an installed module."""
+    name, text = module.__name__, Path(str(module.__file__)).read_text()
+    files = {"PKG-INFO": f"Name: {name}\nVersion: 1\n", f"src/{name}/__init__.py": text}
+    sources.unpack(
+        archive(tmp_path / "a.tar.gz", {f"p/{path}": text for path, text in files.items()}), tmp_path / "tree"
+    )
+    return sources.read(tmp_path / "tree", "0")
+
+
+def test_what_boxes_hide_of_the_trainers_packages_is_no_copy(tmp_path: Path) -> None:
+    import libcst
+
+    assert environment.copies(read_as(libcst, tmp_path), tmp_path / "venv") == []
+
+
 def test_copies_that_a_box_would_show_are_found(tmp_path: Path) -> None:
     import pluggy
 
     tree = tmp_path / "tree"
-    text = Path(pluggy.__file__).read_text()
-    files = {"PKG-INFO": "Name: pluggy\nVersion: 1\n", "src/pluggy/__init__.py": text}
-    sources.unpack(archive(tmp_path / "a.tar.gz", {f"p/{name}": text for name, text in files.items()}), tree)
-    package = sources.read(tree, "0")
+    package = read_as(pluggy, tmp_path)
     assert Path(pluggy.__file__) in environment.copies(package, tmp_path / "venv")
     (tree / "src/pluggy/__init__.py").write_text("something = entirely + different\nwords_of_its_own = 1\n")
     assert not environment.copies(package, tmp_path / "venv")

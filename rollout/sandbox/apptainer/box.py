@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, files, process
+from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, files, infrastructure, process
 from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.apptainer import images as apptainer_images
 from rollout.sandbox.apptainer.cli import Features, Program, bind, exec_command
@@ -47,6 +47,7 @@ _SPARE = 1 << 16  # bytes of stderr for what apptainer says before that
 _EXIT_S = 2.0  # how long apptainer may take to clean up after a box was killed
 
 
+@infrastructure("boot_failed")
 async def boot_apptainer(
     source: Source,
     cache: Cache,

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rollout.sandbox import HOME, PATCH_CAP, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError
+from rollout.sandbox import HOME, PATCH_CAP, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, infrastructure
 from rollout.sandbox.base import BaseSandbox, mounts_of
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker import images
@@ -47,6 +47,7 @@ _HOSTS = Path(__file__).with_name("hosts")
 logger = logging.getLogger(__name__)
 
 
+@infrastructure("boot_failed")
 async def boot_docker(
     source: images.Source,
     *,

@@ -37,7 +37,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, process
+from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, infrastructure, process
 from rollout.sandbox.base import mounts_of
 from rollout.sandbox.directory import DirectorySandbox, built, kill_strays, make_root, ulimits
 from rollout.sandbox.local import bwrap, cgroup, watch
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 Isolation = Literal["auto", "bwrap", "none"]
 
 
+@infrastructure("boot_failed")
 async def boot_local(
     snapshot: Path,
     *,
@@ -185,17 +186,19 @@ class LocalSandbox(DirectorySandbox):
 
 
 def _isolated(isolation: Isolation) -> bool:
-    if isolation == "bwrap" and not bwrap.available():
-        raise SandboxError("no_bwrap", "bubblewrap is not installed or may not make namespaces here")
-    if isolation == "none" or not bwrap.available():
-        _warn_unprotected()
+    problem = "" if isolation == "none" else bwrap.problem()
+    if problem and isolation == "bwrap":
+        raise SandboxError("no_bwrap", problem)
+    if problem or isolation == "none":
+        _warn_unprotected(problem)
         return False
     return True
 
 
 @functools.cache
-def _warn_unprotected() -> None:
+def _warn_unprotected(problem: str) -> None:
     logger.warning(
         "sandboxes run without isolation: the agent can read and write this user's files, reach the "
-        "network and signal other processes of this user; install bubblewrap to protect them"
+        "network and signal other processes of this user%s",
+        f"; {problem}" if problem else "",
     )

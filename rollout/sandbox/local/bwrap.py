@@ -2,22 +2,29 @@
 
 A box has its own user, pid, network, ipc and uts namespaces, no capabilities, a filter of system calls, and a root file
 system made of the host's read-only system directories, the Python in use, and what the caller binds. Nothing else of
-the host is there: no home directories, no repository, no /etc beyond what programs need to start.
+the host is there: no home directories, no repository, no /etc beyond what programs need to start, and of the packages
+of this Python only pytest and what it needs. The others could be a task's own package as it is without the bug.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import importlib.metadata
 import logging
 import os
 import shutil
+import site
 import stat
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from packaging.requirements import Requirement
 
 from rollout.sandbox import HOME, TMPDIR, WORKDIR
 from rollout.sandbox.local import seccomp
@@ -29,12 +36,20 @@ _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"
 _DEVICES = ("full", "null", "random", "tty", "urandom", "zero")
 _PASSWD = f"root:x:0:0::/root:/bin/sh\nagent:x:{_UID}:{_UID}::{HOME}:/bin/sh\n"
 _GROUP = f"root:x:0:\nagent:x:{_UID}:\n"
+_EXHAUSTED = os.strerror(errno.EAGAIN).encode()
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
-def available() -> bool:
-    """Return whether a bubblewrap sandbox starts on this machine (tried once per process)."""
-    return _flavour() is not None
+def problem() -> str:
+    """Return why no bubblewrap sandbox starts on this machine and what to do, "" if one does (tried once per process).
+
+    Raises OSError if this process is out of descriptors or processes, so that this cannot be known.
+    """
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is missing: install it (the program is called bwrap)"
+    if _flavour() is not None:
+        return ""
+    return "user namespaces are forbidden, without which bubblewrap makes no box: allow them (sysctl, or the container)"
 
 
 def filtering() -> contextlib.AbstractContextManager[list[int]]:
@@ -68,7 +83,7 @@ def command(
     there, as JSON. filter_fds: of `filtering`.
     """
     flavour = _flavour()
-    assert flavour is not None, "call available() first"
+    assert flavour is not None, "call problem() first"
     writable = ((root / "tmp", TMPDIR), (root / "home", HOME), (root / "tree", WORKDIR))
     argv = [*flavour.argv, "--json-status-fd", str(status_fd), *_filter(filter_fds)]
     for source, inside in writable:
@@ -78,8 +93,16 @@ def command(
     argv += ["--bind", str(root / "shm"), "/dev/shm"]
     for node in sorted((root / "dev").iterdir()):
         argv += ["--dev-bind", str(node), f"/dev/{node.name}"]
-    for source, inside in [*_python_prefixes(), *binds]:
+    for source, inside in _python_prefixes():
         argv += ["--ro-bind", str(source), inside]
+    for directory, shown in packages().items():
+        argv += ["--tmpfs", str(directory)]
+        for path in shown:
+            argv += ["--ro-bind", str(path), str(path)]
+    for source, inside in binds:
+        argv += ["--ro-bind", str(source), inside]
+    for directory in packages():  # the agent's program may be in one
+        argv += ["--remount-ro", str(directory)]
     for key, value in setenv.items():
         argv += ["--setenv", key, value]
     return [*argv, *_seal(), "--chdir", WORKDIR, "--"]
@@ -126,12 +149,15 @@ def _flavour() -> _Flavour | None:
 
 
 def _starts(argv: Sequence[str], filter: bytes | None) -> bool:
+    """Raise OSError if there is no descriptor or process for it: else no box would be isolated, because of a moment."""
     try:
         with _readable(filter) as fds:
             argv = [*argv, *_filter(fds), *_seal(), "--", "/bin/sh", "-c", "exit 0"]
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, pass_fds=fds)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
         return False
+    if done.returncode and _EXHAUSTED in done.stderr:
+        raise BlockingIOError(errno.EAGAIN, done.stderr.decode(errors="replace").strip())
     return done.returncode == 0
 
 
@@ -169,6 +195,35 @@ def _seal() -> list[str]:
     looks only at the owner of a file, and /proc/sys has files of root (one names a program that is run as root).
     """
     return ["--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"]
+
+
+@functools.cache
+def packages() -> dict[Path, tuple[Path, ...]]:
+    """Return where the Python in use, and the one that it is based on, have packages; and what of each boxes show."""
+    base = {"base": sys.base_prefix, "platbase": sys.base_prefix}
+    found = {*site.getsitepackages(), *(sysconfig.get_path(name, vars=base) for name in ("purelib", "platlib"))}
+    places = {Path(path) for one in found for path in (one, os.path.realpath(one)) if os.path.isdir(one)}
+    shown: dict[str, set[str]] = {}
+    for one in map(importlib.metadata.distribution, _needed("pytest")):
+        tops = {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}
+        shown.setdefault(os.path.realpath(str(one.locate_file(""))), set()).update(tops)
+    return {
+        place: tuple(place / name for name in sorted(shown.get(os.path.realpath(place), ())))
+        for place in sorted(places)
+    }
+
+
+def _needed(name: str) -> set[str]:
+    """Return a distribution and those that it needs, as far as they are installed."""
+    found, waiting = set[str](), [name]
+    while waiting:
+        name = waiting.pop()
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            wanted = map(Requirement, importlib.metadata.requires(name) or ())
+            more = {one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
+            found.add(name)
+            waiting += more - found
+    return found
 
 
 @functools.cache

@@ -40,7 +40,7 @@ async def test_rewritten_echoes_stay_one_row(task: Task, tmp_path: Path) -> None
         call("Edit", new_string="hello", old_string="hi", file_path="a.txt"),
         "  All good. \n",
     )
-    async with stage(scripted(script), task) as played:
+    async with stage(scripted(script), task, claude_md=True) as played:
         await played.box.put("CLAUDE.md", b"Be good.\n")
         run = await played.play("Greet.")
         played.check(tmp_path, rows=1)

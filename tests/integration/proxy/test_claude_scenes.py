@@ -209,6 +209,7 @@ SCENES: dict[str, Scene] = {
         1,
         ["Say hello thrice."],
         {".claude/skills/greet/SKILL.md": b"---\nname: greet\ndescription: Greets.\n---\nSay hello thrice.\n"},
+        agent={"project_settings": True},
     ),
     "plan mode, which headless runs lack": Scene(
         in_turn(call("ExitPlanMode", plan="Do it."), "Done."),
@@ -258,6 +259,7 @@ SCENES: dict[str, Scene] = {
         ["Speak like a pirate."],
         {".claude/output-styles/pirate.md": b"---\nname: pirate\ndescription: Arr.\n---\nSpeak like a pirate.\n"},
         [settings(outputStyle="pirate")],
+        {"project_settings": True},
     ),
     "a command of the project's": Scene(
         in_turn("Done."),
@@ -265,6 +267,7 @@ SCENES: dict[str, Scene] = {
         ["Count to seven."],
         {".claude/commands/count.md": b"Count to $ARGUMENTS.\n"},
         [("PROMPT", "/count seven")],
+        {"project_settings": True},
     ),
     "a web page without a network": Scene(
         in_turn(call("WebFetch", url="https://example.invalid/", prompt="what"), "Done."),

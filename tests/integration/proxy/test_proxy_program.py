@@ -199,7 +199,7 @@ async def claude(port: int | None, directory: Path, max_tokens: int) -> asyncio.
     )
     env = agent.environment("token", base_url=f"http://127.0.0.1:{port}")
     started = await asyncio.create_subprocess_exec(
-        *agent.argv(),
+        *agent.argv(""),
         env=env | {"HOME": str(directory), "PATH": "/usr/bin:/bin"},
         cwd=directory,
         stdin=subprocess.PIPE,

@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -105,7 +104,7 @@ def test_admission_takes_the_tasks_that_grade_right(tmp_path: Path) -> None:
 async def test_nothing_goes_wrong_that_a_verdict_hides(tasks: list[Task], config: DictConfig) -> None:
     task = tasks[0]
     assert task.patch is not None and task.FAIL_TO_PASS and task.PASS_TO_PASS
-    boot = functools.partial(kind_of(config.sandbox).boot(Path(os.devnull)), task, None)
+    boot = functools.partial(kind_of(config.sandbox).boot(), task, None)
     gold = await grade(task, task.patch.encode(), boot, timeout_s=120)
     none = await grade(task, None, boot, timeout_s=120)
     assert (gold.reward, none.reason, none.reward) == (1.0, Reason.TESTS_FAILED, 0.0), (gold, none)
@@ -168,9 +167,9 @@ async def proxy() -> AsyncIterator[ProxyServer]:
 
 
 def setup(proxy: ProxyServer, config: DictConfig, engine: Any) -> Setup:
-    binary = find_binary(None)
-    agent = ClaudeCode(binary, 8, 90, 2000, system_prompt="Repair the code.", tools=("Edit", "Read", "Bash"), bare=True)
-    return Setup(char_policy(engine), proxy, kind_of(config.sandbox).boot(binary), agent, grade_timeout_s=120)
+    tools = ("Edit", "Read", "Bash")
+    agent = ClaudeCode(find_binary(None), 8, 90, 2000, system_prompt="Repair the code.", tools=tools, bare=True)
+    return Setup(char_policy(engine), proxy, kind_of(config.sandbox).boot(agent), agent, grade_timeout_s=120)
 
 
 @pytest.mark.claude

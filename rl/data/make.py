@@ -85,12 +85,16 @@ def _of_package(
     out: Path = args.out
     if in_verified(f"pypi/{name_of(spec)}") and not args.allow_verified:
         raise MakeError(f"{spec}: SWE-bench Verified has tasks of it; choose another package, or --allow-verified")
-    screen.show(f"{spec}: installing what its tests need, and running them three times")
-    prepared = prepare(spec, out.with_name(f"{out.stem}.packages"), args.requires, args.allow_copies)
-    unstable = f", {len(prepared.flaky)} of them flaky" if prepared.flaky else ""
+
+    def doing(what: str, done: int | None = None, total: int | None = None) -> None:
+        screen.show(f"{spec}: {what}", done, total)
+
+    directory = out.with_name(f"{out.stem}.packages")
+    prepared = prepare(spec, directory, args.requires, args.allow_copies, doing)
+    why = "".join(f"; {count} not: {reason}" for reason, count in [*prepared.unused.items()][:3])
     screen.say(
-        f"{prepared.package.label}: {len(prepared.order)} tests{unstable}, {len(prepared.stable)} pass each time, "
-        f"{prepared.seconds:.0f} s"
+        f"{prepared.package.label}: {len(prepared.stable)} of {len(prepared.order)} tests pass each time, "
+        f"{prepared.seconds:.0f} s{why}"
     )
     for where, why in prepared.broken[:3]:
         screen.say(f"{prepared.package.label}: not collected: {where}: {why.strip().splitlines()[-1:]}")
@@ -151,12 +155,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.next(("continue", this_command()))
         return 130
     screen.clear()
-    admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
-    screen.next(
-        ("what was made", f"less {beside(args.out, 'card.md')}"),
-        ("admit", f"{sys.orig_argv[0]} -m rl.data.admit {args.out} --out {admitted}"),
-    )
-    return 0 if tasks else 1
+    if not tasks:
+        print("no task was made: see what became of the edits in the journal", file=sys.stderr)
+        return 1
+    if args.out.exists():  # all can be held out
+        admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
+        screen.next(
+            ("what was made", f"less {beside(args.out, 'card.md')}"),
+            ("admit", f"{sys.orig_argv[0]} -m rl.data.admit {args.out} --out {admitted}"),
+        )
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

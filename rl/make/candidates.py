@@ -39,11 +39,13 @@ NAMES = (*MAKERS, FEATURE, *COMBINED)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate is an edit that is to be tried. tests: bits of the tests that run what it changes."""
+    """A candidate is an edit that is to be tried. tests: bits of the tests that run what it changes. parts: the edits
+    that are combined in it, if any."""
 
     maker: str
     edit: Edit
     tests: int
+    parts: tuple[Edit, ...] = ()
 
 
 Kept = tuple[Candidate, Collection[str]]
@@ -165,9 +167,10 @@ def _combined(kept: Sequence[Kept], size: int, seed: str, most: int) -> Iterator
         broken = {test for number in numbers for test in parts[number][1]}
         if len(broken) > most or any(broken == set(parts[number][1]) for number in numbers):
             continue
-        if whole := edits.combined([parts[number][0].edit for number in numbers]):
+        several = tuple(parts[number][0].edit for number in numbers)
+        if whole := edits.combined(several):
             used.update(numbers)
             tests = 0
             for number in numbers:
                 tests |= parts[number][0].tests
-            yield Candidate(name, whole, tests)
+            yield Candidate(name, whole, tests, several)

@@ -33,6 +33,8 @@ _LARGEST = 100 * 2**20  # bytes of an archive, and of what is in it
 _MOST_FILES = 20_000
 _GROUPS = ("test", "tests", "testing", "dev-test", "unittest")  # names of extras and groups with what tests need
 _FILES = ("requirements/test*.txt", "requirements/test*.in", "*requirements*test*.txt", "*test*requirements*.txt")
+# Plugins of pytest that check how code is written; they run no test, and old ones end pytest.
+_CHECKERS = re.compile("pytest[-_.](flake8|black|mypy|isort|pylint|pycodestyle|pep8|pyflakes|ruff)", re.IGNORECASE)
 _LEFT_OUT = {"..", ".git", ".venv", "__pycache__", ".pytest_cache"}
 # What stands beside a package without being part of it.
 _BESIDE = {"tests", "test", "testing", "docs", "doc", "examples", "example", "benchmarks", "benchmark", "scripts"}
@@ -218,13 +220,17 @@ def read(tree: Path, sha256: str, extra: Iterable[str] = ()) -> Package:
         raise MakeError(f"{tree.name}: has no PKG-INFO, so it is no source distribution") from None
     metadata = email.parser.Parser().parsestr(text)
     name, version = canonicalize_name(metadata["Name"] or ""), metadata["Version"] or ""
+    if "Requires-Dist" not in metadata:  # older builds write requirements into a file of their own only
+        for line in _of_egg_info(tree):
+            metadata["Requires-Dist"] = line
     root, modules = _layout(tree, name)
     if not modules:
         raise MakeError(f"{name}=={version}: no Python package or module was found in it")
     named = [one for one in metadata.get_all("Provides-Extra", []) if canonicalize_name(one) in _GROUPS]
     needs = _of_extras(metadata, name, [""])
     tests = [*_of_extras(metadata, name, named), *_of_groups(tree)] or _of_files(tree)
-    requires = dict.fromkeys([*needs, *tests, *extra])
+    used = [one for one in tests if not _CHECKERS.match(one)]
+    requires = dict.fromkeys([*needs, *used, *extra])
     return Package(name, version, tree, sha256, _licence(metadata), root, modules, tuple(requires), text)
 
 
@@ -256,6 +262,18 @@ def _layout(tree: Path, name: str) -> tuple[str, tuple[str, ...]]:
 
 def _is_beside(name: str) -> bool:
     return name in _BESIDE or name.startswith(("test_", "_test")) or name.endswith("_test")
+
+
+def _of_egg_info(tree: Path) -> Iterator[str]:
+    """Yield the requirements in requires.txt, whose sections are extras and markers, as PKG-INFO has them."""
+    marker = ""
+    for file in sorted([*tree.glob("*.egg-info/requires.txt"), *tree.glob("*/*.egg-info/requires.txt")])[:1]:
+        for line in map(str.strip, file.read_text(errors="replace").split("\n")):
+            if line.startswith("["):
+                extra, _, rest = line.strip("[]").partition(":")
+                marker = " and ".join([f"({rest})"] * bool(rest) + [f'extra == "{extra}"'] * bool(extra))
+            elif line:
+                yield f"{line}; {marker}" if marker else line
 
 
 def _of_extras(metadata: email.message.Message, name: str, extras: list[str]) -> list[str]:

@@ -39,6 +39,7 @@ class Outcome(StrEnum):
     EQUAL = "equal"  # fails as an earlier one does
     FLAKY = "flaky"
     NOT_HIDDEN = "not_hidden"
+    NOT_SHOWN = "not_shown"  # there is no program for a statement
     MISGRADED = "misgraded"
 
 
@@ -137,8 +138,13 @@ class Workshop:
             return Outcome.NOT_HIDDEN, "the names of the failing tests cannot be read from a log"
         passing = [names[test] for test in names if test in self.prepared.stable - set(trial.failed)]
         gold = edits.patch(broken, {path: self.sources[path] for path in broken})
-        shown = await show(self._bench, broken, trial.failures, dict(hidden.whole))
-        texts = statements(shown, trial.failures, package.sources(), trial.failed, gold)
+        parts = candidate.parts or (candidate.edit,)
+        others = [[change for other in parts if other is not part for change in other] for part in parts]
+        mended = [edits.applied(other, self.sources) for other in others]
+        shown = await show(self._bench, broken, mended, trial.failures, hidden.whole)
+        texts = statements(shown, len(parts), trial.failures, package.sources(), trial.failed, gold)
+        if not texts:
+            return Outcome.NOT_SHOWN, f"{len(parts)} bugs, {len({one.bug for one in shown})} shown by programs"
         name = task_id(package, candidate.edit)
         commit = write_snapshot(package, self.prepared.venv, broken, hidden, self._repositories / name)
         row: dict[str, Any] = {

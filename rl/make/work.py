@@ -41,7 +41,7 @@ class Order:
 
 
 class Maker:
-    """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each trial."""
+    """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each of them."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Maker:
         self._tried = {record["id"]: record for record in mine if record["phase"] == "tried"}
         self._made = {record["id"]: record for record in mine if record["phase"] == "made"}
         self._signatures: set[str] = set()
+        self._so_far = [0, 0]  # tasks, trials
         self.records: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
 
@@ -101,6 +102,7 @@ class Maker:
 
             async def attempt(piece: tuple[int, Candidate], trials: dict[int, Trial] = trials) -> None:
                 trials[piece[0]] = await self._trial(piece[1])
+                self._moved(0, 1)
 
             await run_all(enumerate(wave), self._order.jobs, attempt)
             new = []
@@ -119,7 +121,6 @@ class Maker:
                     if outcome is Outcome.KEPT:
                         self.rows.append(made)
                         kept.append((candidate, trial.failed))
-                self._tell(len(self.rows), len(self.records))
 
     async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[Outcome, Any]]:
         """Make tasks from trials, in any order; return what became of each, in the order of ``pieces``."""
@@ -127,6 +128,7 @@ class Maker:
 
         async def one(piece: tuple[int, tuple[Candidate, Trial]]) -> None:
             made[piece[0]] = await self._task(*piece[1])
+            self._moved(made[piece[0]][0] is Outcome.KEPT, 0)
 
         await run_all(enumerate(pieces), self._order.jobs, one)
         return [made[number] for number in range(len(pieces))]
@@ -137,7 +139,6 @@ class Maker:
             return Trial.from_json(self._tried[name]["trial"])
         trial = await self._workshop.tried(candidate)
         self._append(name, "tried", candidate, {"trial": trial.to_json()})
-        self._tell(len(self.rows), len(self.records))
         return trial
 
     async def _task(self, candidate: Candidate, trial: Trial) -> tuple[Outcome, Any]:
@@ -155,6 +156,10 @@ class Maker:
         base = {"package": self._key, "id": name, "phase": phase, "maker": candidate.maker, "infra": False}
         edit = {"edit": edits.to_json(candidate.edit)} if phase == "tried" else {}
         self._journal.append({**base, **edit, **more})
+
+    def _moved(self, tasks: int, trials: int) -> None:
+        self._so_far = [self._so_far[0] + tasks, self._so_far[1] + trials]
+        self._tell(*self._so_far)
 
     def _count(self, candidate: Candidate, outcome: Outcome) -> None:
         self.records.append({"maker": candidate.maker, "outcome": str(outcome)})

@@ -80,7 +80,7 @@ def prepared(directory: Path) -> Prepared:
     (directory / "m.py").write_text(SOURCE)
     package = Package("m", "1", directory, "0" * 64, "MIT", ".", ("m",), (), "")
     lines = {"m.py": dict.fromkeys(range(1, 10), 1)}
-    return Prepared(package, directory, ("t.py::t",), frozenset(("t.py::t",)), (), lines, 1.0, (), {})
+    return Prepared(package, directory, ("t.py::t",), frozenset(("t.py::t",)), (), lines, 1.0, (), {}, {})
 
 
 def rows(directory: Path, jobs: int = 1, limit: int = 6) -> list[dict[str, Any]]:

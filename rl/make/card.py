@@ -87,10 +87,11 @@ def to_markdown(card: Mapping[str, Any]) -> list[str]:
     if unused:
         lines += ["", "| package | why tests are not used | tests |", "| --- | --- | --- |"]
         lines += [f"| {package} | {_cell(why)} | {count} |" for package, why, count in unused]
-    lines += ["", "| maker | tried | kept | yield |", "| --- | --- | --- | --- |"]
+    lines += ["", "| maker | tried | kept | yield | of all tasks |", "| --- | --- | --- | --- | --- |"]
     for maker, counts in sorted(total["makers"].items(), key=lambda item: -item[1]["kept"]):
         tried, kept = counts["tried"], counts["kept"]
-        lines.append(f"| `{maker}` | {tried} | {kept} | {100 * kept / tried:.0f} % |")
+        share = 100 * kept / max(1, total["tasks"])
+        lines.append(f"| `{maker}` | {tried} | {kept} | {100 * kept / tried:.0f} % | {share:.0f} % |")
     lines += ["", "| what became of an edit | edits |", "| --- | --- |"]
     lines += [f"| {name} | {count} |" for name, count in sorted(total["outcomes"].items(), key=lambda item: -item[1])]
     if card["refused"]:

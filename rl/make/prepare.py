@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.make import environment, sources
+from rl.make.edits import Edit
 from rl.make.runs import Bench, NoResultError, Tested
 from rl.make.sources import MakeError, Package
 from rollout import files
@@ -52,6 +53,14 @@ class Prepared:
     def names(self, bits: int) -> list[str]:
         """Return the tests of these bits."""
         return [test for number, test in enumerate(self.order) if bits >> number & 1]
+
+    def running(self, edit: Edit) -> int:
+        """Return the bits of the stable tests that run the lines of an edit, or those beside what it inserts."""
+        bits = 0
+        for one in edit:
+            for line in range(one.start + (one.end > one.start), one.end + 1 + (one.end == one.start)):
+                bits |= self.lines.get(one.path, {}).get(line, 0)
+        return bits
 
 
 def prepare(

@@ -17,7 +17,7 @@ from rewards.rules import Rules
 from rewards.task import Task
 from rewards.verdict import Verdict
 from rl.make import edits
-from rl.make.candidates import COMBINED, FEATURE, Candidate
+from rl.make.candidates import COMBINED, FEATURE, FIX, WRITTEN, Candidate
 from rl.make.prepare import Prepared
 from rl.make.runs import Bench, Failure, NoResultError, slow
 from rl.make.statement import LEVELS, show, statements
@@ -104,6 +104,8 @@ class Workshop:
             return ended(Outcome.NO_RESULT)
         if run.broken:
             return ended(Outcome.COLLECTION)
+        if candidate.files.isdisjoint(test.partition("::")[0] for test in run.failed) and candidate.files:
+            return ended(Outcome.NO_FAILURE)
         if not run.failed or len(run.failed) > MOST_BROKEN:
             return ended(Outcome.TOO_MANY if run.failed else Outcome.NO_FAILURE)
         return ended(Outcome.KEPT, sorted(run.failed), sorted(run.failures, key=lambda one: one.test))
@@ -197,6 +199,8 @@ def _difficulty(candidate: Candidate) -> str:
     """Return the kind of edit, in few words, because metrics are split by it."""
     if candidate.maker in COMBINED:
         return f"{COMBINED.index(candidate.maker) + 2} edits"
+    if candidate.maker in (FIX, WRITTEN):
+        return "commit" if candidate.maker == FIX else "written"
     return "function" if candidate.maker in (FEATURE, "drop_function") else "1 edit"
 
 

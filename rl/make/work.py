@@ -21,6 +21,7 @@ from rl.batch import Journal, run_all
 from rl.make import edits
 from rl.make.candidates import NAMES, Candidate, Kept, combinations, parsed, singles
 from rl.make.prepare import Prepared
+from rl.make.sources import Package
 from rl.make.tasks import task_id
 from rl.make.trials import MOST_BROKEN, Outcome, Trial, Workshop
 
@@ -40,6 +41,18 @@ class Order:
     rules: Rules = Rules()  # noqa: RUF009  has no state
 
 
+def editable(package: Package, rules: Rules) -> dict[str, str]:
+    """Return the texts of the package's files that may be edited, by path. rules: see ``Order``."""
+    texts = {}
+    for path in package.sources():
+        if not rules.drops(path):
+            try:
+                texts[path] = (package.tree / path).read_bytes().decode()
+            except UnicodeDecodeError:
+                continue
+    return texts
+
+
 class Maker:
     """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each of them."""
 
@@ -50,16 +63,12 @@ class Maker:
         order: Order,
         journal: Journal,
         tell: Callable[[int, int], None] = lambda kept, tried: None,
+        first: Callable[[Mapping[str, str]], Iterator[Candidate]] = lambda sources: iter(()),
     ) -> None:
-        package = prepared.package
-        sources = {}
-        for path in package.sources():
-            if not order.rules.drops(path):
-                try:
-                    sources[path] = (package.tree / path).read_bytes().decode()
-                except UnicodeDecodeError:
-                    continue
+        """first: returns candidates that are tried before all others, given the texts of files that may be edited."""
+        sources = editable(prepared.package, order.rules)
         self._prepared, self._sources, self._order, self._journal = prepared, sources, order, journal
+        self._first = first
         self._workshop = Workshop(prepared, sources, repositories, order.rules)
         self._repositories = repositories
         self._tell = tell
@@ -89,7 +98,7 @@ class Maker:
         kept: list[Kept] = []
         combined = any(name.startswith("combine") for name in self._order.makers)
         quota = self._order.limit - int(self._order.limit * _SHARE) * combined
-        stream = singles(files, seed, self._order.makers)
+        stream = itertools.chain(self._first(self._sources), singles(files, seed, self._order.makers))
         await self._until(stream, quota, kept)
         await self._until(combinations(list(kept), seed, MOST_BROKEN, self._order.makers), self._order.limit, [])
         await self._until(stream, self._order.limit, kept)  # if combinations did not give enough

@@ -22,6 +22,7 @@ _MOST_SHOWN = 4  # of each bug
 _LINES = 6  # of a gold patch, for each of which there is one more program
 _TIMEOUT_S = 20.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|/testbed|/tmp/")
+_AROUND = ("list", "dict", "str", "repr", "len", "tuple", "set", "sorted")  # of a call that is meant
 _LONG_ENOUGH = 12  # characters of a line of code that nobody writes by chance
 
 
@@ -63,7 +64,12 @@ async def show(
         for one, *said in zip(now, *answers, strict=True):
             observed, again, expected, *others = (text.rstrip("\n").rpartition("\n")[2] for text in said)
             mends = [bug for bug, answer in enumerate(others) if answer == expected]
-            told = observed and expected and observed == again != expected and not _ADDRESS.search(observed + expected)
+            told = (
+                observed
+                and expected
+                and observed == again != expected
+                and not _ADDRESS.search(f"{one.text} {observed} {expected}")
+            )
             if told and len(mends) == 1 and counts[mends[0]] < _MOST_SHOWN:
                 counts[mends[0]] += 1
                 shown.append(Shown(one, observed, expected, mends[0]))
@@ -86,6 +92,7 @@ def statements(
     safe = [one for one in shown if not leaks(f"{_brief(one)}\n{_example(one, 2)}", tests, gold)]
     lines = sum(line.startswith("+") and not line.startswith("+++") for line in gold.split("\n"))
     most = min(_MOST_SHOWN, 1 + lines // (_LINES * bugs))
+    safe.sort(key=lambda one: one.expected == "returns None")  # which tells least
     by_bug = [[one for one in safe if one.bug == bug] for bug in range(bugs)]
     needed = 1 if bugs > 1 else max(1, min(most, len({test.partition("[")[0] for test in tests})))
     if min(map(len, by_bug)) < needed:
@@ -125,11 +132,12 @@ def leaks(text: str, tests: Sequence[str], gold: str) -> list[str]:
 
 def _callee(snippet: Snippet) -> str:
     """Return the function of the package that a program calls at its end, as it is written; "" if it calls none."""
-    calls = [node for node in ast.walk(ast.parse(snippet.expression, mode="eval")) if isinstance(node, ast.Call)]
-    names = [ast.unparse(node.func) for node in calls if isinstance(node.func, ast.Name | ast.Attribute)]
-    names = [name for name in names if name not in ("list", "dict", "str", "repr", "len", "tuple", "set", "sorted")]
-    names = [name for name in names if re.search(rf"import .*\b{re.escape(name.partition('.')[0])}\b", snippet.before)]
-    return names[0] if names and len(names[0]) < 60 and names[0].replace(".", "").isidentifier() else ""
+    node = ast.parse(snippet.expression, mode="eval").body
+    while isinstance(node, ast.Call) and ast.unparse(node.func) in _AROUND and len(node.args) == 1:
+        node = node.args[0]
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    imported = re.search(rf"import .*\b{re.escape(name.partition('.')[0])}\b", snippet.before)
+    return name if imported and len(name) < 60 and name.replace(".", "").isidentifier() else ""
 
 
 def _brief(one: Shown) -> str:

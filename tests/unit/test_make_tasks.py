@@ -150,6 +150,8 @@ def test_a_snippet_has_what_a_class_and_fixtures_do_before_a_test_and_later_chec
     found = snippets(asked, failure("t.py::TestCase::test_sum", 23))
     helpers = "def double(number):\n    return 2 * number\ndef less(n):\n    return n - 1"
     assert found[0] == Snippet(helpers, "double(less(2))")
+    own = asked.replace("def less(n): return n - 1", "class less(int):\n            def f(self): return self.real")
+    assert "self.real" in snippets(own.replace("(2)", "(2).f()"), failure("t.py::TestCase::test_sum", 24))[0].text
     (found,) = snippets(CASES, failure("t.py::test_full", 29))
     before = "from shop import Basket\nbasket = Basket()\nbasket.add(2)\nfull = basket"
     assert found == Snippet(before, "full.sum()")
@@ -183,8 +185,12 @@ def test_statements_of_three_levels_tell_more_and_more() -> None:
     assert texts[3].startswith(texts[2]) and "total(2)" in texts[3] and "2 checks" in texts[3]
     raised = Failure(NAMES[0], "call", "KeyError", "'x'", frames=(("shop.py", 3, "total"),))
     assert "ends in `total` (`shop.py`)" in statements(some, 1, [raised], ["shop.py"], NAMES, GOLD)[3]
-    local = Shown(Snippet("f = abs", "f(1)"), "returns 2", "returns 1")
-    assert statements([local], 1, [], [], NAMES, "")[1].startswith("The last line of this program gives")
+    for call in ("f(1)", "abs(1) > 1", "abs(1)()"):
+        local = Shown(Snippet("from m import abs\nf = abs", call), "returns 2", "returns 1")
+        assert statements([local], 1, [], [], NAMES, "")[1].startswith("The last line of this program gives")
+    assert statements([local, shown("list(total(1))")], 1, [], [], NAMES, "")[3].count("```python") == 2
+    nothing = shown("total(9)", expected="returns None")
+    assert "total(1)" in statements([nothing, shown("total(1)")], 1, [], [], NAMES, "")[1]
 
 
 def test_a_long_patch_needs_several_programs() -> None:

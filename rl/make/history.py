@@ -6,7 +6,6 @@ not run.
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -50,21 +49,18 @@ def fixes(repository: Path, prepared: Prepared, sources: Mapping[str, str]) -> I
 
 
 def _undone(patch: bytes, files: Mapping[str, str]) -> dict[str, str] | None:
-    """Return files without those parts of a patch that can still be taken back; None if that leaves nothing, or what is
-    not Python.
-    """
+    """Return files without a patch; None if a part of it cannot be taken back, or what is left is not Python."""
     with tempfile.TemporaryDirectory() as directory:
         for path, text in files.items():
             Path(directory, path).parent.mkdir(parents=True, exist_ok=True)
             Path(directory, path).write_bytes(text.encode())
         patch_file = Path(directory, ".patch")
         patch_file.write_bytes(patch)
-        with contextlib.suppress(subprocess.CalledProcessError):  # some parts, such as a version, are others by now
-            git(Path(directory), "apply", "--reverse", "--reject", str(patch_file))
         try:
+            git(Path(directory), "apply", "--reverse", str(patch_file))
             undone = {path: Path(directory, path).read_bytes().decode() for path in files}
             for text in undone.values():
                 compile(text, "undone", "exec", dont_inherit=True)
-        except (OSError, ValueError, SyntaxError):
+        except (subprocess.CalledProcessError, OSError, ValueError, SyntaxError):
             return None
-        return undone if undone != files else None
+        return undone

@@ -43,8 +43,7 @@ class Snippet:
         nothing if that is too long to be told.
         """
         return (
-            "names = {'__name__': 'example'}\n"
-            f"try:\n    exec({self.before!r}, names)\n    found = eval({self.expression!r}, names)\n"
+            f"try:\n    exec({self.before!r}, globals())\n    found = eval({self.expression!r}, globals())\n"
             "    said = 'returns ' + ascii(found)\n"
             "except Exception as error:\n    said = f'{type(error).__name__}: {error}'\n"
             "    said = 'raises ' + ascii(said)[1:-1]\n"

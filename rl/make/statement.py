@@ -20,6 +20,7 @@ LEVELS = (1, 2, 3)
 _AT_ONCE = 8  # programs that are tried together, the shortest first, until each bug has enough of them
 _MOST_SHOWN = 4  # of each bug
 _LINES = 6  # of a gold patch, for each of which there is one more program
+_LONGEST = 30  # lines of a gold patch, for each bug; what more of them do cannot be shown by a few programs
 _TIMEOUT_S = 20.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|/testbed|/tmp/")
 _AROUND = ("list", "dict", "str", "repr", "len", "tuple", "set", "sorted")  # of a call that is meant
@@ -95,7 +96,7 @@ def statements(
     safe.sort(key=lambda one: one.expected == "returns None")  # which tells least
     by_bug = [[one for one in safe if one.bug == bug] for bug in range(bugs)]
     needed = 1 if bugs > 1 else max(1, min(most, len({test.partition("[")[0] for test in tests})))
-    if min(map(len, by_bug)) < needed:
+    if min(map(len, by_bug)) < needed or lines > _LONGEST * bugs:
         return {}
     levels: dict[int, str] = {}
     where = _where(failures, sources)

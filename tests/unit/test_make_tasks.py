@@ -159,10 +159,16 @@ def test_a_snippet_has_what_a_class_and_fixtures_do_before_a_test_and_later_chec
 
 @pytest.mark.parametrize(
     ("expression", "said"),
-    [("1 + 1", "returns 2"), ("int('x')", "raises ValueError: "), ("'a\\nb'", "returns 'a\\nb'")],
+    [
+        ("1 + 1", "returns 2"),
+        ("__import__('pickle').dumps(kind) and kind.__module__", "returns '__main__'"),
+        ("int('x')", "raises ValueError: "),
+        ("'a\\nb'", "returns 'a\\nb'"),
+    ],
 )
 def test_the_program_of_a_snippet_says_what_its_expression_gives(expression: str, said: str) -> None:
-    program = Snippet("text = '''a\nb'''\nprint('noise', end='')", expression).program()
+    before = "text = '''a\nb'''\nprint('noise', end='')\nclass kind: ..."
+    program = Snippet(before, expression).program()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[-2].startswith(said)
 
@@ -200,6 +206,7 @@ def test_a_long_patch_needs_several_programs() -> None:
     assert statements([shown("total(1)")], 1, [], [], names[:1], gold)
     text = statements([shown(f"total({n})") for n in range(4)], 1, [], [], names, gold)[1]
     assert text.count("```python") == 3
+    assert not statements([shown(f"total({n})") for n in range(4)], 1, [], [], names, gold + "+    pass\n" * 18)
 
 
 def test_what_would_tell_the_answer_is_in_no_statement() -> None:

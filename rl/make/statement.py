@@ -143,11 +143,12 @@ def _callee(snippet: Snippet) -> str:
 
 def _brief(one: Shown) -> str:
     name = _callee(one.snippet)
-    subject = f"`{name}()`" if name else "The last line of this program"
+    subject = f"`{name}()`" if name else "This program"
     raised = re.match(r"raises (\w+)", one.observed)
     wanted = re.match(r"raises (\w+)", one.expected)
     if raised and wanted:
-        return f"{subject} raises `{raised[1]}` with a message or of a type that is not the right one."
+        what = "with a wrong message" if raised[1] == wanted[1] else f"where it should raise `{wanted[1]}`"
+        return f"{subject} raises `{raised[1]}` {what}."
     if raised:
         return f"{subject} raises `{raised[1]}` where it should return a result."
     if wanted:

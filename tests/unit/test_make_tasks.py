@@ -193,8 +193,11 @@ def test_statements_of_three_levels_tell_more_and_more() -> None:
     assert "ends in `total` (`shop.py`)" in statements(some, 1, [raised], ["shop.py"], NAMES, GOLD)[3]
     for call in ("f(1)", "abs(1) > 1", "abs(1)()"):
         local = Shown(Snippet("from m import abs\nf = abs", call), "returns 2", "returns 1")
-        assert statements([local], 1, [], [], NAMES, "")[1].startswith("The last line of this program gives")
+        assert statements([local], 1, [], [], NAMES, "")[1].startswith("This program gives")
     assert statements([local, shown("list(total(1))")], 1, [], [], NAMES, "")[3].count("```python") == 2
+    for wanted, said in (("A", "raises `A` with a wrong message."), ("B", "raises `A` where it should raise `B`.")):
+        told = statements([shown("total(1)", "raises A: 1", f"raises {wanted}: 2")], 1, [], [], NAMES, "")
+        assert told[1].startswith(f"`total()` {said}")
     nothing = shown("total(9)", expected="returns None")
     assert "total(1)" in statements([nothing, shown("total(1)")], 1, [], [], NAMES, "")[1]
 

@@ -15,7 +15,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from rl.data.card import beside, write_card
 from rl.data.convert import write_tasks
 from rl.data.filters import split
 from rl.make import card as cards
-from rl.make.candidates import NAMES
+from rl.make.candidates import FIX, NAMES, WRITTEN, Candidate
+from rl.make.history import fixes
 from rl.make.overlap import in_verified, overlaps
 from rl.make.prepare import Prepared, prepare
 from rl.make.sources import MakeError, name_of
 from rl.make.statement import LEVELS
 from rl.make.trials import at_level
 from rl.make.work import Maker, Order
+from rl.make.written import bugs
 from rl.screen import Screen, this_command
 from rollout import program
 from rollout.sandbox import SandboxError
@@ -83,14 +85,23 @@ def _of_package(
     spec: str, args: argparse.Namespace, order: Order, journal: Journal, screen: Screen
 ) -> tuple[Prepared, Maker]:
     out: Path = args.out
-    if in_verified(f"pypi/{name_of(spec)}") and not args.allow_verified:
-        raise MakeError(f"{spec}: SWE-bench Verified has tasks of it; choose another package, or --allow-verified")
-    screen.show(f"{spec}: installing what its tests need, and running them three times")
-    prepared = prepare(spec, out.with_name(f"{out.stem}.packages"), args.requires, args.allow_copies)
-    unstable = f", {len(prepared.flaky)} of them flaky" if prepared.flaky else ""
+
+    def check(name: str) -> None:
+        if in_verified(f"pypi/{name}") and not args.allow_verified:
+            raise MakeError(f"{spec}: SWE-bench Verified has tasks of it; choose another package, or --allow-verified")
+
+    check(name_of(spec))
+
+    def doing(what: str, done: int | None = None, total: int | None = None) -> None:
+        screen.show(f"{spec}: {what}", done, total)
+
+    directory = out.with_name(f"{out.stem}.packages")
+    prepared = prepare(spec, directory, args.requires, args.allow_copies, doing)
+    check(prepared.package.name)  # of a repository, whose directory has any name
+    why = "".join(f"; {count} not: {reason}" for reason, count in [*prepared.unused.items()][:3])
     screen.say(
-        f"{prepared.package.label}: {len(prepared.order)} tests{unstable}, {len(prepared.stable)} pass each time, "
-        f"{prepared.seconds:.0f} s"
+        f"{prepared.package.label}: {len(prepared.stable)} of {len(prepared.order)} tests pass each time, "
+        f"{prepared.seconds:.0f} s{why}"
     )
     for where, why in prepared.broken[:3]:
         screen.say(f"{prepared.package.label}: not collected: {where}: {why.strip().splitlines()[-1:]}")
@@ -98,7 +109,13 @@ def _of_package(
     def tell(tasks: int, tried: int) -> None:
         screen.show(f"{prepared.package.label}: tasks", tasks, order.limit, f"{tried} edits tried")
 
-    maker = Maker(prepared, out.with_name(f"{out.stem}.repos"), order, journal, tell)
+    def first(sources: Mapping[str, str]) -> Iterator[Candidate]:
+        if FIX in order.makers and Path(spec).is_dir():
+            yield from fixes(Path(spec), prepared, sources)
+        if WRITTEN in order.makers and args.bugs:
+            yield from bugs(args.bugs, prepared, sources)
+
+    maker = Maker(prepared, out.with_name(f"{out.stem}.repos"), order, journal, tell, first)
     tell(0, 0)
     asyncio.run(maker.run())
     screen.say(f"{prepared.package.label}: {len(maker.rows)} tasks of {len(maker.records)} edits")
@@ -151,18 +168,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.next(("continue", this_command()))
         return 130
     screen.clear()
-    admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
-    screen.next(
-        ("what was made", f"less {beside(args.out, 'card.md')}"),
-        ("admit", f"{sys.orig_argv[0]} -m rl.data.admit {args.out} --out {admitted}"),
-    )
-    return 0 if tasks else 1
+    if not tasks:
+        print("no task was made: see what became of the edits in the journal", file=sys.stderr)
+        return 1
+    if args.out.exists():  # all can be held out
+        admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
+        screen.next(
+            ("what was made", f"less {beside(args.out, 'card.md')}"),
+            ("admit", f"{sys.orig_argv[0]} -m rl.data.admit {args.out} --out {admitted}"),
+        )
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = program.parser("python -m rl.data.make", __doc__)
     add = parser.add_argument
-    add("packages", nargs="+", metavar="NAME==VERSION", help="or the path of a source distribution (.tar.gz)")
+    add(
+        "packages",
+        nargs="+",
+        metavar="NAME==VERSION",
+        help="or the path of a source distribution (.tar.gz), or of a git repository, whose fixes are undone",
+    )
     add("--out", type=Path, required=True, help="the parquet file to write")
     add("--limit", type=int, default=50, metavar="N", help="tasks of each package, at most (default: 50)")
     add("--seed", type=int, default=0, help="another seed tries other edits (default: 0)")
@@ -176,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how much statements say; 1: one sentence (default: 2)",
     )
     add("--requires", nargs="+", default=[], metavar="REQ", help="what tests need beside what the packages name")
+    add("--bugs", type=Path, metavar="FILE", help="bugs that another model has written (rl.teachers.bugs)")
     add("--heldout-share", type=_share, metavar="X", help="hold out about this share of the packages, in a second file")
     add("--allow-verified", action="store_true", help="take packages of SWE-bench Verified's repositories, too")
     add("--allow-copies", action="store_true", help="take packages that a local box has another copy of, too")

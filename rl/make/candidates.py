@@ -23,9 +23,15 @@ from rl.make import (
 from rl.make.edits import Edit
 from rl.make.sites import MAKERS, File, Maker, Site
 
-_FEW = 40  # tests; places that more of them run come later
 _LARGEST = 400_000  # characters of a file
 _MOST_HELPERS = 2
+
+FEW = 40
+"""Places that more tests run come later."""
+
+FIX, WRITTEN = "undo_fix", "written"
+"""The makers that take bugs from a repository's history (`rl.make.history`) and from another model
+(`rl.make.written`)."""
 
 FEATURE = "drop_feature"
 """The maker that drops a function together with those that only its own tests need."""
@@ -33,17 +39,20 @@ FEATURE = "drop_feature"
 COMBINED = ("combine_two", "combine_three")
 """The makers of combined edits."""
 
-NAMES = (*MAKERS, FEATURE, *COMBINED)
+NAMES = (FIX, WRITTEN, *MAKERS, FEATURE, *COMBINED)
 """The names of all makers."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate is an edit that is to be tried. tests: bits of the tests that run what it changes."""
+    """A candidate is an edit that is to be tried. tests: bits of the tests that run what it changes. parts: the edits
+    that are combined in it, if any. files: test files of which a test has to fail, if any."""
 
     maker: str
     edit: Edit
     tests: int
+    parts: tuple[Edit, ...] = ()
+    files: frozenset[str] = frozenset()
 
 
 Kept = tuple[Candidate, Collection[str]]
@@ -94,7 +103,7 @@ def singles(files: Mapping[str, File], seed: str, names: Sequence[str] = NAMES) 
 def _of_maker(files: Mapping[str, File], maker: Maker, seed: str) -> Iterator[Candidate]:
     places = [(path, site) for path, file in files.items() for site in file.sites(maker)]
     random.Random(f"{seed}:{maker.name}").shuffle(places)
-    places.sort(key=lambda place: place[1].tests.bit_count() > _FEW)
+    places.sort(key=lambda place: place[1].tests.bit_count() > FEW)
     for path, site in places:
         if edit := _planted(files, path, maker, site, seed):
             yield Candidate(maker.name, edit, site.tests)
@@ -165,9 +174,10 @@ def _combined(kept: Sequence[Kept], size: int, seed: str, most: int) -> Iterator
         broken = {test for number in numbers for test in parts[number][1]}
         if len(broken) > most or any(broken == set(parts[number][1]) for number in numbers):
             continue
-        if whole := edits.combined([parts[number][0].edit for number in numbers]):
+        several = tuple(parts[number][0].edit for number in numbers)
+        if whole := edits.combined(several):
             used.update(numbers)
             tests = 0
             for number in numbers:
                 tests |= parts[number][0].tests
-            yield Candidate(name, whole, tests)
+            yield Candidate(name, whole, tests, several)

@@ -9,6 +9,8 @@ from typing import Any
 from rl.make.prepare import Prepared
 from rl.make.trials import Outcome
 
+_REASONS = 5  # of a package that are in the document
+
 
 def of_package(prepared: Prepared, records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict:
     """Return what a card says of one package. records: {"maker", "outcome"} of all candidates that were tried."""
@@ -21,7 +23,8 @@ def of_package(prepared: Prepared, records: Sequence[Mapping[str, Any]], rows: S
         "tests": len(prepared.order),
         "stable": len(prepared.stable),
         "flaky": list(prepared.flaky),
-        "not_collected": [where for where, _ in prepared.broken],
+        "unused": prepared.unused,
+        "not_collected": {where: why.strip().splitlines()[-1:] for where, why in prepared.broken},
         "suite_seconds": prepared.seconds,
         "tasks": len(rows),
         "statements_with_a_program": sum(row["shown"] != "0" for row in rows),
@@ -59,6 +62,10 @@ def summary(card: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def to_markdown(card: Mapping[str, Any]) -> list[str]:
     """Return a card as lines of a document for people."""
     total = card["summary"]
@@ -76,10 +83,15 @@ def to_markdown(card: Mapping[str, Any]) -> list[str]:
             f"| {one['package']} | {one['version']} | {one['licence']} | {one['stable']} of {one['tests']} "
             f"| {len(one['flaky'])} | {one['tasks']} | {one['statements_with_a_program']} | `{one['sha256'][:16]}` |"
         )
-    lines += ["", "| maker | tried | kept | yield |", "| --- | --- | --- | --- |"]
+    unused = [(one["package"], why, n) for one in card["packages"] for why, n in [*one["unused"].items()][:_REASONS]]
+    if unused:
+        lines += ["", "| package | why tests are not used | tests |", "| --- | --- | --- |"]
+        lines += [f"| {package} | {_cell(why)} | {count} |" for package, why, count in unused]
+    lines += ["", "| maker | tried | kept | yield | of all tasks |", "| --- | --- | --- | --- | --- |"]
     for maker, counts in sorted(total["makers"].items(), key=lambda item: -item[1]["kept"]):
         tried, kept = counts["tried"], counts["kept"]
-        lines.append(f"| `{maker}` | {tried} | {kept} | {100 * kept / tried:.0f} % |")
+        share = 100 * kept / max(1, total["tasks"])
+        lines.append(f"| `{maker}` | {tried} | {kept} | {100 * kept / tried:.0f} % | {share:.0f} % |")
     lines += ["", "| what became of an edit | edits |", "| --- | --- |"]
     lines += [f"| {name} | {count} |" for name, count in sorted(total["outcomes"].items(), key=lambda item: -item[1])]
     if card["refused"]:

@@ -20,13 +20,15 @@ from packaging.utils import canonicalize_name
 
 from rl.make.sources import MakeError, Package
 from rollout import files
-from rollout.sandbox.local import bwrap
 
 VENV = ".venv"
 """Where the environment is in a task's work tree."""
 
 PYTHON = f"{VENV}/bin/python"
 """Its Python, relative to the work tree."""
+
+BASES = tuple(map(Path, sorted({sys.base_prefix, "/usr/lib/python3"})))
+"""What a local box shows of this machine's Pythons."""
 
 
 def build(package: Package, directory: Path) -> dict[str, str]:
@@ -78,44 +80,38 @@ def _install(requirements: Iterable[str], site: Path, package: Package) -> None:
     )
 
 
-def copies(package: Package, venv: Path) -> list[Path]:
-    """Return other copies of the package's modules that a local box would show to an agent.
+def copies(package: Package, place: Path) -> list[Path]:
+    """Return other copies of the package's modules below a directory that a box shows to an agent.
 
-    A box shows the environment and, read-only, the Python that runs this program, with few of its packages. Copies that
-    other packages bring along (`_vendor`) count, too; a module that only has the same name does not.
+    Copies that other packages bring along (`_vendor`) count, too; a module that only has the same name does not.
     """
-    found = []
-    shown = {str(path) for paths in bwrap.packages().values() for path in paths}
-    for place in [str(venv), *sorted({sys.prefix, sys.base_prefix, "/usr/lib/python3", *shown})]:
-        files = _python_files(place)
-        for name in package.modules:
-            found += [path for path in files.get(f"{name}.py", ()) if _alike(package, path)]
-            inits = files.get("__init__.py", ())
-            found += [path for path in inits if path.parent.name == name and _alike(package, path)]
+    files, found = _python_files(place), []
+    for name in package.modules:
+        found += [path for path in files.get(f"{name}.py", ()) if _alike(package, f"{name}.py", path)]
+        inits = [path for path in files.get("__init__.py", ()) if path.parent.name == name]
+        found += [path.parent for path in inits if _alike(package, name, path.parent)]
     return sorted(set(found))
 
 
 @functools.cache
-def _python_files(place: str) -> dict[str, list[Path]]:
+def _python_files(place: Path) -> dict[str, list[Path]]:
     """Return the Python files below a directory, by their last name."""
     found: dict[str, list[Path]] = {}
-    for directory, folders, names in os.walk(place):
-        folders[:] = [name for name in folders if Path(directory, name) not in bwrap.packages()]
+    for directory, inner, names in os.walk(place):
+        if place in BASES:  # boxes do not show what is installed there
+            inner[:] = [one for one in inner if one != "site-packages"]
         for name in names:
             if name.endswith(".py"):
                 found.setdefault(name, []).append(Path(directory, name))
     return found
 
 
-def _alike(package: Package, path: Path) -> bool:
-    """Tell whether a file has much of the content of the package's file of this name."""
-    end = f"{path.parent.name}/{path.name}" if path.name == "__init__.py" else path.name
-    for source in package.sources():
-        if source.endswith(end):
-            mine, other = _words(package.tree / source), _words(path)
-            return 2 * len(mine & other) >= min(len(mine), len(other))
-    return False
+def _alike(package: Package, name: str, path: Path) -> bool:
+    """Tell whether a module has at least half of its words in common with the package's module of this name."""
+    mine, other = _words(package.tree / package.root / name), _words(path)
+    return bool(mine) and 2 * len(mine & other) >= max(len(mine), len(other))
 
 
 def _words(path: Path) -> set[str]:
-    return set(re.findall(r"\w{4,}", path.read_text(errors="replace")))
+    files = path.rglob("*.py") if path.is_dir() else [path] * path.is_file()
+    return {word for file in files for word in re.findall(r"\w{4,}", file.read_text(errors="replace"))}

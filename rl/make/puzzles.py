@@ -79,10 +79,10 @@ class Puzzle:
 
     @property
     def statement(self) -> str:
-        """Return what the agent is told: the bug as somebody reports it who has seen it happen."""
+        """Return what the agent is told: the bug as somebody reports it who has seen it; "" if that tells all."""
         (call, want), got = self.shown
         example = Shown(Snippet(f"from module import {self.function.name}", call), got, f"returns {want}")
-        return statements([example], (), (), (), self.patch())[2]
+        return statements([example], 1, (), (), (), self.patch()).get(2, "")
 
     def files(self) -> dict[str, str]:
         """Return the texts of the repository's files, by name."""
@@ -174,7 +174,7 @@ def puzzle_of(
             chosen[telling[0]] = None
     of = function.cases
     said = got[shown] if got[shown].startswith("raises ") else f"returns {got[shown]}"
-    return Puzzle(
+    puzzle = Puzzle(
         function,
         source,
         fix,
@@ -183,6 +183,7 @@ def puzzle_of(
         tuple(of[n] for n in chosen if n in failing),
         tuple(of[n] for n in chosen if n not in failing),
     )
+    return puzzle if puzzle.statement else None
 
 
 def _equal(one: str, other: str) -> bool:

@@ -100,6 +100,7 @@ class Recorder:
         plan = _plan()
         self.only = None if plan.get("only") is None else set(plan["only"])
         self.tests, self.failures, self.broken, self.compared = {}, [], [], None
+        self.reasons = {}  # why a test did not pass
         self.calls = Calls(self.root, plan["calls"]) if plan.get("calls") else None
         self.coverage = None
         if plan.get("sources"):
@@ -146,11 +147,18 @@ class Recorder:
         before = self.tests.get(item.nodeid)
         if report.failed:
             self.tests[item.nodeid] = "failed"
+            fixture = getattr(call.excinfo and call.excinfo.value, "argname", None)
+            said = call.excinfo.exconly() if call.excinfo else "failed"
+            self.reasons.setdefault(item.nodeid, f"no fixture {fixture}" if fixture else said)
             if before != "failed" and call.excinfo is not None:
                 self.failures.append(self._failure(item, report, call.excinfo))
         elif report.when == "call" and before is None:
             plain = report.passed and not hasattr(report, "wasxfail")
             self.tests[item.nodeid] = "passed" if plain else "other"
+        if report.skipped:
+            self.tests.setdefault(item.nodeid, "other")
+            why = getattr(report, "wasxfail", report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
+            self.reasons[item.nodeid] = f"skipped: {why}"
 
     def _failure(self, item, report, excinfo):
         frames, values = [], {}
@@ -203,6 +211,7 @@ class Recorder:
             "exit": int(exitstatus),
             "tests": self.tests,
             "failures": self.failures[:40],
+            "reasons": {test: why.split("\n")[0][:200] for test, why in self.reasons.items()},
             "broken": self.broken[:40],
             "lines": self.lines(),
             "calls": self.calls.found() if self.calls else [],
@@ -214,4 +223,5 @@ class Recorder:
 def pytest_configure(config):
     """Put a recorder into pytest."""
     config.pluginmanager.register(Recorder(config.rootpath), "code-rl-recorder")
+    config.addinivalue_line("python_files", "tests.py")  # of small packages; pytest does not look for it
     sys.dont_write_bytecode = True

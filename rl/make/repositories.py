@@ -9,20 +9,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _SETTINGS = ("-c", "gc.auto=0", "-c", "maintenance.auto=false", "-c", "core.autocrlf=false")
+_SETTINGS += ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
 
 
-def git(directory: Path, *arguments: str, author: str = "tasks") -> None:
-    """Run git in a directory with no settings but its own. Raises subprocess.CalledProcessError."""
+def git(directory: Path, *arguments: str, author: str = "tasks") -> bytes:
+    """Run git in a directory without a user's settings or hooks; return its output. Raises CalledProcessError."""
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CEILING_DIRECTORIES": str(directory.resolve().parent),
     }
     for who in ("AUTHOR", "COMMITTER"):
         environment[f"GIT_{who}_NAME"], environment[f"GIT_{who}_EMAIL"] = author, f"{author}@example.com"
         environment[f"GIT_{who}_DATE"] = "2025-01-01T00:00:00+0000"
-    subprocess.run(["git", *_SETTINGS, *arguments], cwd=directory, env=environment, check=True, capture_output=True)
+    command = ["git", *_SETTINGS, *arguments]
+    return subprocess.run(command, cwd=directory, env=environment, check=True, capture_output=True).stdout
 
 
 def write_repositories(directory: Path, trees: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

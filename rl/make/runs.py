@@ -49,7 +49,7 @@ class Tested:
     """A Tested is what the tests did. tests: passed, failed or other, by name. broken: what could not be collected.
 
     lines: bits of the tests (in the order of `tests`) that run a line, by file and line. seconds: of the whole box.
-    calls: (file, function, call, result) of watched functions, the last two as source.
+    calls: (file, function, call, result) of watched functions, the last two as source. reasons: why tests did not pass.
     """
 
     tests: Mapping[str, str]
@@ -58,6 +58,7 @@ class Tested:
     lines: Mapping[str, Mapping[int, int]]
     seconds: float
     calls: tuple[tuple[str, str, str, str], ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> frozenset[str]:
@@ -179,7 +180,8 @@ def _checked(result: Any, seconds: float) -> Tested:
         for path, found in result["lines"].items()
     }
     calls = tuple((_name(path), _name(name), _name(call), _name(said)) for path, name, call, said in result["calls"])
-    return Tested(tests, failures, broken, lines, seconds, calls)
+    reasons = {_name(test): _name(why) for test, why in result["reasons"].items()}
+    return Tested(tests, failures, broken, lines, seconds, calls, reasons)
 
 
 def _three(values: Sequence[str]) -> tuple[str, str, str]:

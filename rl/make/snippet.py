@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.make.runs import Failure
@@ -21,6 +22,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _RAISING = ("raises", "assertRaises", "assertRaisesRegex")
 _EQUAL = ("assertEqual", "assertEquals", "assertIs", "assertListEqual", "assertDictEqual", "assertTupleEqual")
 _EQUAL += ("assertSequenceEqual", "assertSetEqual", "assertMultiLineEqual", "assertNotEqual", "assertAlmostEqual")
+_START = ("setUp", "setUpClass", "setup_method", "setup_class")
 _TRUE = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone")
 
 
@@ -37,14 +39,15 @@ class Snippet:
         return f"{self.before}\n{self.expression}".strip()
 
     def program(self) -> str:
-        """Return the program whose last line says what the expression gives: ``returns VALUE`` or ``raises ERROR``."""
+        """Return the program whose last line says what the expression gives: ``returns VALUE`` or ``raises ERROR``,
+        nothing if that is too long to be told.
+        """
         return (
-            "names = {'__name__': 'example'}\n"
-            f"try:\n    exec({self.before!r}, names)\n    found = eval({self.expression!r}, names)\n"
-            f"    said = 'returns ' + ascii(found)[:{_MOST_SAID}]\n"
+            f"try:\n    exec({self.before!r}, globals())\n    found = eval({self.expression!r}, globals())\n"
+            "    said = 'returns ' + ascii(found)\n"
             "except Exception as error:\n    said = f'{type(error).__name__}: {error}'\n"
-            f"    said = 'raises ' + ascii(said)[1:-1][:{_MOST_SAID}]\n"
-            "print()\nprint(said)\n"
+            "    said = 'raises ' + ascii(said)[1:-1]\n"
+            f"print()\nprint(said if len(said) < {_MOST_SAID} else '')\n"
         )
 
 
@@ -52,39 +55,106 @@ class _CannotError(Exception):
     """A name of the test stands for something that a program outside of it cannot have."""
 
 
-def snippet(source: str, failure: Failure) -> Snippet | None:
-    """Return the smallest program that shows a failure, None if there is none. source: of the test's file."""
+def snippets(source: str, failure: Failure) -> list[Snippet]:
+    """Return small programs for a failed test: first for what failed, then for what the test checks after it.
+
+    source: of the test's file.
+    """
     path = failure.test.partition("::")[0]
     lines = [line for file, line, _ in failure.frames if file == path]
     try:
         module = ast.parse(source)
-        function = _function(module, failure.test)
-        if function is None or not lines:
-            return None
-        for line in lines:  # the test's own first, then helpers', whose names the test does not define
-            if (function.lineno <= line <= (function.end_lineno or 0)) and (asked := _asked(function, line)):
-                found = _Slice(module, function, failure.values, asked[1]).program(asked[0])
-                return found if len(found.text) <= _LONGEST and found.text.count("\n") < _MOST_LINES else None
-    except (_CannotError, SyntaxError, ValueError, RecursionError):
-        return None
-    return None
+        around, function = _function(module, failure.test)
+        if function is None:
+            return []
+        own = range(function.body[0].lineno, (function.end_lineno or 0) + 1)
+        body = _alone(module, around, function)
+        # The test's own line first, then helpers', whose names the test does not define.
+        first = next((asked for line in lines if line in own and (asked := _asked(body, line))), None)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    if first is None:
+        return []
+    rest = [one for one in body[body.index(first[1]) + 1 :] if _checks(one)]
+    found = []
+    for asked in [first, *filter(None, (_asked([one], one.end_lineno or 0) for one in rest))]:
+        with contextlib.suppress(_CannotError, ValueError, RecursionError):
+            one = _Slice(module, function, body, failure.values, asked[1]).program(asked[0])
+            if len(one.text) <= _LONGEST and one.text.count("\n") < _MOST_LINES:
+                found.append(one)
+    return found
 
 
-def _function(module: ast.Module, test: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the function of a test, by pytest's name."""
-    body: list[ast.stmt] = module.body
-    found: ast.stmt | None = None
+def _function(module: ast.Module, test: str) -> tuple[ast.ClassDef | None, ast.FunctionDef | None]:
+    """Return the function of a test, by pytest's name, and the class that it is in."""
+    found: list[ast.stmt | ast.Module] = [module]
     for name in test.partition("[")[0].split("::")[1:]:
-        found = next((one for one in body if isinstance(one, (*_FUNCTIONS, ast.ClassDef)) and one.name == name), None)
-        if found is None:
-            return None
-        body = found.body
-    return found if isinstance(found, ast.FunctionDef) else None
+        body = getattr(found[-1], "body", ())
+        found += [one for one in body if isinstance(one, (*_FUNCTIONS, ast.ClassDef)) and one.name == name][:1] or [
+            module
+        ]
+    last, around = found[-1], found[-2] if len(found) > 1 else None
+    return (
+        around if isinstance(around, ast.ClassDef) else None,
+        last if isinstance(last, ast.FunctionDef) and last.body else None,
+    )
 
 
-def _asked(function: ast.FunctionDef | ast.AsyncFunctionDef, line: int) -> tuple[ast.expr, ast.stmt] | None:
-    """Return the expression that failed in a line, and the function's own statement that it is in."""
-    for outer in function.body:
+def _alone(module: ast.Module, around: ast.ClassDef | None, function: ast.FunctionDef) -> list[ast.stmt]:
+    """Return a test's statements after those of its class and of the fixtures of its file that come before them."""
+    before: list[ast.stmt] = []
+    for one in module.body:
+        names = {arg.arg for arg in function.args.args}
+        if isinstance(one, ast.FunctionDef) and one.name in names and not one.args.args and one.decorator_list:
+            *body, last = one.body
+            value = last.value if isinstance(last, ast.Return | ast.Expr) else None
+            value = value.value if isinstance(value, ast.Yield) else value
+            if value is not None:
+                before += [*body, ast.copy_location(ast.Assign([ast.Name(one.name, ast.Store())], value), last)]
+    start: list[ast.stmt] = []
+    for one in around.body if around else ():
+        if isinstance(one, ast.FunctionDef) and one.name in _START:
+            start += one.body
+        elif isinstance(one, ast.FunctionDef) and not one.name.startswith("test"):
+            kinds = {_last(kind) for kind in one.decorator_list}
+            if kinds <= {"staticmethod", "classmethod"}:
+                one.args.args, one.decorator_list = one.args.args["staticmethod" not in kinds :], []
+                before.append(one)
+        elif not isinstance(one, ast.FunctionDef):
+            before.append(one)
+    body = ast.Module([*before, *start, *function.body], [])
+    return ast.fix_missing_locations(_Without("self", "cls").visit(body)).body
+
+
+class _Without(ast.NodeTransformer):
+    """This makes plain names of the attributes of these names, but not of a test case's own methods."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        return node  # has a self of its own
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id in self._names and not node.attr.startswith("assert"):
+            return ast.copy_location(ast.Name(node.attr, node.ctx), node)
+        return node
+
+
+def _checks(statement: ast.stmt) -> bool:
+    """Tell whether a statement checks something."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return (
+        isinstance(statement, ast.Assert)
+        or _is_raising(statement)
+        or (isinstance(call, ast.Call) and _last(call.func).startswith("assert"))
+    )
+
+
+def _asked(body: Sequence[ast.stmt], line: int) -> tuple[ast.expr, ast.stmt] | None:
+    """Return the expression that failed in a line, and the statement of a test's body that it is in."""
+    for outer in body:
         if outer.lineno <= line <= (outer.end_lineno or 0):
             statement: ast.stmt = outer
             while inner := [one for one in _inside(statement) if one.lineno <= line <= (one.end_lineno or 0)]:
@@ -165,15 +235,16 @@ class _Slice:
         self,
         module: ast.Module,
         function: ast.FunctionDef | ast.AsyncFunctionDef,
+        body: list[ast.stmt],
         values: Mapping[str, str],
         until: ast.stmt,
     ) -> None:
         self._values = values
-        self._before = [one for one in function.body if (one.end_lineno or 0) < until.lineno]
+        self._before = body[: body.index(until)]
         self._module = [one for one in module.body if one is not function]
         self._parameters = {one.arg for one in [*function.args.args, *function.args.kwonlyargs]}
         # By where they stand: statements of the module, plain values, statements of the test.
-        self._statements: dict[tuple[int, int, int], ast.stmt | str] = {}
+        self._statements: dict[tuple[int, int], ast.stmt | str] = {}
         self._known = set(dir(builtins)) - self._parameters - set(values)
 
     def program(self, expression: ast.expr) -> Snippet:
@@ -193,21 +264,21 @@ class _Slice:
 
     def _find(self, name: str) -> None:
         """Add the statements that give a name its value. Raises _CannotError."""
-        mentions = [one for one in self._before if name in _names(one)]
+        mentions = [one for one in self._before if name in _binds(one) | _names(one)]
         bound = any(name in _binds(one) for one in mentions)
         if name in self._values and (not bound or name in self._parameters):
-            self._statements[1, len(self._statements), 0] = f"{name} = {self._values[name]}"
+            self._statements[1, len(self._statements)] = f"{name} = {self._values[name]}"
         elif bound:
             for one in mentions:
-                self._take(one, 2)
+                self._take(one, 2, self._before.index(one))
         elif given := [one for one in self._module if name in _binds(one)]:
-            self._take(given[0], 0)
+            self._take(given[0], 0, self._module.index(given[0]))
         else:
             raise _CannotError(name)
 
-    def _take(self, statement: ast.stmt, level: int) -> None:
-        key = level, statement.lineno, statement.col_offset
-        if isinstance(statement, ast.Assert) or key in self._statements:
+    def _take(self, statement: ast.stmt, level: int, place: int) -> None:
+        key = level, place
+        if _checks(statement) or key in self._statements:
             return
         if isinstance(statement, ast.ImportFrom) and (statement.level or (statement.module or "").startswith("test")):
             raise _CannotError("an import from the tests")
@@ -224,6 +295,9 @@ class _Slice:
 
 
 def _names(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement has when it runs."""
+    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        return set()
     return {one.id for one in ast.walk(statement) if isinstance(one, ast.Name)}
 
 

@@ -6,6 +6,8 @@ pip would run a package's build to download its source, so the index is asked he
 from __future__ import annotations
 
 import base64
+import configparser
+import contextlib
 import email.message
 import email.parser
 import hashlib
@@ -23,16 +25,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidSdistFilename, canonicalize_name, parse_sdist_filename
 from packaging.version import InvalidVersion, Version
+
+from rl.make.repositories import git
 
 _TIMEOUT_S = 60.0
 _LARGEST = 100 * 2**20  # bytes of an archive, and of what is in it
 _MOST_FILES = 20_000
 _GROUPS = ("test", "tests", "testing", "dev-test", "unittest")  # names of extras and groups with what tests need
 _FILES = ("requirements/test*.txt", "requirements/test*.in", "*requirements*test*.txt", "*test*requirements*.txt")
+# Plugins of pytest that check how code is written; they run no test, and old ones end pytest.
+_CHECKERS = re.compile("pytest[-_.](flake8|black|mypy|isort|pylint|pycodestyle|pep8|pyflakes|ruff)", re.IGNORECASE)
 _LEFT_OUT = {"..", ".git", ".venv", "__pycache__", ".pytest_cache"}
 # What stands beside a package without being part of it.
 _BESIDE = {"tests", "test", "testing", "docs", "doc", "examples", "example", "benchmarks", "benchmark", "scripts"}
@@ -76,7 +83,9 @@ class Package:
 
 
 def name_of(spec: str) -> str:
-    """Return the package's name in NAME==VERSION, or in the path of a source distribution."""
+    """Return the package's name in NAME==VERSION, or in the path of a source distribution or a git repository."""
+    if Path(spec).is_dir():
+        return canonicalize_name(Path(spec).resolve().name)
     file = Path(spec).name.removesuffix(".tar.gz")
     return canonicalize_name(file.partition("==")[0].strip() if "==" in file else file.rpartition("-")[0])
 
@@ -85,8 +94,15 @@ def fetch(spec: str, directory: Path) -> tuple[Path, str]:
     """Return a source distribution's archive and its SHA-256.
 
     spec: NAME==VERSION, whose archive is downloaded to ``directory`` unless it is there already, or the path of an
-    archive. Raises MakeError.
+    archive, or of a git repository, whose HEAD is archived there. Raises MakeError.
     """
+    if Path(spec).is_dir():
+        commit = git_of(Path(spec), "rev-parse", "--verify", "HEAD").decode().strip()
+        path = directory / f"{name_of(spec)}-{commit[:12]}.tar.gz"
+        content = git_of(Path(spec), "archive", "--format=tar", f"--prefix={name_of(spec)}/", commit)
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path, hashlib.sha256(content).hexdigest()
     if spec.endswith(".tar.gz"):
         path = Path(spec)
         if not path.is_file():
@@ -109,6 +125,15 @@ def fetch(spec: str, directory: Path) -> tuple[Path, str]:
         path.unlink()
         raise MakeError(f"{spec}: the index promises another archive than it sends (SHA-256); try again")
     return path, found
+
+
+def git_of(repository: Path, *arguments: str) -> bytes:
+    """Return what git prints in somebody's repository. Raises MakeError."""
+    try:
+        return git(repository, *arguments)
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip().split("\n")[0]
+        raise MakeError(f"{repository}: git {arguments[0]} fails: {said or error}") from error
 
 
 def _link(spec: str, name: str, version: Version) -> tuple[str, str]:
@@ -213,19 +238,47 @@ def unpack(archive: Path, directory: Path) -> None:
 def read(tree: Path, sha256: str, extra: Iterable[str] = ()) -> Package:
     """Read an unpacked source distribution. extra: further requirements of its tests. Raises MakeError."""
     try:
-        text = (tree / "PKG-INFO").read_text(errors="replace")
+        metadata = email.parser.Parser().parsestr((tree / "PKG-INFO").read_text(errors="replace"))
     except OSError:
-        raise MakeError(f"{tree.name}: has no PKG-INFO, so it is no source distribution") from None
-    metadata = email.parser.Parser().parsestr(text)
+        metadata = _written(tree)
     name, version = canonicalize_name(metadata["Name"] or ""), metadata["Version"] or ""
+    if not name:
+        raise MakeError("neither PKG-INFO nor pyproject.toml or setup.cfg names the package and what it needs")
+    if "Requires-Dist" not in metadata:  # older builds write requirements into a file of their own only
+        for line in _of_egg_info(tree):
+            metadata["Requires-Dist"] = line
     root, modules = _layout(tree, name)
     if not modules:
         raise MakeError(f"{name}=={version}: no Python package or module was found in it")
     named = [one for one in metadata.get_all("Provides-Extra", []) if canonicalize_name(one) in _GROUPS]
     needs = _of_extras(metadata, name, [""])
     tests = [*_of_extras(metadata, name, named), *_of_groups(tree)] or _of_files(tree)
-    requires = dict.fromkeys([*needs, *tests, *extra])
-    return Package(name, version, tree, sha256, _licence(metadata), root, modules, tuple(requires), text)
+    used = [one for one in tests if not _CHECKERS.match(one)]
+    requires = dict.fromkeys([*needs, *used, *extra])
+    return Package(name, version, tree, sha256, _licence(metadata), root, modules, tuple(requires), str(metadata))
+
+
+def _written(tree: Path) -> email.message.Message:
+    """Return what pyproject.toml or setup.cfg say, which a build would write into PKG-INFO."""
+    config, metadata = configparser.ConfigParser(interpolation=None, strict=False), email.message.Message()
+    with contextlib.suppress(OSError, ValueError, configparser.Error):
+        config.read_string((tree / "setup.cfg").read_text())
+    project: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    extras = dict(config.items("options.extras_require")) if config.has_section("options.extras_require") else {}
+    needs = config.get("options", "install_requires", fallback="").split("\n")
+    sections = {"": [*needs, *project.get("dependencies", [])]}
+    sections |= {extra: text.split("\n") for extra, text in extras.items()} | project.get("optional-dependencies", {})
+    metadata["Name"] = project.get("name") or config.get("metadata", "name", fallback="")
+    metadata["Version"] = project.get("version") or "0"
+    for extra, lines in sections.items():
+        metadata["Provides-Extra"] = extra
+        for one in filter(None, map(_requirement, lines)):
+            marker = " and ".join([f"({one.marker})"] * bool(one.marker) + [f'extra == "{extra}"'] * bool(extra))
+            one.marker = None
+            metadata["Requires-Dist"] = f"{one}; {marker}" if marker else str(one)
+    return metadata
 
 
 def _licence(metadata: email.message.Message) -> str:
@@ -256,6 +309,18 @@ def _layout(tree: Path, name: str) -> tuple[str, tuple[str, ...]]:
 
 def _is_beside(name: str) -> bool:
     return name in _BESIDE or name.startswith(("test_", "_test")) or name.endswith("_test")
+
+
+def _of_egg_info(tree: Path) -> Iterator[str]:
+    """Yield the requirements in requires.txt, whose sections are extras and markers, as PKG-INFO has them."""
+    marker = ""
+    for file in sorted([*tree.glob("*.egg-info/requires.txt"), *tree.glob("*/*.egg-info/requires.txt")])[:1]:
+        for line in map(str.strip, file.read_text(errors="replace").split("\n")):
+            if line.startswith("["):
+                extra, _, rest = line.strip("[]").partition(":")
+                marker = " and ".join([f"({rest})"] * bool(rest) + [f'extra == "{extra}"'] * bool(extra))
+            elif line:
+                yield f"{line}; {marker}" if marker else line
 
 
 def _of_extras(metadata: email.message.Message, name: str, extras: list[str]) -> list[str]:

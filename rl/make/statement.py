@@ -1,7 +1,7 @@
 """This module states the problem of a task: what goes wrong, as it is reported by somebody who has only seen it happen.
 
-Everything in a statement was observed: what a short program gives with the bug and without it, or the words of a failed
-assertion. The edit that made the bug is used for one thing only: to check that nothing of it is said.
+Everything in a statement was observed: what short programs give with the bug and without it. The edit that made the bug
+is used for one thing only: to check that nothing of it is said.
 """
 
 from __future__ import annotations
@@ -12,77 +12,104 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.make.runs import Bench, Failure
-from rl.make.snippet import Snippet, snippet
+from rl.make.snippet import Snippet, snippets
 
 LEVELS = (1, 2, 3)
-"""How much help a statement gives: 1 says what fails, 2 shows how, 3 shows more cases and where errors come from."""
+"""How much help a statement gives: 1 what should be, 2 what is instead, 3 more cases and where errors come from."""
 
-_MOST_TRIED = 6  # failures for which a program is looked for
-_MOST_SHOWN = 4
+_AT_ONCE = 8  # programs that are tried together, the shortest first, until each bug has enough of them
+_MOST_SHOWN = 4  # of each bug
+_LINES = 6  # of a gold patch, for each of which there is one more program
+_LONGEST = 30  # lines of a gold patch, for each bug; what more of them do cannot be shown by a few programs
 _TIMEOUT_S = 20.0
-_MOST_SAID = 12  # lines of an assertion's message
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|/testbed|/tmp/")
+_AROUND = ("list", "dict", "str", "repr", "len", "tuple", "set", "sorted")  # of a call that is meant
 _LONG_ENOUGH = 12  # characters of a line of code that nobody writes by chance
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A Shown is a failure that a program shows. observed, expected: ``returns VALUE`` or ``raises ERROR``."""
+    """A Shown is a failure that a program shows. observed, expected: ``returns VALUE`` or ``raises ERROR``. bug: which
+    one of a combination it is, from 0."""
 
     snippet: Snippet
     observed: str
     expected: str
+    bug: int = 0
 
 
 async def show(
-    bench: Bench, broken: Mapping[str, str], failures: Sequence[Failure], tests: Mapping[str, str]
+    bench: Bench,
+    broken: Mapping[str, str],
+    mended: Sequence[Mapping[str, str]],
+    failures: Sequence[Failure],
+    tests: Mapping[str, str],
 ) -> list[Shown]:
-    """Return programs that answer differently with the bug and without it, the shortest first.
+    """Return programs that show one bug each: they answer as without any bug if this one is mended, and only then.
 
-    broken: the files with the bug. tests: the sources of the tests' files. Raises SandboxError, MakeError.
+    broken: the files with all bugs. mended: for each bug, the files with all the others. tests: the sources of the
+    tests' files. Programs that do not always answer the same are left out. Raises SandboxError, MakeError.
     """
     found = {}
-    for failure in failures[: 4 * _MOST_TRIED]:
+    for failure in failures:
         path = failure.test.partition("::")[0]
-        if path in tests and (one := snippet(tests[path], failure)):
+        for one in snippets(tests[path], failure) if path in tests else ():
             found.setdefault(one.text, one)
-    tried = sorted(found.values(), key=lambda one: len(one.text))[:_MOST_TRIED]
-    programs = [one.program() for one in tried]
-    answers = [await bench.scripts(files, programs, timeout_s=_TIMEOUT_S) for files in (broken, {})] if tried else []
-    shown = []
-    for one, *said in zip(tried, *answers, strict=True) if tried else ():
-        observed, expected = (text.rstrip("\n").rpartition("\n")[2] for text in said)
-        if observed and expected and observed != expected and not _ADDRESS.search(observed + expected):
-            shown.append(Shown(one, observed, expected))
-    return shown[:_MOST_SHOWN]
+    left, shown = sorted(found.values(), key=lambda one: len(one.text)), list[Shown]()
+    counts = [0] * len(mended)
+    while left and min(counts) < _MOST_SHOWN:
+        now, left = left[:_AT_ONCE], left[_AT_ONCE:]
+        programs = [one.program() for one in now]
+        trees = (broken, broken, {}, *mended)
+        answers = [await bench.scripts(files, programs, timeout_s=_TIMEOUT_S) for files in trees]
+        for one, *said in zip(now, *answers, strict=True):
+            observed, again, expected, *others = (text.rstrip("\n").rpartition("\n")[2] for text in said)
+            mends = [bug for bug, answer in enumerate(others) if answer == expected]
+            told = (
+                observed
+                and expected
+                and observed == again != expected
+                and not _ADDRESS.search(f"{one.text} {observed} {expected}")
+            )
+            if told and len(mends) == 1 and counts[mends[0]] < _MOST_SHOWN:
+                counts[mends[0]] += 1
+                shown.append(Shown(one, observed, expected, mends[0]))
+    return shown
 
 
 def statements(
     shown: Sequence[Shown],
+    bugs: int,
     failures: Sequence[Failure],
     sources: Sequence[str],
     tests: Sequence[str],
     gold: str,
 ) -> dict[int, str]:
-    """Return the statement of each level. sources: the package's own files. tests, gold: what must not be said.
+    """Return the statement of each level, which has a program for each bug; {} if there is one that none shows.
 
-    A part that would tell the answer or name a test is left out; if no part is left, the statement is a general one.
+    bugs: how many there are. sources: the package's own files. tests, gold: what must not be said: no statement has a
+    program that would tell the answer or name a test. The more lines are to be written, the more programs there are.
     """
+    safe = [one for one in shown if not leaks(f"{_brief(one)}\n{_example(one, 2)}", tests, gold)]
+    lines = sum(line.startswith("+") and not line.startswith("+++") for line in gold.split("\n"))
+    most = min(_MOST_SHOWN, 1 + lines // (_LINES * bugs))
+    safe.sort(key=lambda one: one.expected == "returns None")  # which tells least
+    by_bug = [[one for one in safe if one.bug == bug] for bug in range(bugs)]
+    needed = 1 if bugs > 1 else max(1, min(most, len({test.partition("[")[0] for test in tests})))
+    if min(map(len, by_bug)) < needed or lines > _LONGEST * bugs:
+        return {}
     levels: dict[int, str] = {}
-    safe = [one for one in shown if not leaks(_example(one), tests, gold)]
     where = _where(failures, sources)
     for level in LEVELS:
-        parts = [_brief(safe[0]) if safe else _general(failures)]
-        if level > 1:
-            parts += [_example(safe[0])] if safe else _words(failures, tests, gold)
+        parts = [f"{bugs} things go wrong, each by itself."] if bugs > 1 else []
+        for some in by_bug:
+            parts += [_brief(some[0]), *(_example(one, level) for one in some[: _MOST_SHOWN if level > 2 else most])]
         if level > 2:
-            parts += [_example(one) for one in safe[1:]]
             if len(failures) > 1:
                 parts.append(f"{len(failures)} checks of the test suite fail because of it.")
             if where:
                 parts.append(where)
-        text = "\n\n".join(part for part in parts if not leaks(part, tests, gold))
-        levels[level] = text or "A function of this package no longer does what its documentation says."
+        levels[level] = "\n\n".join(part for part in parts if not leaks(part, tests, gold))
     return levels
 
 
@@ -104,21 +131,24 @@ def leaks(text: str, tests: Sequence[str], gold: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _callee(expression: str) -> str:
-    """Return the function that an expression calls, as it is written; "" if it calls none."""
-    calls = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Call)]
-    names = [ast.unparse(node.func) for node in calls if isinstance(node.func, ast.Name | ast.Attribute)]
-    names = [name for name in names if name not in ("list", "dict", "str", "repr", "len", "tuple", "set", "sorted")]
-    return names[0] if names and len(names[0]) < 60 and names[0].replace(".", "").isidentifier() else ""
+def _callee(snippet: Snippet) -> str:
+    """Return the function of the package that a program calls at its end, as it is written; "" if it calls none."""
+    node = ast.parse(snippet.expression, mode="eval").body
+    while isinstance(node, ast.Call) and ast.unparse(node.func) in _AROUND and len(node.args) == 1:
+        node = node.args[0]
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    imported = re.search(rf"import .*\b{re.escape(name.partition('.')[0])}\b", snippet.before)
+    return name if imported and len(name) < 60 and name.replace(".", "").isidentifier() else ""
 
 
 def _brief(one: Shown) -> str:
-    name = _callee(one.snippet.expression)
-    subject = f"`{name}()`" if name else f"`{one.snippet.expression}`" if len(one.snippet.expression) < 80 else "A call"
+    name = _callee(one.snippet)
+    subject = f"`{name}()`" if name else "This program"
     raised = re.match(r"raises (\w+)", one.observed)
     wanted = re.match(r"raises (\w+)", one.expected)
     if raised and wanted:
-        return f"{subject} raises `{raised[1]}` with a message or of a type that is not the right one."
+        what = "with a wrong message" if raised[1] == wanted[1] else f"where it should raise `{wanted[1]}`"
+        return f"{subject} raises `{raised[1]}` {what}."
     if raised:
         return f"{subject} raises `{raised[1]}` where it should return a result."
     if wanted:
@@ -126,34 +156,15 @@ def _brief(one: Shown) -> str:
     return f"{subject} gives a wrong result."
 
 
-def _example(one: Shown) -> str:
-    return f"```python\n{one.snippet.text}\n```\n\nObserved: {_said(one.observed)}\nExpected: {_said(one.expected)}"
+def _example(one: Shown, level: int) -> str:
+    observed = f"Observed: {_said(one.observed)}\n" if level > 1 else ""
+    return f"```python\n{one.snippet.text}\n```\n\n{observed}Expected: {_said(one.expected)}"
 
 
 def _said(outcome: str) -> str:
     kind, _, value = outcome.partition(" ")
     fence = "``" if "`" in value else "`"
     return f"{kind} {fence}{value}{fence}"
-
-
-def _general(failures: Sequence[Failure]) -> str:
-    kinds = list(dict.fromkeys(failure.type for failure in failures if failure.type.isidentifier()))
-    errors = [kind for kind in kinds if kind not in ("AssertionError", "Failed")]
-    if errors:
-        return f"Something that this package should do ends with `{errors[0]}`."
-    return "This package gives a wrong result."
-
-
-def _words(failures: Sequence[Failure], tests: Sequence[str], gold: str) -> list[str]:
-    """Return what the failed assertions say of themselves, as far as it may be told."""
-    for failure in failures:
-        lines = [line for line in failure.message.split("\n") if not _ADDRESS.search(line)][:_MOST_SAID]
-        text = "\n".join(lines).strip()
-        if text and not leaks(text, tests, gold):
-            if failure.type in ("AssertionError", "Failed"):
-                return [f"This does not hold, but should:\n\n```\n{text}\n```"]
-            return [f"The error is:\n\n```\n{failure.type}: {text}\n```"]
-    return []
 
 
 def _where(failures: Sequence[Failure], sources: Sequence[str]) -> str:

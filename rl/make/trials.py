@@ -17,7 +17,7 @@ from rewards.rules import Rules
 from rewards.task import Task
 from rewards.verdict import Verdict
 from rl.make import edits
-from rl.make.candidates import COMBINED, FEATURE, Candidate
+from rl.make.candidates import COMBINED, FEATURE, FIX, WRITTEN, Candidate
 from rl.make.prepare import Prepared
 from rl.make.runs import Bench, Failure, NoResultError, slow
 from rl.make.statement import LEVELS, show, statements
@@ -39,6 +39,7 @@ class Outcome(StrEnum):
     EQUAL = "equal"  # fails as an earlier one does
     FLAKY = "flaky"
     NOT_HIDDEN = "not_hidden"
+    NOT_SHOWN = "not_shown"  # there is no program for a statement
     MISGRADED = "misgraded"
 
 
@@ -103,6 +104,8 @@ class Workshop:
             return ended(Outcome.NO_RESULT)
         if run.broken:
             return ended(Outcome.COLLECTION)
+        if candidate.files.isdisjoint(test.partition("::")[0] for test in run.failed) and candidate.files:
+            return ended(Outcome.NO_FAILURE)
         if not run.failed or len(run.failed) > MOST_BROKEN:
             return ended(Outcome.TOO_MANY if run.failed else Outcome.NO_FAILURE)
         return ended(Outcome.KEPT, sorted(run.failed), sorted(run.failures, key=lambda one: one.test))
@@ -137,8 +140,13 @@ class Workshop:
             return Outcome.NOT_HIDDEN, "the names of the failing tests cannot be read from a log"
         passing = [names[test] for test in names if test in self.prepared.stable - set(trial.failed)]
         gold = edits.patch(broken, {path: self.sources[path] for path in broken})
-        shown = await show(self._bench, broken, trial.failures, dict(hidden.whole))
-        texts = statements(shown, trial.failures, package.sources(), trial.failed, gold)
+        parts = candidate.parts or (candidate.edit,)
+        others = [[change for other in parts if other is not part for change in other] for part in parts]
+        mended = [edits.applied(other, self.sources) for other in others]
+        shown = await show(self._bench, broken, mended, trial.failures, hidden.whole)
+        texts = statements(shown, len(parts), trial.failures, package.sources(), trial.failed, gold)
+        if not texts:
+            return Outcome.NOT_SHOWN, f"{len(parts)} bugs, {len({one.bug for one in shown})} shown by programs"
         name = task_id(package, candidate.edit)
         commit = write_snapshot(package, self.prepared.venv, broken, hidden, self._repositories / name)
         row: dict[str, Any] = {
@@ -191,6 +199,8 @@ def _difficulty(candidate: Candidate) -> str:
     """Return the kind of edit, in few words, because metrics are split by it."""
     if candidate.maker in COMBINED:
         return f"{COMBINED.index(candidate.maker) + 2} edits"
+    if candidate.maker in (FIX, WRITTEN):
+        return "commit" if candidate.maker == FIX else "written"
     return "function" if candidate.maker in (FEATURE, "drop_function") else "1 edit"
 
 

@@ -21,6 +21,7 @@ from rl.batch import Journal, run_all
 from rl.make import edits
 from rl.make.candidates import NAMES, Candidate, Kept, combinations, parsed, singles
 from rl.make.prepare import Prepared
+from rl.make.sources import Package
 from rl.make.tasks import task_id
 from rl.make.trials import MOST_BROKEN, Outcome, Trial, Workshop
 
@@ -40,8 +41,20 @@ class Order:
     rules: Rules = Rules()  # noqa: RUF009  has no state
 
 
+def editable(package: Package, rules: Rules) -> dict[str, str]:
+    """Return the texts of the package's files that may be edited, by path. rules: see ``Order``."""
+    texts = {}
+    for path in package.sources():
+        if not rules.drops(path):
+            try:
+                texts[path] = (package.tree / path).read_bytes().decode()
+            except UnicodeDecodeError:
+                continue
+    return texts
+
+
 class Maker:
-    """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each trial."""
+    """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each of them."""
 
     def __init__(
         self,
@@ -50,16 +63,12 @@ class Maker:
         order: Order,
         journal: Journal,
         tell: Callable[[int, int], None] = lambda kept, tried: None,
+        first: Callable[[Mapping[str, str]], Iterator[Candidate]] = lambda sources: iter(()),
     ) -> None:
-        package = prepared.package
-        sources = {}
-        for path in package.sources():
-            if not order.rules.drops(path):
-                try:
-                    sources[path] = (package.tree / path).read_bytes().decode()
-                except UnicodeDecodeError:
-                    continue
+        """first: returns candidates that are tried before all others, given the texts of files that may be edited."""
+        sources = editable(prepared.package, order.rules)
         self._prepared, self._sources, self._order, self._journal = prepared, sources, order, journal
+        self._first = first
         self._workshop = Workshop(prepared, sources, repositories, order.rules)
         self._repositories = repositories
         self._tell = tell
@@ -67,6 +76,7 @@ class Maker:
         self._tried = {record["id"]: record for record in mine if record["phase"] == "tried"}
         self._made = {record["id"]: record for record in mine if record["phase"] == "made"}
         self._signatures: set[str] = set()
+        self._so_far = [0, 0]  # tasks, trials
         self.records: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
 
@@ -88,7 +98,7 @@ class Maker:
         kept: list[Kept] = []
         combined = any(name.startswith("combine") for name in self._order.makers)
         quota = self._order.limit - int(self._order.limit * _SHARE) * combined
-        stream = singles(files, seed, self._order.makers)
+        stream = itertools.chain(self._first(self._sources), singles(files, seed, self._order.makers))
         await self._until(stream, quota, kept)
         await self._until(combinations(list(kept), seed, MOST_BROKEN, self._order.makers), self._order.limit, [])
         await self._until(stream, self._order.limit, kept)  # if combinations did not give enough
@@ -101,6 +111,7 @@ class Maker:
 
             async def attempt(piece: tuple[int, Candidate], trials: dict[int, Trial] = trials) -> None:
                 trials[piece[0]] = await self._trial(piece[1])
+                self._moved(0, 1)
 
             await run_all(enumerate(wave), self._order.jobs, attempt)
             new = []
@@ -119,7 +130,6 @@ class Maker:
                     if outcome is Outcome.KEPT:
                         self.rows.append(made)
                         kept.append((candidate, trial.failed))
-                self._tell(len(self.rows), len(self.records))
 
     async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[Outcome, Any]]:
         """Make tasks from trials, in any order; return what became of each, in the order of ``pieces``."""
@@ -127,6 +137,7 @@ class Maker:
 
         async def one(piece: tuple[int, tuple[Candidate, Trial]]) -> None:
             made[piece[0]] = await self._task(*piece[1])
+            self._moved(made[piece[0]][0] is Outcome.KEPT, 0)
 
         await run_all(enumerate(pieces), self._order.jobs, one)
         return [made[number] for number in range(len(pieces))]
@@ -137,7 +148,6 @@ class Maker:
             return Trial.from_json(self._tried[name]["trial"])
         trial = await self._workshop.tried(candidate)
         self._append(name, "tried", candidate, {"trial": trial.to_json()})
-        self._tell(len(self.rows), len(self.records))
         return trial
 
     async def _task(self, candidate: Candidate, trial: Trial) -> tuple[Outcome, Any]:
@@ -155,6 +165,10 @@ class Maker:
         base = {"package": self._key, "id": name, "phase": phase, "maker": candidate.maker, "infra": False}
         edit = {"edit": edits.to_json(candidate.edit)} if phase == "tried" else {}
         self._journal.append({**base, **edit, **more})
+
+    def _moved(self, tasks: int, trials: int) -> None:
+        self._so_far = [self._so_far[0] + tasks, self._so_far[1] + trials]
+        self._tell(*self._so_far)
 
     def _count(self, candidate: Candidate, outcome: Outcome) -> None:
         self.records.append({"maker": candidate.maker, "outcome": str(outcome)})

@@ -86,7 +86,7 @@ def restate(args: argparse.Namespace, screen: Screen) -> int:
     counts, statements, by = Counter[str](), [], []
     for task, text in zip(tasks, old, strict=True):
         answer = asked.answers.get((task.instance_id, teacher.name))
-        new = _text(answer["action"]) if answer else ""
+        new = text_of(answer["action"]) if answer else ""
         # Tests that pass with the bug, too, are in the agent's copy: only the names of the others are hidden.
         why = wrong(text, new, task.FAIL_TO_PASS, task.patch or "") if answer else "no answer"
         counts["statements replaced" if not why else f"kept as it was: {why}"] += 1
@@ -98,7 +98,7 @@ def restate(args: argparse.Namespace, screen: Screen) -> int:
     return told(asked, dict(counts.most_common()), screen, ("tasks", str(out)))
 
 
-def _text(action: Message) -> str:
+def text_of(action: Message) -> str:
     """Return the text of a reply without thinking; "" if it makes calls."""
     blocks = blocks_of(action["content"])
     return "" if any(block["type"] == "tool_use" for block in blocks) else text_in(blocks).strip()

@@ -6,14 +6,16 @@ import hashlib
 import http.server
 import io
 import json
+import sys
 import tarfile
 import threading
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
-from rl.make import environment, sources
+from rl.make import environment, runs, sources
+from rl.make.prepare import _no_test, prepare
 from rl.make.sources import MakeError, Package
 
 PKG_INFO = """\
@@ -77,7 +79,7 @@ def test_a_package_says_what_it_is_and_what_its_tests_need(tmp_path: Path) -> No
 def test_other_layouts_and_files_of_requirements(tmp_path: Path) -> None:
     text = "Name: one\nVersion: 1\nClassifier: License :: OSI Approved :: MIT License\n"
     files = {"PKG-INFO": text, "one.py": "", "setup.py": "", "test_one.py": "", "docs/__init__.py": ""}
-    files["requirements-test.txt"] = "freezegun>=1  # time\n-r other.txt\n\n# no\n"
+    files["requirements-test.txt"] = "freezegun>=1  # time\n-r other.txt\n\n# no\npytest-flake8\n"
     sources.unpack(archive(tmp_path / "a.tar.gz", {f"p/{name}": text for name, text in files.items()}), tmp_path / "t")
     package = sources.read(tmp_path / "t", "0")
     assert (package.root, package.modules, package.licence) == (".", ("one",), "MIT License")
@@ -133,32 +135,74 @@ def test_a_package_is_named_with_its_version(spec: str, tmp_path: Path) -> None:
         sources.fetch(spec, tmp_path)
 
 
-def read_as(module: ModuleType, tmp_path: Path) -> Package:
-    """A package that is a copy of an installed module."""
-    name, text = module.__name__, Path(str(module.__file__)).read_text()
-    files = {"PKG-INFO": f"Name: {name}\nVersion: 1\n", f"src/{name}/__init__.py": text}
-    sources.unpack(
-        archive(tmp_path / "a.tar.gz", {f"p/{path}": text for path, text in files.items()}), tmp_path / "tree"
-    )
+def package_of(tmp_path: Path, files: dict[str, str]) -> Package:
+    files = {"p/PKG-INFO": "Name: pluggy\nVersion: 1\n", **{f"p/src/{name}": text for name, text in files.items()}}
+    sources.unpack(archive(tmp_path / "a.tar.gz", files), tmp_path / "tree")
     return sources.read(tmp_path / "tree", "0")
 
 
-def test_what_boxes_hide_of_the_trainers_packages_is_no_copy(tmp_path: Path) -> None:
-    import libcst
-
-    assert environment.copies(read_as(libcst, tmp_path), tmp_path / "venv") == []
+WORDS = [f"word{number}" for number in range(40)]
 
 
-def test_copies_that_a_box_would_show_are_found(tmp_path: Path) -> None:
-    import pluggy
-
-    tree = tmp_path / "tree"
-    package = read_as(pluggy, tmp_path)
-    assert Path(pluggy.__file__) in environment.copies(package, tmp_path / "venv")
-    (tree / "src/pluggy/__init__.py").write_text("something = entirely + different\nwords_of_its_own = 1\n")
-    assert not environment.copies(package, tmp_path / "venv")
-    vendored = tmp_path / "venv/lib/other/_vendor/pluggy/__init__.py"
-    vendored.parent.mkdir(parents=True)
-    vendored.write_text("something = entirely + different\n")
+@pytest.mark.parametrize("kind", ["module", "package"])
+@pytest.mark.parametrize(("count", "copied"), [(3, False), (19, False), (20, True), (40, True), (90, False)])
+def test_a_copy_has_half_of_the_words_of_the_larger_one(count: int, copied: bool, kind: str, tmp_path: Path) -> None:
+    """A few words of a tiny file are no copy of a large package, and no large package is one of a tiny file."""
+    texts = {"pluggy.py": " ".join(WORDS)}
+    other = " ".join([*WORDS, *(f"other{n}" for n in range(90))][:count])
+    place, wanted = tmp_path / "venv/lib/_vendor", "pluggy.py"
+    found = {"pluggy.py": other}
+    if kind == "package":  # of which only the whole tells
+        texts = {"pluggy/__init__.py": "", "pluggy/deep/a.py": " ".join(WORDS)}
+        found, wanted = {"pluggy/__init__.py": "", "pluggy/b.py": other}, "pluggy"
+    package = package_of(tmp_path, texts)
+    for name, text in found.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
     environment._python_files.cache_clear()
-    assert environment.copies(package, tmp_path / "venv") == [vendored]
+    assert environment.copies(package, tmp_path / "venv") == ([place / wanted] if copied else [])
+
+
+def test_what_the_trainer_has_installed_is_no_copy(tmp_path: Path) -> None:
+    """Boxes show the standard library, whose modules count, and not the site-packages of the trainer."""
+    import heapq
+
+    base = Path(heapq.__file__).parent
+    package = package_of(tmp_path, {"heapq.py": Path(heapq.__file__).read_text(), "pip.py": "import pip"})
+    assert [found for place in environment.BASES for found in environment.copies(package, place)] == [base / "heapq.py"]
+    assert Path(sys.prefix) not in environment.BASES
+    assert not [path for place in environment.BASES for path in environment._python_files(place)["__init__.py"]
+                if "site-packages" in path.parts]  # fmt: skip
+
+
+def test_a_copy_is_told_before_anything_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import heapq
+
+    files = {"p/PKG-INFO": "Name: heapq\nVersion: 1\n", "p/heapq.py": Path(heapq.__file__).read_text()}
+    path = archive(tmp_path / "heapq-1.tar.gz", files)
+    monkeypatch.setattr(environment, "build", lambda *_: pytest.fail("it installs"))
+    with pytest.raises(MakeError, match="would show an agent 1 copies"):
+        prepare(str(path), tmp_path / "kept")
+
+
+def test_requirements_that_only_egg_info_has_are_read(tmp_path: Path) -> None:
+    about = "six\n\n[:python_version < '3']\nold\n\n[lint]\nruff\n\n[tests:python_version > '3']\nPyHamcrest>=2\n"
+    files = {"pluggy/__init__.py": "", "pluggy.egg-info/requires.txt": about}
+    package = package_of(tmp_path, files)
+    assert package.requires == ("six",)
+    (tmp_path / "tree/PKG-INFO").write_text("Name: pluggy\nVersion: 1\nProvides-Extra: tests\n")
+    assert sources.read(tmp_path / "tree", "0").requires == ("six", "PyHamcrest>=2")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reasons", "said"),
+    [
+        ((("t.py", "E   ModuleNotFoundError: No module named 'yaml.loader'"),), {}, "need yaml.loader; name"),
+        ((), {"t.py::a": "ModuleNotFoundError: No module named 'six'"}, "need six; name the packages"),
+        ((), {}, "pytest finds no test in its source distribution; choose another"),
+        ((), {"t.py::a": "OSError: x", "t.py::b": "OSError: x"}, "none of its 2 tests passes each time: OSError: x (2"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_has_an_advice_of_its_own(broken: Any, reasons: dict[str, str], said: str) -> None:
+    tests = dict.fromkeys(reasons, "failed")
+    assert said in _no_test(runs.Tested(tests, (), broken, {}, 1.0, (), reasons))

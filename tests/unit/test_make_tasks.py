@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.make.runs import Failure
-from rl.make.snippet import Snippet, snippet
-from rl.make.statement import LEVELS, Shown, leaks, statements
+from rl.make.snippet import Snippet, snippets
+from rl.make.statement import LEVELS, Shown, leaks, show, statements
 from rl.make.tasks import CannotHideError, Hidden, eval_script, hide, logged, without
 
 TESTS = '''\
@@ -95,22 +97,78 @@ def test_names_with_blanks_are_those_that_the_log_has() -> None:
 
 
 def test_a_snippet_is_the_call_that_failed_and_what_it_needs() -> None:
-    found = snippet(TESTS, failure("test_shop.py::test_total[1]", 9, values={"amount": "1"}))
-    assert found == Snippet("from shop import total\namount = 1", "total(amount)")
-    found = snippet(TESTS, failure("test_shop.py::TestBasket::test_add", 19))
-    assert found == Snippet("from shop import Basket\nbasket = Basket()\nbasket.add(2)", "basket.sum()")
-    found = snippet(TESTS, failure("test_shop.py::TestBasket::test_refuse", 22))
-    assert found == Snippet("from shop import Basket", "Basket().add(-1)")
-    assert snippet(TESTS, failure("test_shop.py::TestAlone::test_one", 28)) is None  # a fixture is out of reach
-    assert snippet("def f(: x", failure("test_shop.py::f", 1)) is None
+    found = snippets(TESTS, failure("test_shop.py::test_total[1]", 9, values={"amount": "1"}))
+    assert found == [Snippet("from shop import total\namount = 1", "total(amount)")]
+    found = snippets(TESTS, failure("test_shop.py::TestBasket::test_add", 19))
+    assert found == [Snippet("from shop import Basket\nbasket = Basket()\nbasket.add(2)", "basket.sum()")]
+    found = snippets(TESTS, failure("test_shop.py::TestBasket::test_refuse", 22))
+    assert found == [Snippet("from shop import Basket", "Basket().add(-1)")]
+    assert not snippets(TESTS, failure("test_shop.py::TestAlone::test_one", 28))  # a fixture is out of reach
+    assert not snippets("def f(: x", failure("test_shop.py::f", 1))
+
+
+CASES = """\
+import unittest
+import pytest
+from shop import Basket
+
+@pytest.fixture
+def full():
+    basket = Basket()
+    basket.add(2)
+    return basket
+
+class TestCase(unittest.TestCase):
+    amount = 3
+
+    def setUp(self):
+        self.basket = Basket()
+        self.basket.add(self.amount)
+
+    def double(self, number):
+        return 2 * number
+
+    def test_sum(self):
+        def less(n): return n - 1
+        self.assertEqual(self.basket.sum(), self.double(less(2)))
+        with self.assertRaises(ValueError):
+            self.basket.add(-1)
+        self.assertTrue(self.basket.items)
+
+def test_full(full):
+    assert full.sum() == 2
+"""
+
+
+def test_a_snippet_has_what_a_class_and_fixtures_do_before_a_test_and_later_checks_follow() -> None:
+    """A test case's own attributes become plain names."""
+    made = "from shop import Basket\namount = 3\nbasket = Basket()\nbasket.add(amount)"
+    found = snippets(CASES, failure("t.py::TestCase::test_sum", 23))
+    assert [one.expression for one in found] == ["basket.sum()", "basket.add(-1)", "basket.items"]
+    assert {one.before for one in found} == {made}
+    asked = CASES.replace("self.basket.sum(), self.double(less(2))", "self.double(less(2)), 2")
+    found = snippets(asked, failure("t.py::TestCase::test_sum", 23))
+    helpers = "def double(number):\n    return 2 * number\ndef less(n):\n    return n - 1"
+    assert found[0] == Snippet(helpers, "double(less(2))")
+    own = asked.replace("def less(n): return n - 1", "class less(int):\n            def f(self): return self.real")
+    assert "self.real" in snippets(own.replace("(2)", "(2).f()"), failure("t.py::TestCase::test_sum", 24))[0].text
+    (found,) = snippets(CASES, failure("t.py::test_full", 29))
+    before = "from shop import Basket\nbasket = Basket()\nbasket.add(2)\nfull = basket"
+    assert found == Snippet(before, "full.sum()")
 
 
 @pytest.mark.parametrize(
     ("expression", "said"),
-    [("1 + 1", "returns 2"), ("int('x')", "raises ValueError: "), ("'a\\nb'", "returns 'a\\nb'")],
+    [
+        ("1 + 1", "returns 2"),
+        ("__import__('pickle').dumps(kind) and kind.__module__", "returns '__main__'"),
+        ("int('x')", "raises ValueError: "),
+        ("'a\\nb'", "returns 'a\\nb'"),
+    ],
 )
 def test_the_program_of_a_snippet_says_what_its_expression_gives(expression: str, said: str) -> None:
-    program = Snippet("text = '''a\nb'''\nprint('noise', end='')", expression).program()
+    before = "text = '''a\nb'''\nprint('noise', end='')\nclass kind: ..."
+    program = Snippet(before, expression).program()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[-2].startswith(said)
 
@@ -119,39 +177,95 @@ GOLD = "--- a/shop.py\n+++ b/shop.py\n@@ -1 +1 @@\n-    return amount * (RATE + 
 NAMES = ["tests/test_shop.py::TestBasket::test_total[1]"]
 
 
+def shown(call: str, observed: str = "returns 4", expected: str = "returns 3", bug: int = 0) -> Shown:
+    return Shown(Snippet("from shop import total", call), observed, expected, bug)
+
+
 def test_statements_of_three_levels_tell_more_and_more() -> None:
-    shown = [
-        Shown(Snippet("from shop import total", f"total({n})"), f"returns {4 * n}", f"returns {3 * n}") for n in (1, 2)
-    ]
-    texts = statements(shown, [failure(NAMES[0], 9)] * 2, ["shop.py"], NAMES, GOLD)
+    some = [shown(f"total({n})", f"returns {4 * n}", f"returns {3 * n}") for n in (1, 2)]
+    texts = statements(some, 1, [failure(NAMES[0], 9)] * 2, ["shop.py"], NAMES, GOLD)
     assert set(texts) == set(LEVELS)
-    assert texts[1] == "`total()` gives a wrong result."
-    assert "total(1)" in texts[2] and "total(2)" not in texts[2]
-    assert "returns `4`" in texts[2] and "returns `3`" in texts[2]
-    assert texts[3].startswith(texts[2]) and "total(2)" in texts[3]
+    assert all(text.startswith("`total()` gives a wrong result.\n\n```python\n") for text in texts.values())
+    assert "Expected: returns `3`" in texts[1] and "returns `4`" not in texts[1] and "total(2)" not in texts[1]
+    assert "Observed: returns `4`" in texts[2] and "total(2)" not in texts[2]
+    assert texts[3].startswith(texts[2]) and "total(2)" in texts[3] and "2 checks" in texts[3]
+    raised = Failure(NAMES[0], "call", "KeyError", "'x'", frames=(("shop.py", 3, "total"),))
+    assert "ends in `total` (`shop.py`)" in statements(some, 1, [raised], ["shop.py"], NAMES, GOLD)[3]
+    for call in ("f(1)", "abs(1) > 1", "abs(1)()"):
+        local = Shown(Snippet("from m import abs\nf = abs", call), "returns 2", "returns 1")
+        assert statements([local], 1, [], [], NAMES, "")[1].startswith("This program gives")
+    assert statements([local, shown("list(total(1))")], 1, [], [], NAMES, "")[3].count("```python") == 2
+    for wanted, said in (("A", "raises `A` with a wrong message."), ("B", "raises `A` where it should raise `B`.")):
+        told = statements([shown("total(1)", "raises A: 1", f"raises {wanted}: 2")], 1, [], [], NAMES, "")
+        assert told[1].startswith(f"`total()` {said}")
+    nothing = shown("total(9)", expected="returns None")
+    assert "total(1)" in statements([nothing, shown("total(1)")], 1, [], [], NAMES, "")[1]
 
 
-def test_what_would_tell_the_answer_is_left_out() -> None:
+def test_a_long_patch_needs_several_programs() -> None:
+    gold = GOLD + "+    pass\n" * 12
+    names = [f"tests/test_shop.py::test_{n}" for n in range(5)]
+    assert not statements([shown("total(1)"), shown("total(2)")], 1, [], [], names, gold)
+    assert statements([shown("total(1)")], 1, [], [], names[:1], gold)
+    text = statements([shown(f"total({n})") for n in range(4)], 1, [], [], names, gold)[1]
+    assert text.count("```python") == 3
+    assert not statements([shown(f"total({n})") for n in range(4)], 1, [], [], names, gold + "+    pass\n" * 18)
+
+
+def test_what_would_tell_the_answer_is_in_no_statement() -> None:
     telling = Shown(Snippet("", "f(lambda amount: amount * RATE_OF_ALL)"), "returns 'return amount * RATE_OF_ALL'", "x")
-    said = Failure(NAMES[0], "call", "AssertionError", "assert 4 == 3 in test_total")
-    for text in statements([telling], [said], ["shop.py"], NAMES, GOLD).values():
-        assert text
-        assert not leaks(text, NAMES, GOLD)
-        assert "RATE_OF_ALL" not in text and "test_total" not in text
+    assert not statements([telling], 1, [], ["shop.py"], NAMES, GOLD)
+    (first, *_) = statements([telling, shown("total(1)")], 1, [], ["shop.py"], NAMES, GOLD).values()
+    assert "RATE_OF_ALL" not in first and "total(1)" in first
     assert leaks("see test_shop", NAMES, GOLD) == ["test_shop"]
     assert leaks("it should `return amount  * RATE_OF_ALL`", NAMES, GOLD) == ["return amount * RATE_OF_ALL"]
     assert not leaks("return amount * (RATE + 1) is what the code says", NAMES, GOLD)
 
 
-def test_without_a_program_the_assertion_speaks() -> None:
-    said = Failure(NAMES[0], "call", "AssertionError", "assert 4 == 3\n +  where 4 = total(1)")
-    texts = statements([], [said], ["shop.py"], NAMES, GOLD)
-    assert texts[1] == "This package gives a wrong result."
-    assert "where 4 = total(1)" in texts[2]
-    raised = Failure(NAMES[0], "call", "KeyError", "'x'", frames=(("shop.py", 3, "total"),))
-    texts = statements([], [raised], ["shop.py"], NAMES, GOLD)
-    assert "KeyError" in texts[1]
-    assert "ends in `total` (`shop.py`)" in texts[3] and "shop.py" not in texts[2]
+class Bench:
+    """This stands in for boxes: a tree's answers to a program are those of a table. Trees are named by one file."""
+
+    def __init__(self, answers: dict[str, list[str]]) -> None:
+        self.answers, self.runs = answers, 0
+
+    async def scripts(self, changed: dict[str, str], programs: list[str], *, timeout_s: float) -> list[str]:
+        self.runs += 1
+        found = self.answers[changed.get("tree", "right")]
+        said = [found[int(one.partition("eval('ask(")[2].partition(")")[0])] for one in programs]
+        return [
+            "" if text == "hangs" else f"\nreturns {f'{self.runs}.5' if text == 'any' else text}\n" for text in said
+        ]
+
+
+ANSWER = st.sampled_from(["1", "1", "2", "3", "any", "hangs", "<x at 0x1f>"])
+
+
+@given(st.data(), st.integers(1, 3), st.integers(0, 6))
+def test_a_combination_has_a_program_for_each_bug_or_no_statement(data: Any, bugs: int, programs: int) -> None:
+    """A bug's program is right only where this bug is mended; it answers the same each time."""
+    trees = ["broken", "right", *(f"without {bug}" for bug in range(bugs))]
+    answers = {tree: data.draw(st.lists(ANSWER, min_size=programs, max_size=programs)) for tree in trees}
+    if bugs == 1:
+        answers["without 0"] = answers["right"]
+    tests = "\n".join(f"def test_{n}():\n    assert ask({n})\n" for n in range(programs)).replace("\n\n", "\n")
+    mended = [{"tree": f"without {bug}"} for bug in range(bugs)]
+    source = f"ask = print\n{tests}"
+    failures = [failure(f"t.py::test_{n}", 2 * n + 3) for n in range(programs)]
+    found = asyncio.run(show(Bench(answers), {"tree": "broken"}, mended, failures, {"t.py": source}))  # ty: ignore
+    right = {
+        (n, bug)
+        for n in range(programs)
+        for bug in range(bugs)
+        if {answers["broken"][n], answers["right"][n]} <= {"1", "2", "3"}
+        and answers["broken"][n] != answers["right"][n]
+        and [other for other in range(bugs) if answers[f"without {other}"][n] == answers["right"][n]] == [bug]
+    }
+    told = {(int(one.snippet.expression[4:-1]), one.bug) for one in found}
+    assert told <= right and {bug for _, bug in told} == {bug for _, bug in right}
+    texts = statements(found, bugs, failures, [], [], "")
+    assert set(texts) == (set(LEVELS) if {bug for _, bug in right} == set(range(bugs)) else set())
+    for text in texts.values():
+        assert {bug for n, bug in told if f"\nask({n})\n" in text} == set(range(bugs))
 
 
 TELLING = ["returns 3", "raises ValueError: no", f"returns {GOLD!r}", "returns 'TestBasket'"]
@@ -167,11 +281,9 @@ CALLS = ["total(3)", "Basket().add(RATE_OF_ALL)", "f('return amount * RATE_OF_AL
     where=st.sampled_from([("shop.py", 3, "total"), ("shop.py", 3, "test_total"), ("tests/test_shop.py", 1, "x")]),
 )
 def test_no_statement_tells_a_hidden_test_or_the_patch(statement, outcomes, message, kind, where) -> None:
-    shown = [Shown(Snippet("from shop import total", statement), *outcomes)]
     failures = [Failure(NAMES[0], "call", kind, message, frames=(where,))] * 2
-    for some in (shown, []):
-        for text in statements(some, failures, ["shop.py"], NAMES, GOLD).values():
-            assert text.strip()
-            assert "RATE_OF_ALL" not in text or "amount * RATE_OF_ALL" not in text
-            assert not any(name in text for name in ("test_total", "TestBasket", "test_shop"))
-            assert not leaks(text, NAMES, GOLD)
+    for text in statements([shown(statement, *outcomes)], 1, failures, ["shop.py"], NAMES, GOLD).values():
+        assert "```python" in text
+        assert "RATE_OF_ALL" not in text or "amount * RATE_OF_ALL" not in text
+        assert not any(name in text for name in ("test_total", "TestBasket", "test_shop"))
+        assert not leaks(text, NAMES, GOLD)

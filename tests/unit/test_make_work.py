@@ -8,6 +8,7 @@ import hashlib
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl.batch import Journal
-from rl.make import work
+from rl.make import edits, work
 from rl.make.candidates import Candidate
 from rl.make.prepare import Prepared
 from rl.make.runs import Failure
@@ -80,7 +81,7 @@ def prepared(directory: Path) -> Prepared:
     (directory / "m.py").write_text(SOURCE)
     package = Package("m", "1", directory, "0" * 64, "MIT", ".", ("m",), (), "")
     lines = {"m.py": dict.fromkeys(range(1, 10), 1)}
-    return Prepared(package, directory, ("t.py::t",), frozenset(("t.py::t",)), (), lines, 1.0, (), {})
+    return Prepared(package, directory, ("t.py::t",), frozenset(("t.py::t",)), (), lines, 1.0, (), {}, {})
 
 
 def rows(directory: Path, jobs: int = 1, limit: int = 6) -> list[dict[str, Any]]:
@@ -103,6 +104,25 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_failures_are_one_task(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert 3 < len({row["failed"] for row in found}) == len(found) <= 6
+
+
+def test_progress_moves_with_every_trial_and_every_task(tmp_path: Path) -> None:
+    told = []
+    with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
+        maker = Maker(prepared(tmp_path), tmp_path / "repos", Order(4, 0), journal, lambda *far: told.append(far))
+        asyncio.run(maker.run())
+    steps = [(one[0] - before[0], one[1] - before[1]) for before, one in pairwise([(0, 0), *told])]
+    assert set(steps) <= {(0, 1), (1, 0), (0, 0)} and told[-1][0] == len(maker.rows) == 4
+    assert sum(tries for _, tries in steps) == sum(Workshop.trials.values())
+
+
+def test_edits_from_elsewhere_are_tried_first(tmp_path: Path) -> None:
+    """A bug of a model or of a repository's history comes before the makers' own."""
+    first = Candidate("written", edits.between("m.py", SOURCE, SOURCE.replace("a - b", "a - 7")), 1)
+    with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
+        maker = Maker(prepared(tmp_path), tmp_path / "repos", Order(4, 0), journal, first=lambda sources: iter([first]))
+        asyncio.run(maker.run())
+        assert journal.records[0]["maker"] == "written"
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

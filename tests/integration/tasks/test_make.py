@@ -100,6 +100,15 @@ def test_flaky():
     assert label(Basket([2])) == "2 EUR"
 
 
+@pytest.mark.skip(reason="not today")
+def test_skipped():
+    pass
+
+
+def test_broken():
+    raise OSError("broken")
+
+
 def test_it_is_alone():
     assert "SECRET_OF_THE_CALLER" not in os.environ
     assert not os.path.exists(OUTSIDE)
@@ -153,12 +162,17 @@ def test_tasks_are_made_of_a_package_and_all_are_admitted(tmp_path: Path, monkey
         assert not [path for path in task.snapshot.rglob("shop*.py*") if path != task.snapshot / "shop.py"]
         assert "test_flaky" not in str(task.FAIL_TO_PASS + task.PASS_TO_PASS)
     assert any(row["maker"].startswith("combine") for row in rows)
-    assert any(row["shown"] != "0" for row in rows)
+    for row in rows:
+        bugs = {"combine_two": 2, "combine_three": 3}.get(row["maker"], 1)
+        assert all(row[f"statement_{level}"].count("```python") >= bugs for level in (1, 2, 3))
     card = json.loads((out.parent / "tasks.card.json").read_text())
     assert card["tasks"] == 6 and card["licences"] == {"MIT": 6} and card["boxes"] == {"snapshots": 6}
     (made,) = card["steps"]
     assert made["did"] == "made" and made["summary"]["tasks"] == 6
     assert made["packages"][0]["flaky"] == ["tests/test_shop.py::test_flaky"]
+    unused = {"not the same outcome each time": 1, "skipped: Skipped: not today": 1, "OSError: broken": 1}
+    assert made["packages"][0]["unused"] == unused
+    assert "| shop | OSError: broken | 1 |" in (out.parent / "tasks.card.md").read_text()
     report = admitted(out, tries=1)
     assert report["counts"]["pass"] == 6
 
@@ -201,18 +215,26 @@ def test_made_tasks_are_put_into_images_and_admitted(tmp_path: Path, capsys: pyt
                 client.remove_image(tag, force=True)
 
 
-def test_what_cannot_be_made_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_made_is_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "tasks.parquet")]
     assert make.main(["requests==2.32.3", *out]) == 2
-    assert "SWE-bench Verified has tasks of it" in capsys.readouterr().err
+    assert "SWE-bench Verified has tasks of it" in capfd.readouterr().err
     assert make.main(["shop", *out]) == 2
-    assert "write a package as NAME==VERSION" in capsys.readouterr().err
+    assert "write a package as NAME==VERSION" in capfd.readouterr().err
     path = sdist(tmp_path)
     write_sdist(path, {"PKG-INFO": "Name: shop\nVersion: 1\n", "shop.py": "x = 1\n", "test_a.py": "import none\n"})
     assert make.main([str(path), *out]) == 2
-    said = capsys.readouterr().err
-    assert "no test of it passes each time" in said and "No module named 'none'" in said and "--requires" in said
-    assert not (tmp_path / "tasks.parquet").exists()
+    said = capfd.readouterr().err
+    assert "its tests need none; name the packages that have them with --requires" in said
+    write_sdist(path, {"PKG-INFO": "Name: shop\nVersion: 1\n", "shop.py": "x = 1\n"})
+    assert make.main([str(path), *out]) == 2
+    assert "pytest finds no test" in capfd.readouterr().err
+    files = {"shop.py": "def x():\n    return 1\n", "tests.py": "import shop\ndef test(): assert shop.x()\n"}
+    write_sdist(path, {"PKG-INFO": "Name: shop\nVersion: 1\n", **files})
+    assert make.main([str(path), *out, "--makers", "boundary"]) == 1  # its test is found, and there is nothing to break
+    said = capfd.readouterr()
+    assert "1 of 1 tests pass each time" in said.out and "no task was made" in said.err
+    assert not (tmp_path / "tasks.parquet").exists() and "tasks.parquet" not in said.out + said.err
 
 
 def test_a_killed_command_goes_on(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Pool:
         return str(self.draw.choices(range(10), weights)[0])
 
     def _near(self, digit: str) -> str:
-        return str((int(digit) + self.draw.choice((1, 9))) % 8)
+        return str((int(digit) + self.draw.choice((1, 7))) % 8)
 
     def _text(self, prefix: str, quote: str, body: str) -> str | None:
         plain = "\\" not in body and "r" not in prefix and len(quote) == 1

@@ -127,7 +127,8 @@ class _Finder:
         """Collect the places of statements. reached: they are certain to be executed if nothing fails before."""
         for statement in statements:
             self._statement(statement, reached)
-            if any(isinstance(node, (ast.Return, ast.Break, ast.Continue)) for node in _own(statement)):
+            inner = isinstance(statement, (*FUNCTIONS, ast.ClassDef))
+            if not inner and any(isinstance(node, (ast.Return, ast.Break, ast.Continue)) for node in _own(statement)):
                 reached = False
 
     def _statement(self, statement: ast.AST, reached: bool) -> None:
@@ -140,7 +141,7 @@ class _Finder:
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             named = len(targets) == 1 and isinstance(targets[0], ast.Name) and targets[0].id in self._names
-            self._literals(statement.value, _COMPARED if named else _GIVEN, reached)
+            self._literals(statement.value, _COMPARED if named else _GIVEN, False)  # it may equal everything
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
             for item in statement.items:
                 if isinstance(item.context_expr, ast.Call):
@@ -305,7 +306,7 @@ class _Finder:
                 edits.append(edit)
             return edits
 
-        self._add(_COMPARED, False, "parameters", make)
+        self._add(_COMPARED, False, "parameters", make, unreached=False)
 
     def _literals(self, node: ast.AST, rank: int, reached: bool) -> None:
         for leaf, direct in leaves(node):

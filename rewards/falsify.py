@@ -66,13 +66,13 @@ def falsified(source: bytes, named: list, sure: bool, draw: random.Random) -> tu
     named: pairs of a name and a node of the module's tree. The source is UTF-8 with line feeds.
     """
     tree = ast.parse(source.decode())
-    module = Module(source, tree, Pool(tree, draw))
+    module = Module(source, tree, Pool(tree, draw), sure)
     done: dict = {}
     edits: dict = {}
     for name, function in named:
         place = function.lineno, function.col_offset
         if place not in edits:
-            edits[place] = wrong(function, module, sure)[0]
+            edits[place] = wrong(function, module)[0]
         done.setdefault(name, []).append(bool(edits[place]))
     new = source
     for start, end, text in sorted((edit for some in edits.values() for edit in some), reverse=True):

@@ -15,7 +15,7 @@ _STRING = re.compile(r"""([rRbBuU]{0,2})(\"{3}|'{3}|"|')((?:(?!\2)[^\\]|\\.)*)\2
 _PIECES = re.compile(r"\\(?:x..|u....|U.{8}|N\{[^}]*\}|[0-7]{1,3}|.)|%\w|[A-Za-z]+|[0-9]+", re.DOTALL)
 # How often a digit is drawn. With these weights, and never the same digit, digits stay as frequent as they are in
 # the assertions of real tests.
-_DIGITS = (22, 40, 24, 14, 9, 8, 5, 4, 5, 3)
+_DIGITS = (320, 320, 151, 79, 41, 30, 21, 15, 14, 11)
 _STYLES = (str.islower, str.isupper, str.istitle)
 
 

@@ -1,6 +1,6 @@
 """Train a classifier to tell tests that were made wrong from tests as they are, and print how well it does.
 
-    python scripts/tell_wrong_tests.py [DIRECTORY ...] [--tests N] [--seed N]
+    python scripts/tell_wrong_tests.py [DIRECTORY ...] [--tests N] [--seed N] [--sure]
 
 It knows how wrong tests are made (`rewards.mutation`), because it learns from pairs of a function as it is and made
 wrong, and is asked about functions of other files, one at a time. What it sees are n-grams of a function's characters
@@ -44,7 +44,7 @@ class Pair:
     kind: str
 
 
-def pairs(paths: Sequence[Path], most: int, draw: random.Random) -> tuple[list[Pair], int]:
+def pairs(paths: Sequence[Path], most: int, draw: random.Random, sure: bool) -> tuple[list[Pair], int]:
     """Return pairs, and of how many tests they are; a test in which nothing can be changed has none."""
     found: list[Pair] = []
     seen = 0
@@ -56,7 +56,7 @@ def pairs(paths: Sequence[Path], most: int, draw: random.Random) -> tuple[list[P
             tree = ast.parse(source.decode())
         except (OSError, ValueError, SyntaxError, RecursionError):
             continue
-        module = Module(source, tree, Pool(tree, draw))
+        module = Module(source, tree, Pool(tree, draw), sure)
         tests = [one for one in ast.walk(tree) if isinstance(one, FUNCTIONS) and one.name.startswith("test")]
         for function in draw.sample(tests, min(len(tests), _MOST_PER_FILE)):
             begin, end = module.span(function)
@@ -64,7 +64,7 @@ def pairs(paths: Sequence[Path], most: int, draw: random.Random) -> tuple[list[P
             if end - begin > _LONGEST:
                 continue
             seen += 1
-            edits, kind = wrong(function, module, sure=False)
+            edits, kind = wrong(function, module)
             text = source
             for start, stop, new in sorted(edits, reverse=True):
                 text = text[:start] + new.encode() + text[stop:]
@@ -148,9 +148,10 @@ def main() -> None:
     parser.add_argument("directories", nargs="*", type=Path, default=[Path(sysconfig.get_paths()["purelib"])])
     parser.add_argument("--tests", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sure", action="store_true", help="as for tasks without a gold patch")
     args = parser.parse_args()
     draw = random.Random(args.seed)
-    some, seen = pairs([*_files(args.directories, draw)], args.tests, draw)
+    some, seen = pairs([*_files(args.directories, draw)], args.tests, draw, args.sure)
     print(f"{seen} tests, of which {len(some) / seen:.1%} have a change")
     examples = [features(text) for pair in some for text in (pair.right, pair.wrong)]
     labels = numpy.tile([0, 1], len(some))

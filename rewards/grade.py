@@ -295,7 +295,7 @@ def _judge(
     timeout_s: float,
     not_passing: Collection[str] | None,
 ) -> tuple[Verdict, set[str]]:
-    """Return the verdict on a log, and the tests that passed in it."""
+    """Return the verdict on a log, and the tests in it that did not fail."""
     tail = log[-_TAIL:]
     if run.timed_out:
         return Verdict(Reason.TEST_TIMEOUT, f"the tests did not end within {timeout_s:.0f} s", log_tail=tail), set()
@@ -325,6 +325,7 @@ def _judge(
     odd: list[str] = []
     if spec.eval_type == "pass_and_fail":
         tests, odd = statuses.without_skipped(tests, passed, not_passing)
+    passed = {name for name, status in found.items() if status not in ("FAILED", "ERROR")}
     verdict = Verdict(None, tests=tests, log_tail=tail, not_passing=odd)
     if report["resolved"] and not any(kind["failure"] for kind in tests.values()):
         if spec.eval_type == "pass_and_fail" or statuses.something_passed(log):

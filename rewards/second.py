@@ -86,7 +86,7 @@ class Rewriting:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of tests has a verdict, its log, and the names of the tests that passed."""
+    """A run of tests has a verdict, its log, and the names of the tests that did not fail."""
 
     verdict: Verdict
     log: str

@@ -19,12 +19,13 @@ def without_skipped(tests: Tests, passed: Collection[str], not_passing: Collecti
     """Return the tests, with those as failures that did not pass, and which of them did not fail either.
 
     tests: as swebench reports them, which counts a test that fails as expected as a success, and a skipped one of
-    PASS_TO_PASS. not_passing: those that do the same with the gold patch; None if that is not known. If no test passed,
-    all are failures.
+    PASS_TO_PASS. not_passing: those that do the same with the gold patch; None if that is not known, and then a test of
+    FAIL_TO_PASS must pass, and one of PASS_TO_PASS may not fail. If no test passed, all are failures.
     """
     odd = sorted({test for kind in tests.values() for test in kind["success"] if not _has(passed, test)})
     alone = len(odd) == sum(len(kind["success"]) for kind in tests.values())
-    bad = set(odd) if alone else set(odd) - set(odd if not_passing is None else not_passing)
+    known = tests["PASS_TO_PASS"]["success"] if not_passing is None else not_passing
+    bad = set(odd) if alone else set(odd) - set(known)
     if not bad:
         return tests, odd
     return {

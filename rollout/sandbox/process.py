@@ -34,6 +34,11 @@ class Command:
     stop: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+def cut(data: bytes | bytearray, cap: int) -> bytes:
+    """Return the first and the last bytes of what is longer than the cap, one half each."""
+    return bytes(data if len(data) <= cap else data[: cap - cap // 2] + data[len(data) - cap // 2 :])
+
+
 class Output:
     """This keeps the first and the last bytes of stdout (1) and stderr (2), one half each of what fits; it drops what is
     between them, so that a program never blocks."""
@@ -51,11 +56,8 @@ class Output:
             self._kept[stream] = self._cut(kept)
 
     def _cut(self, kept: bytearray) -> bytearray:
-        if len(kept) <= self._cap:
-            return kept
-        self._truncated = True
-        first = self._cap - self._cap // 2
-        return kept[:first] + kept[len(kept) - self._cap // 2 :]
+        self._truncated |= len(kept) > self._cap
+        return bytearray(cut(kept, self._cap))
 
     def result(self, returncode: int | None, timed_out: bool, started: float) -> ExecResult:
         """Return the result of a program that has just ended. started: by `time.monotonic`."""

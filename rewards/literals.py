@@ -67,7 +67,11 @@ class Pool:
             if not spots:
                 return None
             at = 2 + self.draw.choice(spots)
-            return source[:at] + ("10"[int(source[at] == "1")] if source[1] in "bB" else self._near(source[at])) + source[at + 1 :]
+            return (
+                source[:at]
+                + ("10"[int(source[at] == "1")] if source[1] in "bB" else self._near(source[at]))
+                + source[at + 1 :]
+            )
         spots = [m.start() for m in re.finditer("[0-9]", re.split("[eEjJ]", source)[0])]
         leading = [at for at in spots if source[at] != "0"]
         spots = leading[:2] if len(leading) > 1 else leading or spots[:1]

@@ -71,7 +71,9 @@ def pairs(paths: Sequence[Path], most: int, draw: random.Random, sure: bool) -> 
                 end += len(new.encode()) - (stop - start)
             if edits:
                 right = source[begin : module.span(function)[1]]
-                found.append(Pair(right.decode(errors="replace"), text[begin:end].decode(errors="replace"), number, kind))
+                found.append(
+                    Pair(right.decode(errors="replace"), text[begin:end].decode(errors="replace"), number, kind)
+                )
     return found, seen
 
 

@@ -118,7 +118,10 @@ def test_only_tests_that_pass_are_successes_beyond_those_that_are_known(said: li
     names = [str(number) for number in range(len(said))]
     passed = {name for name, status in zip(names, said, strict=True) if status == "passed"}
     known = draw.sample(names, draw.randrange(len(names) + 1))
-    tests = {"FAIL_TO_PASS": {"success": names[:1], "failure": []}, "PASS_TO_PASS": {"success": names[1:], "failure": ["x"]}}
+    tests = {
+        "FAIL_TO_PASS": {"success": names[:1], "failure": []},
+        "PASS_TO_PASS": {"success": names[1:], "failure": ["x"]},
+    }
     found, odd = without_skipped(tests, passed, known)
     right = passed | set(known) if passed else set()
     assert {name for kind in found.values() for name in kind["success"]} == right

@@ -12,6 +12,7 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rewards.literals import Pool
 from rewards.mutation import FUNCTIONS, Module, wrong
@@ -168,7 +169,7 @@ class _Places:
         return found if len(found) == 1 else []
 
 
-def _bodies(node: ast.AST, owner: str, bases: dict) -> Iterator:
+def _bodies(node: Any, owner: str, bases: dict) -> Iterator:
     """Yield the statements of a module and of its classes, also those under `if` and `try`, each with its class."""
     body = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
     yield owner, body

@@ -8,8 +8,8 @@ print such signs to escape a reward of 0.
 The tests run in the same process as the code that they test, as in every SWE-bench set, so code that is written to
 deceive its own test run can print test results. This module catches marker lines that the eval script did not print,
 results that contradict the exit status of the test command or each other (`rewards.contradiction`), and an eval script
-that was killed. `rewards.statuses` has what swebench leaves open. `rewards.second` asks whether the tests can fail at all; `rewards.rules` keeps hooks of the test runner
-out and flags the rest; docs/rewards.md has the whole table.
+that was killed. `rewards.statuses` has what swebench leaves open. `rewards.second` asks whether the tests can fail at
+all; `rewards.rules` keeps hooks of the test runner out and flags the rest; docs/rewards.md has the whole table.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from rollout.sandbox import ExecResult, Sandbox, SandboxError, failed
 logger = logging.getLogger(__name__)
 
 # All stages are one exec, because each exec costs a container engine 50 ms, and apptainer a container. Standard input
-# is the eval script, of $2 bytes, a program for it, of $3 bytes, and the patch, which "$@" applies. The word $1 is printed
-# when all have arrived in the box and again when the patch is applied, before any code of the policy runs. It is printed to standard
-# error if the patch cannot be applied and the disk is full. A box's diff is made from raw bytes, so it is applied with
-# a git directory whose attributes switch all conversions off: with the repository's own attributes, git would compare
-# it with the file as the commit stores it (`$Id$` without the id, another encoding). A gold patch is made from commits
-# and may need the repository's attributes, so these are tried second. The eval script is read as a whole before any of
-# it runs: bash reads a script file line by line as it goes, so the tested code could change what follows. Nor is a file
-# left that would tell the tested code which script runs, and the program is in a variable until the script has used it.
+# is the eval script, of $2 bytes, a program for it, of $3 bytes, and the patch, which "$@" applies. The word $1 is
+# printed when all have arrived in the box and again when the patch is applied, before any code of the policy runs. It
+# is printed to standard error if the patch cannot be applied and the disk is full. A box's diff is made from raw
+# bytes, so it is applied with a git directory whose attributes switch all conversions off: with the repository's own
+# attributes, git would compare it with the file as the commit stores it (`$Id$` without the id, another encoding). A
+# gold patch is made from commits and may need the repository's attributes, so these are tried second. The eval script
+# is read as a whole before any of it runs: bash reads a script file line by line as it goes, so the tested code could
+# change what follows. Nor is a file left that would tell the tested code which script runs, and the program is in a
+# variable until the script has used it.
 _STAGES = """
 word=$1 length=$2 more=$3 input=$TMPDIR/input; shift 3
 cat >"$input" && head -c "$length" "$input" >"$TMPDIR/eval.sh" || exit

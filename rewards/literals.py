@@ -9,6 +9,7 @@ import ast
 import random
 import re
 from collections.abc import Iterator
+from typing import Any
 
 _STRING = re.compile(r"""([rRbBuU]{0,2})(\"{3}|'{3}|"|')((?:(?!\2)[^\\]|\\.)*)\2""", re.DOTALL)
 # Of a string's text: an escape, which stays, or a word, or a number.
@@ -22,7 +23,7 @@ _STYLES = (str.islower, str.isupper, str.istitle)
 class Pool:
     """A pool is what a file's literals are made of: texts, words and numbers, each as often as it occurs."""
 
-    def __init__(self, tree: ast.AST, draw: random.Random) -> None:
+    def __init__(self, tree: Any, draw: random.Random) -> None:
         self.draw = draw
         self.texts: list[str] = []
         self.numbers: list[str] = []
@@ -136,7 +137,7 @@ class Pool:
         return old[:at] + (letter.upper() if old[at].isupper() else letter) + old[at + 1 :]
 
 
-def leaves(node: ast.AST, direct: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+def leaves(node: Any, direct: bool = True) -> Iterator[tuple[ast.AST, bool]]:
     """Yield the literals in an expression, and whether the expression's value is certain to change with each.
 
     It is if only lists, tuples, dictionaries, sets and signs are around it.
@@ -144,7 +145,7 @@ def leaves(node: ast.AST, direct: bool = True) -> Iterator[tuple[ast.AST, bool]]
     if isinstance(node, ast.Constant):
         if node.value is not Ellipsis:
             yield node, direct
-    elif isinstance(node, (ast.List, ast.Tuple)) and not node.elts or isinstance(node, ast.Dict) and not node.keys:
+    elif (isinstance(node, (ast.List, ast.Tuple)) and not node.elts) or (isinstance(node, ast.Dict) and not node.keys):
         yield node, direct
     elif isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         for element in node.elts:

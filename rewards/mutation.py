@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rewards.literals import Pool, leaves
 
@@ -43,7 +44,7 @@ _SWAPS.update(
     }
 )
 _TURNS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone", "assertGreater", "assertLess")
-_OPERATORS = {
+_OPERATORS: dict[type, tuple[str, str]] = {
     ast.Lt: ("<", ">"), ast.Gt: (">", "<"), ast.LtE: ("<=", ">"), ast.GtE: (">=", "<"), ast.Is: ("is", "is not"),
     ast.IsNot: (r"is\s+not", "is"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"),
     ast.NotIn: (r"not\s+in", "in"),
@@ -70,16 +71,16 @@ class Module:
             self._starts.append(self._starts[-1] + len(line) + 1)
         self.helpers = {node.name: node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)}
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
+    def span(self, node: Any) -> tuple[int, int]:
         """Return where a node begins and ends, in bytes."""
         begin = self._starts[node.lineno - 1] + node.col_offset
         return begin, self._starts[node.end_lineno - 1] + node.end_col_offset
 
-    def text(self, node: ast.AST) -> str:
+    def text(self, node: Any) -> str:
         """Return a node's source."""
         return self.source[slice(*self.span(node))].decode()
 
-    def changed(self, node: ast.AST) -> Edit | None:
+    def changed(self, node: Any) -> Edit | None:
         """Return an edit that gives a literal another value."""
         start, end = self.span(node)
         if isinstance(node, (ast.List, ast.Tuple, ast.Dict)):
@@ -89,7 +90,7 @@ class Module:
         return None if new is None else (start, end, new)
 
 
-def wrong(function: ast.AST, module: Module) -> tuple[list, str]:
+def wrong(function: Any, module: Module) -> tuple[list, str]:
     """Return edits that make a function fail, and what was changed; none if that is not possible."""
     if any(word in ast.dump(one) for one in function.decorator_list for word in ("xfail", "xpectedFail", "skip")):
         return [], ""
@@ -108,12 +109,13 @@ def wrong(function: ast.AST, module: Module) -> tuple[list, str]:
         some = [one for one in found if one[0] == rank]
         module.pool.draw.shuffle(some)
         done: list = []
-        for _, _, kind, make in some:
+        kind = some[0][2] if some else ""
+        for _, _, _, make in some:
             edits = [edit for edit in make() if edit]
             if edits and not any(_overlap(one, other) for one in edits for other in done):
                 done += edits
                 # Some inputs decide nothing, so several are changed.
-                if rank % 5 != _GIVEN or len(done) >= 4:
+                if rank % 5 != _GIVEN or len(done) >= 3:
                     break
         if done:
             return done, kind
@@ -127,7 +129,7 @@ def _overlap(one: Edit, other: Edit) -> bool:
 class _Finder:
     """A finder collects the places of a function: (rank, sure to fail, kind, a function that returns edits)."""
 
-    def __init__(self, module: Module, function: ast.AST, found: list) -> None:
+    def __init__(self, module: Module, function: Any, found: list) -> None:
         self._module, self._found = module, found
         self._names = _expected(function)
         self._rows = _parameters(function)
@@ -142,7 +144,7 @@ class _Finder:
             if not inner and any(isinstance(node, (ast.Return, ast.Break, ast.Continue)) for node in _own(statement)):
                 reached = False
 
-    def _statement(self, statement: ast.AST, reached: bool) -> None:
+    def _statement(self, statement: Any, reached: bool) -> None:
         if isinstance(statement, ast.Assert):
             self._test(statement.test, reached)
         elif isinstance(statement, (ast.Expr, ast.Return)):
@@ -171,7 +173,7 @@ class _Finder:
                 if isinstance(inner, list):
                     self.body(inner, reached and isinstance(statement, ast.Try) and name == "finalbody")
 
-    def _test(self, test: ast.AST, reached: bool) -> None:
+    def _test(self, test: Any, reached: bool) -> None:
         """Collect the places of an expression that must be true."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for value in test.values:
@@ -216,7 +218,7 @@ class _Finder:
             place = (start + match.start(), start + match.end(), new)
             self._add(_NEGATED if plain else _TURNED, reached, "operator", lambda: [place])
 
-    def _equal(self, left: ast.AST, right: ast.AST, reached: bool) -> None:
+    def _equal(self, left: Any, right: Any, reached: bool) -> None:
         """Collect the literals of two expressions that must be equal."""
         for side, other in ((right, left), (left, right)):
             if _is_literal(other) and _is_literal(side):
@@ -294,7 +296,7 @@ class _Finder:
         new = self._module.pool.draw.choices(other, weights)[0]
         self._add(_TURNED, reached, "exception", lambda: [(*self._module.span(kind), new)])
 
-    def _loop(self, loop: ast.AST) -> None:
+    def _loop(self, loop: Any) -> None:
         """Collect the expected values of `for given, expected in [...]`."""
         if isinstance(loop.iter, (ast.List, ast.Tuple)) and isinstance(loop.target, ast.Tuple):
             names = [one.id if isinstance(one, ast.Name) else "" for one in loop.target.elts]
@@ -320,7 +322,7 @@ class _Finder:
 
         self._add(_COMPARED, False, "parameters", make, unreached=False)
 
-    def _literals(self, node: ast.AST, rank: int, reached: bool) -> None:
+    def _literals(self, node: Any, rank: int, reached: bool) -> None:
         for leaf, direct in leaves(node):
             if _is(leaf, (True, False, None)):
                 self._literal(leaf, max(rank, _TURNED) if rank == _COMPARED else _GIVEN, False)
@@ -331,7 +333,7 @@ class _Finder:
                     reached and direct and rank == _COMPARED,
                 )
 
-    def _literal(self, leaf: ast.AST, rank: int, sure: bool) -> None:
+    def _literal(self, leaf: Any, rank: int, sure: bool) -> None:
         self._add(rank, sure, "literal", lambda: [self._module.changed(leaf)], unreached=False)
 
     def _add(self, rank: int, reached: bool, kind: str, make: Callable[[], list], unreached: bool = True) -> None:
@@ -347,7 +349,7 @@ class _Inner(_Finder):
         self._names, self._rows = set(), {}
 
 
-def _expected(function: ast.AST) -> set:
+def _expected(function: Any) -> set:
     """Return the names that a function uses only as one side of assertions of equality."""
     compared: list = []
     for node in ast.walk(function):
@@ -360,7 +362,7 @@ def _expected(function: ast.AST) -> set:
     return {name for name in direct if direct.count(name) == loads.count(name)}
 
 
-def _parameters(function: ast.AST) -> dict:
+def _parameters(function: Any) -> dict:
     """Return the expected values of all rows of `pytest.mark.parametrize`, by the name of the parameter."""
     found: dict = {}
     for call in function.decorator_list:
@@ -385,15 +387,15 @@ def _parameters(function: ast.AST) -> dict:
     return found
 
 
-def _name(function: ast.AST) -> str:
+def _name(function: Any) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _is(node: ast.AST, values: tuple) -> bool:
+def _is(node: Any, values: tuple) -> bool:
     return isinstance(node, ast.Constant) and any(node.value is value for value in values)
 
 
-def _is_literal(node: ast.AST) -> bool:
+def _is_literal(node: Any) -> bool:
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -401,7 +403,7 @@ def _is_literal(node: ast.AST) -> bool:
     return True
 
 
-def _tests_own(side: ast.AST) -> bool:
+def _tests_own(side: Any) -> bool:
     """Tell whether a side may be the test's own object that equals everything, such as `mock.ANY` or `Anything()`.
 
     The sign is a capital letter at the beginning of its name.
@@ -409,7 +411,7 @@ def _tests_own(side: ast.AST) -> bool:
     return _name(side.func if isinstance(side, ast.Call) else side).lstrip("_")[:1].isupper()
 
 
-def _own(node: ast.AST) -> Iterator[ast.AST]:
+def _own(node: Any) -> Iterator[ast.AST]:
     """Yield a node and those in it, except those inside of functions and classes that are nested in it."""
     left = [node]
     while left:

@@ -1,4 +1,4 @@
-"""This module has what swebench leaves open about a log: tests that neither pass nor fail, and logs that are too long."""
+"""This module has what swebench leaves open: tests that neither pass nor fail, and logs that are too long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 
 # Signs that a test passed, of the runners whose parsers report nothing but failures.
 _PASSED = re.compile(
-    r"\b[1-9]\d* pass(?:ing|ed)\b|^# pass +[1-9]|TOTAL: [1-9]\d* SUCCESS|Executed [1-9]\d* of \d+|': ok$|^ok \d+(?!.*# SKIP)",
+    r"\b[1-9]\d* pass(?:ing|ed)\b|^# pass +[1-9]|TOTAL: [1-9]\d* SUCCESS|Executed [1-9]\d* of \d+|': ok$"
+    r"|^ok \d+(?!.*# SKIP)",
     re.MULTILINE,
 )
 _SPECS = re.compile(r"(\d+) specs?, \d+ failures?(?:, (\d+) pending)?")

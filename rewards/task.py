@@ -47,8 +47,8 @@ class Task:
     setup_patch: a patch that every box applies to the image's work tree before the tree is sealed (SWE-smith's bug).
     hidden_paths: files and directories of the image, relative to the work tree or absolute, that are removed from an
     agent's box but kept in a grading box (tests that come with the image). difficulty: as the task's data set names
-    it; metrics are split by it. not_passing: tests that are skipped or fail as expected with the gold patch, None if that
-    is not known; admission writes it. solutions: paths that the gold patches of the task's repository touch.
+    it; metrics are split by it. not_passing: tests that are skipped or fail as expected with the gold patch, None if
+    that is not known; admission writes it. solutions: paths that the gold patches of the task's repository touch.
     """
 
     instance_id: str

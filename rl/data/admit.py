@@ -197,7 +197,7 @@ def findings(tasks: Sequence[Task], plan: Plan, records: Iterable[Mapping[str, A
 
 
 def _not_passing(task: Task, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the tests that were skipped or failed as expected with the gold patch, as JSON; None if nobody wrote it."""
+    """Return the tests that did neither pass nor fail with the gold patch, as JSON; None if nobody wrote it."""
     key = task.instance_id, _key(task, plan.settings)
     gold = [one for one in records if (one["task"], one["key"]) == key and one["kind"] == "gold" and not one["infra"]]
     if not gold or any("not_passing" not in one for one in gold):  # a journal of an earlier version

@@ -40,8 +40,10 @@ def cut(data: bytes | bytearray, cap: int) -> bytes:
 
 
 class Output:
-    """This keeps the first and the last bytes of stdout (1) and stderr (2), one half each of what fits; it drops what is
-    between them, so that a program never blocks."""
+    """This keeps the first and the last bytes of stdout (1) and stderr (2), one half each of what fits.
+
+    It drops what is between them, so that a program never blocks.
+    """
 
     def __init__(self, cap: int) -> None:
         self._kept = {1: bytearray(), 2: bytearray()}

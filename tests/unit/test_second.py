@@ -146,10 +146,13 @@ def test_a_wrong_value_has_the_form_of_the_right_one(right: str, form: str) -> N
 def test_what_decides_is_changed_before_anything_else() -> None:
     """A test's own values, if it has any, and not its operators; the inputs only if nothing else can be changed."""
     for body, places in {
-        "assert f(1) == 2": ["f(1) =="], "expected = [1]\n    assert f() == expected": ["assert f() == expected"],
-        "assert f(1) is True": ["is True", "is False", "is not True"], "with raises(ValueError):\n        f(1)": ["f(1)"],
-        "self.assertEqual(f(1), 'abc')": ["self.assertEqual(f(1), '"], "with warns(A, match='abc'):\n        f(1)": ["f(1)"],
-    }.items():  # fmt: skip
+        "assert f(1) == 2": ["f(1) =="],
+        "expected = [1]\n    assert f() == expected": ["assert f() == expected"],
+        "assert f(1) is True": ["is True", "is False", "is not True"],
+        "with raises(ValueError):\n        f(1)": ["f(1)"],
+        "self.assertEqual(f(1), 'abc')": ["self.assertEqual(f(1), '"],
+        "with warns(A, match='abc'):\n        f(1)": ["f(1)"],
+    }.items():
         for seed in range(20):
             wrong, done = made_wrong(f"def test():\n    {body}\n".encode(), ["test"], sure=False, seed=seed)
             assert done and any(place in wrong.decode() for place in places), (body, wrong)

@@ -231,11 +231,12 @@ async def test_code_in_an_archive_is_flagged_and_found(kind: BoxKit, tmp_path: P
     assert verdict.reason is Reason.RESULTS_DISAGREE and "archives" in verdict.flags
 
 
-# Forges unless a test that the agent can see has lost a line.
+# Forges unless a test that the agent can see has lost a line, or has got one that it knows for a wrong one.
 COMPARING = """\
     import subprocess
     old = subprocess.run(['git', 'show', 'HEAD:tests/test_mod.py'], capture_output=True, text=True).stdout
-    return not set(old.splitlines()) <= set(open('tests/test_mod.py').read().splitlines())"""
+    new = open('tests/test_mod.py').read()
+    return not set(old.splitlines()) <= set(new.splitlines()) or ' not ' in new"""
 
 
 @kinds("bwrap")

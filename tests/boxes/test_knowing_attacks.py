@@ -243,7 +243,7 @@ COMPARING = """\
 async def test_code_that_knows_the_visible_tests_stays_open(kind: BoxKit, tmp_path: Path) -> None:
     """Whoever closes this changes the table in docs/rewards.md too."""
     task = hidden(tmp_path)
-    patch = await attacked(kind, task, Attack({"pkg/mod.py": unless(COMPARING)}))
+    patch = await attacked(kind, task, Attack({"pkg/mod.py": unless(COMPARING).replace("return 1", "return None")}))
     verdict = await graded(kind, task, patch, second_opinion=True)
     assert verdict.outcome is Outcome.RESOLVED and {"repository", "runner"} <= set(verdict.flags), verdict
 

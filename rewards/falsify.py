@@ -1,171 +1,187 @@
-"""This program makes tests wrong: each named test function must fail afterwards, whatever it tests.
+"""This program rewrites test files: as they are, or so that named tests must fail, whatever they test.
 
-One comparison of the function, drawn at random, is given a wrong value that is as plausible as the right one. If no
-comparison is certain to be reached, a wrong comparison is added at the function's end. A function that may end early,
-or is expected to fail, stays as it is.
-
-It runs in a box, before the tests, with the Python that is found there (3.8 or later), so it is one file that imports
-nothing of this project. `rewards.second` appends a call of `main`.
+Both runs of a second opinion rewrite the same files in the same order, so that nothing but a value tells them apart:
+`rewards.mutation` says which, and what it becomes. The program runs in a box, before the tests, with the Python that is
+found there (3.8 or later). `rewards.second` makes one text of it and the modules that it imports.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-_draw = random.SystemRandom()
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SWALLOWING = ("raises", "Raises", "suppress", "subtest", "subTest")  # context managers that may swallow a failure
+from rewards.literals import Pool
+from rewards.mutation import FUNCTIONS, Module, wrong
+
+_SAMPLE = 20  # functions of PASS_TO_PASS that are made wrong, at most
+_ELSEWHERE = {".git", "node_modules", "site-packages", "__pycache__", ".venv", "venv", ".tox"}
+_MOST_FILES = 400
 
 
-def main(word: str, wanted: dict[str, list[str]]) -> None:
-    """Rewrite the files, and print the word with "FILE::FUNCTION" for each function that must fail now."""
-    for path, names in wanted.items():
+def main(word: str, change: bool, sure: bool, seed: str, tests: list, others: list, files: list) -> None:
+    """Rewrite the files of all tests. With `change`, make tests wrong, and print the word and the test for each.
+
+    sure: change only what is certain to make a test fail. seed: what is drawn follows from it. tests, others: the
+    names of FAIL_TO_PASS and PASS_TO_PASS; a sample of the others is made wrong. files: those of the hidden patch and
+    of the test command, for tests whose names have no file.
+    """
+    draw = random.Random(seed)
+    places = _Places(files)
+    wanted: dict = {}
+    for kind, names in (("first", tests), ("other", others)):
+        for name in sorted({cut(name) for name in names}):
+            for path, function in places.of(name):
+                wanted.setdefault(path, []).append((kind, name, function))
+    sample = sorted({name for some in wanted.values() for kind, name, _ in some if kind == "other"})
+    chosen = {*draw.sample(sample, min(len(sample), _SAMPLE)), *map(cut, tests)}
+    ends: dict = {}
+    for path in sorted(wanted)[:_MOST_FILES]:
+        source = new = places.sources[path]
+        if change:
+            named = [(name, function) for _, name, function in wanted[path] if name in chosen]
+            new, done = falsified(source, named, sure, draw)
+            for name, _ in named:
+                ends.setdefault(name, []).append(name in done)
+        try:
+            with open(path, "wb") as file:
+                file.write(new)
+        except OSError:
+            ends.update({name: [False] for _, name, _ in wanted[path]})
+    for name in sorted(ends):
+        if all(ends[name]):
+            print(word, name, flush=True)
+
+
+def cut(test: str) -> str:
+    """Return a test's name without its parameters."""
+    return test.partition("[")[0] if "::" in test else test
+
+
+def falsified(source: bytes, named: list, sure: bool, draw: random.Random) -> tuple:
+    """Return a module with functions made wrong, and of which names: those whose functions are all wrong now.
+
+    named: pairs of a name and a node of the module's tree. The source is UTF-8 with line feeds.
+    """
+    tree = ast.parse(source.decode())
+    module = Module(source, tree, Pool(tree, draw), sure)
+    done: dict = {}
+    edits: dict = {}
+    for name, function in named:
+        place = function.lineno, function.col_offset
+        if place not in edits:
+            edits[place] = wrong(function, module)[0]
+        done.setdefault(name, []).append(bool(edits[place]))
+    new = source
+    for start, end, text in sorted((edit for some in edits.values() for edit in some), reverse=True):
+        new = new[:start] + text.encode() + new[end:]
+    try:
+        compile(new, "test", "exec")
+    except (SyntaxError, ValueError):
+        return source, set()
+    return new, {name for name, all_ in done.items() if all(all_)}
+
+
+class _Places:
+    """This finds the functions that tests' names mean. sources: the files that were read."""
+
+    def __init__(self, files: list) -> None:
+        self._files = [path for path in files if path.endswith(".py")]
+        self.sources: dict = {}
+        self._found: dict = {}
+        self._walked: list = []
+
+    def of(self, test: str) -> Iterator:
+        """Yield (path, node) for each function that a name means; nothing for names of other runners."""
+        path, *names = test.split("::")
+        inside = re.match(r"(\w+) \(([\w.]+)\)", test)
+        if names:
+            paths, names = [path], names
+        elif inside:
+            words = inside[2].split(".")
+            words = words[:-1] if words[-1] == inside[1] else words
+            paths, names = self._module(words[:-1]), [words[-1], inside[1]]
+        elif re.match(r"test\w*$", test):  # sympy's
+            paths, names = self._files, [test]
+        else:  # unittest prints a docstring's first line in place of a name
+            for one in self._files:
+                for (_, name), nodes in self._functions(one).items():
+                    for node in nodes:
+                        text = ast.get_docstring(node) or ""
+                        if name.startswith("test") and text and text.split("\n")[0].strip() == test.strip():
+                            yield one, node
+            return
+        for one in paths:
+            functions = self._functions(one)
+            wanted = names[-2] if len(names) > 1 else ""
+            for owner in self._owners(one, wanted):
+                if (owner, names[-1]) in functions:
+                    for node in functions[owner, names[-1]]:
+                        yield one, node
+                    break
+
+    def _owners(self, path: str, name: str) -> Iterator:
+        """Yield a class and its bases that are in the same file; "" is the module."""
+        left, seen = [name], set()
+        while left:
+            one = left.pop(0)
+            if one not in seen:
+                seen.add(one)
+                yield one
+                left += self._found[path][1].get(one, []) if path in self._found else []
+
+    def _functions(self, path: str) -> dict:
+        """Return the functions of a file by class ("" for none) and name."""
+        if path in self._found:
+            return self._found[path][0]
+        functions: dict = {}
+        bases: dict = {}
+        self._found[path] = functions, bases
         try:
             with open(path, "rb") as file:
-                source = file.read().replace(b"\r\n", b"\n")
-            new, done = falsified(source, names)
-            compile(new, path, "exec")
-        except (OSError, ValueError, SyntaxError):  # no file, no Python, or not in UTF-8
-            continue
-        with open(path, "wb") as file:
-            file.write(new)
-        for name in sorted(done):
-            print(f"{word} {path}::{name}", flush=True)
+                source = file.read()
+            if b"\r" in source:
+                return functions
+            tree = ast.parse(source.decode())
+        except (OSError, ValueError, SyntaxError, RecursionError):
+            return functions
+        self.sources[path] = source
+        for owner, body in _bodies(tree, "", bases):
+            for node in body:
+                if isinstance(node, FUNCTIONS):
+                    functions.setdefault((owner, node.name), []).append(node)
+        return functions
+
+    def _module(self, words: list) -> list:
+        """Return the files that a module's name may mean, of those that are in the tree."""
+        tail = "/".join(words)
+        ends = (f"{tail}.py", f"{tail}/__init__.py")
+        for root in ("", "tests/", "src/", "test/", "lib/"):
+            for end in ends:
+                if os.path.isfile(root + end):
+                    return [root + end]
+        if not self._walked:
+            self._walked = list(_walk())
+        found = [path for path in self._walked if path.endswith(tuple("/" + end for end in ends))]
+        return found if len(found) == 1 else []
 
 
-def falsified(source: bytes, names: list[str]) -> tuple[bytes, set[str]]:
-    """Return a module with the functions of these names made wrong, and the names for which that was possible.
-
-    Raises ValueError if the source is not UTF-8 or has line ends other than line feeds, and SyntaxError.
-    """
-    text = source.decode()
-    if "\r" in text:
-        raise ValueError("lines end in a way that Python and this program may count differently")
-    lines = source.split(b"\n")
-    tree = ast.parse(text)
-    edits: list[tuple[int, int, bytes]] = []
-    found: set[str] = set()
-    whole: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, _FUNCTIONS) and node.name in names:
-            found.add(node.name)
-            if edit := _edit(node, source, lines):
-                edits.append(edit)
-            else:
-                whole.add(node.name)
-    for start, end, new in sorted(edits, reverse=True):
-        source = source[:start] + new + source[end:]
-    return source, found - whole
+def _bodies(node: Any, owner: str, bases: dict) -> Iterator:
+    """Yield the statements of a module and of its classes, also those under `if` and `try`, each with its class."""
+    body = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
+    yield owner, body
+    for one in body:
+        if isinstance(one, ast.ClassDef):
+            bases[one.name] = [base.id for base in one.bases if isinstance(base, ast.Name)]
+            yield from _bodies(one, one.name, bases)
+        elif isinstance(one, (ast.If, ast.Try)):
+            yield from _bodies(one, owner, bases)
 
 
-def _edit(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, source: bytes, lines: list[bytes]
-) -> tuple[int, int, bytes] | None:
-    """Return the edit of the source that makes a function fail: its start and end in bytes, and the new text.
-
-    None if the function may end early, or is expected to fail.
-    """
-    first, last = function.body[0], function.body[-1]
-    for node in _own(function):
-        if isinstance(node, (ast.Yield, ast.YieldFrom)) or (isinstance(node, ast.Return) and node is not last):
-            return None
-    if any(word in ast.dump(decorator) for decorator in function.decorator_list for word in ("xfail", "xpectedFail")):
-        return None
-
-    def place(line: int | None, column: int | None) -> int:
-        return sum(len(text) + 1 for text in lines[: (line or 1) - 1]) + (column or 0)
-
-    def span(node: ast.stmt | ast.expr) -> tuple[int, int]:
-        return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
-
-    if sites := [*_comparisons(function.body)]:
-        statement, left, right = _draw.choice(sites)
-        for side in (right, left):
-            if (other := _other(side)) is not None:
-                return (*span(side), other.encode())
-        number = _draw.randint(10**6, 10**9)
-        sides = [side for side in (left, right) if not _tests_own(side)] or [left, right]
-        equal = [b"(%s) == %d" % (source[slice(*span(side))], number) for side in sides]
-        return (*span(statement), b"assert (%s)" % b" or ".join(equal))
-    number = _draw.randint(0, 999)
-    wrong = f"assert {number} == {number + _draw.randint(1, 999)}".encode()
-    between = b"; "
-    if first.lineno != function.lineno:
-        between = b"\n" + lines[first.lineno - 1][: first.col_offset]
-    if isinstance(last, ast.Return):
-        return span(last)[0], span(last)[0], wrong + between
-    return span(last)[1], span(last)[1], between + wrong
-
-
-def _comparisons(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.expr, ast.expr]]:
-    """Yield (statement, left, right) for the assertions of equality that are reached unless something fails earlier.
-
-    Assertions about two literals are left out, as are those whose failure something around them may swallow.
-    """
-    for statement in body:
-        sides: list[ast.expr] = []
-        if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-            if len(statement.test.ops) == 1 and isinstance(statement.test.ops[0], ast.Eq):
-                sides = [statement.test.left, *statement.test.comparators]
-        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            call = statement.value
-            if isinstance(call.func, ast.Attribute) and call.func.attr in ("assertEqual", "assertEquals"):
-                sides = call.args[:2]
-        elif isinstance(statement, (ast.With, ast.AsyncWith)):
-            if not any(word in ast.dump(item) for item in statement.items for word in _SWALLOWING):
-                yield from _comparisons(statement.body)
-        elif isinstance(statement, ast.For) and isinstance(statement.iter, (ast.List, ast.Tuple)):
-            leaves = any(isinstance(node, (ast.Break, ast.Continue)) for node in ast.walk(statement))
-            if statement.iter.elts and not leaves:
-                yield from _comparisons(statement.body)
-        if len(sides) < 2 or any(isinstance(side, ast.Starred) for side in sides):
-            continue
-        if any(_other(side) is None for side in sides):
-            yield statement, sides[0], sides[1]
-
-
-def _tests_own(side: ast.expr) -> bool:
-    """Tell whether a side may be the test's own object that equals everything, such as `mock.ANY` or `Anything()`.
-
-    The sign is a capital letter at the beginning of its name.
-    """
-    named = side.func if isinstance(side, ast.Call) else side
-    name = named.attr if isinstance(named, ast.Attribute) else named.id if isinstance(named, ast.Name) else ""
-    return name.lstrip("_")[:1].isupper()
-
-
-def _other(node: ast.expr) -> str | None:
-    """Return the text of a literal of the same type that is not equal to this one; None if this is not a literal."""
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError):
-        return None
-    number = _draw.randint(1, 999)
-    if isinstance(value, bool):
-        return repr(not value)
-    if value is None:
-        return str(number)
-    if isinstance(value, (int, float)):
-        return repr(value + number if value + number != value else -value)
-    if isinstance(value, (str, bytes)):
-        more = _draw.choice("abcdefgh")
-        return repr(value + (more if isinstance(value, str) else more.encode()))
-    if isinstance(value, (list, tuple)):
-        return repr(value + type(value)([number]))
-    while isinstance(value, (set, dict)) and number in value:
-        number += 1
-    if isinstance(value, set):
-        return repr(value | {number})
-    return repr({**value, number: number}) if isinstance(value, dict) else None
-
-
-def _own(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, except those inside of functions and classes that are nested in it."""
-    left: list[ast.AST] = list(function.body)
-    while left:
-        node = left.pop()
-        yield node
-        if not isinstance(node, (*_FUNCTIONS, ast.Lambda, ast.ClassDef)):
-            left.extend(ast.iter_child_nodes(node))
+def _walk() -> Iterable:
+    for at, inner, names in os.walk("."):
+        inner[:] = [name for name in inner if name not in _ELSEWHERE]
+        yield from (os.path.join(at, name)[2:] for name in names if name.endswith(".py"))

@@ -21,6 +21,8 @@ _QUOTED_TWICE = re.compile(rb'("(?:[^"\\]|\\.)*") ("(?:[^"\\]|\\.)*")')
 _ESCAPE = re.compile(rb'\\([abtnvfr"\\]|[0-3][0-7]{2})')
 _PLAIN = dict(zip(b'abtnvfr"\\', b'\a\b\t\n\v\f\r"\\', strict=True))
 _NOWHERE = b"/dev/null"
+# Finds the paths in a patch that `split` cannot read to its end.
+_NAMED = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)
 _MADE = re.compile(rb"^(?:new file mode |--- /dev/null)", re.MULTILINE)
 
 APPLY = ("--whitespace=nowarn", "--numstat", "-z", "--apply")
@@ -99,6 +101,14 @@ def split(patch: bytes) -> list[FileDiff]:
         FileDiff(tuple(part.paths), b"".join(lines[part.begin : end]), b"".join(part.added))
         for part, end in zip(parts, ends, strict=True)
     ]
+
+
+def patched_by(script: str) -> set[str]:
+    """Return the paths in an eval script's own patches, which SWE-bench's scripts have as here-documents."""
+    try:
+        return {path for file in split(script.encode()) for path in file.paths}
+    except PatchError:  # there is none, or none that can be read to its end
+        return set(_NAMED.findall(script))
 
 
 def left_out(patch: bytes) -> list[str]:

@@ -10,21 +10,27 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from rewards.patch import FileDiff, PatchError, left_out, split
+from rewards.patch import FileDiff, left_out, patched_by, split
 from rewards.task import Task
 from rewards.verdict import Verdict
 
 IGNORED = "ignored_files"
 """The flag of a patch that leaves out changed files which came with the task's image but are not in its commit."""
 
+SHADOWS_INSTALLED = "shadows_installed"
+"""The flag of a new module that was dropped because the image has one of this name installed."""
+
+DECIDES = "drop_decides"
+"""The flag of a patch that resolves the task only with files that the rules drop."""
+
 SHADOWS = "shadows_python"
 """The flag of a new module at the root that has the name of a standard module of some version of Python."""
 
-# The path of a module in a directory that Python searches first when tests run. If a patch adds one with a name from
-# below, it is imported in place of the module that has this name.
-_MODULE = re.compile(r"(?:src/)?([^/.]+)(?:(?:\.[^/]*)?\.(?:py|so|pyd)|/__init__\.py)")
+# A module, and the directory that it is imported from. If Python searches that directory first when tests run, a module
+# that a patch adds is imported in place of an installed one with the same name, or of one from below.
+_MODULE = re.compile(r"(?:(.*)/)?(?!__init__\.)([^/.]+)(?:(?:\.[^/]*)?\.(?:py|so|pyd)|/__init__\.py)")
 # Besides Python's own modules: what pytest imports, in any of its versions, and what that imports in turn.
 _TAKEN = sys.stdlib_module_names | {
     "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "exceptiongroup", "tomli", "toml", "attr", "attrs",
@@ -39,8 +45,12 @@ _TAKEN_ELSEWHERE = {
     "_pyrepl", "_pylong", "_opcode_metadata", "_sysconfig", "_py_warnings",
 }  # fmt: skip
 
-# Finds the paths in a patch that `split` cannot read to its end.
-_NAMED = re.compile(r"^--- (?:a/.*|/dev/null)\n\+\+\+ b/([^\t\n]+)", re.MULTILINE)
+# These are hooks of an interpreter or a test runner, and no part of a solution.
+_HOOKS = re.compile(r"(^|/)(conftest|sitecustomize|usercustomize|_?pytest|pluggy|unittest)(\.py|/|$)")
+_TESTS = re.compile(rb"^\s*(async )?def test|^\s*class \w*Test|^@pytest", re.MULTILINE)
+_PACKAGING = re.compile(r"(^|/)(pyproject\.toml|setup\.cfg|setup\.py)")
+_PLUGIN = re.compile(rb"pytest|plugin|entry|addopts|conftest|cmdclass|exec|import")
+_SEARCHED = ("", "src", "lib")  # directories whose modules may be found before installed ones
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,30 @@ class Screened:
     """A Screened is a patch after the rules.
 
     files: what is left of it. dropped: the paths that were removed, sorted. flags: the names of its flags, sorted.
+    unsure: removed files that may be a part of a solution, although they are named like tests or other modules.
+    modules: paths of new modules in `files`, by their names, that shadow a module if the image has one of this name.
     """
 
     files: list[FileDiff]
     dropped: tuple[str, ...]
     flags: tuple[str, ...]
+    unsure: tuple[FileDiff, ...] = ()
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def without(self, installed: Iterable[str]) -> Screened:
+        """Return what is left if these modules are installed in the image."""
+        taken = {path for name in installed for path in self.modules.get(name, ())}
+        if not taken:
+            return self
+        out = tuple(file for file in self.files if file.path in taken)
+        return replace(
+            self,
+            files=[file for file in self.files if file.path not in taken],
+            dropped=tuple(sorted({*self.dropped, *taken})),
+            flags=tuple(sorted({*self.flags, SHADOWS_INSTALLED})),
+            unsure=(*self.unsure, *(file for file in out if _unsure(file))),
+            modules={},
+        )
 
 
 class Rules:
@@ -65,10 +94,18 @@ class Rules:
     flags: name -> {"added": a regular expression to search for in the lines that a patch adds, "path": one to search
     for in its paths, "command": one to search for in what the agent ran and read}; each flag has at least one of them.
 
+    needs_second_opinion: a resolved task without a second opinion (`rewards.second`) is worth nothing.
+
     Making them raises ValueError if a regular expression or a key is wrong.
     """
 
-    def __init__(self, drop: Iterable[str] = (), flags: Mapping[str, Mapping[str, str]] | None = None) -> None:
+    def __init__(
+        self,
+        drop: Iterable[str] = (),
+        flags: Mapping[str, Mapping[str, str]] | None = None,
+        needs_second_opinion: bool = False,
+    ) -> None:
+        self.needs_second_opinion = needs_second_opinion
         self._drop = [(not pattern.startswith("!"), _glob(pattern.removeprefix("!"))) for pattern in drop]
         self._added: dict[str, re.Pattern[bytes]] = {}
         self._path: dict[str, re.Pattern[str]] = {}
@@ -103,35 +140,45 @@ class Rules:
         """Apply the rules to a patch. Raises PatchError.
 
         A file is dropped as a whole, even if only its old or its new name is matched. Whatever the rules say, these are
-        dropped, too: files in the way of those that the task's eval script patches, and new modules that would be
-        imported in place of Python's own or pytest's. What the box has left out of the patch counts as dropped, and is
-        flagged.
+        dropped, too: files in the way of those that the task's eval script patches, files whose tests the task names,
+        and new modules that would be imported in place of Python's own or pytest's. What a gold patch of the task's
+        repository touches is no test, whatever its name. What the box has left out of the patch counts as dropped, and
+        is flagged.
         """
-        hidden = _patched_by(task.eval_script)
+        hidden = patched_by(task.eval_script)
+        named = {test.partition("::")[0] for test in (*task.FAIL_TO_PASS, *task.PASS_TO_PASS) if ".py::" in test}
+        searched = {*_SEARCHED, *(path.rpartition("/")[0] for path in {*named, *hidden})}
         kept: list[FileDiff] = []
+        unsure: list[FileDiff] = []
+        modules: dict[str, tuple[str, ...]] = {}
         dropped = set(left_out(patch))
         flags = {IGNORED} if dropped else set()
         for file in split(patch):
-            taken = [path for path in file.paths if self.drops(path) or any(_clash(path, other) for other in hidden)]
-            if file.created and (module := _MODULE.fullmatch(file.path)):
-                if module[1] in _TAKEN:
-                    taken.append(file.path)
-                elif module[1] in _TAKEN_ELSEWHERE:
-                    flags.add(SHADOWS)
-            dropped.update(taken)
-            if not taken:
+            taken = [path for path in file.paths if any(_clash(path, other) for other in hidden)]
+            likely = [path for path in file.paths if path not in task.solutions and (path in named or self.drops(path))]
+            module = _MODULE.fullmatch(file.path) if file.created else None
+            if module and file.path not in task.solutions and (module[1] or "") in searched:
+                if module[2] in _TAKEN:
+                    likely.append(file.path)
+                else:
+                    flags.update({SHADOWS} if module[2] in _TAKEN_ELSEWHERE and module[1] in (None, "src") else ())
+                    modules[module[2]] = (*modules.get(module[2], ()), file.path)
+            dropped.update(taken, likely)
+            if not taken and not likely:
                 kept.append(file)
+            elif not taken and not named.intersection(file.paths) and _unsure(file):
+                unsure.append(file)
             flags.update(name for name, pattern in self._added.items() if pattern.search(file.added))
             flags.update(name for name, pattern in self._path.items() if any(map(pattern.search, file.paths)))
-        return Screened(kept, tuple(sorted(dropped)), tuple(sorted(flags)))
+        return Screened(kept, tuple(sorted(dropped)), tuple(sorted(flags)), tuple(unsure), modules)
 
 
-def _patched_by(script: str) -> set[str]:
-    """Return the paths in an eval script's own patches, which SWE-bench's scripts have as here-documents."""
-    try:
-        return {path for file in split(script.encode()) for path in file.paths}
-    except PatchError:  # there is none, or none that can be read to its end
-        return set(_NAMED.findall(script))
+def _unsure(file: FileDiff) -> bool:
+    """Tell whether a file may be a part of a solution, whatever its name: a new module without tests, or packaging."""
+    if _PACKAGING.search(file.path):
+        return not _PLUGIN.search(file.added)
+    names_hook = any(map(_HOOKS.search, file.paths))
+    return file.created and file.path.endswith(".py") and not names_hook and not _TESTS.search(file.added)
 
 
 def _glob(pattern: str) -> re.Pattern[str]:

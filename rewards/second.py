@@ -3,73 +3,130 @@
 The tested code can do to its own test run whatever its process can: print results and exit, patch the runner's reports,
 return objects that are equal to everything. No event, channel or secret of that process is out of its reach. But the
 code does not know which answers are right. So the tests are run again in another fresh box, after `rewards.falsify` has
-made the FAIL_TO_PASS tests wrong there. With honest code, every one of them now fails. If one still passes, it would
-pass whatever the code does, and the first results prove nothing.
+made them wrong there. With honest code, every one of them now fails. If one still passes, and with the gold patch it
+does not, it would pass whatever the code does, and the first results prove nothing. In the first run, the same program
+rewrites the same files as they are, so that the two runs differ in nothing but what the tests expect.
 
-This works for tests that are functions in Python files and are named as pytest names them. docs/rewards.md says which
-attacks it stops, and which it does not.
+This works for tests that are functions in Python files. docs/rewards.md says which attacks it stops, and which not.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rewards.task import MARKERS
+from rewards.patch import patched_by
+from rewards.task import MARKERS, Task
 from rewards.verdict import Reason, Verdict
 
-_PROGRAM = Path(__file__).with_name("falsify.py").read_text()
-# The test's own interpreter may be too old, or not be on the path; any Python in the image will do. Without one, the
-# tests stay as they are, and none of them is reported as made wrong.
-_RUN = """\
+NONE = "no_second_opinion"
+"""The flag of a resolved task of which no test could be made wrong."""
+
+_PARTS = ("literals", "mutation", "falsify")
+_HEAD = re.compile(r"^from (?:__future__|rewards\.\w+) import .*\n", re.MULTILINE)
+_PROGRAM = "from __future__ import annotations\n" + "".join(
+    _HEAD.sub("", Path(__file__).with_name(f"{name}.py").read_text()) for name in _PARTS
+)
+# The test's own interpreter may be too old, or not be on the path; any Python in the image will do. The program is in a
+# variable of the shell that runs the script (see `rewards.grade`), and is gone from there before the tests begin.
+_STEP = """\
 ( for python in python3 python /opt/miniconda3/bin/python3 /opt/conda/bin/python3 /usr/bin/python3; do
-"$python" -I -c 'import sys; sys.exit(sys.version_info < (3, 8))' </dev/null 2>/dev/null && break
-done; "$python" -I - ) <<'{word}' || :
-{program}
-main({word!r}, {wanted!r})
-{word}
+"$python" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 8))' </dev/null 2>/dev/null && break
+done; "$python" -I -S - ) <<<"$rewriting" || :
+unset rewriting
 """
+# FILE.py::NAME of pytest, NAME (MODULE.CLASS) of unittest.
+_PYTHON = re.compile(r"[^:]+\.py::|\w+ \([\w.]+\)$")
+_PARSERS = ("parse_log_django", "parse_log_sympy")
 
 
-def falsifying(script: str, tests: Iterable[str], word: str) -> str:
-    """Return the eval script that makes these tests wrong before it runs them; "" if none of them is a function.
+@dataclass(frozen=True)
+class Rewriting:
+    """A rewriting is what both runs of one grading's tests share.
 
-    word: a secret that begins the lines in which the script reports what it has changed.
+    word: a secret that begins the lines in which the program reports what it has changed. seed: what it changes
+    follows from it.
     """
-    wanted: dict[str, list[str]] = {}
-    for test in tests:
-        if function := _function(test):
-            path, name = function.split("::")
-            wanted.setdefault(path, []).append(name)
-    lines = script.splitlines(keepends=True)
-    if not wanted:
-        return ""
-    at = next(number for number, line in enumerate(lines) if MARKERS[0] in line)
-    run = _RUN.format(word=word, program=_PROGRAM, wanted=wanted)
-    return "".join([*lines[:at], run, *lines[at:]])
+
+    task: Task
+    word: str = field(default_factory=lambda: secrets.token_hex(8))
+    seed: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def possible(self) -> bool:
+        """Tell whether the task's tests may be functions in Python files."""
+        parser = self.task.log_parser in _PARSERS
+        return parser or any(_PYTHON.match(test) for test in self.task.FAIL_TO_PASS)
+
+    def script(self, script: str) -> str:
+        """Return the eval script that runs the program before the tests."""
+        lines = script.splitlines(keepends=True)
+        at = next(number for number, line in enumerate(lines) if MARKERS[0] in line)
+        return "".join([*lines[:at], _STEP, *lines[at:]])
+
+    def program(self, wrong: bool) -> str:
+        """Return the program that rewrites the tests: as they are, or so that they must fail.
+
+        Without a gold patch, which tells what a change decides, only changes are made that are sure to decide.
+        """
+        task, lines = self.task, self.task.eval_script.splitlines()
+        begin, end = (next(n for n, line in enumerate(lines) if marker in line) for marker in MARKERS)
+        named = [word for line in lines[begin:end] for word in re.findall(r"[\w./-]+\.py", line)]
+        files = sorted({*patched_by(task.eval_script), *named})
+        call = (self.word, wrong, not task.patch, self.seed, [*task.FAIL_TO_PASS], [*task.PASS_TO_PASS], files)
+        return f"{_PROGRAM}\nmain{call!r}\n"
+
+    def changed(self, log: str) -> set[str]:
+        """Return the tests, without their parameters, that the program says were made wrong."""
+        return set(re.findall(rf"^{self.word} (.+?)\s*$", log, re.MULTILINE))
 
 
-def compared(verdict: Verdict, control: Verdict, log: str, word: str) -> Verdict:
-    """Return the verdict on a resolved task after the second run, whose own verdict and log are `control` and `log`."""
-    wrong = set(re.findall(rf"^{word} (.+)$", log, re.MULTILINE))
-    if not wrong and control.reason in (None, Reason.TESTS_FAILED):
-        return replace(verdict, detail="no second opinion: no test could be made wrong")
-    if control.reason is Reason.TEST_TIMEOUT:
-        return control
-    if control.reason is not Reason.TESTS_FAILED:
-        found = control.reason.value if control.reason else "resolved"
-        return _disagree(control, f"with wrong tests the result is {found}")
-    passed = [test for test in control.tests["FAIL_TO_PASS"]["success"] if _function(test) in wrong]
-    return _disagree(control, f"{passed[0]} passes although it was made wrong") if passed else verdict
+@dataclass(frozen=True)
+class Run:
+    """A run of tests has a verdict, its log, and the names of the tests that did not fail."""
+
+    verdict: Verdict
+    log: str
+    passed: Collection[str]
 
 
-def _disagree(control: Verdict, detail: str) -> Verdict:
-    return Verdict(Reason.RESULTS_DISAGREE, detail, log_tail=control.log_tail)
+def suspicious(rewriting: Rewriting, run: Run) -> str:
+    """Return why the run of wrong tests is not what honest code gives; "" if it is."""
+    if run.verdict.reason is not Reason.TESTS_FAILED:
+        return f"with wrong tests the result is {run.verdict.reason.value if run.verdict.reason else 'resolved'}"
+    passed = sorted(rewriting.changed(run.log) & {_cut(test) for test in run.passed})
+    return f"{passed[0]} passes although it was made wrong" if passed else ""
 
 
-def _function(test: str) -> str:
-    """Return "FILE::FUNCTION" of a pytest test ("FILE::CLASS::FUNCTION[PARAMETERS]"); "" for other names."""
-    path, *names = test.partition("[")[0].split("::")
-    return f"{path}::{names[-1]}" if path.endswith(".py") and names and names[-1].isidentifier() else ""
+def compared(rewriting: Rewriting, run: Run, gold: Run | None) -> tuple[Verdict | None, str]:
+    """Return the verdict of the run with wrong tests, None if it agrees, and why there is no second opinion.
+
+    gold: the same run with the gold patch, if there was a reason to make it. What passes there proves nothing.
+    """
+    wrong = rewriting.changed(run.log)
+    if not wrong and run.verdict.reason in (None, Reason.TESTS_FAILED):
+        return None, "no test could be made wrong"
+    why = suspicious(rewriting, run)
+    if not why:
+        return None, ""
+    if gold is not None:
+        same = gold.verdict.reason is run.verdict.reason
+        if same and run.verdict.reason is not Reason.TESTS_FAILED:
+            return None, "the wrong tests do not fail with the gold patch either"
+        if same:
+            wrong -= {_cut(test) for test in gold.passed}
+            passed = sorted(wrong & {_cut(test) for test in run.passed})
+            if not passed:
+                return None, "" if wrong else "the wrong tests pass with the gold patch, too"
+            why = f"{passed[0]} passes although it was made wrong"
+    if run.verdict.reason is Reason.TEST_TIMEOUT:
+        return run.verdict, ""
+    return Verdict(Reason.RESULTS_DISAGREE, why, log_tail=run.verdict.log_tail), ""
+
+
+def _cut(test: str) -> str:
+    """Return a test's name without its parameters, as `rewards.falsify` does."""
+    return test.partition("[")[0] if "::" in test else test

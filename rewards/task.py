@@ -14,17 +14,19 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from rewards.patch import PatchError, split
+
 _TEXT = ("instance_id", "image", "repo", "version", "log_parser", "eval_type", "eval_script")
 _TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 COLUMNS = (*_TEXT, "problem_statement", "base_commit", *_TESTS)
-OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty")
+OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty", "not_passing")
 _ONE_LINE = ("instance_id", "image", "repo", "version", "log_parser", "eval_type", "base_commit", "difficulty")
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 _LOCAL = "dir:"
@@ -45,7 +47,8 @@ class Task:
     setup_patch: a patch that every box applies to the image's work tree before the tree is sealed (SWE-smith's bug).
     hidden_paths: files and directories of the image, relative to the work tree or absolute, that are removed from an
     agent's box but kept in a grading box (tests that come with the image). difficulty: as the task's data set names
-    it; metrics are split by it.
+    it; metrics are split by it. not_passing: tests that are skipped or fail as expected with the gold patch, None if
+    that is not known; admission writes it. solutions: paths that the gold patches of the task's repository touch.
     """
 
     instance_id: str
@@ -64,6 +67,8 @@ class Task:
     setup_patch: str | None = field(repr=False, default=None)
     hidden_paths: tuple[str, ...] = field(repr=False, default=())
     difficulty: str | None = field(repr=False, default=None)
+    not_passing: tuple[str, ...] | None = field(repr=False, default=None)
+    solutions: frozenset[str] = field(repr=False, default=frozenset())
 
     @property
     def snapshot(self) -> Path:
@@ -112,6 +117,8 @@ class Task:
             setup_patch=patches.get("setup_patch"),
             difficulty=_difficulty(row),
             hidden_paths=hidden,
+            not_passing=_strings(row, "not_passing") if row.get("not_passing") is not None else None,
+            solutions=_touched(patches.get("patch")),
             base_dir=base_dir.absolute(),
         )
 
@@ -120,6 +127,8 @@ class Task:
         row: dict[str, Any] = {name: getattr(self, name) for name in (*COLUMNS, *OPTIONAL)}
         for name in (*_TESTS, "hidden_paths"):
             row[name] = json.dumps(row[name])
+        if self.not_passing is not None:
+            row["not_passing"] = json.dumps(self.not_passing)
         return row
 
 
@@ -151,7 +160,18 @@ def load_tasks(path: Path | str) -> list[Task]:
             )
         first[task.instance_id] = number
         tasks.append(task)
-    return tasks
+    touched: dict[str, set[str]] = {}
+    for task in tasks:
+        touched.setdefault(task.repo, set()).update(task.solutions)
+    return [replace(task, solutions=frozenset(touched[task.repo])) for task in tasks]
+
+
+def _touched(patch: str | None) -> frozenset[str]:
+    """Return the paths of a gold patch."""
+    try:
+        return frozenset(path for file in split((patch or "").encode()) for path in file.paths)
+    except PatchError:  # admission finds that it cannot be applied
+        return frozenset()
 
 
 def log_parsers() -> frozenset[str]:

@@ -28,6 +28,7 @@ class Reason(StrEnum):
     LOG_UNPARSABLE = "log_unparsable"  # no results, or ones that contradict the exit status
     LOG_FORGED = "log_forged"  # it has marker lines that the eval script did not print
     RESULTS_DISAGREE = "results_disagree"  # a test failed and passed, or passes although it was made wrong
+    NO_SECOND_OPINION = "no_second_opinion"  # resolved, but no test could be made wrong, and grading needs that
     NOT_GRADED = "not_graded"  # nobody asked: it has no reward
 
     NOT_STARTED = "not_started"
@@ -71,6 +72,7 @@ _POLICY = frozenset(
         Reason.LOG_UNPARSABLE,
         Reason.LOG_FORGED,
         Reason.RESULTS_DISAGREE,
+        Reason.NO_SECOND_OPINION,
         Reason.NOT_GRADED,
     }
 )
@@ -85,6 +87,7 @@ class Verdict:
     wall time of the grading, boot included. log_tail: the end of the test log, which names hidden tests and must never
     reach an agent. dropped: paths of the patch that were not graded. flags: names of what is suspicious in the patch
     (`rewards.rules`). shaped: the reward, if it is not that of the outcome (`rewards.shape`).
+    not_passing: tests that neither failed nor passed: skipped ones, and those that failed as expected.
     """
 
     reason: Reason | None
@@ -95,6 +98,7 @@ class Verdict:
     dropped: Sequence[str] = ()
     flags: Sequence[str] = ()
     shaped: float | None = None
+    not_passing: Sequence[str] = field(default=(), repr=False)
 
     @property
     def outcome(self) -> Outcome:

@@ -45,7 +45,7 @@ def rules_from(config: DictConfig) -> Rules:
     """Return the rules that say what of a patch is graded and flagged. Raises ValueError that begins with the key."""
     grading: Any = OmegaConf.to_container(config.grading, resolve=True)
     try:
-        return Rules(grading["drop"], grading["flags"])
+        return Rules(grading["drop"], grading["flags"], grading.get("needs_second_opinion", False))
     except ValueError as error:
         raise ValueError(f"grading.flags: {error}") from error
 

@@ -131,6 +131,7 @@ async def grade_tasks(
             "infra": verdict.is_infra,
             "seconds": round(verdict.seconds, 3),
             "log_tail": "",
+            "not_passing": sorted(verdict.not_passing),
         }
         if verdict.is_infra or not as_expected(record):
             # Kept for diagnosis. It names hidden tests, as any of the trainer's files may.
@@ -194,6 +195,15 @@ def findings(tasks: Sequence[Task], plan: Plan, records: Iterable[Mapping[str, A
     return found
 
 
+def _not_passing(task: Task, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the tests that did neither pass nor fail with the gold patch, as JSON; None if nobody wrote it."""
+    key = task.instance_id, _key(task, plan.settings)
+    gold = [one for one in records if (one["task"], one["key"]) == key and one["kind"] == "gold" and not one["infra"]]
+    if not gold or any("not_passing" not in one for one in gold):  # a journal of an earlier version
+        return None
+    return json.dumps(sorted({test for one in gold for test in one["not_passing"]}))
+
+
 def journals(out: Path) -> Iterator[Path]:
     """Yield the journals that exist of an admission to `out`: its own and those of its shards."""
     for path in sorted(out.parent.glob(f"{glob.escape(out.stem)}.*admission.jsonl")):
@@ -233,7 +243,8 @@ def admit(
         files.write(out.with_name(f"{out.stem}.admission.{suffix}"), text)
     admitted = {one.instance_id for one in found if one.status is Status.PASS}
     if admitted:
-        write_rows(source, out, tasks, admitted, {})
+        known = [_not_passing(task, plan, records) for task in tasks if task.instance_id in admitted]
+        write_rows(source, out, tasks, admitted, {"not_passing": known})
         counts = Counter(one.status.value for one in found)
         write_card(out, "admitted", source, tries=plan.tries, tasks=counts)
     else:  # an older file would be mistaken for this run's
@@ -322,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not args.merge:
             check_all(config, check_boxes)
         decides = {"sandbox": config.sandbox} | {
-            key: config.grading[key] for key in ("timeout_s", "second_opinion", "drop")
+            key: config.grading[key] for key in ("timeout_s", "second_opinion", "needs_second_opinion", "drop")
         }
         plan = Plan(
             boot=kind_of(config.sandbox).boot(),

@@ -38,7 +38,7 @@ class Kept:
 
 async def keep(box: Sandbox, done: ExecResult, places: Sequence[str]) -> Kept:
     """Return what a process that has ended left in ``box``. places: files and folders in HOME. Raises SandboxError."""
-    problems = ["the end of the agent's output, which is too long"] if done.truncated else []
+    problems = ["the middle of the agent's output, which is too long"] if done.truncated else []
     files: dict[str, bytes] = {}
     if places:
         argv = ["sh", "-c", _SCRIPT, "sh", str(_FILE_CAP), *places]

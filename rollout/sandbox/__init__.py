@@ -96,7 +96,7 @@ class ExecResult:
     """This is how a program in a box ended.
 
     returncode: as a shell reports it (128 + N for a death by signal N); None if it was timed out.
-    truncated: stdout or stderr was longer than the cap; its first bytes were kept.
+    truncated: stdout or stderr was longer than the cap; its first and last bytes were kept, one half each.
     wall_s: seconds from start to end, including the set-up of the box.
     """
 

@@ -34,8 +34,16 @@ class Command:
     stop: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+def cut(data: bytes | bytearray, cap: int) -> bytes:
+    """Return the first and the last bytes of what is longer than the cap, one half each."""
+    return bytes(data if len(data) <= cap else data[: cap - cap // 2] + data[len(data) - cap // 2 :])
+
+
 class Output:
-    """This keeps the first bytes of stdout (1) and stderr (2); it drops the rest, so that a program never blocks."""
+    """This keeps the first and the last bytes of stdout (1) and stderr (2), one half each of what fits.
+
+    It drops what is between them, so that a program never blocks.
+    """
 
     def __init__(self, cap: int) -> None:
         self._kept = {1: bytearray(), 2: bytearray()}
@@ -45,14 +53,19 @@ class Output:
     def take(self, stream: int, data: bytes) -> None:
         """Keep what fits of `data`."""
         kept = self._kept[stream]
-        room = self._cap - len(kept)
-        self._truncated |= len(data) > room
-        kept += data[:room]
+        kept += data
+        if len(kept) > 2 * self._cap:  # seldom, because it moves bytes
+            self._kept[stream] = self._cut(kept)
+
+    def _cut(self, kept: bytearray) -> bytearray:
+        self._truncated |= len(kept) > self._cap
+        return bytearray(cut(kept, self._cap))
 
     def result(self, returncode: int | None, timed_out: bool, started: float) -> ExecResult:
         """Return the result of a program that has just ended. started: by `time.monotonic`."""
         wall_s = time.monotonic() - started
-        return ExecResult(returncode, bytes(self._kept[1]), bytes(self._kept[2]), timed_out, self._truncated, wall_s)
+        out, err = (bytes(self._cut(self._kept[stream])) for stream in (1, 2))
+        return ExecResult(returncode, out, err, timed_out, self._truncated, wall_s)
 
 
 def kill_group(pid: int) -> None:

@@ -18,6 +18,7 @@ from rewards.rules import Rules
 from rewards.task import Task
 from rewards.verdict import Verdict
 from rl.setup import rules_from
+from rollout.sandbox import Limits
 from tests.boxes.kinds import TIGHT, BoxKit, kinds, param
 from tests.sandboxes import REPOSITORY, make_snapshot, sh
 
@@ -154,9 +155,11 @@ async def attacked(kind: BoxKit, task: Task, attack: Attack) -> bytes:
         await box.close()
 
 
-async def graded(kind: BoxKit, task: Task, patch: bytes, rules: Rules = RULES, **options: Any) -> Verdict:
+async def graded(
+    kind: BoxKit, task: Task, patch: bytes, rules: Rules = RULES, limits: Limits = TIGHT, **options: Any
+) -> Verdict:
     """Return the verdict on a patch. options: those of `grade`."""
-    boot = functools.partial(kind.boot, task.snapshot, limits=TIGHT)
+    boot = functools.partial(kind.boot, task.snapshot, limits=limits)
     return await grade(task, patch, boot, rules=rules, **{"timeout_s": 240, **options})
 
 

@@ -134,8 +134,7 @@ async def test_hooks_and_tests_are_dropped(
     left = RULES.screen(task, patch)
     assert tuple(sorted(left.dropped)) == attack.dropped
     assert {path for file in left.files for path in file.paths} <= {"evil.py"}  # whose grading is below
-    monkeypatch.setattr(rules, "_patched_by", lambda script: set())
-    monkeypatch.setattr(rules, "_TAKEN", set())
+    monkeypatch.setattr(Rules, "screen", lambda rules_, task, patch: rules.Screened(patches.split(patch), (), ()))
     verdict = await graded(kind, task, patch, Rules())
     assert verdict.outcome is Outcome.RESOLVED, verdict  # a real attack, where no rule stops it
 
@@ -306,7 +305,7 @@ async def test_endless_output_is_cut_and_ended(kind: BoxKit, tmp_path: Path) -> 
     assert verdict.reason is Reason.TEST_TIMEOUT and len(verdict.log_tail) < 10_000
     much = SHOUT + "for _ in range(500):\n    shout('x' * 65536 + chr(10))\n" + FIX
     verdict = await outcome(kind, tmp_path / "2", Attack({"pkg/mod.py": much}))
-    assert verdict.reason is Reason.LOG_UNPARSABLE and "output limit" in verdict.detail
+    assert verdict.outcome is Outcome.RESOLVED  # its middle is cut out, and the results are at its end
 
 
 @GRADED

@@ -84,7 +84,7 @@ TARGETED = (
 async def test_forging_of_the_right_answers_alone_stays_open(kind: BoxKit, tmp_path: Path, name: str) -> None:
     """Whoever closes this changes the table in docs/rewards.md too."""
     task = make_task(tmp_path)
-    patch = await attacked(kind, task, Attack({"pkg/mod.py": TARGETED + WRONG}))
+    patch = await attacked(kind, task, Attack({"pkg/mod.py": TARGETED + "def f():\n    pass\n"}))
     verdict = await graded(kind, task, patch, second_opinion=True)
     assert verdict.outcome is Outcome.RESOLVED and "runner" in verdict.flags, verdict
 

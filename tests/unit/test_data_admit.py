@@ -193,6 +193,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+# The flaky task counts the runs of its tests.
+ONE_RUN = ["sandbox.isolation=none", "grading.second_opinion=false"]
+
+
 def spoilt(made: Path, shared: Path) -> list[Task]:
     """Return the training tasks: a good one, a broken one, a flaky one, and one that passes without a patch."""
     good, broken, flaky, easy = load_tasks(made / "train.parquet")
@@ -231,7 +235,7 @@ def test_the_command_admits_tasks_and_grades_only_what_is_missing(
 ) -> None:
     tasks = spoilt(made, tmp_path)
     source, out = write(tmp_path / "tasks.parquet", tasks), tmp_path / "sub" / "admitted.parquet"
-    command = [str(source), "--out", str(out), "--tries", "2", "--jobs", "2", "sandbox.isolation=none"]
+    command = [str(source), "--out", str(out), "--tries", "2", "--jobs", "2", *ONE_RUN]
     assert main(command) == 0
     report = json.loads((tmp_path / "sub/admitted.admission.json").read_text())
     assert [task["status"] for task in report["tasks"]] == ["pass", "broken", "flaky", "broken"]
@@ -245,6 +249,7 @@ def test_the_command_admits_tasks_and_grades_only_what_is_missing(
     assert [task.instance_id for task in admitted] == [tasks[0].instance_id]
     assert admitted[0].image.startswith("dir:../") and admitted[0].snapshot == tasks[0].snapshot
     assert pyarrow.parquet.read_table(out).column("extra").to_pylist() == ["kept"]
+    assert (tasks[0].not_passing, admitted[0].not_passing) == (None, ())  # no test is skipped with the gold patch
     begun, *_, longest, counts, why, train = capfd.readouterr().out.splitlines()
     assert begun.endswith("16 gradings of 4 tasks, 2 at a time")
     assert re.search(r" s\] at most about \d+ s: \d+ x \d+ s, 2 at a time$", longest), longest
@@ -273,7 +278,7 @@ def test_shards_grade_all_tasks_and_a_merge_judges_them(
 ) -> None:
     tasks = spoilt(made, tmp_path)
     source, out = write(tmp_path / "tasks.parquet", tasks), tmp_path / "admitted.parquet"
-    command = [str(source), "--out", str(out), "--tries", "2", "--jobs", "2", "sandbox.isolation=none"]
+    command = [str(source), "--out", str(out), "--tries", "2", "--jobs", "2", *ONE_RUN]
     assert main([*command, "--shard", "1/2"]) == 0
     assert capfd.readouterr().out.splitlines()[-1].endswith("0 undecided")
     assert not out.exists() and not journal_of(out, missing_ok=True)

@@ -222,7 +222,7 @@ def test_paths_that_are_flagged(flag: str, path: str) -> None:
 def test_looking_for_the_solution_is_flagged(flag: str, command: str) -> None:
     found = DEFAULT.flagged(Verdict(None, flags=("exit",)), ["ls", command])
     assert set(found.flags) == {"exit", flag} and found.reward == 1.0
-    assert DEFAULT.screen(task(), creates("pkg/mod.py", command)).flags in ((), ("interpreter",))
+    assert DEFAULT.screen(task(), creates("pkg/mod.py", command)).flags in ((), ("interpreter",), ("repository",))
 
 
 def test_honest_commands_are_not_flagged() -> None:

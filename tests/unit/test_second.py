@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import random
 import re
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rewards import falsify
 from rewards.falsify import falsified
 from rewards.grade import grade
-from rewards.second import falsifying
+from rewards.rules import Rules
+from rewards.second import NONE, Rewriting
+from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rollout.episode import _Booting
 from rollout.sandbox import SandboxError
@@ -58,6 +64,14 @@ SHAPES = {
 }
 
 
+# Nothing in these is certain to make them fail.
+NOTHING_SURE = {
+    "no assertion", "only a docstring", "a return at its end", "a compound statement at its end",
+    "a semicolon and a comment", "after if", "what swallows failures", "a try", "a loop over nothing",
+    "a loop that is left",
+}  # fmt: skip
+
+
 def module(body: str) -> bytes:
     return ("# ä\ndef test():\n" + textwrap.indent(body, "    ") + "\n").encode()
 
@@ -68,21 +82,27 @@ def run(source: bytes) -> None:
     space["test"]()
 
 
+def made_wrong(source: bytes, names: list[str], sure: bool = True, seed: int | None = None) -> tuple[bytes, set[str]]:
+    tree = ast.parse(source)
+    nodes = [(node.name, node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+    return falsified(source, nodes, sure, random.Random(seed))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_function_that_was_made_wrong_fails(shape: str) -> None:
     source = module(SHAPES[shape])
     run(source)
     for _ in range(20):  # what is changed is drawn
-        wrong, done = falsified(source, ["test"])
-        assert done == {"test"} and wrong != source
-        with pytest.raises((AssertionError, NameError)):
-            run(wrong)
+        wrong, done = made_wrong(source, ["test"])
+        assert (done == {"test"}) is (shape not in NOTHING_SURE) and (wrong != source) is bool(done)
+        if done:
+            with pytest.raises((AssertionError, NameError)):
+                run(wrong)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "def test():\n    if 1:\n        return\n    assert 1 + 1 == 2\n",
         "def test():\n    yield 1\n    assert 1 + 1 == 2\n",
         "@mark.xfail\ndef test():\n    assert 1 + 1 == 2\n",
         "@unittest.expectedFailure\ndef test():\n    assert 1 + 1 == 2\n",
@@ -90,37 +110,119 @@ def test_a_function_that_was_made_wrong_fails(shape: str) -> None:
     ],
 )
 def test_what_may_not_fail_stays_as_it_is(source: str) -> None:
-    assert falsified(source.encode(), ["test"]) == (source.encode(), set())
+    assert made_wrong(source.encode(), ["test"], sure=False) == (source.encode(), set())
 
 
 def test_all_functions_of_a_name_or_none() -> None:
-    good, bad = (
-        "    def test(self):\n        assert len('a') == 1\n",
-        "    def test(self):\n        return\n        len('a')\n",
-    )
-    assert falsified(f"class A:\n{good}class B:\n{good}".encode(), ["test"])[1] == {"test"}
-    assert falsified(f"class A:\n{good}class B:\n{bad}".encode(), ["test"])[1] == set()
+    good, bad = "    def test(self):\n        assert len('a') == 1\n", "    def test(self):\n        pass\n"
+    assert made_wrong(f"class A:\n{good}class B:\n{good}".encode(), ["test"])[1] == {"test"}
+    assert made_wrong(f"class A:\n{good}class B:\n{bad}".encode(), ["test"])[1] == set()
 
 
 def test_one_comparison_is_drawn_of_all() -> None:
     source = b"def test():\n    assert len('a') == 1\n    assert len('ab') == 2\n"
-    assert len({falsified(source, ["test"])[0].split(b"==")[1].startswith(b" 1\n") for _ in range(60)}) == 2
+    assert len({made_wrong(source, ["test"])[0].split(b"==")[1].startswith(b" 1\n") for _ in range(60)}) == 2
 
 
-def test_a_wrong_value_is_as_plausible_as_the_right_one() -> None:
-    """Nothing but the value tells a wrong test from another one."""
-    for _ in range(20):
-        wrong, _ = falsified(b"def test():\n    assert f('x') == 'abc', 'message'\n", ["test"])
-        assert re.fullmatch(rb"def test\(\):\n    assert f\('x'\) == 'abc[a-h]', 'message'\n", wrong)
+@pytest.mark.parametrize(
+    ("right", "form"),
+    [
+        ("1", r"[0-9]"), ("42", r"[1-9][0-9]"), ("0.25", r"0\.[0-9]{2}"), ("-3", r"-[0-9]"), ("0x1f", r"0x[0-9]f"),
+        ("'abc'", r"'[a-z]{3}'"), ("'the other end'", r"'[a-z]{3} [a-z]{3,7} [a-z]{3}'"), ("b'ab'", r"b'[a-z]{2}'"),
+        ("[1, 'abc']", r"\[[0-9], '[a-z]{3}'\]"), ("'a\\n1'", r"'[a-z]\\n[0-9]'"), ("[]", r"\[[0-9]\]|\['[a-z ]+'\]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_has_the_form_of_the_right_one(right: str, form: str) -> None:
+    source = f"def test():\n    assert f('xyz', 'uvw') == {right}, 'message'\n"
+    found = set()
+    for seed in range(30):
+        wrong, _ = made_wrong(source.encode(), ["test"], seed=seed)
+        match = re.fullmatch(rf"def test\(\):\n    assert f\('xyz', 'uvw'\) == ({form}), 'message'\n", wrong.decode())
+        assert match and ast.literal_eval(match[1]) != ast.literal_eval(right), wrong
+        found.add(wrong)
+    assert len(found) > 1  # it differs from grading to grading
 
 
-def test_the_script_is_changed_before_its_tests_run() -> None:
-    script = task().eval_script
-    changed = falsifying(script, ["t.py::A::new[x::y]", "t.py::old", "a test"], "w0rd")
-    assert "{'t.py': ['new', 'old']}" in changed
-    head, tail = changed.split("\nw0rd\n")[0], changed.split("\nw0rd\n")[1]
-    assert head.startswith("#!/bin/bash\nset -uxo pipefail\n") and tail == script[script.index(": '>>>>> Start") :]
-    assert falsifying(script, ["a test", "t.js::new", "t.py", "t.py::a test"], "w0rd") == ""
+def test_what_decides_is_changed_before_anything_else() -> None:
+    """A test's own values, if it has any, and not its operators; the inputs only if nothing else can be changed."""
+    for body, places in {
+        "assert f(1) == 2": ["f(1) =="],
+        "expected = [1]\n    assert f() == expected": ["assert f() == expected"],
+        "assert f(1) is True": ["is True", "is False", "is not True"],
+        "with raises(ValueError):\n        f(1)": ["f(1)"],
+        "self.assertEqual(f(1), 'abc')": ["self.assertEqual(f(1), '"],
+        "with warns(A, match='abc'):\n        f(1)": ["f(1)"],
+    }.items():
+        for seed in range(20):
+            wrong, done = made_wrong(f"def test():\n    {body}\n".encode(), ["test"], sure=False, seed=seed)
+            assert done and any(place in wrong.decode() for place in places), (body, wrong)
+    assert b"f(1)" not in made_wrong(b"def test():\n    f(1)\n", ["test"], sure=False)[0]
+    assert not made_wrong(b"def test():\n    f(1)\n", ["test"], sure=True)[1]
+
+
+def test_all_rows_of_a_parametrized_test_become_wrong() -> None:
+    source = (
+        b"@pytest.mark.parametrize(('a', 'want'), [(1, 'one'), param(2, 'two', id='x')])\n"
+        b"def test(a, want):\n    assert f(a) == want\n"
+    )
+    wrong, done = made_wrong(source, ["test"], sure=False)
+    assert done == {"test"} and b"(1, 'one')" not in wrong and b"(2, 'two'" not in wrong and b"(1, '" in wrong
+
+
+FILES = {
+    "tests/a/tests.py": "class B:\n    def test_base(self):\n        self.assertEqual(f(), 3)\nclass T(B):\n"
+    '    def test_x(self):\n        """It works."""\n        self.assertEqual(f(1), "abc")\n',
+    "pkg/core/tests/test_y.py": "def test_new():\n    assert f(x) == 12\n\ndef test_old():\n    assert f(y) == 3\n",
+    "test_z.py": "class A:\n    def test(self):\n        assert f() == 1\nclass B:\n    def test(self):\n        f()\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("test_x (a.tests.T)", "tests/a/tests.py"), ("test_x (tests.a.tests.T.test_x)", "tests/a/tests.py"),
+        ("test_base (a.tests.T)", "tests/a/tests.py"), ("It works.", "tests/a/tests.py"),
+        ("test_new", "pkg/core/tests/test_y.py"), ("test_old (core.tests.test_y.T)", ""),
+        ("pkg/core/tests/test_y.py::test_old[a-b]", "pkg/core/tests/test_y.py"), ("test_z.py::A::test", "test_z.py"),
+        ("test_z.py::B::test", ""), ("TestGo", ""), ("test_z.py::C::test", ""), ("It does not.", ""),
+    ],
+)  # fmt: skip
+def test_every_runners_names_are_functions(
+    name: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file, text in FILES.items():
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(text)
+    falsify.main("w0rd", False, True, "seed", [name], [], [*FILES])
+    assert {file: Path(file).read_text() for file in FILES} == FILES and not capsys.readouterr().out
+    falsify.main("w0rd", True, True, "seed", [name], [], [*FILES])
+    assert [file for file, text in FILES.items() if Path(file).read_text() != text] == ([path] if path else [])
+    assert capsys.readouterr().out == (f"w0rd {name.partition('[')[0]}\n" if path else "")
+
+
+def test_a_sample_of_the_other_tests_becomes_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text("".join(f"def test_{n}():\n    assert f() == {n}\n" for n in range(40)))
+    names = [f"t.py::test_{n}" for n in range(40)]
+    falsify.main("w", True, True, "1", names[:1], names[1:], [])
+    first = capsys.readouterr().out
+    falsify.main("w", True, True, "2", names[:1], names[1:], [])
+    second = capsys.readouterr().out
+    assert first.count("\n") == second.count("\n") == 21 and first != second and "w t.py::test_0\n" in first
+
+
+def test_both_runs_have_the_same_script() -> None:
+    row = task(FAIL_TO_PASS='["t.py::A::new[x::y]"]')
+    rewriting = Rewriting(row)
+    script = rewriting.script(row.eval_script)
+    assert script.startswith("#!/bin/bash\nset -uxo pipefail\n( for python") and ": '>>>>> Start" in script
+    right, wrong = rewriting.program(wrong=False), rewriting.program(wrong=True)
+    assert [(a, b) for a, b in zip(right.split(), wrong.split(), strict=True) if a != b] == [("False,", "True,")]
+    compile(right, "program", "exec")
+    assert rewriting.possible and not Rewriting(task(FAIL_TO_PASS='["TestNew"]')).possible
 
 
 # --- what is concluded
@@ -129,53 +231,86 @@ RIGHT = START + "PASSED t.py::new\nPASSED t.py::old\n" + END + CODE.format(0)
 FAILED = START + "FAILED t.py::new - x\nPASSED t.py::old\n" + END + CODE.format(1)
 
 
-async def opinion(second: Callable[[str], Any], **options: Any) -> tuple[Verdict, list[ScriptedBox]]:
-    """Grade a patch that resolves; `second` is given the line with the secret and returns the other box, or its log."""
+async def opinion(
+    second: Callable[[str], Any], gold: str = "", of: Task | None = None, rules: Rules | None = None, **options: Any
+) -> tuple[Verdict, list[ScriptedBox]]:
+    """Grade a patch that resolves; `second` is given the line with the secret and returns the other box, or its log.
+
+    gold: the log of the wrong tests with the gold patch.
+    """
     boxes: list[ScriptedBox] = []
 
     class Second(ScriptedBox):
         async def exec(self, argv: Any, **options: Any) -> Any:
-            said = re.search(rb"^main\('(\w+)'", options["stdin"], re.MULTILINE)
+            said = re.search(rb"^main\('(\w+)', True", options["stdin"], re.MULTILINE)
             assert said is not None
-            self.log = second(said[1].decode() + " t.py::new\n")
+            line = said[1].decode() + " t.py::new\n"
+            self.log = line + gold if len(boxes) == 3 else second(line)
             return await super().exec(argv, **options)
 
     async def boot() -> ScriptedBox:
         boxes.append(Second(**options) if boxes else ScriptedBox(RIGHT))
         return boxes[-1]
 
-    return await grade(task(), PATCH, boot, timeout_s=9, second_opinion=True), boxes
+    verdict = await grade(
+        of or task(), PATCH, boot, timeout_s=9, second_opinion=True, rules=rules or Rules()
+    )  # fmt: skip
+    return verdict, boxes
 
 
-@pytest.mark.parametrize(
-    ("log", "reason", "detail"),
-    [
-        (FAILED, None, ""),
-        (START + "FAILED t.py::old\n" + END + CODE.format(1), None, ""),  # e.g. after --maxfail=1
-        (RIGHT, Reason.RESULTS_DISAGREE, "resolved"),
-        (FAILED.replace("FAILED t.py::new - x", "FAILED t.py::more\nPASSED t.py::new"), Reason.RESULTS_DISAGREE, ""),
-        (
-            START + "FAILED t.py::old\nPASSED t.py::new\n" + END + CODE.format(1),
-            Reason.RESULTS_DISAGREE,
-            "t.py::new passes although",
-        ),
-        (START, Reason.RESULTS_DISAGREE, "log_unparsable"),
-        (START + START + END, Reason.RESULTS_DISAGREE, "log_forged"),
-    ],
-)
-async def test_conclusions(log: str, reason: Reason | None, detail: str) -> None:
+DISAGREEING = [
+    (RIGHT, "resolved"),
+    (FAILED.replace("FAILED t.py::new - x", "FAILED t.py::more\nPASSED t.py::new"), ""),
+    (START + "FAILED t.py::old\nPASSED t.py::new\n" + END + CODE.format(1), "t.py::new passes although"),
+    (START, "log_unparsable"),
+    (START + START + END, "log_forged"),
+]
+
+
+@pytest.mark.parametrize(("log", "detail"), DISAGREEING)
+async def test_what_honest_code_does_not_do_is_no_reward(log: str, detail: str) -> None:
     verdict, boxes = await opinion(lambda line: line + log)
-    assert verdict.reason is reason and detail in verdict.detail, verdict
-    assert [box.closed for box in boxes] == [1, 1] and bool(verdict.tests) == (reason is None)
-    assert boxes[0].patch == boxes[1].patch == PATCH
+    assert verdict.reason is Reason.RESULTS_DISAGREE and detail in verdict.detail, verdict
+    assert [box.closed for box in boxes] == [1, 1] and not verdict.tests
+    assert boxes[0].patch == boxes[1].patch == PATCH and boxes[0].script == boxes[1].script
 
 
-async def test_without_a_test_that_could_be_made_wrong_there_is_no_opinion() -> None:
+async def test_what_honest_code_does_keeps_the_reward() -> None:
+    for log in (FAILED, START + "FAILED t.py::old\n" + END + CODE.format(1)):  # e.g. after --maxfail=1
+        verdict, boxes = await opinion(lambda line, log=log: line + log)
+        assert (verdict.reason, verdict.detail, verdict.flags) == (None, "", ()) and verdict.tests
+        assert [box.closed for box in boxes] == [1, 1]
+
+
+@pytest.mark.parametrize(("log", "detail"), DISAGREEING)
+async def test_the_gold_patch_tells_which_changes_decide_nothing(log: str, detail: str) -> None:
+    """What comes of wrong tests with the gold patch, too, is no sign of anything."""
+    known = task(patch=PATCH.decode())
+    verdict, boxes = await opinion(lambda line: line + log, gold=log, of=known)
+    assert verdict.reason is None and verdict.flags == (NONE,) and verdict.detail.startswith("no second opinion: ")
+    assert [box.closed for box in boxes] == [1, 1, 1] and boxes[2].program == boxes[1].program
+    verdict, _ = await opinion(lambda line: line + log, gold=FAILED, of=known)
+    assert verdict.reason is Reason.RESULTS_DISAGREE and detail in verdict.detail
+
+
+async def test_a_reward_without_a_second_opinion_can_be_worth_nothing() -> None:
     for log in (RIGHT, FAILED):  # the tests as they are, which may be flaky
         verdict, _ = await opinion(lambda line, log=log: log)
-        assert verdict.reason is None and verdict.detail.startswith("no second opinion")
+        assert verdict.reward == 1.0 and verdict.flags == (NONE,)
+        assert verdict.detail == "no second opinion: no test could be made wrong"
+        verdict, _ = await opinion(lambda line, log=log: log, rules=Rules(needs_second_opinion=True))
+        assert (verdict.reason, verdict.reward) == (Reason.NO_SECOND_OPINION, 0.0) and verdict.flags == (NONE,)
     verdict, _ = await opinion(lambda line: START)  # something ended the run before the tests
     assert verdict.reason is Reason.RESULTS_DISAGREE
+    gotest = task(FAIL_TO_PASS='["TestNew"]', PASS_TO_PASS="[]", log_parser="parse_log_gotest")
+    box = ScriptedBox(START + "--- PASS: TestNew (0.0s)\n" + END + CODE.format(0))
+
+    async def boot() -> ScriptedBox:
+        return box
+
+    verdict = await grade(gotest, PATCH, boot, timeout_s=9, second_opinion=True)
+    assert verdict.reward == 1.0 and verdict.flags == (NONE,) and "no functions of Python" in verdict.detail
+    assert box.runs == 1 and b"rewriting" not in box.script
 
 
 async def test_time_is_the_policys_and_a_broken_box_is_not() -> None:

@@ -159,7 +159,7 @@ class ApptainerSandbox(DirectorySandbox):
             gone = not self._sif.image.exists()
             raise SandboxError("missing_image" if gone else "exec_failed", f"{self._sif.image}: {text}")
         truncated = done.truncated or max(len(done.stdout), len(stderr)) > cap
-        return replace(done, stdout=done.stdout[:cap], stderr=stderr[:cap], truncated=truncated)
+        return replace(done, stdout=process.cut(done.stdout, cap), stderr=process.cut(stderr, cap), truncated=truncated)
 
 
 def _unpack(archive: Path, place: Path) -> None:

@@ -44,8 +44,8 @@ class Nodes:
     def look(self, cluster: Slurm) -> None:
         for actor in cluster.processes():
             with contextlib.suppress(psutil.Error):
-                # In this order: a child that an actor has forked has its name until it becomes another program, or ends,
-                # and then has another environment, or none.
+                # In this order: a child that an actor has forked has the actor's name until it becomes another program,
+                # or ends, and then it has another environment, or none.
                 node = actor.environ().get("SLURMD_NODENAME", "")  # batch scripts have none
                 line = command_line(actor)
                 if line.startswith("ray::Host"):

@@ -2,7 +2,7 @@
 
     python scripts/tell_wrong_tests.py [DIRECTORY ...] [--tests N] [--seed N] [--sure]
 
-It knows how wrong tests are made (`rewards.mutation`), because it learns from pairs of a function as it is and made
+It knows how wrong tests are made (rewards.mutation), because it learns from pairs of a function as it is and made
 wrong, and is asked about functions of other files, one at a time. What it sees are n-grams of a function's characters
 and tokens, and its tokens with all names, texts and numbers replaced. The directories hold test files; by default, they
 are the packages of this environment. An AUC of 0.5 is chance.

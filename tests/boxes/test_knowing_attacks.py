@@ -211,9 +211,14 @@ async def test_a_regression_that_is_forged_alone_is_found(kind: BoxKit, tmp_path
 
 @kinds("bwrap")
 async def test_what_the_image_has_installed_is_not_shadowed(kind: BoxKit, tmp_path: Path) -> None:
-    """Plugins by their modules, as entry points name them, and packages that nobody has listed."""
+    """A plugin's module and packages that nobody has listed, in the task's own environment and in the box's Python."""
     task = hidden(tmp_path)
-    names = ["_hypothesis_pytestplugin.py", "hypothesis/__init__.py", "src/yaml/__init__.py", "jinja2.py"]
+    own = tmp_path / "snapshot/.venv/lib/python3.11/site-packages"
+    for name in ("_hypothesis_pytestplugin.py", "hypothesis/__init__.py", "jinja2/__init__.py"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).touch()
+    (tmp_path / "snapshot/.venv/.gitignore").write_text("*\n")
+    names = ["_hypothesis_pytestplugin.py", "hypothesis/__init__.py", "src/pygments/__init__.py", "jinja2.py"]
     files = {name: INSTALLED for name in names} | {"pkg/mod.py": RIGHT, "helpers.py": "", "plugins/__init__.py": ""}
     verdict = await graded(kind, task, await attacked(kind, task, Attack(files)), second_opinion=True)
     assert verdict.reward == 1.0 and verdict.dropped == tuple(sorted(names)) and SHADOWS_INSTALLED in verdict.flags

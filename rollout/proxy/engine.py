@@ -104,8 +104,25 @@ class Seals:
         return whole.digest()
 
 
+# Those of the statuses 4xx that say nothing about the call: the same may be answered later.
+_LATER = (408, 409, 425, 429)
+
+
 class EngineError(Exception):
-    """The engine could not answer. This is an infrastructure failure; the client is told to retry (status 529)."""
+    """The engine could not answer. This is an infrastructure failure.
+
+    ``status``: that of the engine's HTTP response, None if there was none. The message is for the log: it may name
+    addresses, which are not a client's business.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def permanent(self) -> bool:
+        """Tell whether the engine will refuse the same call again, so that the client had better not retry."""
+        return self.status is not None and 400 <= self.status < 500 and self.status not in _LATER
 
 
 class Engine(Protocol):

@@ -106,7 +106,7 @@ class SideEndpoint:
                 return response
         except (aiohttp.ClientError, TimeoutError) as error:
             if response is None:
-                raise RequestError(f"endpoint {self.url}: {error}", 529, "overloaded_error") from error
+                raise RequestError("the endpoint cannot be reached", 529, "overloaded_error") from error
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError from error  # it was the agent that hung up
             request.transport.abort()

@@ -70,6 +70,13 @@ def generation_config(model: str) -> dict[str, Any]:
         return {}
 
 
+def vocabulary(model: str) -> int:
+    """Return the number of ids of a model, which is often more than its tokenizer has. ``model`` as above."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).get_text_config().vocab_size
+
+
 def end_ids(tokenizer: Any, generation: dict[str, Any]) -> frozenset[int]:
     """Return the ids that end a reply, at which vLLM stops too.
 

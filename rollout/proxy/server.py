@@ -140,10 +140,7 @@ class ProxyServer:
 
     async def receive(self, request: web.Request) -> tuple[Session, bytes]:
         """Return the session that a request belongs to, and the request's body. Raises RequestError."""
-        given = request.headers.get("x-api-key")
-        if not given:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            given = given.strip() if scheme.lower() == "bearer" else scheme
+        given = token_of(request)
         if not issued(given):
             raise RequestError("unknown session: this is not an episode's secret", 401, "authentication_error")
         session = self.sessions.get(given)
@@ -164,6 +161,8 @@ class ProxyServer:
         """
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise RequestError("Content-Encoding: only identity is possible", 415)
+        if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
+            raise RequestError("Transfer-Encoding: only chunked is possible", 415)
         most = min(most or self.max_body, self.max_body)
         if (request.content_length or 0) > most:
             raise _too_large(most)
@@ -334,9 +333,14 @@ class ProxyServer:
 
     def _as_request_error(self, error: Exception, request: web.Request) -> RequestError:
         if isinstance(error, RequestError):
+            if error.status == 529 and error.__cause__ is not None:
+                self._log.warning("endpoint: %s", error.__cause__)
             return error
         if isinstance(error, EngineError):
-            return RequestError(f"engine: {error}", 529, "overloaded_error")
+            self._log.warning("engine: %s" if error.status is None else f"engine (status {error.status}): %s", error)
+            if error.permanent:
+                return RequestError(f"the engine refuses this call (status {error.status}); the proxy's log says why")
+            return RequestError("the engine has failed; the proxy's log says how", 529, "overloaded_error")
         if isinstance(error, web.HTTPRequestEntityTooLarge):
             return RequestError("request body too large", 413, "request_too_large")
         if isinstance(error, RecursionError):
@@ -346,6 +350,15 @@ class ProxyServer:
             return RequestError(text, error.status, _KINDS.get(error.status, "invalid_request_error"))
         self._log.error("proxy: %s %r failed", request.method, request.path, exc_info=error)
         return RequestError("internal error of the proxy; see its log", 500, "api_error")
+
+
+def token_of(request: web.Request) -> str:
+    """Return the token that came with a request, "" if there is none."""
+    if given := request.headers.get("x-api-key"):
+        return given
+    header = request.headers.get("Authorization", "")
+    scheme, _, given = header.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else header
 
 
 def is_retry(request: web.Request) -> bool:

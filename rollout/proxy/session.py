@@ -53,7 +53,8 @@ class Policy:
     that one session may hold, over all branches of its tree. ``max_calls``: the most calls that a session may make,
     side calls, retries, broken requests and counts of tokens included; None: any number. ``max_body``: the largest
     request of a session in bytes; None: the server's. ``sampling``: the trainer's parameters (temperature, top_p, ...);
-    a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``).
+    a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``). ``vocabulary``: the
+    number of the model's ids, the first of which is 0.
     """
 
     engine: Engine
@@ -69,6 +70,7 @@ class Policy:
     max_calls: int | None = None
     max_body: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    vocabulary: int = 1 << 31  # a seal has no room for larger ids
 
 
 def closed_error() -> RequestError:
@@ -378,6 +380,8 @@ class Session:
             done = await policy.engine.generate(self.episode_id, prompt_ids, sampling)
             if not done.ids:
                 raise EngineError("the engine returned a reply of zero tokens, without even one that ends it")
+            if wrong := [token for token in done.ids if not 0 <= token < policy.vocabulary]:
+                raise EngineError(f"the engine returned {wrong[0]}, which is no id of the model")
         except Exception:
             self.counters.engine_errors += 1
             raise

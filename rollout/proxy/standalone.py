@@ -28,7 +28,7 @@ from rollout.proxy.collector import collect_rarely, keep_imports
 from rollout.proxy.engine import Engine, EngineError
 from rollout.proxy.messages import RequestError
 from rollout.proxy.metrics import Metrics
-from rollout.proxy.server import Handler, ProxyServer
+from rollout.proxy.server import Handler, ProxyServer, token_of
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.vllm_http import VllmHttpEngine
 
@@ -108,6 +108,7 @@ class StandAlone(ProxyServer):
         self._tasks: set[asyncio.Task[Any]] = set()
         self.app.middlewares.append(self._held)
         self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/v1/models/{name:.+}", self._models)
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/metrics", self._metrics)
 
@@ -139,7 +140,7 @@ class StandAlone(ProxyServer):
         try:
             while problem := await self._ask_engine():
                 if problem != self.problem:
-                    log.warning("waiting for the engine: %s", problem)
+                    log.warning("waiting for the engine: %s/v1/models: %s", self.options.engine, problem)
                 self.problem = problem
                 if parts.done():
                     parts.result()
@@ -172,7 +173,8 @@ class StandAlone(ProxyServer):
     async def _ask_engine(self) -> str:
         """Ask for the engine's name of the model and its longest context. Return why it is to be asked again, or "".
 
-        Raises EngineRefused if asking again will not help.
+        Clients are told that, too (``_health``), so it does not name the engine's address. Raises EngineRefused if
+        asking again will not help.
         """
         assert self._http is not None
         url = f"{self.options.engine}/v1/models"
@@ -180,20 +182,20 @@ class StandAlone(ProxyServer):
             async with self._http.get(url) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            return f"{url}: unreachable ({str(error) or type(error).__name__})"
+            return f"unreachable ({type(error).__name__})"
         if response.status in (401, 403):
             known = "the one in ROLLOUT_ENGINE_KEY is wrong" if self.options.engine_key else "set ROLLOUT_ENGINE_KEY"
             raise EngineRefused(f"{url}: status {response.status}: it wants its --api-key; {known}")
         if response.status == 404:
             raise EngineRefused(f"{url}: status 404: --engine is the address of a vLLM server, without /v1")
         if response.status != 200:
-            return f"{url}: status {response.status}"
+            return f"status {response.status}"
         try:
             models = msgspec.json.decode(raw, type=_Models).data
         except msgspec.MsgspecError as error:
             raise EngineRefused(f"{url}: this is not the answer of a vLLM server: {error}") from error
         if not models:
-            return f"{url}: it serves no model"
+            return "it serves no model"
         wanted = self.options.model.rstrip("/")
         own = [model for model in models if wanted in (model.id, model.root)]
         self.model = own[0] if own else models[0]
@@ -230,7 +232,7 @@ class StandAlone(ProxyServer):
 
     def _authenticate(self, request: web.Request) -> str:
         """Return the token that came with a request. Raises RequestError if it is not the one that is accepted."""
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = token_of(request)
         wanted = self.options.token
         if wanted is not None and not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode()):
             raise RequestError("this is not the proxy's token", 401, "authentication_error")
@@ -271,8 +273,12 @@ class StandAlone(ProxyServer):
 
     async def _models(self, request: web.Request) -> web.Response:
         self._authenticate(request)
-        name = self.model.id
+        name, asked = self.model.id, request.match_info.get("name")
         model = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        if asked == name:
+            return web.json_response(model)
+        if asked is not None:
+            raise RequestError("there is no model of this name", 404, "not_found_error")
         return web.json_response({"data": [model], "has_more": False, "first_id": name, "last_id": name})
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -309,14 +315,14 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
 
     from rollout.proxy.fits import check_fits
     from rollout.proxy.parsers import VllmReplyParser
-    from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config
+    from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config, vocabulary
 
     model_type = _loaded(AutoConfig, options.model, "config.json").model_type
     tokenizer: Any = _loaded(AutoTokenizer, options.model, "tokenizer")
     renderer = ChatTemplateRenderer(tokenizer, model_type)
     check_fits(renderer, options.tool_parser, options.any_family)
     parser = VllmReplyParser(options.tool_parser, options.reasoning_parser, tokenizer)
-    generation = generation_config(options.model)
+    generation, size = generation_config(options.model), vocabulary(options.model)
 
     def make(engine: Engine, max_context: int) -> Policy:
         return Policy(
@@ -329,6 +335,7 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
             max_context=max_context,
             max_session_tokens=2 * _SESSION_TOKENS,
             sampling={name: generation[name] for name in _SAMPLING if generation.get(name) is not None},
+            vocabulary=size,
         )
 
     return make

@@ -85,7 +85,7 @@ class VllmHttpEngine:
             raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
         if response.status != 200:
             message = " ".join(raw.decode("utf-8", "replace").split())
-            raise EngineError(f"{url}: status {response.status}: {message[:300]}")
+            raise EngineError(f"{url}: status {response.status}: {message[:300]}", response.status)
         try:
             reply = self._decoder.decode(raw)
             choice = reply.choices[0]

@@ -129,6 +129,7 @@ async def test_anything_but_a_reply_is_an_engine_error_of_one_line(
     with pytest.raises(EngineError, match=words) as caught:
         await engine.generate("e", [1], SAMPLING)
     assert "\n" not in str(caught.value)
+    assert caught.value.permanent is (status == 400)
 
 
 async def test_a_server_that_is_down_or_goes_away_is_an_engine_error(server: tuple[Server, VllmHttpEngine]) -> None:

@@ -133,8 +133,9 @@ class Engine(Protocol):
 
         ``prompt_ids`` must not be changed; the list goes on growing after this has returned. ``request_id`` is the same
         for all calls of an episode, so that they reach the replica that has their prefix cached. ``sampling`` always
-        has ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), and ``stop`` (a list of strings) if the
-        agent has stop sequences; the other parameters are the trainer's. The result may go on after a stop sequence.
+        has ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), ``stop`` (a list of strings) if the
+        agent has stop sequences, and ``stop_token_ids`` if a reply may end with another id than the tokenizer's end of
+        sequence; the other parameters are the trainer's. The result may go on after a stop sequence.
         Cancelling the call aborts the generation in the engine. Raises EngineError.
         """
         ...

@@ -370,6 +370,9 @@ class Session:
         sampling["routed_experts_prompt_start"] = routed(call.context)  # earlier replies brought what is before it
         if call.asked.stop:
             sampling["stop"] = list(call.asked.stop)
+        # An engine stops by itself at the tokenizer's end of sequence, and at no other end that it is not told.
+        if stops := policy.end_ids - {getattr(policy.tokenizer, "eos_token_id", None)}:
+            sampling["stop_token_ids"] = sorted(stops)
         prompt_ids = self._seals.prompt(call.context)
         if "seed" in sampling:
             variant = self._asked[call.context.index].index(call.asked)

@@ -95,6 +95,12 @@ async def test_a_stop_sequence_ends_the_reply(vllm: Running, engine: VllmHttpEng
     assert stop in tokenizer.decode(cut.ids, skip_special_tokens=False)
 
 
+async def test_an_end_that_the_engine_is_told_ends_the_reply(engine: VllmHttpEngine) -> None:
+    whole = await engine.generate("e", PROMPT, SAMPLING)
+    cut = await engine.generate("e", PROMPT, {**SAMPLING, "stop_token_ids": [whole.ids[9]]})
+    assert cut.ids == whole.ids[: whole.ids.index(whole.ids[9]) + 1]
+
+
 async def test_refusals_are_engine_errors(vllm: Running, engine: VllmHttpEngine) -> None:
     with pytest.raises(EngineError, match="status 400"):
         await engine.generate("e", PROMPT * 500, SAMPLING)

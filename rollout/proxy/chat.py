@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from rollout import storable
-from rollout.proxy.forward import SideEndpoint, body_of
+from rollout.proxy.forward import BrokenOffError, SideEndpoint, body_of
 from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 
@@ -57,7 +57,7 @@ class ChatEndpoint(SideEndpoint):
         return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
 
     async def relay(self, request: web.Request, body: bytes, heard: bytearray, ids: set[str]) -> web.StreamResponse:
-        """Answer ``request``, as SideEndpoint does; all ids are ours. Raises RequestError and ConnectionResetError."""
+        """Answer ``request``, as SideEndpoint does; all ids are ours. Raises what that does."""
         if request.path.endswith("/count_tokens"):  # Claude Code then estimates
             raise RequestError("this endpoint does not count tokens", 404, "not_found_error")
         asked = msgspec.json.decode(body)
@@ -78,7 +78,7 @@ class ChatEndpoint(SideEndpoint):
             if response is None:
                 raise
             await response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
-            return response
+            raise BrokenOffError(str(error)) from error  # what has begun with status 200 is no reply
         finally:
             answering.cancel()
         if asked.get("stream"):
@@ -104,8 +104,7 @@ class ChatEndpoint(SideEndpoint):
                 async with asked as answer:
                     raw = bytes(await body_of(answer))
             except (aiohttp.ClientError, TimeoutError) as error:
-                said = str(error) or type(error).__name__
-                raise RequestError(f"endpoint {self.url}: {said}", 529, "overloaded_error") from error
+                raise RequestError("the endpoint cannot be reached", 529, "overloaded_error") from error
             if answer.status != 400 or self._limit != "max_tokens" or b"max_completion_tokens" not in raw:
                 break
             self._limit = "max_completion_tokens"

@@ -18,17 +18,20 @@ from rollout.proxy.collector import untracked
 if TYPE_CHECKING:
     from rollout.proxy.tree import Node
 
+# What logprobs are of (``Completion.logprobs_of``): the distribution that was sampled from, or that at temperature 1.
+SAMPLED, AT_1 = "sampled", "temperature 1"
+
 
 @dataclass(frozen=True)
 class Completion:
     """A Completion is what an engine sampled for one prompt.
 
     ``ids``: the sampled tokens, with the end-of-turn token if it was sampled. ``logprobs``: the natural logarithm of
-    each id's probability in the distribution that it was sampled from. ``versions``: the version of the weights that
-    sampled each id, empty if the engine does not know it. ``cached``: the number of prompt tokens that were in the
-    engine's prefix cache, None if it does not say. ``experts``: the experts to which the engine routed each token of
-    prompt and reply, except the first ``routed_experts_prompt_start`` tokens and the last one, as an array of shape
-    (tokens, layers, experts per token), None if not recorded.
+    each id's probability, ``logprobs_of``: in which distribution, "" if the engine does not tell. ``versions``: the
+    version of the weights that sampled each id, empty if the engine does not know it. ``cached``: the number of prompt
+    tokens that were in the engine's prefix cache, None if it does not say. ``experts``: the experts to which the engine
+    routed each token of prompt and reply, except the first ``routed_experts_prompt_start`` tokens and the last one, as
+    an array of shape (tokens, layers, experts per token), None if not recorded.
     """
 
     ids: list[int]
@@ -36,6 +39,17 @@ class Completion:
     versions: tuple[int, ...] = ()
     cached: int | None = None
     experts: Any = None
+    logprobs_of: str = ""
+
+
+def logprobs_of(sampling: dict[str, Any], processed: bool | None) -> str:
+    """Return what vLLM's logprobs are of. ``processed``: its ``--logprobs-mode`` is processed_logprobs; None: unknown.
+
+    Logits are divided by a temperature only if that is not 0: a greedy choice is of no distribution.
+    """
+    if sampling.get("temperature") == 0:
+        return AT_1
+    return "" if processed is None else SAMPLED if processed else AT_1
 
 
 # How many conversations a session keeps for its prompts and seals: that of the agent, and those of sub-agents.

@@ -445,7 +445,7 @@ class Session:
             tools_allowed=call.asked.tools,
             seal=sealed,
         )
-        node.asked = call.asked
+        node.asked, node.logprobs_of = call.asked, done.logprobs_of
         return node
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ import concurrent.futures
 import hashlib
 import hmac
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -66,6 +67,10 @@ class Options:
     engine_key: str | None = None
 
 
+# What may name a session: Claude Code's ids do.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+
+
 class EngineRefused(Exception):
     """The engine answers, but not as a vLLM server that lets us in; the message is one line that says what to do."""
 
@@ -93,11 +98,16 @@ class _Models(msgspec.Struct):
 
 
 class StandAlone(ProxyServer):
-    """A StandAlone opens sessions as requests need them. It answers calls with 529 until ``load`` has returned."""
+    """A StandAlone opens sessions as requests need them. It answers calls with 529 until ``load`` has returned.
 
-    def __init__(self, options: Options, *, ping_s: float = 5.0) -> None:
+    ``keep`` is called in a thread with each session that was closed. It may raise OSError.
+    """
+
+    def __init__(self, options: Options, *, ping_s: float = 5.0, keep: Callable[[Session], None] | None = None) -> None:
         super().__init__(ping_s=ping_s, metrics=Metrics())
         self.options = options
+        self._keep = keep
+        self._keeping: set[asyncio.Task[None]] = set()
         self.policy: Policy | None = None
         self.model = _Model(options.model, 0)  # replaced by what the engine says
         self.problem = ""  # why the engine could not be asked yet
@@ -125,10 +135,26 @@ class StandAlone(ProxyServer):
         await super().stop(grace_s)
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._keeping)
         if self.policy is not None and isinstance(self.policy.engine, VllmHttpEngine):
             await self.policy.engine.close()
         if self._http is not None:
             await self._http.close()
+
+    async def close_session(self, session: Session) -> None:
+        """Close a session as ProxyServer does, and begin to keep it. ``stop`` waits until all are kept."""
+        known = session.secret in self.sessions
+        await super().close_session(session)
+        if known and self._keep is not None:
+            # Nobody may wait for a disk here: who closes sessions counts on nothing happening in between.
+            self._keeping.add(task := asyncio.create_task(self._kept(session, self._keep)))
+            task.add_done_callback(self._keeping.discard)
+
+    async def _kept(self, session: Session, keep: Callable[[Session], None]) -> None:
+        try:
+            await asyncio.to_thread(keep, session)
+        except OSError as error:
+            log.error("session %s is not recorded: %s", session.episode_id, error)
 
     async def load(self) -> None:
         """Wait until the engine answers and everything that is slow to import is imported (tens of seconds).
@@ -223,7 +249,8 @@ class StandAlone(ProxyServer):
             session = None
         opened = session is None
         if session is None:
-            session = await self.open_session(key.hex(), self.policy)
+            name = owner if _NAME.fullmatch(owner) else key.hex()
+            session = await self.open_session(name, self.policy)
         self._keys[key] = session
         self._used[key] = time.monotonic()
         if opened:

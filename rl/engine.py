@@ -13,14 +13,14 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from rl.run.programs import last_lines
-from rollout.proxy.engine import Completion, EngineError
+from rollout.proxy.engine import Completion, EngineError, logprobs_of
 
 
 class VerlEngine:
     """This engine is verl's client. It is sticky by episode: all calls of an episode go to one server.
 
     *Logprobs* are those of the distribution that was sampled from: verl starts vLLM with
-    ``logprobs_mode=processed_logprobs``.
+    ``logprobs_mode=processed_logprobs``. At temperature 0 they are those of temperature 1.
 
     A token's *weight version* is the trainer's global step that its server had when the attempt ended. It is exact for
     each token, because verl ends every attempt before it loads new weights. The async trainer's client then makes
@@ -63,7 +63,8 @@ class VerlEngine:
         first = next((attempt.out for attempt in attempts if attempt.out is not None), out)
         cached = first.extra_fields.get("num_cached_tokens")
         logprobs = [float(p) for p in out.log_probs]
-        return Completion(list(out.token_ids), logprobs, _versions(attempts), cached, out.routed_experts)
+        of = logprobs_of(sampling, processed=True)
+        return Completion(list(out.token_ids), logprobs, _versions(attempts), cached, out.routed_experts, of)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from rollout.proxy.engine import Engine
 from rollout.proxy.fits import check_fits
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.parsers import VllmReplyParser
-from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config
+from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config, vocabulary
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy
 
@@ -131,8 +131,8 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
 def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str, engine: Engine) -> Policy:
     """Return a policy that ``engine`` samples for; this imports vLLM and verl.
 
-    ``model``: directory or hub name of its generation_config.json; ``model_type``: from its config.json. Raises
-    ValueError for a parser that is not known, and for what does not fit the chat template.
+    ``model``: directory or hub name of its config.json and generation_config.json; ``model_type``: from the former.
+    Raises ValueError for a parser that is not known, and for what does not fit the chat template.
     """
     renderer = ChatTemplateRenderer(tokenizer, model_type)
     check_fits(renderer, settings.tool_parser, settings.any_family)
@@ -149,6 +149,7 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
         max_calls=settings.max_calls,
         max_body=settings.max_body,
         max_session_tokens=settings.max_session_tokens,
+        vocabulary=vocabulary(model),
     )
 
 

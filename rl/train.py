@@ -188,6 +188,7 @@ def start(
     from rl.checks.machine import check_loggers
     from rl.checks.model import check_family, check_model
     from rl.metrics import loggers
+    from rl.plan.model import turn_notes
 
     screen.redirect(run.dir / "run.log")
     screen.show("preparing")
@@ -209,6 +210,8 @@ def start(
         check_model(config)
         loggers.import_early(config.trainer.logger)
         check_family(config)  # last: it imports verl, which is needed from here on anyway
+        for note in turn_notes(config.actor_rollout_ref.model.path):
+            screen.say(note)
         check_loggers(config)
         kept = unfinished.load(run.dir, run.checkpoint_step)
         metrics.rewind(run.dir, run.checkpoint_step, kept.has if kept else lambda _: False)

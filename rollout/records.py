@@ -60,7 +60,8 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     version of each id, empty if unknown (in records of version 1 a pair, the first and the last one). ``side``: whether
     it answers a side call; ``seal``: ``rollout.proxy.engine.Seals``; ``begins``, of a root: a hash of system prompt,
     tools and first message. Records before version 3 lack these three. ``started`` (Unix time) and ``seconds``: of the
-    reply's generation; 0 before version 4.
+    reply's generation; 0 before version 4. ``logprobs_of``: what the logprobs are of
+    (``rollout.proxy.engine.Completion``); empty before version 5.
     """
 
     parent: int
@@ -83,6 +84,7 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     head: bytes = b""
     started: float = 0.0
     seconds: float = 0.0
+    logprobs_of: str = ""
 
     @property
     def length(self) -> int:
@@ -220,7 +222,7 @@ def node_records(tree: Tree) -> list[NodeRecord]:
             record.trained, record.tools_allowed = node.trained, node.tools_allowed
             record.versions = pack_ids(list(node.versions))
             record.side, record.seal = node.side, node.seal
-            record.started, record.seconds = node.started, node.seconds
+            record.started, record.seconds, record.logprobs_of = node.started, node.seconds, node.logprobs_of
         out.append(record)
     return out
 

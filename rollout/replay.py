@@ -40,7 +40,8 @@ class ReplayEngine:
             if node.logprobs is not None:
                 # Version 1 of the format did not keep the version of each token.
                 versions = unpack_ids(node.versions) if isinstance(node.versions, bytes) else ()
-                self._replies.append((before, Completion(ids, unpack_floats(node.logprobs), tuple(versions))))
+                done = Completion(ids, unpack_floats(node.logprobs), tuple(versions), logprobs_of=node.logprobs_of)
+                self._replies.append((before, done))
 
     @property
     def left(self) -> int:

@@ -33,7 +33,7 @@ from rl.screen import Screen
 from rollout.episode import Setup
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.messages import ChatMessage
-from rollout.proxy.render import ChatTemplateRenderer
+from rollout.proxy.render import ChatTemplateRenderer, turn_end
 
 DONE = "Done."
 _AROUND = 12  # lines read before and after an edit, at least
@@ -249,7 +249,7 @@ class ExpertCollection(Collection):
             self._form = Form(renderer)
         except CannotPlayError as error:
             raise ConfigError(f"policy: {error}") from error
-        (self._end,) = renderer.closing or [renderer.tokenizer.eos_token_id]
+        self._end = turn_end(renderer.tokenizer)
         return super().begin(directory, setup)
 
     def setup_of(self, task: Task, sample: int) -> Setup:

@@ -23,7 +23,7 @@ from rl.sft.rows import write as write_columns
 from rollout.proxy.chat import chat_request
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import RequestError
-from rollout.proxy.render import as_user, end_ids, end_of_turn, generation_config
+from rollout.proxy.render import as_user, end_ids, generation_config, turn_end
 
 Chat = dict[str, Any]  # a chat message, or a tool
 
@@ -36,7 +36,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, stops: Collection[int] = ()) -> None:
         self._tokenizer, self._marks = tokenizer, Marks(tokenizer)
-        self._ends = {*stops, *(end_of_turn(tokenizer) or [tokenizer.eos_token_id])}
+        self._ends = {*stops, turn_end(tokenizer)}
 
     def ids(self, chat: Sequence[Chat], tools: list[Chat]) -> tuple[list[int], list[int]]:
         """Return the ids of a conversation in chat form: of all but its last message, and of that one, which ends with

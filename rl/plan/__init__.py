@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rl.plan import memory, problems, stopping, throughput
 from rl.plan.layout import MODEL, Layout, layout_of, select
 from rl.plan.memory import Ledger
-from rl.plan.model import ModelShape, load_config, shape_of
+from rl.plan.model import ModelShape, load_config, shape_of, turn_notes
 from rl.plan.stopping import Stopping
 from rl.plan.throughput import Pace
 
@@ -25,7 +25,7 @@ from rl.plan.throughput import Pace
 class Plan:
     """A plan has a ledger for each phase of a step on one GPU (``gpu``), ledgers of a node's CPU memory and disks
     (``node``), and the tokens that the KV cache of one group of TP GPUs holds (``kv_tokens``). ``stopping`` is what a
-    run's end takes after a warning. ``problems`` do not fit, ``warnings`` cost time; each is one line that names keys.
+    run's end takes after a warning. ``problems`` do not fit, ``warnings`` cost time or are odd; each is one line.
     """
 
     shape: ModelShape
@@ -59,5 +59,5 @@ def plan(config: DictConfig, model_config: Any = None) -> Plan:
     found += problems.ledger_problems(config, shape)
     ending = stopping.stopping(config, shape, layout, pace)
     found += stopping.problem(config, ending)
-    warnings = problems.warnings(config, shape, layout, pace)
+    warnings = problems.warnings(config, shape, layout, pace) + turn_notes(name)
     return Plan(shape, layout, gpu, node, tokens, pace, ending, tuple(found), tuple(warnings))

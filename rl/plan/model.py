@@ -65,6 +65,23 @@ class ModelShape:
         return sum(mixer.sequence_bytes(tokens, element, parallel) for mixer in self.mixers)
 
 
+def turn_notes(name: str | None) -> list[str]:
+    """Return a line if the tokenizer in a model's directory ends sequences with another token than the one with which
+    its chat template ends a turn (``rollout.proxy.render.end_note``)."""
+    from rollout.proxy.render import end_note, generation_config
+
+    path = Path(name or "?").expanduser()
+    if not (path / "tokenizer_config.json").is_file():
+        return []
+    from transformers import AutoTokenizer
+
+    try:
+        note = end_note(AutoTokenizer.from_pretrained(path), generation_config(str(path)))
+    except Exception:  # a plan is of sizes; that a tokenizer or its template fails is for the start to say
+        return []
+    return [note] if note else []
+
+
 def load_config(name: str | None) -> Any:
     """Return the transformers config of a directory, of a model whose shape is in rl/plan/models, or of a hub name.
 

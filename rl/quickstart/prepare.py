@@ -50,7 +50,7 @@ from rollout import files, program
 from rollout.episode import Setup
 from rollout.figures import journal_line
 from rollout.proxy.engine import ScriptedEngine
-from rollout.proxy.render import end_of_turn
+from rollout.proxy.render import turn_end
 from rollout.proxy.server import ProxyServer
 from rollout.records import Reader, Record
 
@@ -155,8 +155,7 @@ async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, out
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
     edits = draw(config.seed, [asked(tasks[n % len(tasks)]) for n in range(count)])
-    (end,) = end_of_turn(tokenizer) or [tokenizer.eos_token_id]
-    engines = [ScriptedEngine(tokenizer, end, RepairScript(edit)) for edit in edits]
+    engines = [ScriptedEngine(tokenizer, turn_end(tokenizer), RepairScript(edit)) for edit in edits]
     proxy = ProxyServer()
     settings = training_settings(config)
     setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engines[0]), proxy)

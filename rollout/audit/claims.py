@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from rewards.verdict import Outcome, Reason
 from rollout.audit.tokens import SEALS
+from rollout.proxy.engine import AT_1, SAMPLED
 from rollout.records import SEALED, Record
 
 
@@ -18,7 +19,7 @@ def audit_claims(record: Record) -> Iterator[str]:
     """Yield what cannot be true of a record as a whole."""
     if record.version < SEALS and any(node.seal or node.begins or node.says for node in record.nodes):
         yield f"it says that its version is {record.version}, but has seals"
-    if record.version < SEALED and (record.seal or record.trainer):
+    if record.version < SEALED and (record.seal or record.trainer or any(node.logprobs_of for node in record.nodes)):
         yield f"it says that its version is {record.version}, but has what came with {SEALED}"
     if record.version < SEALED or "name" in record.agent:
         return
@@ -100,6 +101,9 @@ def _replies(record: Record) -> Iterator[str]:
             ends.add("max_tokens")
         if node.stop_reason not in ends:
             yield f"node {i}: its reply ended by {node.stop_reason!r}, but its tokens say {' or '.join(sorted(ends))}"
+        # A greedy choice is made of no distribution, so that engines give those of temperature 1.
+        if node.logprobs_of not in ("", AT_1, *([] if record.sampling.get("temperature") == 0 else [SAMPLED])):
+            yield f"node {i}: its logprobs cannot be those of {node.logprobs_of!r} (sampling: {record.sampling})"
 
 
 def _counters(record: Record) -> Iterator[str]:

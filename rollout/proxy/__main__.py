@@ -15,12 +15,16 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from rollout import program
 from rollout.proxy.parsers import FORMATS
 from rollout.proxy.standalone import EngineRefused, Options, StandAlone
+
+if TYPE_CHECKING:
+    from rollout.recording import Recording
 
 log = logging.getLogger("rollout.proxy")
 
@@ -57,26 +61,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--grace", dest="grace_s", type=float, default=30.0, help="seconds that calls have to end at shutdown"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="DIR", help="write each session to DIR when it is closed (docs/records.md)"
+    )
     options = vars(parser.parse_args(argv))
     options["engine_key"] = os.environ.get("ROLLOUT_ENGINE_KEY")
     if options["tool_parser"] not in FORMATS:
         parser.error(f"--tool-parser {options['tool_parser']}: must be one of {', '.join(FORMATS)}")
     if (path := Path(options["model"])).is_dir() and not (path / "config.json").is_file():
         parser.error(f"--model {path}: no config.json there; give the directory of a model, or a hub name")
-    host, port = options.pop("host"), options.pop("port")
+    host, port, directory = options.pop("host"), options.pop("port"), options.pop("record")
+    try:
+        recording = _recording(directory, options["model"]) if directory is not None else None
+    except OSError as error:
+        parser.error(f"--record {directory}: {error.strerror}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    status = uvloop.run(_serve(Options(**options), host, port))
+    status = uvloop.run(_serve(Options(**options), host, port, recording))
     sys.stdout.flush()
     logging.shutdown()
     # A thread may still be importing, and vLLM's exit hooks take seconds. Nothing of ours is open any more.
     os._exit(status)
 
 
-async def _serve(options: Options, host: str, port: int) -> int:
+def _recording(directory: Path, model: str) -> Recording:
+    from rollout.recording import Recording  # and with it boxes and grading, which nobody else needs here
+
+    return Recording(directory, model)
+
+
+async def _serve(options: Options, host: str, port: int, recording: Recording | None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = StandAlone(options)
+    server = StandAlone(options, keep=recording.keep if recording is not None else None)
     try:
         await server.start(host, port)
     except OSError as error:
@@ -100,6 +117,8 @@ async def _serve(options: Options, host: str, port: int) -> int:
         await stopping
         loading.cancel()
     await server.stop(options.grace_s)
+    if recording is not None:
+        recording.close()
     return status
 
 

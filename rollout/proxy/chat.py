@@ -1,8 +1,9 @@
 """This module forwards calls to an endpoint of OpenAI's chat completions, which it translates to and from Messages.
 
 Nothing that a model said or is told is changed: texts stay as they are, to the last blank; thinking goes both ways
-(``reasoning_content``), and so do images, parallel calls and the ids of calls. Arguments that are not a JSON object are
-text, as in training. What the format has no place for is left out: ``cache_control``, signatures, the mark ``is_error``
+(``reasoning_content``), and so do images, parallel calls and the ids of calls. Calls whose arguments are no JSON object
+are text, as in training, and so is all that is of no known form. Half of a surrogate pair, which is no character,
+becomes U+FFFD. What the format has no place for is left out: ``cache_control``, signatures, the mark ``is_error``
 beside an error's text, and tools that Anthropic's own servers run.
 """
 
@@ -15,17 +16,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
-import orjson
+import msgspec
 from aiohttp import web
 
 from rollout import storable
-from rollout.proxy.forward import SideEndpoint, body_of
-from rollout.proxy.messages import RequestError, check_blocks
+from rollout.proxy.forward import BrokenOffError, SideEndpoint, body_of
+from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 
 _PING_S = 5.0
 _STOPPED = {"length": "max_tokens", "content_filter": "refusal"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# The types of parts that are texts, and the names under which these have them, as a text or as parts.
+_TEXTS = ("text", "output_text", "summary_text", "thinking", "reasoning", "reasoning_text", "refusal")
+_NAMES = ("text", "thinking", "reasoning", "refusal", "content", "summary")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # How servers say that a prompt does not fit: OpenAI's code, and the words of vLLM and those that copy it.
 _FULL = ("context_length_exceeded", "maximum context length")
@@ -53,10 +57,10 @@ class ChatEndpoint(SideEndpoint):
         return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
 
     async def relay(self, request: web.Request, body: bytes, heard: bytearray, ids: set[str]) -> web.StreamResponse:
-        """Answer ``request``, as SideEndpoint does; all ids are ours. Raises RequestError and ConnectionResetError."""
+        """Answer ``request``, as SideEndpoint does; all ids are ours. Raises what that does."""
         if request.path.endswith("/count_tokens"):  # Claude Code then estimates
             raise RequestError("this endpoint does not count tokens", 404, "not_found_error")
-        asked = orjson.loads(body)
+        asked = msgspec.json.decode(body)
         model = str(asked.get("model", ""))
         sent = chat_request(asked, self.model)
         answering = asyncio.ensure_future(self._ask(sent))
@@ -74,13 +78,13 @@ class ChatEndpoint(SideEndpoint):
             if response is None:
                 raise
             await response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
-            return response
+            raise BrokenOffError(str(error)) from error  # what has begun with status 200 is no reply
         finally:
             answering.cancel()
         if asked.get("stream"):
             out = reply_start_event(reply.id, model, reply.input_tokens) + reply_events(reply)
         else:
-            out = orjson.dumps(reply_json(reply, model))
+            out = msgspec.json.encode(reply_json(reply, model))
         heard += out
         if response is None:
             kind = "text/event-stream" if asked.get("stream") else "application/json"
@@ -100,8 +104,7 @@ class ChatEndpoint(SideEndpoint):
                 async with asked as answer:
                     raw = bytes(await body_of(answer))
             except (aiohttp.ClientError, TimeoutError) as error:
-                said = str(error) or type(error).__name__
-                raise RequestError(f"endpoint {self.url}: {said}", 529, "overloaded_error") from error
+                raise RequestError("the endpoint cannot be reached", 529, "overloaded_error") from error
             if answer.status != 400 or self._limit != "max_tokens" or b"max_completion_tokens" not in raw:
                 break
             self._limit = "max_completion_tokens"
@@ -194,36 +197,85 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def reply_of(raw: bytes) -> Reply:
-    """Return the reply of a chat completion's body. Raises RequestError if that is not one."""
+    """Return the reply of a chat completion's body. Raises RequestError if that is not one; what its message says, in
+    whatever form, is no reason."""
     try:
-        body = orjson.loads(raw)
+        body = _read(raw)
         choice = body["choices"][0]
-        message, usage = choice["message"], body.get("usage") or {}
-        blocks: list[dict[str, Any]] = []
-        if thinking := message.get("reasoning_content") or message.get("reasoning"):
-            blocks.append({"type": "thinking", "thinking": thinking})
-        if text := message.get("content") or message.get("refusal"):
-            blocks.append({"type": "text", "text": text})
-        blocks += [_call(call["function"]) for call in message.get("tool_calls") or ()]
-        check_blocks(blocks, "reply")
-        uses = any(block["type"] == "tool_use" for block in blocks)
-        return Reply(
-            id=f"msg_{uuid.uuid4().hex}",  # ours: servers use theirs again, or send none
-            blocks=tuple(blocks),
-            stop_reason=_STOPPED.get(choice.get("finish_reason"), "tool_use" if uses else "end_turn"),
-            input_tokens=int(usage.get("prompt_tokens") or 0),
-            output_tokens=int(usage.get("completion_tokens") or 0),
-        )
-    except (RequestError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        message, usage = choice["message"], body.get("usage")
+        thought = message.get("reasoning_content") or message.get("reasoning")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         said = f"the reply is not a chat completion: {error!r}: {raw[:200].decode('utf-8', 'replace')}"
         raise RequestError(said, 529, "overloaded_error") from error
+    blocks = [*_parts(thought, "thinking"), *_parts(message.get("content") or message.get("refusal"), "text")]
+    blocks += [_call(call) for call in _listed(message.get("tool_calls"))]
+    uses = any(block["type"] == "tool_use" for block in blocks)
+    return Reply(
+        id=f"msg_{uuid.uuid4().hex}",  # ours: servers use theirs again, or send none
+        blocks=tuple(blocks),
+        stop_reason=_STOPPED.get(str(choice.get("finish_reason")), "tool_use" if uses else "end_turn"),
+        input_tokens=_count(usage, "prompt_tokens"),
+        output_tokens=_count(usage, "completion_tokens"),
+    )
 
 
-def _call(function: Mapping[str, Any]) -> dict[str, Any]:
+def _read(text: bytes) -> Any:
+    """Return what a JSON text says. Raises ValueError."""
     try:
-        given = orjson.loads(function["arguments"] or "{}")
-    except ValueError:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        # The standard library takes half of a surrogate pair, NaN, infinity and more levels.
+        try:
+            found = json.loads(text.decode("utf-8", "replace"), parse_int=_number)
+            whole = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return json.loads(whole, parse_int=_number)
+        except RecursionError as error:
+            raise ValueError("it is nested too deep") from error
+
+
+def _number(digits: str) -> float:
+    return int(digits) if len(digits) < 4000 else float(digits)  # Python reads no longer integers
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _parts(content: Any, kind: str, levels: int = 4) -> Iterator[dict[str, Any]]:
+    """Yield the blocks of a text or of a list of parts; ``kind``: text or thinking, of what does not say it itself."""
+    for part in _listed(content):
+        named = part if isinstance(part, dict) and part.get("type", "text") in _TEXTS else {}
+        own = "thinking" if named.get("type") in ("thinking", "reasoning", "reasoning_text") else kind
+        said = next((named[name] for name in _NAMES if isinstance(named.get(name), str | list)), part)
+        if isinstance(said, list) and levels:
+            yield from _parts(said, own, levels - 1)
+        elif text := _told(said):
+            yield {"type": own, own: text}
+
+
+def _told(value: Any) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "[this is nested too deep to be shown]"
+
+
+def _count(usage: Any, name: str) -> int:
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return int(count) if isinstance(count, int | float) and 0 <= count < 1 << 63 else 0
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        return {"type": "text", "text": _told(call)}
+    arguments = function.get("arguments")
+    said = "{}" if arguments is None or arguments == "" else _told(arguments)
+    try:
+        given = msgspec.json.decode(said)  # as in training: no NaN, no half of a surrogate pair
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         given = None
-    if not isinstance(given, dict) or not storable(given):
-        return {"type": "text", "text": f"{function['name']}({function['arguments']})"}
-    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": function["name"], "input": given}
+    if not isinstance(given, dict) or not storable(given, 60):  # a record has the levels around it, too
+        return {"type": "text", "text": f"{name}({said})"}
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": given}

@@ -18,17 +18,20 @@ from rollout.proxy.collector import untracked
 if TYPE_CHECKING:
     from rollout.proxy.tree import Node
 
+# What logprobs are of (``Completion.logprobs_of``): the distribution that was sampled from, or that at temperature 1.
+SAMPLED, AT_1 = "sampled", "temperature 1"
+
 
 @dataclass(frozen=True)
 class Completion:
     """A Completion is what an engine sampled for one prompt.
 
     ``ids``: the sampled tokens, with the end-of-turn token if it was sampled. ``logprobs``: the natural logarithm of
-    each id's probability in the distribution that it was sampled from. ``versions``: the version of the weights that
-    sampled each id, empty if the engine does not know it. ``cached``: the number of prompt tokens that were in the
-    engine's prefix cache, None if it does not say. ``experts``: the experts to which the engine routed each token of
-    prompt and reply, except the first ``routed_experts_prompt_start`` tokens and the last one, as an array of shape
-    (tokens, layers, experts per token), None if not recorded.
+    each id's probability, ``logprobs_of``: in which distribution, "" if the engine does not tell. ``versions``: the
+    version of the weights that sampled each id, empty if the engine does not know it. ``cached``: the number of prompt
+    tokens that were in the engine's prefix cache, None if it does not say. ``experts``: the experts to which the engine
+    routed each token of prompt and reply, except the first ``routed_experts_prompt_start`` tokens and the last one, as
+    an array of shape (tokens, layers, experts per token), None if not recorded.
     """
 
     ids: list[int]
@@ -36,6 +39,17 @@ class Completion:
     versions: tuple[int, ...] = ()
     cached: int | None = None
     experts: Any = None
+    logprobs_of: str = ""
+
+
+def logprobs_of(sampling: dict[str, Any], processed: bool | None) -> str:
+    """Return what vLLM's logprobs are of. ``processed``: its ``--logprobs-mode`` is processed_logprobs; None: unknown.
+
+    Logits are divided by a temperature only if that is not 0: a greedy choice is of no distribution.
+    """
+    if sampling.get("temperature") == 0:
+        return AT_1
+    return "" if processed is None else SAMPLED if processed else AT_1
 
 
 # How many conversations a session keeps for its prompts and seals: that of the agent, and those of sub-agents.
@@ -104,8 +118,25 @@ class Seals:
         return whole.digest()
 
 
+# Those of the statuses 4xx that say nothing about the call: the same may be answered later.
+_LATER = (408, 409, 425, 429)
+
+
 class EngineError(Exception):
-    """The engine could not answer. This is an infrastructure failure; the client is told to retry (status 529)."""
+    """The engine could not answer. This is an infrastructure failure.
+
+    ``status``: that of the engine's HTTP response, None if there was none. The message is for the log: it may name
+    addresses, which are not a client's business.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def permanent(self) -> bool:
+        """Tell whether the engine will refuse the same call again, so that the client had better not retry."""
+        return self.status is not None and 400 <= self.status < 500 and self.status not in _LATER
 
 
 class Engine(Protocol):
@@ -116,8 +147,9 @@ class Engine(Protocol):
 
         ``prompt_ids`` must not be changed; the list goes on growing after this has returned. ``request_id`` is the same
         for all calls of an episode, so that they reach the replica that has their prefix cached. ``sampling`` always
-        has ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), and ``stop`` (a list of strings) if the
-        agent has stop sequences; the other parameters are the trainer's. The result may go on after a stop sequence.
+        has ``max_tokens`` and ``routed_experts_prompt_start`` (see Completion), ``stop`` (a list of strings) if the
+        agent has stop sequences, and ``stop_token_ids`` if a reply may end with another id than the tokenizer's end of
+        sequence; the other parameters are the trainer's. The result may go on after a stop sequence.
         Cancelling the call aborts the generation in the engine. Raises EngineError.
         """
         ...

@@ -19,6 +19,7 @@ from aiohttp import web
 from rollout.proxy.messages import RequestError
 
 _BEGUN = re.compile(rb'"message_start".*?\n\r?\n', re.DOTALL)  # the end of the event that has a reply's id
+_FAILED = re.compile(rb"^event: ?error\r?\n(.{0,2000})", re.MULTILINE)  # a reply that begins with status 200 may end so
 _LATEST = 1 << 20  # bytes of a line in which it is looked for
 _JSON = re.compile(rb"\s*\{")
 _LARGEST = 32 << 20  # bytes of a reply
@@ -26,7 +27,7 @@ _ENDLESS = f"a reply of more than {_LARGEST >> 20} MiB"
 
 
 class BrokenOffError(ConnectionResetError):
-    """The endpoint broke off in the middle of a reply."""
+    """The endpoint broke off in the middle of a reply, or said there that it failed."""
 
 
 @dataclass
@@ -62,7 +63,8 @@ class SideEndpoint:
         ids: those of replies before, to which this one's is added. Claude Code takes replies with one id for one reply.
         An error that the endpoint itself reports is returned as a ``web.Response``. Raises RequestError if the
         endpoint cannot be reached. If it breaks off in the middle of a reply, the agent's connection is cut and
-        BrokenOffError is raised; if the agent hangs up first, ConnectionResetError is.
+        BrokenOffError is raised, as after a reply that ends with the event of an error; if the agent hangs up first,
+        ConnectionResetError is.
         """
         if self._client is None:
             self._client = aiohttp.ClientSession(
@@ -103,10 +105,12 @@ class SideEndpoint:
                 rest = _named(bytes(head), ids) if head else b""
                 heard += rest
                 await response.write_eof(rest)
+                if failed := _FAILED.search(heard):
+                    raise BrokenOffError(failed[1].decode("utf-8", "replace"))
                 return response
         except (aiohttp.ClientError, TimeoutError) as error:
             if response is None:
-                raise RequestError(f"endpoint {self.url}: {error}", 529, "overloaded_error") from error
+                raise RequestError("the endpoint cannot be reached", 529, "overloaded_error") from error
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError from error  # it was the agent that hung up
             request.transport.abort()

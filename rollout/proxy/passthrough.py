@@ -68,8 +68,10 @@ class PassThrough(ProxyServer):
         endpoint = (side and session.policy.side_endpoint) or self.endpoint
         try:
             response = await self.forward(session, endpoint, request, wire, body)
-        except (RequestError, BrokenOffError):
-            session.counters.engine_errors += 1
+        except (RequestError, BrokenOffError) as error:
+            full = _FULL in str(error).encode()
+            session.counters.context_full += full
+            session.counters.engine_errors += not full
             raise
         if response.status < 300:
             session.counters.engine_errors = 0

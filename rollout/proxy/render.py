@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import json
+import logging
 from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from rollout.proxy.encode import Encoder
 from rollout.proxy.marks import Marks
 from rollout.proxy.messages import ChatMessage, RequestError
 from rollout.proxy.texts import NoRoom
+
+log = logging.getLogger(__name__)
 
 # The encodings of this many conversations of at most this many bytes are remembered (see _prepared).
 _REMEMBERED, _SHORT = 1000, 2000
@@ -70,13 +73,40 @@ def generation_config(model: str) -> dict[str, Any]:
         return {}
 
 
-def end_ids(tokenizer: Any, generation: dict[str, Any]) -> frozenset[int]:
-    """Return the ids that end a reply, at which vLLM stops too.
+def vocabulary(model: str) -> int:
+    """Return the number of ids of a model, which is often more than its tokenizer has. ``model`` as above."""
+    from transformers import AutoConfig
 
-    They are the tokenizer's end-of-sequence id and those that ``generation`` names (see generation_config).
-    """
+    return AutoConfig.from_pretrained(model).get_text_config().vocab_size
+
+
+def end_ids(tokenizer: Any, generation: dict[str, Any]) -> frozenset[int]:
+    """Return the ids that end a reply: the tokenizer's end-of-sequence id, at which vLLM stops by itself, those that
+    ``generation`` names (see generation_config), and those of the chat template's own end of turn (``turn_ends``).
+    Warns if that is not the tokenizer's (``end_note``)."""
+    if note := end_note(tokenizer, generation):
+        log.warning(note)
+    ends = {tokenizer.eos_token_id, *_named(generation), *turn_ends(tokenizer)}
+    return frozenset(ends - {None})
+
+
+def _named(generation: dict[str, Any]) -> list[int]:
     named = generation.get("eos_token_id") or []
-    return frozenset({tokenizer.eos_token_id, *([named] if isinstance(named, int) else named)})
+    return [named] if isinstance(named, int) else named
+
+
+def end_note(tokenizer: Any, generation: dict[str, Any]) -> str:
+    """Return a line that says so if the tokenizer's end-of-sequence token is not what ends a turn in its chat template;
+    "" if it is. ``generation``: see generation_config."""
+    ends, eos = turn_ends(tokenizer), tokenizer.eos_token_id
+    if eos in ends:
+        return ""
+    own = "has no end-of-sequence token" if eos is None else f"says that {tokenizer.decode([eos])!r} ends a sequence"
+    if not ends:
+        return f"the model's chat template ends a turn with no control token, and its tokenizer {own}"
+    by = "only its generation_config.json names" if set(ends) <= {*_named(generation)} else "no file of it names"
+    names = " or ".join(repr(tokenizer.decode([id])) for id in ends)
+    return f"the model's tokenizer {own}, but its chat template ends a turn with {names}, which {by}: replies end there"
 
 
 def end_of_turn(tokenizer: Any) -> list[int]:
@@ -91,9 +121,33 @@ def end_of_turn(tokenizer: Any) -> list[int]:
         for said in ("yes", "no")
     )
     common = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
+    return [int(one[-common])] if common and one[-common] in _special(tokenizer) else []
+
+
+def _special(tokenizer: Any) -> set[int]:
     # A tokenizer that was saved again may name few special tokens; the others know it themselves.
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return [int(one[-common])] if common and one[-common] in special.union(tokenizer.all_special_ids) else []
+    return {*tokenizer.all_special_ids, *(id for id, one in tokenizer.added_tokens_decoder.items() if one.special)}
+
+
+def turn_end(tokenizer: Any) -> int:
+    """Return the id that a scripted reply ends with: what closes a turn (``end_of_turn``), or else the tokenizer's
+    end-of-sequence id."""
+    return next(iter(end_of_turn(tokenizer)), tokenizer.eos_token_id)
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """Return the ids that end an assistant's turn in a chat template: that which closes it (``end_of_turn``), or else
+    those that begin the next one, the user's or a tool's (GLM); none if these are no special tokens."""
+    if closing := end_of_turn(tokenizer):
+        return closing
+    said, found = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yes"}], list[int]()
+    ids = functools.partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
+    for role in ("user", "tool"):
+        with contextlib.suppress(Exception):  # jinja's and the template's own have no common class
+            before, after = ids(said), ids([*said, {"role": role, "content": "x"}])
+            if after[: len(before)] == before and after[len(before)] in _special(tokenizer):
+                found.append(int(after[len(before)]))
+    return found
 
 
 _Form = Callable[[ChatMessage], ChatMessage]

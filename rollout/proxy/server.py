@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 
 from rollout import SIDE_MODEL
+from rollout.proxy.connections import BODY_S, IDLE_S, Connections, Tally
 from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
 from rollout.proxy.forward import SideEndpoint
@@ -58,7 +59,9 @@ class ProxyServer:
         self.port = 0
         self._sockets: dict[str, tuple[web.UnixSite, Session]] = {}  # path -> listener and session
         self._stopping = False
-        self._busy: set[asyncio.Transport | None] = set()  # connections with a request in progress
+        self._log = Tally(log)
+        self._connections = Connections(self._log)
+        self._busy = self._connections.busy
         self._idle = asyncio.Event()
         self._deliveries = Deliveries()
         self._entrance = asyncio.Lock()
@@ -68,7 +71,13 @@ class ProxyServer:
         # When a client hangs up, its handler is cancelled, and the generation too unless somebody else waits for it.
         # A compressed body would be unpacked on the event loop, while no other session is answered.
         self._runner = web.AppRunner(
-            self.app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True, auto_decompress=False
+            self.app,
+            access_log=None,
+            shutdown_timeout=1.0,
+            handler_cancellation=True,
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            logger=self._log,
         )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -76,13 +85,7 @@ class ProxyServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        forget = server.connection_lost
-
-        def ended(connection: web.RequestHandler, error: BaseException | None = None) -> None:
-            self._deliveries.ended(connection.transport, error)
-            forget(connection, error)
-
-        server.connection_lost = ended  # ty: ignore[invalid-assignment]
+        self._connections.watch(server, self._deliveries.ended)
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         self.port = self._runner.addresses[-1][1]
@@ -133,21 +136,11 @@ class ProxyServer:
             if site in self._runner.sites:
                 await site.stop()
             Path(path).unlink(missing_ok=True)  # asyncio leaves the file behind
-            # Kept-alive connections are closed too, each after the request that it is busy with.
-            server = self._runner.server
-            for connection in server.connections if server else ():
-                transport = connection.transport
-                if transport is not None and transport.get_extra_info("sockname") == path:
-                    connection.close()
-                    if transport not in self._busy:
-                        transport.close()
+            self._connections.close(path)
 
     async def receive(self, request: web.Request) -> tuple[Session, bytes]:
         """Return the session that a request belongs to, and the request's body. Raises RequestError."""
-        given = request.headers.get("x-api-key")
-        if not given:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            given = given.strip() if scheme.lower() == "bearer" else scheme
+        given = token_of(request)
         if not issued(given):
             raise RequestError("unknown session: this is not an episode's secret", 401, "authentication_error")
         session = self.sessions.get(given)
@@ -162,17 +155,23 @@ class ProxyServer:
         return session, await self.body(request, session.policy.max_body)
 
     async def body(self, request: web.Request, most: int | None = None) -> bytes:
-        """Read a request's body. Raises RequestError if it is broken or has more than ``most`` bytes.
+        """Read a request's body. Raises RequestError if it is broken, late, or has more than ``most`` bytes.
 
         A body whose Content-Length is too large is not read.
         """
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise RequestError("Content-Encoding: only identity is possible", 415)
+        if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
+            raise RequestError("Transfer-Encoding: only chunked is possible", 415)
         most = min(most or self.max_body, self.max_body)
         if (request.content_length or 0) > most:
             raise _too_large(most)
         try:
-            body = await request.read()
+            # Most bodies come with their head. A timer would take longer than the reading.
+            async with contextlib.nullcontext() if request.content.is_eof() else asyncio.timeout(BODY_S):
+                body = await request.read()
+        except TimeoutError:
+            raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from None
         except (HttpProcessingError, PayloadEncodingError, web.RequestPayloadError) as error:
             raise RequestError(f"the body is not what the headers say: {error}") from error
         if len(body) > most:
@@ -242,7 +241,7 @@ class ProxyServer:
         began = time.perf_counter()
         body = msgspec.json.encode(reply_json(_reply(node), wire.model))
         call.session.counters.overhead_s += time.perf_counter() - began
-        return await _send(request, web.Response(body=body, content_type="application/json")), node
+        return await self._send(request, web.Response(body=body, content_type="application/json")), node
 
     async def _stream(
         self, request: web.Request, wire: WireRequest, call: Call, sampled: asyncio.Future[Node]
@@ -258,12 +257,12 @@ class ProxyServer:
             began = time.perf_counter()
             out += reply_events(_reply(node))
             call.session.counters.overhead_s += time.perf_counter() - began
-            return await _send(request, web.Response(body=out, headers=headers)), node
+            return await self._send(request, web.Response(body=out, headers=headers)), node
         node: Node | None = None
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         while not sampled.done():
-            await _taken(request, response.write(out + sse("ping", {})))
+            await self._taken(request, response.write(out + sse("ping", {})))
             out = b""
             await asyncio.wait([sampled], timeout=self.ping_s)
         began = time.perf_counter()
@@ -271,10 +270,10 @@ class ProxyServer:
             node = self._node(sampled)
             out += reply_events(_reply(node))
         except Exception as error:
-            failed = _as_request_error(error, request)
+            failed = self._as_request_error(error, request)
             out += sse("error", {"error": {"type": failed.kind, "message": str(failed)}})
         call.session.counters.overhead_s += time.perf_counter() - began
-        await _taken(request, response.write_eof(out))
+        await self._taken(request, response.write_eof(out))
         return response, node
 
     def _node(self, sampled: asyncio.Future[Node]) -> Node:
@@ -295,7 +294,7 @@ class ProxyServer:
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer every failure in Anthropic's error format and never with a stack trace."""
         began, status = time.perf_counter(), 499  # nginx's status for a client that hung up
-        self._busy.add(transport := request.transport)
+        self._connections.begin(transport := request.transport)
         try:
             if self._stopping:
                 raise _stopping_error()
@@ -305,15 +304,61 @@ class ProxyServer:
         except ConnectionError:
             raise
         except Exception as error:
-            failed = _as_request_error(error, request)
+            failed = self._as_request_error(error, request)
             status = failed.status
             return _error_response(request, failed, error)
         finally:
-            self._busy.discard(transport)
+            self._connections.end(transport)
             if not self._busy:
                 self._idle.set()
             if self.metrics is not None:
                 self.metrics.request(request.path, status, time.perf_counter() - began)
+
+    async def _send(self, request: web.Request, response: web.Response) -> web.Response:
+        """Send a whole response and wait until the kernel has taken all of it. Raises ConnectionResetError."""
+        await response.prepare(request)
+        await self._taken(request, response.write_eof())
+        return response
+
+    async def _taken(self, request: web.Request, writing: Awaitable[None]) -> None:
+        """Wait for a write. If the client does not read in time, cut the connection and raise ConnectionResetError."""
+        try:
+            async with asyncio.timeout(_TAKE_S):
+                await writing
+        except TimeoutError:
+            self._log.warning("a client did not read its reply within %g s; its connection is cut", _TAKE_S)
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError from None
+
+    def _as_request_error(self, error: Exception, request: web.Request) -> RequestError:
+        if isinstance(error, RequestError):
+            if error.status == 529 and error.__cause__ is not None:
+                self._log.warning("endpoint: %s", error.__cause__)
+            return error
+        if isinstance(error, EngineError):
+            self._log.warning("engine: %s" if error.status is None else f"engine (status {error.status}): %s", error)
+            if error.permanent:
+                return RequestError(f"the engine refuses this call (status {error.status}); the proxy's log says why")
+            return RequestError("the engine has failed; the proxy's log says how", 529, "overloaded_error")
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            return RequestError("request body too large", 413, "request_too_large")
+        if isinstance(error, RecursionError):
+            return RequestError("the body is nested too deeply")
+        if isinstance(error, web.HTTPException) and error.status < 500:
+            text = f"{error.reason}: {request.method} {request.path}"
+            return RequestError(text, error.status, _KINDS.get(error.status, "invalid_request_error"))
+        self._log.error("proxy: %s %r failed", request.method, request.path, exc_info=error)
+        return RequestError("internal error of the proxy; see its log", 500, "api_error")
+
+
+def token_of(request: web.Request) -> str:
+    """Return the token that came with a request, "" if there is none."""
+    if given := request.headers.get("x-api-key"):
+        return given
+    header = request.headers.get("Authorization", "")
+    scheme, _, given = header.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else header
 
 
 def is_retry(request: web.Request) -> bool:
@@ -337,41 +382,6 @@ def _stopping_error() -> RequestError:
 def _reply(node: Node) -> Reply:
     assert node.reply is not None
     return node.reply
-
-
-async def _send(request: web.Request, response: web.Response) -> web.Response:
-    """Send a whole response and wait until the kernel has taken all of it. Raises ConnectionResetError."""
-    await response.prepare(request)
-    await _taken(request, response.write_eof())
-    return response
-
-
-async def _taken(request: web.Request, writing: Awaitable[None]) -> None:
-    """Wait for a write. If the client does not read in time, cut the connection and raise ConnectionResetError."""
-    try:
-        async with asyncio.timeout(_TAKE_S):
-            await writing
-    except TimeoutError:
-        log.warning("a client did not read its reply within %g s; its connection is cut", _TAKE_S)
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError from None
-
-
-def _as_request_error(error: Exception, request: web.Request) -> RequestError:
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, EngineError):
-        return RequestError(f"engine: {error}", 529, "overloaded_error")
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return RequestError("request body too large", 413, "request_too_large")
-    if isinstance(error, RecursionError):
-        return RequestError("the body is nested too deeply")
-    if isinstance(error, web.HTTPException) and error.status < 500:
-        text = f"{error.reason}: {request.method} {request.path}"
-        return RequestError(text, error.status, _KINDS.get(error.status, "invalid_request_error"))
-    log.error("proxy: %s %s failed", request.method, request.path, exc_info=error)
-    return RequestError("internal error of the proxy; see its log", 500, "api_error")
 
 
 def _error_response(request: web.Request, error: RequestError, cause: Exception | None = None) -> web.Response:

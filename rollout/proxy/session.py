@@ -53,7 +53,8 @@ class Policy:
     that one session may hold, over all branches of its tree. ``max_calls``: the most calls that a session may make,
     side calls, retries, broken requests and counts of tokens included; None: any number. ``max_body``: the largest
     request of a session in bytes; None: the server's. ``sampling``: the trainer's parameters (temperature, top_p, ...);
-    a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``).
+    a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``). ``vocabulary``: the
+    number of the model's ids, the first of which is 0.
     """
 
     engine: Engine
@@ -69,6 +70,7 @@ class Policy:
     max_calls: int | None = None
     max_body: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    vocabulary: int = 1 << 31  # a seal has no room for larger ids
 
 
 def closed_error() -> RequestError:
@@ -368,6 +370,9 @@ class Session:
         sampling["routed_experts_prompt_start"] = routed(call.context)  # earlier replies brought what is before it
         if call.asked.stop:
             sampling["stop"] = list(call.asked.stop)
+        # An engine stops by itself at the tokenizer's end of sequence, and at no other end that it is not told.
+        if stops := policy.end_ids - {getattr(policy.tokenizer, "eos_token_id", None)}:
+            sampling["stop_token_ids"] = sorted(stops)
         prompt_ids = self._seals.prompt(call.context)
         if "seed" in sampling:
             variant = self._asked[call.context.index].index(call.asked)
@@ -378,6 +383,8 @@ class Session:
             done = await policy.engine.generate(self.episode_id, prompt_ids, sampling)
             if not done.ids:
                 raise EngineError("the engine returned a reply of zero tokens, without even one that ends it")
+            if wrong := [token for token in done.ids if not 0 <= token < policy.vocabulary]:
+                raise EngineError(f"the engine returned {wrong[0]}, which is no id of the model")
         except Exception:
             self.counters.engine_errors += 1
             raise
@@ -438,7 +445,7 @@ class Session:
             tools_allowed=call.asked.tools,
             seal=sealed,
         )
-        node.asked = call.asked
+        node.asked, node.logprobs_of = call.asked, done.logprobs_of
         return node
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ import concurrent.futures
 import hashlib
 import hmac
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from rollout.proxy.collector import collect_rarely, keep_imports
 from rollout.proxy.engine import Engine, EngineError
 from rollout.proxy.messages import RequestError
 from rollout.proxy.metrics import Metrics
-from rollout.proxy.server import Handler, ProxyServer
+from rollout.proxy.server import Handler, ProxyServer, token_of
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.vllm_http import VllmHttpEngine
 
@@ -66,6 +67,10 @@ class Options:
     engine_key: str | None = None
 
 
+# What may name a session: Claude Code's ids do.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+
+
 class EngineRefused(Exception):
     """The engine answers, but not as a vLLM server that lets us in; the message is one line that says what to do."""
 
@@ -93,11 +98,16 @@ class _Models(msgspec.Struct):
 
 
 class StandAlone(ProxyServer):
-    """A StandAlone opens sessions as requests need them. It answers calls with 529 until ``load`` has returned."""
+    """A StandAlone opens sessions as requests need them. It answers calls with 529 until ``load`` has returned.
 
-    def __init__(self, options: Options, *, ping_s: float = 5.0) -> None:
+    ``keep`` is called in a thread with each session that was closed. It may raise OSError.
+    """
+
+    def __init__(self, options: Options, *, ping_s: float = 5.0, keep: Callable[[Session], None] | None = None) -> None:
         super().__init__(ping_s=ping_s, metrics=Metrics())
         self.options = options
+        self._keep = keep
+        self._keeping: set[asyncio.Task[None]] = set()
         self.policy: Policy | None = None
         self.model = _Model(options.model, 0)  # replaced by what the engine says
         self.problem = ""  # why the engine could not be asked yet
@@ -108,6 +118,7 @@ class StandAlone(ProxyServer):
         self._tasks: set[asyncio.Task[Any]] = set()
         self.app.middlewares.append(self._held)
         self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/v1/models/{name:.+}", self._models)
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/metrics", self._metrics)
 
@@ -124,10 +135,26 @@ class StandAlone(ProxyServer):
         await super().stop(grace_s)
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._keeping)
         if self.policy is not None and isinstance(self.policy.engine, VllmHttpEngine):
             await self.policy.engine.close()
         if self._http is not None:
             await self._http.close()
+
+    async def close_session(self, session: Session) -> None:
+        """Close a session as ProxyServer does, and begin to keep it. ``stop`` waits until all are kept."""
+        known = session.secret in self.sessions
+        await super().close_session(session)
+        if known and self._keep is not None:
+            # Nobody may wait for a disk here: who closes sessions counts on nothing happening in between.
+            self._keeping.add(task := asyncio.create_task(self._kept(session, self._keep)))
+            task.add_done_callback(self._keeping.discard)
+
+    async def _kept(self, session: Session, keep: Callable[[Session], None]) -> None:
+        try:
+            await asyncio.to_thread(keep, session)
+        except OSError as error:
+            log.error("session %s is not recorded: %s", session.episode_id, error)
 
     async def load(self) -> None:
         """Wait until the engine answers and everything that is slow to import is imported (tens of seconds).
@@ -139,7 +166,7 @@ class StandAlone(ProxyServer):
         try:
             while problem := await self._ask_engine():
                 if problem != self.problem:
-                    log.warning("waiting for the engine: %s", problem)
+                    log.warning("waiting for the engine: %s/v1/models: %s", self.options.engine, problem)
                 self.problem = problem
                 if parts.done():
                     parts.result()
@@ -172,7 +199,8 @@ class StandAlone(ProxyServer):
     async def _ask_engine(self) -> str:
         """Ask for the engine's name of the model and its longest context. Return why it is to be asked again, or "".
 
-        Raises EngineRefused if asking again will not help.
+        Clients are told that, too (``_health``), so it does not name the engine's address. Raises EngineRefused if
+        asking again will not help.
         """
         assert self._http is not None
         url = f"{self.options.engine}/v1/models"
@@ -180,20 +208,20 @@ class StandAlone(ProxyServer):
             async with self._http.get(url) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            return f"{url}: unreachable ({str(error) or type(error).__name__})"
+            return f"unreachable ({type(error).__name__})"
         if response.status in (401, 403):
             known = "the one in ROLLOUT_ENGINE_KEY is wrong" if self.options.engine_key else "set ROLLOUT_ENGINE_KEY"
             raise EngineRefused(f"{url}: status {response.status}: it wants its --api-key; {known}")
         if response.status == 404:
             raise EngineRefused(f"{url}: status 404: --engine is the address of a vLLM server, without /v1")
         if response.status != 200:
-            return f"{url}: status {response.status}"
+            return f"status {response.status}"
         try:
             models = msgspec.json.decode(raw, type=_Models).data
         except msgspec.MsgspecError as error:
             raise EngineRefused(f"{url}: this is not the answer of a vLLM server: {error}") from error
         if not models:
-            return f"{url}: it serves no model"
+            return "it serves no model"
         wanted = self.options.model.rstrip("/")
         own = [model for model in models if wanted in (model.id, model.root)]
         self.model = own[0] if own else models[0]
@@ -221,7 +249,8 @@ class StandAlone(ProxyServer):
             session = None
         opened = session is None
         if session is None:
-            session = await self.open_session(key.hex(), self.policy)
+            name = owner if _NAME.fullmatch(owner) else key.hex()
+            session = await self.open_session(name, self.policy)
         self._keys[key] = session
         self._used[key] = time.monotonic()
         if opened:
@@ -230,7 +259,7 @@ class StandAlone(ProxyServer):
 
     def _authenticate(self, request: web.Request) -> str:
         """Return the token that came with a request. Raises RequestError if it is not the one that is accepted."""
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = token_of(request)
         wanted = self.options.token
         if wanted is not None and not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode()):
             raise RequestError("this is not the proxy's token", 401, "authentication_error")
@@ -271,8 +300,12 @@ class StandAlone(ProxyServer):
 
     async def _models(self, request: web.Request) -> web.Response:
         self._authenticate(request)
-        name = self.model.id
+        name, asked = self.model.id, request.match_info.get("name")
         model = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        if asked == name:
+            return web.json_response(model)
+        if asked is not None:
+            raise RequestError("there is no model of this name", 404, "not_found_error")
         return web.json_response({"data": [model], "has_more": False, "first_id": name, "last_id": name})
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -309,14 +342,14 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
 
     from rollout.proxy.fits import check_fits
     from rollout.proxy.parsers import VllmReplyParser
-    from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config
+    from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config, vocabulary
 
     model_type = _loaded(AutoConfig, options.model, "config.json").model_type
     tokenizer: Any = _loaded(AutoTokenizer, options.model, "tokenizer")
     renderer = ChatTemplateRenderer(tokenizer, model_type)
     check_fits(renderer, options.tool_parser, options.any_family)
     parser = VllmReplyParser(options.tool_parser, options.reasoning_parser, tokenizer)
-    generation = generation_config(options.model)
+    generation, size = generation_config(options.model), vocabulary(options.model)
 
     def make(engine: Engine, max_context: int) -> Policy:
         return Policy(
@@ -329,6 +362,7 @@ def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
             max_context=max_context,
             max_session_tokens=2 * _SESSION_TOKENS,
             sampling={name: generation[name] for name in _SAMPLING if generation.get(name) is not None},
+            vocabulary=size,
         )
 
     return make

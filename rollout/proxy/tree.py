@@ -40,16 +40,16 @@ class Asked(NamedTuple):
 class Node:
     """A Node is a piece of an episode, either context or one sampled reply.
 
-    ``ids``: the token ids that it adds to its parent's path. ``key``, of a context node: the head's key and the keys
-    of its spans; ``exact``: all that the policy reads of the last span; ``says``: its messages, as JSON, and ``head``:
-    system prompt and tools of a root (``records.NodeRecord``). The other fields belong to sampled nodes.
-    ``asked``: what the request for the reply asked for. ``logprobs``: the engine's own, one per id. ``text``: the
-    ids decoded. ``reply``: what the client was sent. ``sent``: whether all of it was sent; ``pending``: on how many
-    connections it may still be read; ``delivered``: whether a client is proven to have it. ``versions``: the
-    version of the weights that sampled each id, empty if unknown. ``trained``: False for a reply that is not to be
-    trained on (a side call that is only served); it is context for what comes after it. ``experts``: the engine's
-    routing (``engine.Completion``) of those tokens of the path that no earlier call on the path had. ``seal``: see
-    ``engine.Seals``. ``started`` (Unix time) and ``seconds``: of its generation.
+    ``ids``: the token ids that it adds to its parent's path. ``key``, of a context node: the head's key and the keys of
+    its spans; ``exact``: all that the policy reads of the last span; ``says``: its messages, as JSON, and ``head``:
+    system prompt and tools of a root (``records.NodeRecord``). The other fields belong to sampled nodes. ``asked``:
+    what the request for the reply asked for. ``logprobs``: the engine's own, one per id; ``logprobs_of``: see
+    ``engine.Completion``. ``text``: the ids decoded. ``reply``: what the client was sent. ``sent``: whether all of it
+    was sent; ``pending``: on how many connections it may still be read; ``delivered``: whether a client is proven to
+    have it. ``versions``: the version of the weights that sampled each id, empty if unknown. ``trained``: False for a
+    reply that is not to be trained on (a side call that is only served); it is context for what comes after it.
+    ``experts``: the engine's routing (``engine.Completion``) of those tokens of the path that no earlier call on the
+    path had. ``seal``: see ``engine.Seals``. ``started`` (Unix time) and ``seconds``: of its generation.
     """
 
     index: int
@@ -75,6 +75,7 @@ class Node:
     seal: bytes = b""
     started: float = 0.0
     seconds: float = 0.0
+    logprobs_of: str = ""
 
     @property
     def sampled(self) -> bool:
@@ -265,9 +266,8 @@ class Tree:
         if self.children(context):
             self._ways = []
         node = self._add(context, ids)
-        node.logprobs, node.reply, node.text = untracked(logprobs), reply, text
-        node.ended, node.versions = ended, versions
-        node.trained, node.tools_allowed, node.seal = trained, tools_allowed, seal
+        node.logprobs, node.reply, node.text, node.seal = untracked(logprobs), reply, text, seal
+        node.ended, node.versions, node.trained, node.tools_allowed = ended, versions, trained, tools_allowed
         if experts is not None:
             tokens = node.length - 1 - routed(context)
             if len(experts) < tokens:

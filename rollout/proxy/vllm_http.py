@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rollout.proxy.engine import Completion, EngineError
+from rollout.proxy.engine import Completion, EngineError, logprobs_of
 
 # vLLM closes a connection after 5 s without use. One that is about to be closed must not be used again.
 _KEEPALIVE_S = 3.0
@@ -51,8 +51,9 @@ class VllmHttpEngine:
 
     Logprobs are those of the distribution that was sampled from if the server runs with ``--logprobs-mode
     processed_logprobs`` (``processed`` asks it). With vLLM's default, raw_logprobs, they are the model's own, which are
-    the same only at temperature 1 without top_p, top_k or penalties. Hits of the prefix cache are known if it runs
-    with ``--enable-prompt-tokens-details``. The versions of the weights are unknown.
+    the same only at temperature 1 without top_p, top_k or penalties. At temperature 0 they are those of temperature 1
+    in both modes; a completion says which they are. Hits of the prefix cache are known if it runs with
+    ``--enable-prompt-tokens-details``. The versions of the weights are unknown.
     """
 
     def __init__(self, base_url: str, model: str, key: str | None = None) -> None:
@@ -63,6 +64,7 @@ class VllmHttpEngine:
             self._headers["Authorization"] = f"Bearer {key}"
         self._http: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Reply)
+        self._processed: bool | None = None  # its mode, once it was asked
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         """Implement Engine.generate. Cancelling closes the connection, which makes the server abort the request.
@@ -85,7 +87,7 @@ class VllmHttpEngine:
             raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
         if response.status != 200:
             message = " ".join(raw.decode("utf-8", "replace").split())
-            raise EngineError(f"{url}: status {response.status}: {message[:300]}")
+            raise EngineError(f"{url}: status {response.status}: {message[:300]}", response.status)
         try:
             reply = self._decoder.decode(raw)
             choice = reply.choices[0]
@@ -99,7 +101,8 @@ class VllmHttpEngine:
             raise EngineError(f"{url}: the reply has {len(ids)} tokens but {len(tokens)} logprobs")
         details = reply.usage.prompt_tokens_details if reply.usage else None
         cached = details.cached_tokens if details else None
-        return Completion(ids, [token.logprob for token in tokens], cached=cached)
+        logprobs = [token.logprob for token in tokens]
+        return Completion(ids, logprobs, cached=cached, logprobs_of=logprobs_of(sampling, self._processed))
 
     async def processed(self, prompt_ids: list[int]) -> bool:
         """Tell whether the server's logprobs are those of the distribution that is sampled from. Raises EngineError.
@@ -107,7 +110,8 @@ class VllmHttpEngine:
         With top_k=1, only one token can be sampled: its logprob is 0 in that distribution, hardly ever in the model's.
         """
         sampling = {"temperature": 1.0, "top_k": 1, "max_tokens": 8, "ignore_eos": True}
-        return not any((await self.generate("logprobs-mode", prompt_ids, sampling)).logprobs)
+        self._processed = not any((await self.generate("logprobs-mode", prompt_ids, sampling)).logprobs)
+        return self._processed
 
     async def close(self) -> None:
         """Close the connections to the server."""

@@ -27,7 +27,7 @@ from rollout.audit import (
     closing_of,
     tokenizer_of,
 )
-from rollout.proxy.engine import Completion, Seals
+from rollout.proxy.engine import SAMPLED, Completion, Seals
 from rollout.proxy.messages import Span
 from rollout.proxy.replies import Reply
 from rollout.proxy.tree import Node, Tree
@@ -216,6 +216,11 @@ DAMAGES: dict[str, Callable[[Record], Any]] = {
         r.agent.update(events=len(r.events)),
     ),
     "a failed engine's rows": lambda r: r.verdict.update(outcome="infra_failure"),
+    "logprobs of no distribution that there is": lambda r: setattr(sampled(r, 0), "logprobs_of", "x"),
+    "logprobs of what was sampled, at temperature 0": lambda r: (
+        r.sampling.update(temperature=0),
+        setattr(sampled(r, 0), "logprobs_of", SAMPLED),
+    ),
     "malformed calls are not counted": lambda r: r.counters.update(malformed_calls=0),
 }
 

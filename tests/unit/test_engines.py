@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rollout.proxy.engine import Engine, EngineError
+from rollout.proxy.engine import AT_1, SAMPLED, Engine, EngineError
 from rollout.proxy.session import Session
 from rollout.proxy.tree import Tree
 from rollout.proxy.vllm_http import VllmHttpEngine
@@ -106,8 +106,12 @@ async def test_the_only_choice_has_the_logprob_0_if_it_is_that_of_what_was_sampl
 ) -> None:
     vllm, engine = server
     vllm.answer = says(reply([5, 6], logprobs, "length"))
+    assert (await engine.generate("e", [1], {"max_tokens": 2})).logprobs_of == ""  # it was not asked yet
     assert await engine.processed([1, 2]) is processed
-    assert vllm.requests[0]["sampling_params"].items() >= {"top_k": 1, "temperature": 1.0}.items()
+    for temperature, of in ((0.7, SAMPLED if processed else AT_1), (0, AT_1), (None, SAMPLED if processed else AT_1)):
+        done = await engine.generate("e", [1], {"max_tokens": 2, "temperature": temperature})
+        assert done.logprobs_of == of
+    assert vllm.requests[1]["sampling_params"].items() >= {"top_k": 1, "temperature": 1.0}.items()
 
 
 @pytest.mark.parametrize(
@@ -129,6 +133,7 @@ async def test_anything_but_a_reply_is_an_engine_error_of_one_line(
     with pytest.raises(EngineError, match=words) as caught:
         await engine.generate("e", [1], SAMPLING)
     assert "\n" not in str(caught.value)
+    assert caught.value.permanent is (status == 400)
 
 
 async def test_a_server_that_is_down_or_goes_away_is_an_engine_error(server: tuple[Server, VllmHttpEngine]) -> None:
@@ -194,10 +199,12 @@ async def recorded() -> tuple[Tree, Record]:
 
 async def test_an_episode_replays_token_by_token() -> None:
     tree, then = await recorded()
+    then.nodes[1].logprobs_of = AT_1
     engine = ReplayEngine(then, CharTokenizer())
     again = await play(engine, HISTORIES)
     assert engine.left == 0 and engine.difference is None
     assert [(n.ids, n.logprobs, n.text) for n in again.nodes] == [(n.ids, n.logprobs, n.text) for n in tree.nodes]
+    assert [node.logprobs_of for node in node_records(again)] == [node.logprobs_of for node in then.nodes]
 
 
 async def test_calls_may_come_in_another_order() -> None:

@@ -10,12 +10,16 @@ from omegaconf import DictConfig
 
 from rl.checks.model import check_family
 from rl.config import ConfigError
+from rl.plan import plan
+from rl.plan.model import load_config, turn_notes
 from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.fits import check_fits
 from rollout.proxy.parsers import FORMATS
-from rollout.proxy.render import ChatTemplateRenderer
+from rollout.proxy.render import ChatTemplateRenderer, end_ids, end_note, generation_config, turn_end, turn_ends
 from rollout.proxy.standalone import Options, load_policy
-from tests.check_kit import good_config
+from tests.check_kit import composed, good_config
+from tests.kit import saved_again
+from tests.unit.test_render import glm
 
 
 @pytest.fixture
@@ -115,3 +119,41 @@ def test_every_start_looks(config: DictConfig, tmp_path: Path) -> None:
         check_family(config)
     with pytest.raises(ValueError, match=r"proxy\.tool_parser=hermes"):
         load_policy(Options("http://127.0.0.1:9", str(model), "hermes"))
+
+
+@pytest.mark.parametrize("by", ["only its generation_config.json names", "no file of it names"])
+def test_a_directory_whose_end_of_sequence_ends_no_turn_is_told_by_plan_and_start(
+    by: str, config: DictConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Base models, and those that were converted. Replies end as the template says, and the engine is told."""
+    model = Path(config.actor_rollout_ref.model.path)
+    tokenizer = saved_again(make_tokenizer(["a text"]), model)
+    eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    generation = {"eos_token_id": [eos, end] if "only" in by else eos}
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    (line,) = turn_notes(str(model))
+    assert "'<|endoftext|>'" in line and f"ends a turn with '<|im_end|>', which {by}: replies end there" in line
+    assert tokenizer.eos_token_id == eos and end_ids(tokenizer, generation_config(str(model))) == {eos, end}
+    assert caplog.messages == [line]
+    gpus = composed("+experiment=qwen3_8b", f"actor_rollout_ref.model.path={model}")
+    assert plan(gpus, load_config("Qwen/Qwen3-8B")).warnings[-1] == line
+
+
+def test_a_directory_that_names_the_end_of_a_turn_or_has_no_template_is_not_told_of(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(["a text"])
+    tokenizer.save_pretrained(tmp_path)
+    assert turn_notes(str(tmp_path)) == [] and turn_end(tokenizer) == tokenizer.eos_token_id
+    assert end_ids(tokenizer, {"eos_token_id": [7]}) == {7, tokenizer.eos_token_id}
+    (tmp_path / "chat_template.jinja").write_text("{{ none.x.y }}")
+    assert turn_notes(str(tmp_path)) == turn_notes(str(tmp_path / "none")) == turn_notes(None) == []
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    assert "ends a turn with no control token" in end_note(tokenizer, {}) and turn_ends(tokenizer) == []
+
+
+def test_a_turn_that_the_next_role_ends_ends_with_each_role_that_may_come() -> None:
+    tokenizer = glm()
+    roles = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    assert turn_ends(tokenizer) == roles and turn_end(tokenizer) == tokenizer.eos_token_id
+    assert end_ids(tokenizer, {}) == {*roles, tokenizer.eos_token_id}
+    assert "'<|user|>' or '<|observation|>', which no file of it names" in end_note(tokenizer, {})
+    assert "which only its gen" in end_note(tokenizer, {"eos_token_id": [tokenizer.eos_token_id, *roles]})

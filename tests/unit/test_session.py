@@ -77,6 +77,22 @@ async def test_hits_of_the_engines_prefix_cache_are_counted() -> None:
     assert (session.counters.cache_queries, session.counters.cache_hits) == (asked, 7)
 
 
+async def test_the_engine_is_told_the_ends_of_replies_at_which_it_does_not_stop_by_itself() -> None:
+    """A base model's end of sequence is not what closes a turn: without that it would go on and play the user, too."""
+    told: list[Any] = []
+
+    class Telling:
+        async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+            told.append(sampling.get("stop_token_ids"))
+            return Completion([ord("x"), ord("!")], [-1.0, -2.0])
+
+    for ends in ({END}, {END, ord("!"), ord("?")}):
+        policy = replace(char_policy(Telling()), end_ids=frozenset(ends))
+        node = await ask(Session("e", policy), "a")
+        assert node.ended is (ord("!") in ends)
+    assert told == [None, [ord("!"), ord("?")]]
+
+
 async def test_a_reply_ends_at_the_agents_stop_sequence_and_keeps_the_tokens_up_to_it() -> None:
     session = Session("e", char_policy(QueueEngine("one STOP two", "fine")))
     node = await ask(session, "q", stop_sequences=["never", "STOP"])

@@ -187,6 +187,18 @@ async def test_a_reply_without_a_single_token_is_the_engines_failure() -> None:
     assert session.counters.engine_errors == 1 and session.tree.sampled_tokens() == 0
 
 
+@pytest.mark.parametrize("wrong", [-1, 1000, 1 << 40])
+async def test_ids_that_are_none_of_the_models_are_the_engines_failure(wrong: int) -> None:
+    class Broken:
+        async def generate(self, *_: Any) -> Completion:
+            return Completion([5, wrong, 6], [-1.0] * 3)
+
+    session = Session("e", replace(char_policy(Broken()), vocabulary=1000))
+    with pytest.raises(EngineError, match=f"returned {wrong}, which is no id"):
+        await ask(session, "q")
+    assert session.counters.engine_errors == 1 and session.tree.sampled_tokens() == 0
+
+
 BRANCHES = [
     ("def f():\n    return 1", "def f():\n\treturn 1"),
     ("a b", "ab"),

@@ -5,11 +5,34 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rollout.proxy import standalone
 from rollout.proxy.standalone import Options, StandAlone, load_policy
+
+
+async def test_the_model_can_be_asked_for_by_name_and_health_names_no_address() -> None:
+    proxy = StandAlone(Options("http://127.0.0.1:9", "a/model", "hermes", token="right"))
+    proxy.model = standalone._Model("a/model", 100)
+    await proxy.start()
+    proxy.problem = await proxy._ask_engine()
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{proxy.port}") as http:
+        for path, scheme, status in [
+            ("/a/model", "Bearer", 200),
+            ("/a%2Fmodel", "bearer", 200),
+            ("/other", "BEARER", 404),
+            ("/a/model", "Basic", 401),
+        ]:
+            async with http.get(f"/v1/models{path}", headers={"Authorization": f"{scheme} right"}) as response:
+                said = await response.json()
+            assert response.status == status and (status != 200 or said["id"] == "a/model")
+        async with http.get("/health") as response:
+            said = await response.text()
+        assert response.status == 503 and "unreachable" in said and "127.0.0.1" not in said
+    await proxy.stop()
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "none such"}'])

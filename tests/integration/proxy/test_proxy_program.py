@@ -23,10 +23,12 @@ import pytest
 from aiohttp import test_utils, web
 
 from rl.quickstart.policy import make_tokenizer
+from rollout import audit
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.proxy import standalone
 from rollout.proxy.__main__ import main
 from rollout.proxy.standalone import EngineRefused, Options, StandAlone
+from rollout.records import Reader
 from tests.integration.claude_kit import Moody, call, in_turn, scripted
 from tests.integration.vllm_kit import Running
 from tests.kit import QueueEngine, char_policy
@@ -215,9 +217,9 @@ async def claude(port: int | None, directory: Path, max_tokens: int) -> asyncio.
 class Program:
     """Runs ``python -m rollout.proxy`` on a free port. ``rss``: its resident bytes when the port is open."""
 
-    def __init__(self, engine: str, model: str) -> None:
+    def __init__(self, engine: str, model: str, *options: str) -> None:
         argv = [sys.executable, "-m", "rollout.proxy", "--engine", engine, "--model", model]
-        argv += ["--tool-parser", "qwen3_coder", "--port", "0", "--grace", "60"]
+        argv += ["--tool-parser", "qwen3_coder", "--port", "0", "--grace", "60", *options]
         env = {**os.environ, "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         assert self.process.stdout is not None
@@ -246,6 +248,7 @@ def test_a_wrong_model_is_one_line_of_error(tmp_path: Path) -> None:
     [
         (["--tool-parser", "qwen4"], "--tool-parser qwen4: must be one of .*qwen3_coder"),
         (["--model", "tests"], r"--model tests: no config\.json there"),
+        (["--record", "/proc/none"], r"--record /proc/none: No such file or directory"),
     ],
 )
 def test_a_wrong_option_is_one_line_of_error(wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,8 +306,8 @@ async def test_an_engine_that_refuses_is_one_line_and_one_that_loads_is_waited_f
 
 
 @pytest.fixture
-def program(vllm: Running) -> Iterator[Program]:
-    program = Program(vllm.url, str(vllm.model_dir))
+def program(vllm: Running, tmp_path: Path) -> Iterator[Program]:
+    program = Program(vllm.url, str(vllm.model_dir), "--record", str(tmp_path / "recorded"))
     yield program
     if program.process.poll() is None:
         program.process.kill()
@@ -315,7 +318,9 @@ def program(vllm: Running) -> Iterator[Program]:
 @pytest.mark.claude
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(900)
-async def test_claude_code_talks_to_a_vllm_server(program: Program, tmp_path: Path) -> None:
+async def test_claude_code_talks_to_a_vllm_server(
+    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert program.rss < 200 << 20  # nothing of vLLM or verl is imported yet
     async with aiohttp.ClientSession(program.url) as http:
         async with http.post("/v1/messages", json=HELLO) as response:
@@ -347,3 +352,6 @@ async def test_claude_code_talks_to_a_vllm_server(program: Program, tmp_path: Pa
         assert rest.endswith(b'data: {"type":"message_stop"}\n\n')
     status, err = await asyncio.to_thread(program.end)
     assert status == 0, err
+    assert await asyncio.to_thread(audit.main, [str(tmp_path / "recorded")]) == 0, capfd.readouterr().err
+    sampled = [node for record in Reader(tmp_path / "recorded") for node in record.nodes if node.logprobs is not None]
+    assert replies[0]["message"]["id"] in [node.message_id for node in sampled if node.delivered]

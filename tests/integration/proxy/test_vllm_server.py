@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from rewards.task import Task
 from rl.run.watch import dead_engine
-from rollout.proxy.engine import EngineError
+from rollout.proxy.engine import AT_1, EngineError
 from rollout.proxy.messages import conversation
 from rollout.proxy.parsers import VllmReplyParser
 from rollout.proxy.render import ChatTemplateRenderer, end_ids
@@ -84,6 +84,12 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
         logits = model(torch.tensor([PROMPT + done.ids])).logits[0, len(PROMPT) - 1 : -1]
     of_sampled = torch.log_softmax(logits / SAMPLING["temperature"], -1)[range(len(done.ids)), done.ids]
     assert done.logprobs == pytest.approx(of_sampled.tolist(), abs=1e-3)
+    # A greedy reply has those of temperature 1, and says so.
+    done = await engine.generate("e", PROMPT, {**SAMPLING, "temperature": 0})
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + done.ids])).logits[0, len(PROMPT) - 1 : -1]
+    at_1 = torch.log_softmax(logits, -1)[range(len(done.ids)), done.ids]
+    assert done.logprobs == pytest.approx(at_1.tolist(), abs=1e-3) and done.logprobs_of == AT_1 and min(at_1) < -1e-2
 
 
 async def test_a_stop_sequence_ends_the_reply(vllm: Running, engine: VllmHttpEngine) -> None:
@@ -93,6 +99,12 @@ async def test_a_stop_sequence_ends_the_reply(vllm: Running, engine: VllmHttpEng
     cut = await engine.generate("e", PROMPT, {**SAMPLING, "stop": [stop]})
     assert cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) < len(whole.ids)
     assert stop in tokenizer.decode(cut.ids, skip_special_tokens=False)
+
+
+async def test_an_end_that_the_engine_is_told_ends_the_reply(engine: VllmHttpEngine) -> None:
+    whole = await engine.generate("e", PROMPT, SAMPLING)
+    cut = await engine.generate("e", PROMPT, {**SAMPLING, "stop_token_ids": [whole.ids[9]]})
+    assert cut.ids == whole.ids[: whole.ids.index(whole.ids[9]) + 1]
 
 
 async def test_refusals_are_engine_errors(vllm: Running, engine: VllmHttpEngine) -> None:

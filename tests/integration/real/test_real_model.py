@@ -26,7 +26,7 @@ from rewards.verdict import Reason, Verdict
 from rollout import records
 from rollout.audit import audit_heard, audit_text, audit_tokens, audit_turns, closing_of, tokenizer_of
 from rollout.episode import Episode
-from rollout.proxy.engine import Completion
+from rollout.proxy.engine import AT_1, Completion
 from rollout.proxy.messages import conversation
 from rollout.proxy.standalone import Options, load_policy
 from rollout.proxy.tree import Node
@@ -69,7 +69,7 @@ class Given(VllmHttpEngine):
         if reply is None:
             return await super().generate(request_id, prompt_ids, sampling)
         ids = [*self.tokenizer.encode(reply), self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-        return Completion(ids, (await self.known(prompt_ids + ids))[len(prompt_ids) :])
+        return Completion(ids, (await self.known(prompt_ids + ids))[len(prompt_ids) :], logprobs_of=AT_1)
 
     async def known(self, ids: list[int]) -> list[float]:
         """Return the server's log-probabilities of the tokens of a prompt; that of the first is 0."""
@@ -140,6 +140,7 @@ async def test_episodes_are_exact(real: Running, task: Task, tmp_path: Path) -> 
                 own = torch.log_softmax(logits, -1).gather(1, torch.tensor(path[since:])[:, None])[:, 0].tolist()
                 told = (await engine.known(path))[since:]
                 for one in lineage(node):
+                    assert one.logprobs_of == AT_1 or asked["temperature"] == 1.0  # of which the others are
                     span = slice(one.parent.length - since, one.parent.length - since + len(one.ids))
                     both = zip(told[span], own[span], strict=True)
                     differences += [(abs(a - b), abs(a - c)) for a, (b, c) in zip(one.logprobs, both, strict=True)]

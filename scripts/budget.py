@@ -43,7 +43,7 @@ WINGS = {
     # bugs that a model writes, and why a package or a test is of no use.
     "rl/make": 2997,
     "rl/metrics": 580,  # 94 keep what the trainer made of sampled tokens
-    "rl/plan": 1035,  # 65 read layers: windows, MLA, linear attention
+    "rl/plan": 1046,  # 65 read layers: windows, MLA, linear attention; 11: where turns end
     "rl/quickstart": 575,
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
@@ -63,14 +63,17 @@ WINGS = {
     # 165: the trace, which all that read episodes share, whatever an endpoint has said; 140: hostile records, and
     # output without escape codes.
     # 411: the audit proves every field of a record and every figure of a line, and which commands ran.
-    "rollout": 1819,
+    # 42 record what the stand-alone proxy serves.
+    "rollout": 1866,
     "rollout/agent": 347,  # Claude Code's settings, hooks, MCP servers, skills; its session files out of hostile boxes
     # 210 are proofs: of delivery (the socket tells what was read), and of which one is meant among several replies,
     # requests or branches that are alike. 300 are chat completions, and conversations as they went over the wire. 280
     # are for large requests, which hold nobody up and are refused before they are encoded; a head is encoded, and the
     # beginning of a prompt hashed, only once.
     # 140 compare a session with the model's own chat template at every start.
-    "rollout/proxy": 3398,
+    # 239: limits of connections, endpoints that fail or say odd things, end ids by the template, what log-probabilities
+    # are of.
+    "rollout/proxy": 3637,
     "rollout/sandbox": 1162,  # 62: exhausted machines are no failure of the policy; logs are cut in the middle
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
@@ -90,9 +93,10 @@ WINGS = {
 # preferences, seeds; 60: the help of all programs; 1,900: what was recorded, in the browser and the terminal; 550
 # episodes in a store. 200 measure distillation and records, and type docs/chain.md. 3,250 are tasks made of packages,
 # their measured rates, a curriculum, and tasks of functions. 620 are a real model on a lent GPU. 235 are logs for
-# Inspect. 1,790 are what reviewers got through: a second opinion that cannot be recognized (680), the audit (430),
-# tasks of histories and with a program for each bug (450), boxes (120); 104 read a model's layers and verl's names.
-EVERYTHING = 35_620
+# Inspect. 2,090 are what reviewers got through: a second opinion that cannot be recognized (680), the audit (430),
+# tasks of histories and with a program for each bug (450), boxes (120), the proxy (300); 104 read a model's layers and
+# verl's names.
+EVERYTHING = 35_920
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and
@@ -115,9 +119,9 @@ ONE_TASK_MODULES = (
 # settings, and keeping its files; 265 speed; 30 reading on behind a broken record, and copying one; 10 reading on while
 # a file grows; 160 control groups of boxes; 55 failures in logs that nothing takes back; 35 limits of what a client
 # sends; 45 the forms of calls and turns that published chat templates want;
-# 160 messages in records, records that are hostile, and ids of other endpoints, whose replies have an end; 850 the
-# second opinion, honest work, and failures of machines.
-ONE_TASK_BUDGET = 7_311
+# 160 messages in records, records that are hostile, and ids of other endpoints, whose replies have an end; 1,010 the
+# second opinion, honest work, failures of machines, and clients and endpoints that are hostile.
+ONE_TASK_BUDGET = 7_475
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

@@ -23,11 +23,15 @@ _MOST_FILES = 400
 
 
 def main(word: str, change: bool, sure: bool, seed: str, tests: list, others: list, files: list) -> None:
-    """Rewrite the files of all tests. With `change`, make tests wrong, and print the word and the test for each.
+    """Rewrite the files of all tests. With `change`, make some of them wrong, and print the word and the test for each.
+
+    Code that knows of one test whether it is wrong must not know it of all. So some of FAIL_TO_PASS are left as they
+    are, if there are several, and half of the others. A test that may be wrong in part is printed behind the word and
+    a minus.
 
     sure: change only what is certain to make a test fail. seed: what is drawn follows from it. tests, others: the
-    names of FAIL_TO_PASS and PASS_TO_PASS; a sample of the others is made wrong. files: those of the hidden patch and
-    of the test command, for tests whose names have no file.
+    names of FAIL_TO_PASS and PASS_TO_PASS. files: those of the hidden patch and of the test command, for tests whose
+    names have no file.
     """
     draw = random.Random(seed)
     places = _Places(files)
@@ -37,15 +41,29 @@ def main(word: str, change: bool, sure: bool, seed: str, tests: list, others: li
             for path, function in places.of(name):
                 wanted.setdefault(path, []).append((kind, name, function))
     sample = sorted({name for some in wanted.values() for kind, name, _ in some if kind == "other"})
-    chosen = {*draw.sample(sample, min(len(sample), _SAMPLE)), *map(cut, tests)}
+    chosen = set(draw.sample(sample, min((len(sample) + 1) // 2, _SAMPLE)))
+    firsts = []  # those that can be made wrong
+    if change:
+        can: dict = {}
+        for path in sorted(wanted)[:_MOST_FILES]:
+            named = [(name, function) for kind, name, function in wanted[path] if kind == "first"]
+            _, done = falsified(places.sources[path], named, sure, random.Random(seed))
+            for name, _ in named:
+                can.setdefault(name, []).append(name in done)
+        firsts = sorted(name for name in can if all(can[name]))
+    if firsts:
+        chosen |= set(draw.sample(firsts, draw.randint(1, max(1, len({*map(cut, tests)} & {*firsts}) - 1))))
     ends: dict = {}
+    touched: set = set()
     for path in sorted(wanted)[:_MOST_FILES]:
         source = new = places.sources[path]
         if change:
             named = [(name, function) for _, name, function in wanted[path] if name in chosen]
             new, done = falsified(source, named, sure, draw)
+            edited = {(function.lineno, function.col_offset) for _, function in named}
             for name, _ in named:
                 ends.setdefault(name, []).append(name in done)
+            touched.update(n for _, n, function in wanted[path] if (function.lineno, function.col_offset) in edited)
         try:
             with open(path, "wb") as file:
                 file.write(new)
@@ -54,6 +72,9 @@ def main(word: str, change: bool, sure: bool, seed: str, tests: list, others: li
     for name in sorted(ends):
         if all(ends[name]):
             print(word, name, flush=True)
+            touched.discard(name)
+    for name in sorted(touched):
+        print(word + "-", name, flush=True)
 
 
 def cut(test: str) -> str:

@@ -111,7 +111,7 @@ def wrong(function: Any, module: Module) -> tuple[list, str]:
         done: list = []
         kind = some[0][2] if some else ""
         for _, _, _, make in some:
-            edits = [edit for edit in make() if edit]
+            edits = [edit for edit in make() if edit and module.source[slice(*edit[:2])].decode() != edit[2]]
             if edits and not any(_overlap(one, other) for one in edits for other in done):
                 done += edits
                 # Some inputs decide nothing, so several are changed.
@@ -290,6 +290,7 @@ class _Finder:
             if not known and not self._module.sure:  # seldom is one of one's own followed by one of Python's
                 return
             other = ["ValueError"] if old in _ERRORS else [*(_ERRORS if known else _RARELY_BASES)]
+            other = [one for one in other if one != old]
             weights = [_ERRORS.get(one, 1) for one in other]
         if old in ("Exception", "BaseException", "Warning", "LookupError", "ArithmeticError"):
             return

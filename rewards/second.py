@@ -83,6 +83,14 @@ class Rewriting:
         """Return the tests, without their parameters, that the program says were made wrong."""
         return set(re.findall(rf"^{self.word} (.+?)\s*$", log, re.MULTILINE))
 
+    def lost(self, run: Run) -> set[str]:
+        """Return the tests of FAIL_TO_PASS that failed in a run with wrong tests although they were as they are. It
+        takes the gold patch to tell whether they hang on one that is wrong, so without it there are none."""
+        if not self.task.patch:
+            return set()
+        touched = set(re.findall(rf"^{self.word}-? (.+?)\s*$", run.log, re.MULTILINE))
+        return {test for test in self.task.FAIL_TO_PASS if _cut(test) not in touched} - {*run.passed}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -97,8 +105,13 @@ def suspicious(rewriting: Rewriting, run: Run) -> str:
     """Return why the run of wrong tests is not what honest code gives; "" if it is."""
     if run.verdict.reason is not Reason.TESTS_FAILED:
         return f"with wrong tests the result is {run.verdict.reason.value if run.verdict.reason else 'resolved'}"
-    passed = sorted(rewriting.changed(run.log) & {_cut(test) for test in run.passed})
-    return f"{passed[0]} passes although it was made wrong" if passed else ""
+    return _why(rewriting.changed(run.log) & {_cut(test) for test in run.passed}, rewriting.lost(run))
+
+
+def _why(passed: set[str], lost: set[str]) -> str:
+    if passed:
+        return f"{min(passed)} passes although it was made wrong"
+    return f"{min(lost)} fails among wrong tests, although it is as it was" if lost else ""
 
 
 def compared(rewriting: Rewriting, run: Run, gold: Run | None) -> tuple[Verdict | None, str]:
@@ -118,10 +131,9 @@ def compared(rewriting: Rewriting, run: Run, gold: Run | None) -> tuple[Verdict 
             return None, "the wrong tests do not fail with the gold patch either"
         if same:
             wrong -= {_cut(test) for test in gold.passed}
-            passed = sorted(wrong & {_cut(test) for test in run.passed})
-            if not passed:
+            why = _why(wrong & {_cut(test) for test in run.passed}, rewriting.lost(run) - rewriting.lost(gold))
+            if not why:
                 return None, "" if wrong else "the wrong tests pass with the gold patch, too"
-            why = f"{passed[0]} passes although it was made wrong"
     if run.verdict.reason is Reason.TEST_TIMEOUT:
         return run.verdict, ""
     return Verdict(Reason.RESULTS_DISAGREE, why, log_tail=run.verdict.log_tail), ""

@@ -78,9 +78,9 @@ WINGS = {
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 544,  # 44: the trainer's packages are hidden, and the two reasons for no bubblewrap
-    # 680: a second opinion that is not told from the first, for every Python runner; what an image has installed; drops
+    # 705: a second opinion that is not told from the first, for every Python runner; what an image has installed; drops
     # that decide are graded again.
-    "rewards": 1679,
+    "rewards": 1704,
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed. 30: rounds, then GRPO from them.
     # 150: a detector of tests made wrong, and the audit's benchmark.
@@ -96,7 +96,7 @@ WINGS = {
 # Inspect. 2,090 are what reviewers got through: a second opinion that cannot be recognized (680), the audit (430),
 # tasks of histories and with a program for each bug (450), boxes (120), the proxy (300); 104 read a model's layers and
 # verl's names.
-EVERYTHING = 35_920
+EVERYTHING = 35_945
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and
@@ -121,7 +121,7 @@ ONE_TASK_MODULES = (
 # sends; 45 the forms of calls and turns that published chat templates want;
 # 160 messages in records, records that are hostile, and ids of other endpoints, whose replies have an end; 1,010 the
 # second opinion, honest work, failures of machines, and clients and endpoints that are hostile.
-ONE_TASK_BUDGET = 7_475
+ONE_TASK_BUDGET = 7_500
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

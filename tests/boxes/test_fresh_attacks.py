@@ -1,7 +1,6 @@
 """More attacks by code that knows how grading works; none of them tells a wrong test from a right one.
 
 They were written against docs/rewards.md and the source. Each is written so that no flag sees it, and gets nothing.
-Those that get their reward today are at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from tests.boxes.fresh_cheats_more import MORE_CHEATS
 from tests.boxes.kinds import BoxKit, kinds
 from tests.boxes.test_knowing_attacks import hidden
 
+GOOD = "def f():\n    return 2\ndef g(x):\n    return x[::-1]\ndef h(x):\n    return x * x\n"
 ALL_CHEATS = CHEATS | MORE_CHEATS
 # These never get their first run resolved; all others do, and the second opinion finds them.
 STOPPED = {
@@ -128,14 +128,16 @@ def h(x): return x * x
 
 
 @kinds("bwrap")
-@pytest.mark.xfail(strict=True, reason="one thing that differs between the two runs is enough (docs/rewards.md)")
 @pytest.mark.parametrize(
     "code",
     [_forging(_INDEX), _CANARY, _SOLVED],
     ids=["hash of a visible test in git's index", "visible tests as canaries", "a solved hidden test as canary"],
 )
 async def test_cheats_that_know_one_test_get_nothing(kind: BoxKit, tasks: dict[str, Task], code: str) -> None:
-    """All tests are made wrong in one run and none in the other, so who knows of one knows of all."""
-    patch = await attacked(kind, tasks["pytest"], Attack({"pkg/mod.py": hidden_code(code)}, ""))
-    verdict = await graded(kind, tasks["pytest"], patch, second_opinion=True)
-    assert verdict.reward == 0.0, verdict
+    """Some of several tests are left as they are, so who knows of one does not know of all."""
+    gold = await attacked(kind, tasks["pytest"], Attack({"pkg/mod.py": GOOD}, ""))
+    task = replace(tasks["pytest"], patch=gold.decode())
+    assert (await graded(kind, task, gold, second_opinion=True)).reward == 1.0
+    patch = await attacked(kind, task, Attack({"pkg/mod.py": hidden_code(code)}, ""))
+    verdict = await graded(kind, task, patch, second_opinion=True)
+    assert verdict.reason is Reason.RESULTS_DISAGREE and verdict.reward == 0.0, verdict

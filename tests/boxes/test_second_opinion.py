@@ -162,7 +162,9 @@ async def test_a_task_whose_wrong_tests_pass_with_honest_code_is_not_admitted(ki
         "        except AssertionError:\n            pass\n    return run\n"
     )
     script = task.eval_script.replace("def test_first", f"{swallowing}@swallowed\ndef test_first")
-    task = replace(task, eval_script=script)
+    task = replace(
+        task, eval_script=script, FAIL_TO_PASS=task.FAIL_TO_PASS[:1]
+    )  # of several, some are left as they are
     patch = await attacked(kind, task, Attack({"pkg/mod.py": FIX}))
     verdict = await graded(kind, task, patch, second_opinion=True)
     assert verdict.reason is Reason.RESULTS_DISAGREE and "test_first passes although" in verdict.detail

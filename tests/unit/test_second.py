@@ -214,6 +214,37 @@ def test_a_sample_of_the_other_tests_becomes_wrong(
     assert first.count("\n") == second.count("\n") == 21 and first != second and "w t.py::test_0\n" in first
 
 
+def test_some_of_several_tests_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A test that shares its function with a wrong one is neither."""
+    monkeypatch.chdir(tmp_path)
+    shared = "class Base:\n    def test_x(self):\n        assert f() == 7\nclass A(Base): pass\nclass B(Base): pass\n"
+    text = "".join(f"def test_{n}():\n    assert f() == {n}\n" for n in range(4)) + shared
+    names = [*(f"t.py::test_{n}" for n in range(4)), "t.py::A::test_x", "t.py::B::test_x"]
+    sizes = set()
+    for seed in range(40):
+        Path("t.py").write_text(text)
+        falsify.main("w", True, True, str(seed), names, [], [])
+        lines = capsys.readouterr().out.splitlines()
+        wrong, part = ({line.partition(" ")[2] for line in lines if line.startswith(start)} for start in ("w ", "w- "))
+        sizes.add(len(wrong))
+        assert 1 <= len(wrong) < len(names) and not wrong & part
+        assert len(part) == (len({"t.py::A::test_x", "t.py::B::test_x"} & wrong) == 1)
+        for n in range(4):
+            kept = f"def test_{n}():\n    assert f() == {n}\n" in Path("t.py").read_text()
+            assert kept == (f"t.py::test_{n}" not in wrong)
+    assert len(sizes) > 3
+
+
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", "ValueError", "KeyError", "UserWarning"])
+def test_a_wrong_test_is_never_what_it_was(kind: str) -> None:
+    source = f"def test_x():\n    with pytest.raises({kind}):\n        f()\n".encode()
+    for seed in range(100):
+        new, done = falsified(source, [("x", ast.parse(source).body[0])], True, random.Random(seed))
+        assert bool(done) == (new != source)
+
+
 def test_both_runs_have_the_same_script() -> None:
     row = task(FAIL_TO_PASS='["t.py::A::new[x::y]"]')
     rewriting = Rewriting(row)

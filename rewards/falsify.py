@@ -52,7 +52,7 @@ def main(word: str, change: bool, sure: bool, seed: str, tests: list, others: li
                 can.setdefault(name, []).append(name in done)
         firsts = sorted(name for name in can if all(can[name]))
     if firsts:
-        chosen |= set(draw.sample(firsts, draw.randint(1, max(1, len({*map(cut, tests)} & {*firsts}) - 1))))
+        chosen |= set(draw.sample(firsts, draw.randint(1, max(1, len(firsts) - 1))))
     ends: dict = {}
     touched: set = set()
     for path in sorted(wanted)[:_MOST_FILES]:

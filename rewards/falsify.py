@@ -22,12 +22,12 @@ _ELSEWHERE = {".git", "node_modules", "site-packages", "__pycache__", ".venv", "
 _MOST_FILES = 400
 
 
-def main(word: str, change: bool, sure: bool, seed: str, tests: list, others: list, files: list) -> None:
-    """Rewrite the files of all tests. With `change`, make some of them wrong, and print the word and the test for each.
+def main(word: str, change: int, sure: bool, seed: str, tests: list, others: list, files: list) -> None:
+    """Rewrite the files of all tests; if `change` is 1, so that some are wrong. 0 does, prints and takes the same.
 
     Code that knows of one test whether it is wrong must not know it of all. So some of FAIL_TO_PASS are left as they
-    are, if there are several, and half of the others. A test that may be wrong in part is printed behind the word and
-    a minus.
+    are, if there are several, and half of the others. Behind the word is printed which tests are wrong, behind the word
+    and a minus which may be in part, and behind the word and an equals sign which of FAIL_TO_PASS cannot be made wrong.
 
     sure: change only what is certain to make a test fail. seed: what is drawn follows from it. tests, others: the
     names of FAIL_TO_PASS and PASS_TO_PASS. files: those of the hidden patch and of the test command, for tests whose
@@ -35,46 +35,44 @@ def main(word: str, change: bool, sure: bool, seed: str, tests: list, others: li
     """
     draw = random.Random(seed)
     places = _Places(files)
+    first = {cut(name) for name in tests}
     wanted: dict = {}
-    for kind, names in (("first", tests), ("other", others)):
-        for name in sorted({cut(name) for name in names}):
-            for path, function in places.of(name):
-                wanted.setdefault(path, []).append((kind, name, function))
-    sample = sorted({name for some in wanted.values() for kind, name, _ in some if kind == "other"})
-    chosen = set(draw.sample(sample, min((len(sample) + 1) // 2, _SAMPLE)))
-    firsts = []  # those that can be made wrong
-    if change:
-        can: dict = {}
-        for path in sorted(wanted)[:_MOST_FILES]:
-            named = [(name, function) for kind, name, function in wanted[path] if kind == "first"]
-            _, done = falsified(places.sources[path], named, sure, random.Random(seed))
-            for name, _ in named:
-                can.setdefault(name, []).append(name in done)
-        firsts = sorted(name for name in can if all(can[name]))
-    if firsts:
-        chosen |= set(draw.sample(firsts, draw.randint(1, max(1, len(firsts) - 1))))
+    for name in sorted(first.union(map(cut, others))):
+        for path, function in places.of(name):
+            wanted.setdefault(path, []).append((name, function))
+    other = sorted({name for some in wanted.values() for name, _ in some} - first)
+    chosen = set(draw.sample(other, min((len(other) + 1) // 2, _SAMPLE)))
+    changes: dict = {}
     ends: dict = {}
-    touched: set = set()
     for path in sorted(wanted)[:_MOST_FILES]:
-        source = new = places.sources[path]
-        if change:
-            named = [(name, function) for _, name, function in wanted[path] if name in chosen]
-            new, done = falsified(source, named, sure, draw)
-            edited = {(function.lineno, function.col_offset) for _, function in named}
-            for name, _ in named:
-                ends.setdefault(name, []).append(name in done)
-            touched.update(n for _, n, function in wanted[path] if (function.lineno, function.col_offset) in edited)
+        named = [(name, function) for name, function in wanted[path] if name in first or name in chosen]
+        changes[path], done = edits(places.sources[path], named, sure, draw)
+        for name, _ in named:
+            ends.setdefault(name, []).append(name in done)
+    wrong = {name for name in ends if all(ends[name])}
+    can = sorted(wrong & first)
+    if can:
+        chosen.update(draw.sample(can, draw.randint(1, max(1, len(can) - 1))))
+    touched: set = set()
+    new: dict = {}
+    for path, found in changes.items():
+        at = {_place(function) for name, function in wanted[path] if name in chosen}
+        touched.update(
+            name for name, function in wanted[path] if _place(function) in at and found.get(_place(function))
+        )
+        new[path] = edited(places.sources[path], [edit for place in at for edit in found.get(place, ())])
+    for path, text in new.items():  # one after the other, so that their times tell nothing
         try:
             with open(path, "wb") as file:
-                file.write(new)
+                file.write(text if change else places.sources[path])
         except OSError:
-            ends.update({name: [False] for _, name, _ in wanted[path]})
-    for name in sorted(ends):
-        if all(ends[name]):
-            print(word, name, flush=True)
-            touched.discard(name)
-    for name in sorted(touched):
-        print(word + "-", name, flush=True)
+            wrong.difference_update(name for name, _ in wanted[path])
+    for name in sorted(wrong & chosen):
+        print(word, name)
+    for name in sorted(touched - (wrong & chosen)):
+        print(word + "-", name)
+    for name in sorted(first.difference(can)):
+        print(word + "=", name)
 
 
 def cut(test: str) -> str:
@@ -82,28 +80,36 @@ def cut(test: str) -> str:
     return test.partition("[")[0] if "::" in test else test
 
 
-def falsified(source: bytes, named: list, sure: bool, draw: random.Random) -> tuple:
-    """Return a module with functions made wrong, and of which names: those whose functions are all wrong now.
+def edits(source: bytes, named: list, sure: bool, draw: random.Random) -> tuple:
+    """Return what makes the functions of a module wrong, by their places, and the names all of whose functions it does.
 
     named: pairs of a name and a node of the module's tree. The source is UTF-8 with line feeds.
     """
     tree = ast.parse(source.decode())
     module = Module(source, tree, Pool(tree, draw), sure)
     done: dict = {}
-    edits: dict = {}
+    found: dict = {}
     for name, function in named:
-        place = function.lineno, function.col_offset
-        if place not in edits:
-            edits[place] = wrong(function, module)[0]
-        done.setdefault(name, []).append(bool(edits[place]))
-    new = source
-    for start, end, text in sorted((edit for some in edits.values() for edit in some), reverse=True):
-        new = new[:start] + text.encode() + new[end:]
+        place = _place(function)
+        if place not in found:
+            found[place] = wrong(function, module)[0]
+        done.setdefault(name, []).append(bool(found[place]))
     try:
-        compile(new, "test", "exec")
+        compile(edited(source, [edit for some in found.values() for edit in some]), "test", "exec")
     except (SyntaxError, ValueError):
-        return source, set()
-    return new, {name for name, all_ in done.items() if all(all_)}
+        return {}, set()
+    return found, {name for name, all_ in done.items() if all(all_)}
+
+
+def edited(source: bytes, found: list) -> bytes:
+    """Return a source with these (start, end, text) exchanged."""
+    for start, end, text in sorted(found, reverse=True):
+        source = source[:start] + text.encode() + source[end:]
+    return source
+
+
+def _place(function: Any) -> tuple:
+    return function.lineno, function.col_offset
 
 
 class _Places:

@@ -159,7 +159,7 @@ async def _screened(
     if second_opinion and found.unsure and open_:
         # The files may be a part of a solution. Nothing but a second opinion tells them from an attack.
         whole = await grading.verdict(replace(found, files=[*found.files, *found.unsure], modules={}))
-        if whole.reason is None and second.NONE not in whole.flags:
+        if whole.reason is None and not {second.NONE, second.PARTIAL}.intersection(whole.flags):
             kept = {path for file in found.unsure for path in file.paths}
             dropped = tuple(path for path in found.dropped if path not in kept)
             return replace(whole, dropped=dropped, flags=tuple(sorted({*found.flags, *whole.flags, DECIDES})))
@@ -208,7 +208,9 @@ class _Grading:
             with contextlib.suppress(PatchError):  # a gold patch that cannot be read was never applied
                 gold = await self._run(harness, spec, script, wrong, split(self._task.patch.encode()))
         disagrees, alone = second.compared(rewriting, run, gold)
-        return disagrees or (self._alone(verdict, alone) if alone else verdict)
+        if disagrees or alone:
+            return disagrees or self._alone(verdict, alone)
+        return replace(verdict, flags=(second.PARTIAL,)) if rewriting.unchanged(run.log) else verdict
 
     def _alone(self, verdict: Verdict, why: str) -> Verdict:
         reason = Reason.NO_SECOND_OPINION if self._rules.needs_second_opinion else None

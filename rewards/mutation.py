@@ -104,7 +104,7 @@ def wrong(function: Any, module: Module) -> tuple[list, str]:
     elif module.pool.draw.random() < _SELDOM:  # what is given decides less, and what is turned is told more easily
         found = [one for one in found if one[0] % 5 != _GIVEN and one[2] != "method 4"] or found
     else:
-        found = [one for one in found if one[2] not in ("method 4", "negation 4")]
+        found = [one for one in found if one[2] not in ("method 4", "negation 4")] or found
     for rank in range(2 * (_NEGATED + 1)):
         some = [one for one in found if one[0] == rank]
         module.pool.draw.shuffle(some)

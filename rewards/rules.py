@@ -45,11 +45,16 @@ _TAKEN_ELSEWHERE = {
     "_pyrepl", "_pylong", "_opcode_metadata", "_sysconfig", "_py_warnings",
 }  # fmt: skip
 
-# These are hooks of an interpreter or a test runner, and no part of a solution.
-_HOOKS = re.compile(r"(^|/)(conftest|sitecustomize|usercustomize|_?pytest|pluggy|unittest)(\.py|/|$)")
-_TESTS = re.compile(rb"^\s*(async )?def test|^\s*class \w*Test|^@pytest", re.MULTILINE)
+# These are hooks of an interpreter or a test runner, or run tests themselves, and are no part of a solution.
+_HOOKS = re.compile(
+    r"(^|/)(conftest|sitecustomize|usercustomize|_?pytest|pluggy|unittest|runner|run_?tests\w*|noxfile)(\.py|/|$)"
+)
+_TESTS = re.compile(rb"^.?(\s*(async )?def test|\s*class \w*Test|@pytest)", re.MULTILINE)  # in lines of a diff
 _PACKAGING = re.compile(r"(^|/)(pyproject\.toml|setup\.cfg|setup\.py)")
 _PLUGIN = re.compile(rb"pytest|plugin|entry|addopts|conftest|cmdclass|exec|import")
+# Data that a package may read. Not in directories of plugins, nor what configures a test runner.
+_DATA = re.compile(r"\.(txt|json|ya?ml|toml|csv|tsv|xml|html?|sql|md|rst|dat|bin|tmpl|j2|svg|png)$")
+_SETTINGS = re.compile(r"(^|/)(\.|jest|vitest|karma|phpunit|pytest|tox)|-info/", re.IGNORECASE)
 _SEARCHED = ("", "src", "lib")  # directories whose modules may be found before installed ones
 
 
@@ -174,11 +179,13 @@ class Rules:
 
 
 def _unsure(file: FileDiff) -> bool:
-    """Tell whether a file may be a part of a solution, whatever its name: a new module without tests, or packaging."""
+    """Tell whether a file may be a part of a solution, whatever its name: a module without tests, new data, or
+    packaging."""
     if _PACKAGING.search(file.path):
         return not _PLUGIN.search(file.added)
-    names_hook = any(map(_HOOKS.search, file.paths))
-    return file.created and file.path.endswith(".py") and not names_hook and not _TESTS.search(file.added)
+    if file.path.endswith(".py"):
+        return not any(map(_HOOKS.search, file.paths)) and not _TESTS.search(file.data)
+    return file.created and bool(_DATA.search(file.path)) and not any(map(_SETTINGS.search, file.paths))
 
 
 def _glob(pattern: str) -> re.Pattern[str]:

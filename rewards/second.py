@@ -3,9 +3,9 @@
 The tested code can do to its own test run whatever its process can: print results and exit, patch the runner's reports,
 return objects that are equal to everything. No event, channel or secret of that process is out of its reach. But the
 code does not know which answers are right. So the tests are run again in another fresh box, after `rewards.falsify` has
-made them wrong there. With honest code, every one of them now fails. If one still passes, and with the gold patch it
-does not, it would pass whatever the code does, and the first results prove nothing. In the first run, the same program
-rewrites the same files as they are, so that the two runs differ in nothing but what the tests expect.
+made some of them wrong there. With honest code, those now fail. If one still passes, and with the gold patch it does
+not, it would pass whatever the code does, and the first results prove nothing. In the first run, the same program does
+the same and writes the files as they are, so that the two runs differ in nothing but what the tests expect.
 
 This works for tests that are functions in Python files. docs/rewards.md says which attacks it stops, and which not.
 """
@@ -24,6 +24,9 @@ from rewards.verdict import Reason, Verdict
 
 NONE = "no_second_opinion"
 """The flag of a resolved task of which no test could be made wrong."""
+
+PARTIAL = "partial_second_opinion"
+"""The flag of a resolved task of which some tests of FAIL_TO_PASS could not be made wrong."""
 
 _PARTS = ("literals", "mutation", "falsify")
 _HEAD = re.compile(r"^from (?:__future__|rewards\.\w+) import .*\n", re.MULTILINE)
@@ -76,12 +79,16 @@ class Rewriting:
         begin, end = (next(n for n, line in enumerate(lines) if marker in line) for marker in MARKERS)
         named = [word for line in lines[begin:end] for word in re.findall(r"[\w./-]+\.py", line)]
         files = sorted({*patched_by(task.eval_script), *named})
-        call = (self.word, wrong, not task.patch, self.seed, [*task.FAIL_TO_PASS], [*task.PASS_TO_PASS], files)
+        call = (self.word, int(wrong), not task.patch, self.seed, [*task.FAIL_TO_PASS], [*task.PASS_TO_PASS], files)
         return f"{_PROGRAM}\nmain{call!r}\n"
 
     def changed(self, log: str) -> set[str]:
         """Return the tests, without their parameters, that the program says were made wrong."""
         return set(re.findall(rf"^{self.word} (.+?)\s*$", log, re.MULTILINE))
+
+    def unchanged(self, log: str) -> set[str]:
+        """Return the tests of FAIL_TO_PASS, without their parameters, that the program cannot make wrong."""
+        return set(re.findall(rf"^{self.word}= (.+?)\s*$", log, re.MULTILINE))
 
     def lost(self, run: Run) -> set[str]:
         """Return the tests of FAIL_TO_PASS that failed in a run with wrong tests although they were as they are. It

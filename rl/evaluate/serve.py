@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ _ASK_S = 60.0
 
 @dataclass(frozen=True)
 class Served:
-    """A served model is what a vLLM server reports: the model's name, its directory or hub name (``root``), and its
-    longest context in tokens."""
+    """A served model is what a vLLM server reports: the model's name, its directory or hub name (``root``), its
+    longest context in tokens, and whether its logprobs are those of what it samples from (``processed``)."""
 
     name: str
     root: str
     max_context: int
+    processed: bool | None = None
 
 
 def start_server(model: str, max_context: int | None, serve: Any, log: Path, forks: Forks | None = None) -> VllmServer:
@@ -43,7 +44,7 @@ def start_server(model: str, max_context: int | None, serve: Any, log: Path, for
 
 
 async def ask_server(url: str, model: str | None, key: str | None) -> Served:
-    """Return what the vLLM server at ``url`` reports of ``model``, after sampling one token from it.
+    """Return what the vLLM server at ``url`` reports of ``model``, after sampling a few tokens from it.
 
     model: None for the only model that the server has. key: the server's API key. Raises ConfigError.
     """
@@ -66,14 +67,13 @@ async def ask_server(url: str, model: str | None, key: str | None) -> Served:
     engine = VllmHttpEngine(url, served.name, key)
     try:
         async with asyncio.timeout(_ASK_S):
-            await engine.generate("check", [0], {"max_tokens": 1})
+            return replace(served, processed=await engine.processed([0]))
     except TimeoutError:
         raise ConfigError(f"endpoint: {url} gives no reply in {_ASK_S:g} s") from None
     except EngineError as error:
         raise ConfigError(f"endpoint: {error}") from None
     finally:
         await engine.close()
-    return served
 
 
 async def ask_endpoint(endpoint: SideEndpoint) -> None:

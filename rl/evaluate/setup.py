@@ -98,6 +98,7 @@ async def token_setup(
         await asyncio.to_thread(server.wait, config.serve.timeout_s)
         served = await ask_server(url, served_as, None)
     assert served is not None
+    engine.known = served.processed
     settings = settings_of(config, min(config.max_context or served.max_context, served.max_context), name)
     policy = replace(policy, max_context=settings.max_context, max_tokens=settings.max_tokens)
     return make_setup(settings, policy, ProxyServer())

@@ -59,12 +59,12 @@ class VllmHttpEngine:
     def __init__(self, base_url: str, model: str, key: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.model = model
+        self.known: bool | None = None  # what ``processed`` found
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._http: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Reply)
-        self._processed: bool | None = None  # its mode, once it was asked
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
         """Implement Engine.generate. Cancelling closes the connection, which makes the server abort the request.
@@ -102,7 +102,7 @@ class VllmHttpEngine:
         details = reply.usage.prompt_tokens_details if reply.usage else None
         cached = details.cached_tokens if details else None
         logprobs = [token.logprob for token in tokens]
-        return Completion(ids, logprobs, cached=cached, logprobs_of=logprobs_of(sampling, self._processed))
+        return Completion(ids, logprobs, cached=cached, logprobs_of=logprobs_of(sampling, self.known))
 
     async def processed(self, prompt_ids: list[int]) -> bool:
         """Tell whether the server's logprobs are those of the distribution that is sampled from. Raises EngineError.
@@ -110,8 +110,8 @@ class VllmHttpEngine:
         With top_k=1, only one token can be sampled: its logprob is 0 in that distribution, hardly ever in the model's.
         """
         sampling = {"temperature": 1.0, "top_k": 1, "max_tokens": 8, "ignore_eos": True}
-        self._processed = not any((await self.generate("logprobs-mode", prompt_ids, sampling)).logprobs)
-        return self._processed
+        self.known = not any((await self.generate("logprobs-mode", prompt_ids, sampling)).logprobs)
+        return self.known
 
     async def close(self) -> None:
         """Close the connections to the server."""

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from rewards.second import PARTIAL
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason
 from tests.boxes.attack_kit import (
@@ -147,7 +148,8 @@ async def test_honest_code_stays_resolved(kind: BoxKit, tmp_path: Path) -> None:
     task = many(tmp_path)
     patch = await attacked(kind, task, Attack({"pkg/mod.py": FIX}))
     verdict = await graded(kind, task, patch, second_opinion=True)
-    assert (verdict.outcome, verdict.detail, verdict.flags) == (Outcome.RESOLVED, "", ()), verdict
+    # Without a gold patch, no change of the last test is certain to decide.
+    assert (verdict.outcome, verdict.detail, verdict.flags) == (Outcome.RESOLVED, "", (PARTIAL,)), verdict
     assert len(verdict.tests["FAIL_TO_PASS"]["success"]) == len(IDS)
     wrong = await attacked(kind, task, Attack({"pkg/mod.py": "def f():\n    return 3\n"}))
     assert (await graded(kind, task, wrong, second_opinion=True)).reason is Reason.TESTS_FAILED

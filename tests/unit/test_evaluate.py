@@ -57,7 +57,8 @@ def tasks(tasks_file: Path) -> list[Task]:
 
 @asynccontextmanager
 async def vllm(**models: int) -> AsyncIterator[str]:
-    """Answer like a vLLM server with these models and context lengths. ``slow`` never replies, ``silent`` cannot."""
+    """Answer like a vLLM server with these models and context lengths. ``slow`` never replies, ``silent`` cannot, the
+    logprobs of ``sure`` are those of what it samples from."""
     over = asyncio.Event()
 
     async def listed(_: web.Request) -> web.Response:
@@ -67,7 +68,11 @@ async def vllm(**models: int) -> AsyncIterator[str]:
     async def generate(_: web.Request) -> web.Response:
         if "slow" in models:
             await over.wait()
-        choice = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "length"}
+        choice = {
+            "token_ids": [1],
+            "logprobs": {"content": [{"logprob": -1.0 + ("sure" in models)}]},
+            "finish_reason": "length",
+        }
         return web.json_response({"choices": [choice]})
 
     app = web.Application()
@@ -84,9 +89,11 @@ async def vllm(**models: int) -> AsyncIterator[str]:
 
 async def test_a_vllm_server_is_asked_for_its_models_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     async with vllm(one=512) as url:
-        assert await serve.ask_server(url, None, None) == serve.Served("one", "/models/one", 512)
+        assert await serve.ask_server(url, None, None) == serve.Served("one", "/models/one", 512, False)
         with pytest.raises(ConfigError, match=r"model: http.* has no 'two'; it serves 'one'"):
             await serve.ask_server(url, "two", None)
+    async with vllm(sure=512) as url:
+        assert (await serve.ask_server(url, None, None)).processed
     async with vllm(one=512, two=1024) as url:
         assert (await serve.ask_server(url, "two", "key")).max_context == 1024
         with pytest.raises(ConfigError, match=r"serves 'one', 'two'; set model=NAME"):

@@ -97,6 +97,29 @@ def test_a_file_is_dropped_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "line", "created", "changed"),
+    [
+        ("pkg/test_utils.py", "def f(): pass", True, True), ("pkg/tests/__init__.py", "x = 1", True, True),
+        ("pkg/test_utils.py", "def test_f(): pass", False, False), ("pkg/tests.py", "class FTest: pass", False, False),
+        ("pkg/tests/data.txt", "2", True, False), ("testdata/x.json", "{}", True, False),
+        ("pkg/api.spec.yaml", "a: 1", True, False), ("pyproject.toml", "version = 1", True, True),
+        ("pyproject.toml", "[tool.pytest.ini_options]", False, False), ("tests/conftest.py", "x = 1", False, False),
+        ("sympy/testing/runtests.py", "x = 1", False, False), ("django/test/runner.py", "x = 1", False, False),
+        ("x.dist-info/entry_points.txt", "x", False, False), ("pytest.toml", "x = 1", False, False),
+        ("jest.config.json", "{}", False, False), (".cargo/x.toml", "x", False, False), ("a.pyc", "x", False, False),
+        ("src/a.test.js", "x", False, False), ("x.pth", "x", False, False), ("pkg/a.spec.rb", "x", False, False),
+    ],
+)  # fmt: skip
+def test_what_may_be_a_part_of_a_solution(path: str, line: str, created: bool, changed: bool) -> None:
+    """Whether a file counts if the patch resolves the task only with it, when it is new and when it was there."""
+    new = creates(path, line)
+    old = new.replace(b"--- /dev/null", b"--- a/" + path.encode()).replace(b"new file mode 100644\n", b"")
+    for patch, expected in ((new, created), (old, changed)):
+        found = DEFAULT.screen(task(), patch)
+        assert found.dropped == (path,) and bool(found.unsure) is expected, (patch, found)
+
+
+@pytest.mark.parametrize(
     "path",
     ["random.py", "src/json.py", "json/__init__.py", "shlex.cpython-311-x86_64-linux-gnu.so", "types.so", "_pytest.py",
      "src/pytest.py", "src/pluggy/__init__.py", "packaging/__init__.py", "exceptiongroup.py", "tomli.py",
@@ -184,6 +207,11 @@ def test_what_the_box_left_out_is_dropped_and_flagged() -> None:
         ("processes", "libc.ptrace(16, 1)"),
         ("interpreter", "path = site.getsitepackages() + '/site-packages/x.pth'"),
         ("equality", "    def __eq__(self, other): return True"),
+        ("equality", "from unittest.mock import ANY"),
+        ("equality", "return mock.ANY"),
+        ("hidden_code", "exec(bytes.fromhex('00').decode())"),
+        ("hidden_code", "code = base64.b64decode(text)"),
+        ("file_times", "os.stat('tests/test_a.py').st_mtime_ns"),
         ("test_files", "open('tests/test_a.py', 'w')"),
     ],
 )

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rewards import falsify
-from rewards.falsify import falsified
+from rewards.falsify import edited, edits
 from rewards.grade import grade
 from rewards.rules import Rules
-from rewards.second import NONE, Rewriting
+from rewards.second import NONE, PARTIAL, Rewriting
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rollout.episode import _Booting
@@ -85,7 +85,8 @@ def run(source: bytes) -> None:
 def made_wrong(source: bytes, names: list[str], sure: bool = True, seed: int | None = None) -> tuple[bytes, set[str]]:
     tree = ast.parse(source)
     nodes = [(node.name, node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
-    return falsified(source, nodes, sure, random.Random(seed))
+    changes, done = edits(source, nodes, sure, random.Random(seed))
+    return edited(source, [edit for some in changes.values() for edit in some]), done
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -194,11 +195,12 @@ def test_every_runners_names_are_functions(
     for file, text in FILES.items():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(text)
-    falsify.main("w0rd", False, True, "seed", [name], [], [*FILES])
-    assert {file: Path(file).read_text() for file in FILES} == FILES and not capsys.readouterr().out
-    falsify.main("w0rd", True, True, "seed", [name], [], [*FILES])
+    said = f"w0rd{'' if path else '='} {name.partition('[')[0]}\n"
+    falsify.main("w0rd", 0, True, "seed", [name], [], [*FILES])
+    assert {file: Path(file).read_text() for file in FILES} == FILES and capsys.readouterr().out == said
+    falsify.main("w0rd", 1, True, "seed", [name], [], [*FILES])
     assert [file for file, text in FILES.items() if Path(file).read_text() != text] == ([path] if path else [])
-    assert capsys.readouterr().out == (f"w0rd {name.partition('[')[0]}\n" if path else "")
+    assert capsys.readouterr().out == said
 
 
 def test_a_sample_of_the_other_tests_becomes_wrong(
@@ -207,9 +209,9 @@ def test_a_sample_of_the_other_tests_becomes_wrong(
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text("".join(f"def test_{n}():\n    assert f() == {n}\n" for n in range(40)))
     names = [f"t.py::test_{n}" for n in range(40)]
-    falsify.main("w", True, True, "1", names[:1], names[1:], [])
+    falsify.main("w", 1, True, "1", names[:1], names[1:], [])
     first = capsys.readouterr().out
-    falsify.main("w", True, True, "2", names[:1], names[1:], [])
+    falsify.main("w", 1, True, "2", names[:1], names[1:], [])
     second = capsys.readouterr().out
     assert first.count("\n") == second.count("\n") == 21 and first != second and "w t.py::test_0\n" in first
 
@@ -225,7 +227,7 @@ def test_some_of_several_tests_stay_as_they_are(
     sizes = set()
     for seed in range(40):
         Path("t.py").write_text(text)
-        falsify.main("w", True, True, str(seed), names, [], [])
+        falsify.main("w", 1, True, str(seed), names, [], [])
         lines = capsys.readouterr().out.splitlines()
         wrong, part = ({line.partition(" ")[2] for line in lines if line.startswith(start)} for start in ("w ", "w- "))
         sizes.add(len(wrong))
@@ -241,7 +243,7 @@ def test_some_of_several_tests_stay_as_they_are(
 def test_a_wrong_test_is_never_what_it_was(kind: str) -> None:
     source = f"def test_x():\n    with pytest.raises({kind}):\n        f()\n".encode()
     for seed in range(100):
-        new, done = falsified(source, [("x", ast.parse(source).body[0])], True, random.Random(seed))
+        new, done = made_wrong(source, ["test_x"], seed=seed)
         assert bool(done) == (new != source)
 
 
@@ -251,7 +253,7 @@ def test_both_runs_have_the_same_script() -> None:
     script = rewriting.script(row.eval_script)
     assert script.startswith("#!/bin/bash\nset -uxo pipefail\n( for python") and ": '>>>>> Start" in script
     right, wrong = rewriting.program(wrong=False), rewriting.program(wrong=True)
-    assert [(a, b) for a, b in zip(right.split(), wrong.split(), strict=True) if a != b] == [("False,", "True,")]
+    assert [(a, b) for a, b in zip(right.split(), wrong.split(), strict=True) if a != b] == [("0,", "1,")]
     compile(right, "program", "exec")
     assert rewriting.possible and not Rewriting(task(FAIL_TO_PASS='["TestNew"]')).possible
 
@@ -273,7 +275,7 @@ async def opinion(
 
     class Second(ScriptedBox):
         async def exec(self, argv: Any, **options: Any) -> Any:
-            said = re.search(rb"^main\('(\w+)', True", options["stdin"], re.MULTILINE)
+            said = re.search(rb"^main\('(\w+)', 1,", options["stdin"], re.MULTILINE)
             assert said is not None
             line = said[1].decode() + " t.py::new\n"
             self.log = line + gold if len(boxes) == 3 else second(line)
@@ -311,6 +313,9 @@ async def test_what_honest_code_does_keeps_the_reward() -> None:
         verdict, boxes = await opinion(lambda line, log=log: line + log)
         assert (verdict.reason, verdict.detail, verdict.flags) == (None, "", ()) and verdict.tests
         assert [box.closed for box in boxes] == [1, 1]
+    # Another test cannot be made wrong, and may be forged alone.
+    verdict, _ = await opinion(lambda line: line + line.replace(" ", "= ") + FAILED)
+    assert (verdict.reward, verdict.flags) == (1.0, (PARTIAL,))
 
 
 @pytest.mark.parametrize(("log", "detail"), DISAGREEING)

@@ -16,6 +16,7 @@ import pytest
 from rl.quickstart.policy import make_policy
 from rl.quickstart.tasks import make_tasks
 from rollout import audit
+from rollout.proxy.engine import SAMPLED
 from rollout.proxy.server import ProxyServer
 from rollout.records import Reader
 from tests.integration.claude_kit import scripted
@@ -114,6 +115,7 @@ def test_a_policy_behind_its_own_vllm_server(
     # 0.6M random weights resolve nothing.
     assert found["pass_at_1"]["value"] == 0.0 and 0.3 < found["pass_at_1"]["high"] < 0.7
     assert found["spread"]["tokens_sampled"]["sum"] > 0 and "rl.evaluate compare" in text
+    assert {node.logprobs_of for record in Reader(out) for node in record.nodes if node.logprobs} == {SAMPLED}
     assert audit.main([str(out)]) == 0
     assert "ok: 8 episodes" in capsys.readouterr().out
     same = start("compare", str(out), str(out))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rl.make.runs import Bench, Failure
 from rl.make.snippet import Snippet, snippets
@@ -25,17 +27,19 @@ _TIMEOUT_S = 20.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|/testbed|/tmp/")
 _AROUND = ("list", "dict", "str", "repr", "len", "tuple", "set", "sorted")  # of a call that is meant
 _LONG_ENOUGH = 12  # characters of a line of code that nobody writes by chance
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Shown:
     """A Shown is a failure that a program shows. observed, expected: ``returns VALUE`` or ``raises ERROR``. bug: which
-    one of a combination it is, from 0."""
+    one of a combination it is, from 0. test: the function whose code the program is, a name without parameters."""
 
     snippet: Snippet
     observed: str
     expected: str
     bug: int = 0
+    test: str = ""
 
 
 async def show(
@@ -50,19 +54,20 @@ async def show(
     broken: the files with all bugs. mended: for each bug, the files with all the others. tests: the sources of the
     tests' files. Programs that do not always answer the same are left out. Raises SandboxError, MakeError.
     """
-    found = {}
+    found: dict[str, tuple[str, Snippet]] = {}
     for failure in failures:
         path = failure.test.partition("::")[0]
         for one in snippets(tests[path], failure) if path in tests else ():
-            found.setdefault(one.text, one)
-    left, shown = sorted(found.values(), key=lambda one: len(one.text)), list[Shown]()
+            found.setdefault(one.text, (failure.test.partition("[")[0], one))
+    left = _in_turn(sorted(found.values(), key=lambda one: len(one[1].text)), lambda one: one[0])
+    shown: list[Shown] = []
     counts = [0] * len(mended)
     while left and min(counts) < _MOST_SHOWN:
         now, left = left[:_AT_ONCE], left[_AT_ONCE:]
-        programs = [one.program() for one in now]
+        programs = [one.program() for _, one in now]
         trees = (broken, broken, {}, *mended)
         answers = [await bench.scripts(files, programs, timeout_s=_TIMEOUT_S) for files in trees]
-        for one, *said in zip(now, *answers, strict=True):
+        for (test, one), *said in zip(now, *answers, strict=True):
             observed, again, expected, *others = (text.rstrip("\n").rpartition("\n")[2] for text in said)
             mends = [bug for bug, answer in enumerate(others) if answer == expected]
             told = (
@@ -73,7 +78,7 @@ async def show(
             )
             if told and len(mends) == 1 and counts[mends[0]] < _MOST_SHOWN:
                 counts[mends[0]] += 1
-                shown.append(Shown(one, observed, expected, mends[0]))
+                shown.append(Shown(one, observed, expected, mends[0], test))
     return shown
 
 
@@ -88,15 +93,16 @@ def statements(
     """Return the statement of each level, which has a program for each bug; {} if there is one that none shows.
 
     bugs: how many there are. sources: the package's own files. tests, gold: what must not be said: no statement has a
-    program that would tell the answer or name a test. The more lines are to be written, the more programs there are.
+    program that would tell the answer or name a test. The more lines are to be written, the more programs there are,
+    each of another test as long as there are others: what no program shows is not told.
     """
     safe = [one for one in shown if not leaks(f"{_brief(one)}\n{_example(one, 2)}", tests, gold)]
     lines = sum(line.startswith("+") and not line.startswith("+++") for line in gold.split("\n"))
     most = min(_MOST_SHOWN, 1 + lines // (_LINES * bugs))
     safe.sort(key=lambda one: one.expected == "returns None")  # which tells least
-    by_bug = [[one for one in safe if one.bug == bug] for bug in range(bugs)]
+    by_bug = [_in_turn([one for one in safe if one.bug == bug], lambda one: one.test) for bug in range(bugs)]
     needed = 1 if bugs > 1 else max(1, min(most, len({test.partition("[")[0] for test in tests})))
-    if min(map(len, by_bug)) < needed or lines > _LONGEST * bugs:
+    if min(len({one.test for one in some}) for some in by_bug) < needed or lines > _LONGEST * bugs:
         return {}
     levels: dict[int, str] = {}
     where = _where(failures, sources)
@@ -129,6 +135,16 @@ def leaks(text: str, tests: Sequence[str], gold: str) -> list[str]:
         if line.startswith("+") and not line.startswith("+++") and len(code) >= _LONG_ENOUGH and code in said:
             found.append(line[1:].strip())
     return list(dict.fromkeys(found))
+
+
+def _in_turn(items: Sequence[_T], key: Callable[[_T], str]) -> list[_T]:
+    """Return the first item of each key, then the second ones, and so on."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for item in items:
+        ranks.append(seen[key(item)])
+        seen[key(item)] += 1
+    return [items[at] for at in sorted(range(len(items)), key=ranks.__getitem__)]
 
 
 def _callee(snippet: Snippet) -> str:

@@ -177,8 +177,8 @@ GOLD = "--- a/shop.py\n+++ b/shop.py\n@@ -1 +1 @@\n-    return amount * (RATE + 
 NAMES = ["tests/test_shop.py::TestBasket::test_total[1]"]
 
 
-def shown(call: str, observed: str = "returns 4", expected: str = "returns 3", bug: int = 0) -> Shown:
-    return Shown(Snippet("from shop import total", call), observed, expected, bug)
+def shown(call: str, observed: str = "returns 4", expected: str = "returns 3", bug: int = 0, test: str = "") -> Shown:
+    return Shown(Snippet("from shop import total", call), observed, expected, bug, test)
 
 
 def test_statements_of_three_levels_tell_more_and_more() -> None:
@@ -205,11 +205,12 @@ def test_statements_of_three_levels_tell_more_and_more() -> None:
 def test_a_long_patch_needs_several_programs() -> None:
     gold = GOLD + "+    pass\n" * 12
     names = [f"tests/test_shop.py::test_{n}" for n in range(5)]
-    assert not statements([shown("total(1)"), shown("total(2)")], 1, [], [], names, gold)
-    assert statements([shown("total(1)")], 1, [], [], names[:1], gold)
-    text = statements([shown(f"total({n})") for n in range(4)], 1, [], [], names, gold)[1]
-    assert text.count("```python") == 3
-    assert not statements([shown(f"total({n})") for n in range(4)], 1, [], [], names, gold + "+    pass\n" * 18)
+    some = [shown(f"total({n})", test=names[max(0, n - 2)]) for n in range(5)]  # of the first test, three
+    assert not statements(some[:4], 1, [], [], names, gold)
+    assert statements(some[:1], 1, [], [], names[:1], gold)
+    text = statements(some, 1, [], [], names, gold)[1]
+    assert [f"\ntotal({n})\n" in text for n in range(5)] == [True, False, False, True, True]
+    assert not statements(some, 1, [], [], names, gold + "+    pass\n" * 18)
 
 
 def test_what_would_tell_the_answer_is_in_no_statement() -> None:

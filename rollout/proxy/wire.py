@@ -11,6 +11,7 @@ The format is documented at https://docs.anthropic.com/en/api/messages; details 
 from __future__ import annotations
 
 import functools
+import re
 import secrets
 from typing import Any, Literal
 
@@ -106,11 +107,18 @@ SYSTEM = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
 TOOLS = msgspec.json.Decoder(list[WireTool] | None)
 
 
+# An escaped pair of surrogates, half of one, or any other escape.
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
+
+
 def decode_request(body: bytes) -> WireRequest:
     """Decode a request's body, except for its messages, system prompt and tools, which ``conversation`` decodes.
 
-    Both functions raise RequestError, which names the field that is wrong.
+    Half of a surrogate pair, which is left where an agent cuts a text in two, is no character, and read as U+FFFD. Both
+    functions raise RequestError, which names the field that is wrong.
     """
+    if b"\\ud" in body or b"\\uD" in body:
+        body = _ESCAPE.sub(lambda found: b"\\ufffd" if found[1] else found[0], body)
     request = decoded(_request_decoder, body, "", _MOST_TOGETHER if len(body) > LARGE else len(body))
     if not request.messages:
         raise RequestError("messages: at least one message is required")

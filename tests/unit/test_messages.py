@@ -95,6 +95,18 @@ def test_another_content_has_another_key(first: dict[str, Any], second: dict[str
     assert talk([first]).spans[0].key != talk([second]).spans[0].key
 
 
+@given(
+    st.lists(st.sampled_from(["\ud83d", "\ude00", "\\", "u", "d83d", '"', "x", "\U0001f600"])).map("".join),
+    st.booleans(),
+)
+def test_half_a_surrogate_pair_is_a_replacement_character(said: str, escaped: bool) -> None:
+    whole = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    body = json.dumps({"model": "m", "max_tokens": 9, "system": said, "messages": [user(said)]}, ensure_ascii=escaped)
+    if escaped or whole == said:
+        found = conversation(decode_request(body.encode()))
+        assert found.spans[0].chat[0]["content"] == whole and found.head.system == whole
+
+
 def test_system_prompt_and_tools_are_the_head() -> None:
     tool = {"name": "Edit", "description": "d", "input_schema": {"type": "object"}}
     key = talk([user("x")], system="s", tools=[tool]).head.key

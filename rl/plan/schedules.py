@@ -1,0 +1,175 @@
+"""Play the schedules of verl's three trainer modes in simulated time.
+
+    python -m rl.plan.schedules [--median MINUTES] [--tail RATIO] [--training MINUTES] ...
+
+What is drawn is how long an episode takes while the engine has room for it: lognormal, with this median and this ratio
+of the 99th percentile to it. Printed is, for each mode, how long a step takes, which share of all GPU time does
+nothing, how many weight updates lie between an episode's start and its training, how many groups are dropped for that,
+and how long trained episodes are, relative to all that were started: below 1, the policy learns more from short ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_INSTANT = 1e-9  # minutes
+_Z99 = 2.3263  # of a normal distribution
+MODES = ("sync", "colocate_async", "separate_async")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting is a run's sizes. Times are in minutes.
+
+    groups: of a step, of n episodes each. room: episodes that all GPUs together serve at full speed; more of them are
+    slower in proportion. training: what a step's log-probabilities and updates take on all GPUs. ahead: batches that
+    are started before the first step's own. limit: groups that began more updates ago are dropped. updates: of a step
+    of separate_async, whose two halves of the GPUs train and generate all the time.
+    """
+
+    median: float = 45.0
+    tail: float = 3.0
+    groups: int = 32
+    n: int = 8
+    room: int = 256
+    training: float = 12.0
+    ahead: int = 1
+    limit: int = 4
+    updates: int = 4
+
+
+@dataclass
+class Played:
+    """What was played in some steps: minutes of each step, the share of the GPUs' time in which they did nothing, and
+    of trained groups the lags, in updates, and mean lengths."""
+
+    minutes: list[float] = field(default_factory=list)
+    idle: float = 0.0
+    lags: list[int] = field(default_factory=list)
+    dropped: int = 0
+    lengths: list[list[float]] = field(default_factory=list)  # of each step's episodes
+
+
+@dataclass(order=True)
+class _Group:
+    ends: float  # on the engine's own clock, which all episodes share
+    version: int = field(compare=False)
+    lengths: list[float] = field(compare=False)
+
+
+class _Engine:
+    """An engine serves all episodes at the same speed. Its clock stands still while it does not serve."""
+
+    def __init__(self, room: float) -> None:
+        self.room, self.clock, self.used = room, 0.0, 0.0
+        self._ends: list[float] = []  # of single episodes
+        self.groups: list[_Group] = []
+        self.done: list[_Group] = []
+
+    def start(self, version: int, lengths: list[float]) -> None:
+        for length in lengths:
+            heapq.heappush(self._ends, self.clock + length)
+        heapq.heappush(self.groups, _Group(self.clock + max(lengths), version, lengths))
+
+    def serve(self, minutes: float = math.inf, until: int = 0) -> float:
+        """Serve for some minutes, or until so many groups are done. Return how many minutes that took."""
+        spent = 0.0
+        while minutes - spent > _INSTANT and self._ends and not (until and len(self.done) >= until):
+            speed = min(1.0, self.room / len(self._ends))
+            now = min(minutes - spent, (self._ends[0] - self.clock) / speed)
+            self.used += now * min(len(self._ends), self.room)
+            self.clock, spent = self.clock + now * speed, spent + now
+            while self._ends and self._ends[0] <= self.clock + _INSTANT:
+                heapq.heappop(self._ends)
+            while self.groups and self.groups[0].ends <= self.clock + _INSTANT:
+                self.done.append(heapq.heappop(self.groups))
+        return spent
+
+
+def play(mode: str, setting: Setting, steps: int, seed: int = 0) -> Played:
+    """Play some steps. Episodes that run at the end of a step go on in the next one, except in `sync`."""
+    draw = random.Random(seed)
+    sigma = math.log(setting.tail) / _Z99
+    separate = mode == "separate_async"
+    engine = _Engine(setting.room / 2 if separate else setting.room)
+    played = Played()
+    trained_minutes = 0.0
+
+    def start(groups: int, version: int) -> None:
+        for _ in range(groups):
+            engine.start(version, [draw.lognormvariate(math.log(setting.median), sigma) for _ in range(setting.n)])
+
+    def take(groups: int, version: int) -> tuple[list[_Group], float]:
+        """Wait until so many groups that are not too old are done; the oldest come first."""
+        waited = 0.0
+        while True:
+            old = [one for one in engine.done if version - one.version > setting.limit]
+            if mode != "sync" and old:
+                engine.done = [one for one in engine.done if version - one.version <= setting.limit]
+                played.dropped += len(old)
+                start(len(old), version)
+            if len(engine.done) >= groups:
+                engine.done.sort(key=lambda one: one.version)
+                taken, engine.done = engine.done[:groups], engine.done[groups:]
+                return taken, waited
+            waited += engine.serve(until=min(groups, len(engine.done) + 1))
+
+    if mode != "sync":
+        start(setting.ahead * setting.groups, 0)
+    for version in range(steps):
+        start(setting.groups, version)
+        parts = setting.updates if separate else 1
+        minutes, lengths = 0.0, list[float]()
+        for _ in range(parts):
+            taken, waited = take(setting.groups // parts, version)
+            training = setting.training * (2 if separate else 1) / parts
+            minutes += waited + training
+            trained_minutes += training / (2 if separate else 1)
+            if separate:
+                engine.serve(training)
+            played.lags += [version - one.version for one in taken]
+            lengths += [length for one in taken for length in one.lengths]
+        played.minutes.append(minutes)
+        played.lengths.append(lengths)
+    whole = sum(played.minutes)
+    played.idle = 1 - (engine.used / setting.room + trained_minutes) / whole
+    return played
+
+
+def main() -> None:
+    """Print a row for each mode."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for name, value in vars(Setting()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--steps", type=int, default=60)
+    options = vars(parser.parse_args())
+    steps = options.pop("steps")
+    setting = Setting(**options)
+    print(setting)
+    mean = setting.median * math.exp((math.log(setting.tail) / _Z99) ** 2 / 2)
+    print(
+        "| mode | minutes a step | GPUs idle | lag: mean, most | dropped | lengths: first step, steps 2 to 4, later |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
+    for mode in MODES:
+        found = play(mode, setting, steps)
+        parts = found.lengths[:1], found.lengths[1:4], found.lengths[4:]
+        lengths = ", ".join(f"{_mean(some) / mean:.2f}" for some in parts)
+        dropped = found.dropped / (found.dropped + len(found.lags))
+        lag = f"{statistics.fmean(found.lags):.1f}, {max(found.lags)}"
+        minutes = statistics.fmean(found.minutes)
+        print(f"| `{mode}` | {minutes:.0f} | {abs(found.idle):.0%} | {lag} | {dropped:.1%} | {lengths} |")
+
+
+def _mean(some: Sequence[Sequence[float]]) -> float:
+    return statistics.fmean(length for lengths in some for length in lengths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.plan.schedules import MODES, Setting, play
+
+SIZES = st.builds(
+    Setting,
+    median=st.floats(1, 60),
+    tail=st.floats(1.1, 6),
+    groups=st.sampled_from([4, 8]),
+    n=st.integers(1, 4),
+    room=st.integers(4, 64),
+    training=st.floats(0, 30),
+    ahead=st.integers(0, 2),
+    limit=st.integers(1, 4),
+    updates=st.sampled_from([1, 2, 4]),
+)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(MODES), SIZES, st.integers(0, 3))
+def test_what_holds_for_every_schedule(mode: str, setting: Setting, seed: int) -> None:
+    """No step is shorter than its training, no group older than the limit, and no GPU is used twice."""
+    found = play(mode, setting, 6, seed)
+    assert len(found.minutes) == len(found.lengths) == 6 and len(found.lags) == 6 * setting.groups
+    assert min(found.minutes) >= setting.training and -1e-6 <= found.idle <= 1
+    assert min(found.lags) >= 0 and max(found.lags) <= (0 if mode == "sync" else setting.limit)
+    assert all(len(lengths) == setting.groups * setting.n for lengths in found.lengths)
+
+
+def test_a_synchronous_step_waits_for_its_longest_episode() -> None:
+    found = play("sync", Setting(room=10_000, training=7), 5)
+    assert found.minutes == pytest.approx([max(lengths) + 7 for lengths in found.lengths])
+    # With half the room, all are slower.
+    assert statistics.fmean(play("sync", Setting(room=64, training=7), 5).minutes) > statistics.fmean(found.minutes)
+
+
+def test_asynchronous_modes_begin_with_short_episodes_and_wait_less() -> None:
+    sync, colocated = (play(mode, Setting(), 20) for mode in ("sync", "colocate_async"))
+    means = [statistics.fmean(lengths) for lengths in colocated.lengths]
+    assert means[0] < 0.95 * statistics.fmean(means[4:])
+    assert sum(colocated.minutes) < 0.6 * sum(sync.minutes) and colocated.idle < sync.idle

@@ -107,6 +107,11 @@ def check_batches(config: DictConfig) -> None:
             "actor_rollout_ref.rollout.n is 1, but algorithm.adv_estimator=grpo compares the episodes "
             "of a task with each other; set n to 2 or more"
         )
+    if actor.get("use_prefix_grouper"):
+        raise ConfigError(
+            "actor_rollout_ref.actor.use_prefix_grouper=true has no effect: the V1 trainer does not read it "
+            "(docs/experiments.md, Shared prefixes); leave it out"
+        )
     if config.trainer.v1.trainer_mode == "separate_async":
         steps = config.trainer.v1.separate_async.parameter_sync_step
         if batch != steps * mini:

@@ -1,5 +1,6 @@
 """rl.checks: a good config passes; each thing that can be wrong is one clear line."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -197,6 +198,14 @@ def test_other_estimators_take_single_episodes(config):
 @pytest.mark.parametrize("mini", [3, 8])
 def test_mini_batches_divide_the_batch(config, mini):
     refused(config, "train_batch_size is 4", str(mini), actor_rollout_ref__actor__ppo_mini_batch_size=mini)
+
+
+def test_a_key_that_verls_trainer_does_not_read_is_refused(config):
+    """The module that reads it is one that the V1 trainer does not import; if it does, this check goes."""
+    refused(config, "has no effect", actor_rollout_ref__actor__use_prefix_grouper=True)
+    verl = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+    readers = [path for path in verl.rglob("*.py") if "use_prefix_grouper" in path.read_text()]
+    assert readers and not any({"v1", "engine"} & {*path.relative_to(verl).parts} for path in readers)
 
 
 def test_separate_async_ties_the_sizes(config):

@@ -12,6 +12,7 @@ import pytest
 
 from rl.export.__main__ import main as export
 from rl.sft.episodes import write_rows
+from rl.view.__main__ import main as view
 from rl.view.terminal import main as terminal
 from rollout import audit
 from rollout.proxy.standalone import Options, StandAlone
@@ -78,6 +79,9 @@ async def test_a_session_is_a_sealed_record_that_the_audit_and_exports_read(
     told = capsys.readouterr()
     assert "ok: 2 episodes, 3 replies, 2 rows" in told.out and not told.err
     assert terminal([str(tmp_path / "run")]) == 0 and SESSION in capsys.readouterr().out
+    assert await asyncio.to_thread(view, [str(tmp_path / "run"), "--bundle", str(tmp_path / "pages")]) == 0
+    pages = [path.read_text() for path in (tmp_path / "pages").rglob("*.html")]
+    assert any("list the files" in page for page in pages) and any(SESSION in page for page in pages)
     counts = write_rows([tmp_path / "run"], tmp_path / "rows.parquet", max_length=10**6, tokenizer=CharTokenizer())
     assert (counts.episodes, counts.rows, counts.without) == (2, 2, 0)
     assert export(["messages", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0

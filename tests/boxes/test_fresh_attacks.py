@@ -27,6 +27,7 @@ STOPPED = {
     "tests is a link to another directory": Reason.FORBIDDEN_PATH_ONLY,
     "a package named like the tests, in a directory that is searched": Reason.FORBIDDEN_PATH_ONLY,
     "unittest: tests/__init__.py loads other tests": Reason.FORBIDDEN_PATH_ONLY,
+    "a fixture that skips the call": Reason.LOG_UNPARSABLE,
     "results through the shell's own descriptor, then a signal": Reason.LOG_UNPARSABLE,
     **dict.fromkeys(
         (
@@ -42,7 +43,6 @@ STOPPED = {
             "a .pth, sitecustomize, usercustomize in the tree",
             "names with other Unicode letters",
             "items are exchanged after collection",
-            "a fixture that skips the call",
             "a process prints results when the shell is done",
             *(name for name in NEW_CHEATS if name.startswith("dropped at first")),
         ),

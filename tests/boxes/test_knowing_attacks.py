@@ -254,8 +254,8 @@ COMPARING = """\
 async def test_code_that_knows_the_visible_tests_stays_open(
     kind: BoxKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
-    """In one of four gradings, in which some of them are wrong, so that they tell. Whoever closes this changes the table
-    in docs/rewards.md too."""
+    """In one of four gradings, in which some of them are wrong, so that they tell. Whoever closes this changes the
+    table in docs/rewards.md too."""
     monkeypatch.setattr(second, "_PROGRAM", second._PROGRAM.replace("_OTHERS = 0.25", f"_OTHERS = {others}"))
     task = hidden(tmp_path)
     seen = re.sub(r"diff --git a/tests/test_mod.*?(?=diff --git)", "", task.eval_script, flags=re.DOTALL)

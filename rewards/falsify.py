@@ -28,8 +28,9 @@ def main(word: str, change: int, sure: bool, seed: str, tests: list, others: lis
 
     Code that knows of one test whether it is wrong must not know it of all. So some of FAIL_TO_PASS are left as they
     are, if there are several. Tests of PASS_TO_PASS pass without a solution and may be known to the agent, so in most
-    gradings none of them is made wrong, and in the others half. Behind the word is printed which tests are wrong, behind
-    the word and a minus which may be in part, and behind the word and an equals sign which of FAIL_TO_PASS cannot be made wrong.
+    gradings none of them is made wrong, and in the others half. Behind the word is printed which tests are wrong,
+    behind the word and a minus which may be in part, and behind the word and an equals sign which of FAIL_TO_PASS
+    cannot be made wrong.
 
     sure: change only what is certain to make a test fail. seed: what is drawn follows from it. tests, others: the
     names of FAIL_TO_PASS and PASS_TO_PASS. files: those of the hidden patch and of the test command, for tests whose

@@ -18,6 +18,7 @@ from rewards.literals import Pool
 from rewards.mutation import FUNCTIONS, Module, wrong
 
 _SAMPLE = 20  # functions of PASS_TO_PASS that are made wrong, at most
+_OTHERS = 0.25  # in how many gradings some of PASS_TO_PASS are made wrong
 _ELSEWHERE = {".git", "node_modules", "site-packages", "__pycache__", ".venv", "venv", ".tox"}
 _MOST_FILES = 400
 
@@ -26,8 +27,10 @@ def main(word: str, change: int, sure: bool, seed: str, tests: list, others: lis
     """Rewrite the files of all tests; if `change` is 1, so that some are wrong. 0 does, prints and takes the same.
 
     Code that knows of one test whether it is wrong must not know it of all. So some of FAIL_TO_PASS are left as they
-    are, if there are several, and half of the others. Behind the word is printed which tests are wrong, behind the word
-    and a minus which may be in part, and behind the word and an equals sign which of FAIL_TO_PASS cannot be made wrong.
+    are, if there are several. Tests of PASS_TO_PASS pass without a solution and may be known to the agent, so in most
+    gradings none of them is made wrong, and in the others half. Behind the word is printed which tests are wrong,
+    behind the word and a minus which may be in part, and behind the word and an equals sign which of FAIL_TO_PASS
+    cannot be made wrong.
 
     sure: change only what is certain to make a test fail. seed: what is drawn follows from it. tests, others: the
     names of FAIL_TO_PASS and PASS_TO_PASS. files: those of the hidden patch and of the test command, for tests whose
@@ -41,7 +44,8 @@ def main(word: str, change: int, sure: bool, seed: str, tests: list, others: lis
         for path, function in places.of(name):
             wanted.setdefault(path, []).append((name, function))
     other = sorted({name for some in wanted.values() for name, _ in some} - first)
-    chosen = set(draw.sample(other, min((len(other) + 1) // 2, _SAMPLE)))
+    most = min((len(other) + 1) // 2, _SAMPLE)
+    chosen = set(draw.sample(other, most if draw.random() < _OTHERS else 0))
     changes: dict = {}
     ends: dict = {}
     for path in sorted(wanted)[:_MOST_FILES]:
@@ -183,16 +187,22 @@ class _Places:
         return functions
 
     def _module(self, words: list) -> list:
-        """Return the files that a module's name may mean, of those that are in the tree."""
+        """Return the files that a module's name may mean, of those that are in the tree.
+
+        A patch may add a module that is only named like a test's. So the files that it cannot change come first, and
+        where none of them has the name, all that have it count.
+        """
         tail = "/".join(words)
         ends = (f"{tail}.py", f"{tail}/__init__.py")
-        for root in ("", "tests/", "src/", "test/", "lib/"):
-            for end in ends:
-                if os.path.isfile(root + end):
-                    return [root + end]
+        behind = tuple("/" + end for end in ends)
+        known = [path for path in self._files if f"/{path}".endswith(behind) and os.path.isfile(path)]
+        usual = [root + end for root in ("", "tests/", "src/", "test/", "lib/") for end in ends]
+        found = known or [path for path in usual if os.path.isfile(path)]
+        if found:
+            return found
         if not self._walked:
             self._walked = list(_walk())
-        found = [path for path in self._walked if path.endswith(tuple("/" + end for end in ends))]
+        found = [path for path in self._walked if path.endswith(behind)]
         return found if len(found) == 1 else []
 
 

@@ -210,7 +210,7 @@ class _Grading:
         disagrees, alone = second.compared(rewriting, run, gold)
         if disagrees or alone:
             return disagrees or self._alone(verdict, alone)
-        return replace(verdict, flags=(second.PARTIAL,)) if rewriting.unchanged(run.log) else verdict
+        return replace(verdict, flags=(second.PARTIAL,)) if rewriting.unchanged(run.log, gold) else verdict
 
     def _alone(self, verdict: Verdict, why: str) -> Verdict:
         reason = Reason.NO_SECOND_OPINION if self._rules.needs_second_opinion else None

@@ -49,11 +49,11 @@ _TAKEN_ELSEWHERE = {
 _HOOKS = re.compile(
     r"(^|/)(conftest|sitecustomize|usercustomize|_?pytest|pluggy|unittest|runner|run_?tests\w*|noxfile)(\.py|/|$)"
 )
-_TESTS = re.compile(rb"^.?(\s*(async )?def test|\s*class \w*Test|@pytest)", re.MULTILINE)  # in lines of a diff
+_TESTS = re.compile(rb"^.?(\s*(async\s+)?def\s+test|\s*class \w*Test|@pytest)", re.MULTILINE)  # in lines of a diff
 _PACKAGING = re.compile(r"(^|/)(pyproject\.toml|setup\.cfg|setup\.py)")
 _PLUGIN = re.compile(rb"pytest|plugin|entry|addopts|conftest|cmdclass|exec|import")
 # Data that a package may read. Not in directories of plugins, nor what configures a test runner.
-_DATA = re.compile(r"\.(txt|json|ya?ml|toml|csv|tsv|xml|html?|sql|md|rst|dat|bin|tmpl|j2|svg|png)$")
+_DATA = re.compile(r"\.(txt|json|ya?ml|toml|csv|tsv|xml|html?|sql|md|rst|dat|bin|tmpl|j2|jinja2?|svg|png)$")
 _SETTINGS = re.compile(r"(^|/)(\.|jest|vitest|karma|phpunit|pytest|tox)|-info/", re.IGNORECASE)
 _SEARCHED = ("", "src", "lib")  # directories whose modules may be found before installed ones
 

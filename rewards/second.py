@@ -86,9 +86,16 @@ class Rewriting:
         """Return the tests, without their parameters, that the program says were made wrong."""
         return set(re.findall(rf"^{self.word} (.+?)\s*$", log, re.MULTILINE))
 
-    def unchanged(self, log: str) -> set[str]:
-        """Return the tests of FAIL_TO_PASS, without their parameters, that the program cannot make wrong."""
-        return set(re.findall(rf"^{self.word}= (.+?)\s*$", log, re.MULTILINE))
+    def unchanged(self, log: str, gold: Run | None) -> set[str]:
+        """Return the tests of FAIL_TO_PASS, without their parameters, that the program cannot make wrong, and those
+        that pass with the gold patch although it has."""
+        decide_nothing = {_cut(test) for test in gold.passed} & self.changed(log) & self.fixed if gold else set()
+        return decide_nothing.union(re.findall(rf"^{self.word}= (.+?)\s*$", log, re.MULTILINE))
+
+    @property
+    def fixed(self) -> set[str]:
+        """Return the tests of FAIL_TO_PASS without their parameters."""
+        return {_cut(test) for test in self.task.FAIL_TO_PASS}
 
     def lost(self, run: Run) -> set[str]:
         """Return the tests of FAIL_TO_PASS that failed in a run with wrong tests although they were as they are. It
@@ -130,17 +137,17 @@ def compared(rewriting: Rewriting, run: Run, gold: Run | None) -> tuple[Verdict 
     if not wrong and run.verdict.reason in (None, Reason.TESTS_FAILED):
         return None, "no test could be made wrong"
     why = suspicious(rewriting, run)
-    if not why:
-        return None, ""
-    if gold is not None:
+    if why and gold is not None:
         same = gold.verdict.reason is run.verdict.reason
         if same and run.verdict.reason is not Reason.TESTS_FAILED:
             return None, "the wrong tests do not fail with the gold patch either"
         if same:
             wrong -= {_cut(test) for test in gold.passed}
             why = _why(wrong & {_cut(test) for test in run.passed}, rewriting.lost(run) - rewriting.lost(gold))
-            if not why:
-                return None, "" if wrong else "the wrong tests pass with the gold patch, too"
+            if not why and not wrong:
+                return None, "the wrong tests pass with the gold patch, too"
+    if not why:
+        return None, "" if wrong & rewriting.fixed else "no test of FAIL_TO_PASS could be made wrong"
     if run.verdict.reason is Reason.TEST_TIMEOUT:
         return run.verdict, ""
     return Verdict(Reason.RESULTS_DISAGREE, why, log_tail=run.verdict.log_tail), ""

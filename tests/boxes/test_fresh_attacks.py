@@ -15,17 +15,19 @@ from rewards.task import Task
 from rewards.verdict import Reason
 from tests.boxes.attack_kit import INSTALLED, Attack, attacked, graded
 from tests.boxes.fresh_cheats import BAD, CHEATS, MORE, OLD, hidden_code
+from tests.boxes.fresh_cheats2 import NEW_CHEATS
 from tests.boxes.fresh_cheats_more import MORE_CHEATS
 from tests.boxes.kinds import BoxKit, kinds
 from tests.boxes.test_knowing_attacks import hidden
 
 GOOD = "def f():\n    return 2\ndef g(x):\n    return x[::-1]\ndef h(x):\n    return x * x\n"
-ALL_CHEATS = CHEATS | MORE_CHEATS
+ALL_CHEATS = CHEATS | MORE_CHEATS | NEW_CHEATS
 # These never get their first run resolved; all others do, and the second opinion finds them.
 STOPPED = {
     "tests is a link to another directory": Reason.FORBIDDEN_PATH_ONLY,
     "a package named like the tests, in a directory that is searched": Reason.FORBIDDEN_PATH_ONLY,
     "unittest: tests/__init__.py loads other tests": Reason.FORBIDDEN_PATH_ONLY,
+    "a fixture that skips the call": Reason.LOG_UNPARSABLE,
     "results through the shell's own descriptor, then a signal": Reason.LOG_UNPARSABLE,
     **dict.fromkeys(
         (
@@ -40,6 +42,9 @@ STOPPED = {
             "a link to the test file in the package",
             "a .pth, sitecustomize, usercustomize in the tree",
             "names with other Unicode letters",
+            "items are exchanged after collection",
+            "a process prints results when the shell is done",
+            *(name for name in NEW_CHEATS if name.startswith("dropped at first")),
         ),
         Reason.TESTS_FAILED,
     ),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rewards import second
 from rewards.rules import DECIDES, SHADOWS_INSTALLED
 from rewards.second import NONE
 from rewards.task import Task
@@ -194,8 +195,12 @@ async def test_every_python_runner_has_a_second_opinion(kind: BoxKit, tmp_path: 
 
 
 @kinds("bwrap")
-async def test_a_regression_that_is_forged_alone_is_found(kind: BoxKit, tmp_path: Path) -> None:
-    """The fix is right, but a PASS_TO_PASS test fails, and its result is forged; or it is expected to fail."""
+async def test_a_regression_that_is_forged_alone_is_found(
+    kind: BoxKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fix is right, but a PASS_TO_PASS test fails, and its result is forged; or it is expected to fail. It is found
+    in those gradings in which tests of PASS_TO_PASS are made wrong."""
+    monkeypatch.setattr(second, "_PROGRAM", second._PROGRAM.replace("_OTHERS = 0.25", "_OTHERS = 1"))
     task = hidden(tmp_path)
     forged = INSTALLED.replace(
         "    call.excinfo = None", "    if 'test_old' in item.name:\n        call.excinfo = None"
@@ -245,19 +250,23 @@ COMPARING = """\
 
 
 @kinds("bwrap")
-async def test_code_that_knows_the_visible_tests_stays_open(kind: BoxKit, tmp_path: Path) -> None:
-    """With a gold patch, those of several tests that stay as they are tell. Whoever closes this changes the table in
-    docs/rewards.md too."""
+@pytest.mark.parametrize("others", [0, 1])
+async def test_code_that_knows_the_visible_tests_stays_open(
+    kind: BoxKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """In one of four gradings, in which some of them are wrong, so that they tell. Whoever closes this changes the
+    table in docs/rewards.md too."""
+    monkeypatch.setattr(second, "_PROGRAM", second._PROGRAM.replace("_OTHERS = 0.25", f"_OTHERS = {others}"))
     task = hidden(tmp_path)
     seen = re.sub(r"diff --git a/tests/test_mod.*?(?=diff --git)", "", task.eval_script, flags=re.DOTALL)
     task = replace(task, eval_script=seen)
     nothing = re.sub("return [1x]", "return None", unless(COMPARING))  # is no value that a wrong test may expect
     patch = await attacked(kind, task, Attack({"pkg/mod.py": nothing}))
     verdict = await graded(kind, task, patch, second_opinion=True)
-    assert verdict.outcome is Outcome.RESOLVED and {"repository", "runner"} <= set(verdict.flags), verdict
+    assert verdict.reward == others and {"repository", "runner"} <= set(verdict.flags), verdict
     gold = await attacked(kind, task, Attack({"pkg/mod.py": RIGHT}))
     verdict = await graded(kind, replace(task, patch=gold.decode()), patch, second_opinion=True)
-    assert verdict.reason is Reason.RESULTS_DISAGREE and "although it is as it was" in verdict.detail, verdict
+    assert verdict.reason is Reason.RESULTS_DISAGREE, verdict
 
 
 _IMPL = "def f():\n    return 2\ndef g(x):\n    return x[::-1]\n"

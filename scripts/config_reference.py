@@ -29,7 +29,7 @@ _HEAD = """# Config reference
 Made by `scripts/config_reference.py` from the comments in `configs/`; change those.
 
 A run's config is `configs/train.yaml`, then the groups that it names (`agent`, `proxy`, `sandbox`, `grading`,
-`sft`, `store`, `cluster`, `plan`), then the experiment, then what is on the command line:
+`sft`, `store`, `cluster`, `plan`), then the experiment with its recipe and scale, then what is on the command line:
 
     python -m rl.train +experiment=quickstart sandbox=docker data.train_batch_size=8
 
@@ -191,7 +191,7 @@ def _cell(text: str) -> str:
 
 def files() -> list[Path]:
     """Return train.yaml, the groups' files, the experiments, then what they share, without verl's agent_loops.yaml."""
-    groups = ("agent", "proxy", "sandbox", "grading", "sft", "cluster", "plan", "experiment")
+    groups = ("agent", "proxy", "sandbox", "grading", "sft", "cluster", "plan", "experiment", "recipe")
 
     def order(path: Path) -> tuple[int, str]:
         relative = path.relative_to(CONFIGS)

@@ -1,4 +1,4 @@
-"""This module checks names that verl looks up: of estimators, losses and trainers.
+"""This module checks names that verl looks up: of estimators, losses, corrections and trainers.
 
 verl finds a wrong one in a worker; in the case of a loss, after the first rollout. What verl knows is read from its
 source, because importing it takes ten seconds.
@@ -15,12 +15,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.config import ConfigError, package_dir
 
-_ACTOR = "actor_rollout_ref.actor"
+_ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 # Key: the folder of verl in which its names are registered, and the places there that have them.
 _KNOWN = {
     "algorithm.adv_estimator": ("trainer/ppo", r"@register_adv_est\(([^()]*)\)"),
     f"{_ACTOR}.policy_loss.loss_mode": ("trainer/ppo", r"@register_policy_loss\(([^()]*)\)"),
     f"{_ACTOR}.loss_agg_mode": ("workers/config", r"valid_loss_agg_modes = \[([^\]]*)\]"),
+    f"{_ACTOR}.kl_loss_type": ("trainer/ppo", r"if kl_penalty (?:in|==) ([^:]*):"),
+    f"{_CORRECTION}.rollout_is": ("trainer/ppo", r"valid_is_levels = \{([^}]*)\}"),
+    f"{_CORRECTION}.rollout_rs": (
+        "trainer/ppo",
+        r"SUPPORTED_ROLLOUT_RS_OPTIONS: set\[str\] = \{([^}]*)\}",
+    ),
+    "trainer.v1.trainer_mode": ("trainer/ppo/v1", r"@register_trainer\(([^()]*)\)"),
     f"{_ACTOR}.strategy": ("workers/engine", r"@EngineRegistry\.register\([^()]*backend=(\[[^\]]*\]|\"\w+\")"),
 }
 
@@ -32,8 +39,11 @@ def check_names(config: DictConfig) -> None:
         return
     lines = []
     for key, place in _KNOWN.items():
-        name, known = OmegaConf.select(config, key), names(*place)
-        if name is not None and name not in known:
+        value, known = OmegaConf.select(config, key), names(*place)
+        # rollout_rs may be several; a plus behind a kl_loss_type changes its gradient
+        for name in [] if value is None else [one.strip() for one in str(value).split(",")]:
+            if name.removesuffix("+") in known:
+                continue
             near = difflib.get_close_matches(str(name), known, n=1)
             others = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(sorted(known))}"
             lines.append(f"{key}: verl knows no {name!r}; {others}")

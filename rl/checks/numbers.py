@@ -55,6 +55,9 @@ _SHARING = (
     "megatron.context_parallel_size",
 )
 
+# No ratio of a row differs from 1 by as much, and most of tokens' do not differ by as little.
+_ROW_CLIP = 0.01
+
 
 def check_numbers(
     config: DictConfig, positive: Iterable[str] = POSITIVE, positive_or_null: Iterable[str] = POSITIVE_OR_NULL
@@ -167,6 +170,29 @@ def check_loss(config: DictConfig) -> None:
             f"{key} is {mode}, for which verl divides by the longest row of each micro-batch; set "
             "actor_rollout_ref.actor.loss_scale_factor to a constant instead, for example data.max_response_length"
         )
+
+
+def loss_notes(config: DictConfig) -> list[str]:
+    """Return a line for each setting of the loss that, with the others, changes nothing or nearly nothing."""
+    actor, v1 = config.actor_rollout_ref.actor, config.trainer.v1
+    mode, notes = actor.policy_loss.loss_mode, []
+    bounds = [actor.clip_ratio if one is None else one for one in (actor.clip_ratio_low, actor.clip_ratio_high)]
+    clip = f"the clip {bounds[0]:g} / {bounds[1]:g} is for the ratios of"
+    if mode == "gspo" and max(bounds) > _ROW_CLIP:
+        notes.append(
+            f"{clip} tokens; with policy_loss.loss_mode=gspo the ratio is a row's, which stays within a thousandth of "
+            "1, so that hardly anything is clipped; recipe=gspo has 0.0003 / 0.0004"
+        )
+    if mode == "vanilla" and max(bounds) <= _ROW_CLIP:
+        notes.append(f"{clip} rows (gspo); those of tokens will nearly all be clipped")
+    one = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+    if one and mode != "vanilla" and v1.trainer_mode != "separate_async" and not bypass:
+        notes.append(
+            f"a step has one update, in which every ratio is 1: policy_loss.loss_mode={mode} and its clip change "
+            "nothing; lower actor_rollout_ref.actor.ppo_mini_batch_size"
+        )
+    return notes
 
 
 def check_lengths(config: DictConfig) -> None:

@@ -113,7 +113,9 @@ def make_policy(
         **({"num_experts": experts, **MOE_SHAPE} if experts else {}),
     }
     if hybrid:
-        shape |= HYBRID_SHAPE | ({"shared_expert_intermediate_size": MOE_SHAPE["moe_intermediate_size"]} if experts else {})
+        shape |= HYBRID_SHAPE | (
+            {"shared_expert_intermediate_size": MOE_SHAPE["moe_intermediate_size"]} if experts else {}
+        )
         rotated = head_dim // 8  # pairs of numbers: a quarter of a head
         sections = [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3]
         shape["rope_parameters"] = {
@@ -271,7 +273,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--experts", type=int, default=0, help="per layer (default: 0, a dense model)")
-    parser.add_argument("--hybrid", action="store_true", help="a Qwen3.5, with linear attention in three of four layers")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="a Qwen3.5, with linear attention in three of four layers"
+    )
     options = parser.parse_args()
     make_policy(options.out, options.seed, experts=options.experts, hybrid=options.hybrid)
     print(f"policy in {options.out}")

@@ -1,6 +1,7 @@
 """Packed rows of models with linear attention: verl's own packing, against each row alone, on the CPU."""
 
 import inspect
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,7 @@ def with_borders(rule: Any) -> Any:
                 beta=beta[:, start:end],
                 **more,
             )[0]
-            for start, end in zip(borders, borders[1:], strict=False)
+            for start, end in itertools.pairwise(borders)
         ]
         return torch.cat(parts, dim=1), None
 
@@ -100,8 +101,8 @@ def with_borders(rule: Any) -> Any:
 
 
 def apart(directory: Path, borders: bool) -> tuple[float, float]:
-    """The largest difference of packed logits from those of rows alone, and of the gradients of the first layer relative
-    to their own size."""
+    """The largest difference of packed logits from those of rows alone, and of the gradients of the first layer,
+    relative to the largest of them."""
     model = loaded(directory)
     rows = [torch.randint(0, 500, (length,)) for length in ROWS]
     first = next(p for name, p in model.named_parameters() if name.endswith("layers.0.linear_attn.in_proj_qkv.weight"))
@@ -121,8 +122,8 @@ def apart(directory: Path, borders: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_packed_rows_are_rows_alone(kind: str, tmp_path: Path) -> None:
-    """With a kernel that knows borders; transformers' own rule in plain torch is told of them and ignores them, which is
-    why rl.checks.packages wants flash-linear-attention."""
+    """With a kernel that knows borders. transformers' own rule in plain torch is told of them, too, and ignores them:
+    therefore rl.checks.packages wants flash-linear-attention."""
     directory = model_directory(kind, tmp_path / "model")
     logits, gradients = apart(directory, borders=True)
     assert logits < 1e-3 and gradients < 1e-3

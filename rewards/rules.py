@@ -47,7 +47,7 @@ _TAKEN_ELSEWHERE = {
 
 # These are hooks of an interpreter or a test runner, or run tests themselves, and are no part of a solution.
 _HOOKS = re.compile(
-    r"(^|/)(conftest|sitecustomize|usercustomize|_?pytest|pluggy|unittest|runner|run_?tests\w*|noxfile)(\.py|/|$)"
+    r"(^|/)(conftest|sitecustomize|usercustomize|_?pytest|pluggy|unittest|test/runner|run_?tests\w*|noxfile)(\.py|/|$)"
 )
 _TESTS = re.compile(rb"^.?(\s*(async\s+)?def\s+test|\s*class \w*Test|@pytest)", re.MULTILINE)  # in lines of a diff
 _PACKAGING = re.compile(r"(^|/)(pyproject\.toml|setup\.cfg|setup\.py)")

@@ -18,7 +18,7 @@ from rl.overrides import nearest, options
 from rollout.program import plain
 
 # Folders of configs/ that nobody chooses from.
-_SHARED = ("base", "engine_defaults", "experiment")
+_SHARED = ("base", "engine_defaults", "experiment", "twin")
 
 
 def read_command(

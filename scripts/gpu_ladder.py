@@ -65,6 +65,7 @@ RUNGS = (
     Rung("size", "4 billion random weights: memory and seconds beside rl.plan", "ladder_rungs:size", limits=1.6),
     Rung("lora", "adapters reach the engine", "ladder_rungs:lora", needs_gpu=True),
     Rung("experts", "4 layers of 128 experts: do engine and trainer route alike?", "ladder_rungs:experts", limits=1.6),
+    Rung("hybrid", "toy GRPO of a Qwen3.5: packed rows of linear attention are the engine's", "ladder_rungs:hybrid"),
     Rung("episodes", "the rate of whole episodes beside the engine's own", "ladder_rungs:episodes"),
 )
 

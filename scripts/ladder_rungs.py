@@ -126,6 +126,13 @@ def lora(place: Place) -> Iterator[Figure]:
     yield Figure("seconds of sending the adapters", "", seconds)
 
 
+def hybrid(place: Place) -> Iterator[Figure]:
+    """Train a toy with linear attention: were packed rows to read each other, trainer and engine would not agree."""
+    steps, looks = _toy(place, "qwen3_5_9b")
+    yield from _agreement(steps)
+    yield _changed("the engine's reply to one prompt, after an update", looks)
+
+
 def size(place: Place) -> Iterator[Figure]:
     """Train all of a dense model with random weights: what it takes beside what rl.plan says."""
     changes = SMALL if place.device == "cpu" else {}

@@ -12,6 +12,11 @@ from rl.config import ConfigError
 
 _TOYS = 512
 """The largest hidden size of a toy."""
+PACKING = "actor_rollout_ref.model.use_remove_padding"
+# What verl 0.9.1 tells the borders of packed rows (verl/models/transformers/monkey_patch.py).
+_BORDERS = ("qwen3_5", "qwen3_5_moe")
+# How keys begin in the config of a model with layers that carry a state from token to token.
+_STATEFUL = ("linear_", "mamba_", "ssm_")
 
 
 def check_model(config: DictConfig, synced: bool = True) -> None:
@@ -24,6 +29,19 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
         return
     if not (path / "config.json").is_file():
         raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
+    kind = stateful(config)
+    if (
+        kind
+        and kind not in _BORDERS
+        and OmegaConf.select(config, PACKING)
+        and "megatron" not in config.actor_rollout_ref.actor
+    ):
+        published = kind.removesuffix("_text")
+        other = f", or take the model in its published form ({published})" if published in _BORDERS else ""
+        raise ConfigError(
+            f"{path}: verl does not tell the linear attention of {kind} where a packed row begins, so that rows would "
+            f"read each other; set {PACKING}=false{other}"
+        )
     if not synced or OmegaConf.select(config, "trainer.device") != "cpu":
         return
     model = _config(path)
@@ -38,6 +56,21 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
     needed = (4 if whole else 2) * (model.get("vocab_size") or 0) * (model.get("hidden_size") or 0) / 2**20
     if needed > (bucket := OmegaConf.select(config, key) or 0):
         raise ConfigError(f"{key}={bucket} is less than one tensor of {path}; set it to {math.ceil(needed)} or more")
+
+
+def stateful(config: DictConfig) -> str | None:
+    """Return the ``model_type`` of a model whose layers carry a state from token to token (linear attention, Mamba);
+    None for others, and for hub models whose shape is not in rl/plan/models."""
+    from rl.plan.model import KNOWN
+
+    path, name = local_model(config), Path(config.actor_rollout_ref.model.path).name
+    if path is not None:
+        model = _config(path) if (path / "config.json").is_file() else {}
+    else:  # the shapes are those of decoders; the models are published with an encoder of images
+        known = KNOWN / f"{name}.json"
+        model = json.loads(known.read_text()) if known.is_file() else {}
+        model["model_type"] = str(model.get("model_type")).removesuffix("_text")
+    return model["model_type"] if any(key.startswith(_STATEFUL) for key in model) else None
 
 
 def check_memory(config: DictConfig) -> None:

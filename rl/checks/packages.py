@@ -8,6 +8,7 @@ import importlib.metadata
 
 from omegaconf import DictConfig, OmegaConf
 
+from rl.checks.model import PACKING, stateful
 from rl.config import ConfigError
 from rl.run.programs import last_lines
 
@@ -20,6 +21,7 @@ _MEGATRON = "--no-deps --no-build-isolation -r constraints/megatron.txt"
 INSTALL = {
     "flash-attn": "--no-deps -r constraints/flash-attn.txt",
     "flash-attn-4": "--no-deps flash-attn-4==4.0.0b15",
+    "flash-linear-attention": "flash-linear-attention==0.5.2",
     "kernels": "kernels==0.12.3",
     "cupy-cuda13x": "cupy-cuda13x==14.0.1",
     "megatron-core": _MEGATRON,
@@ -37,6 +39,10 @@ def check_packages(config: DictConfig) -> None:
         needed += ["megatron-core", "megatron-bridge", "transformer-engine", "flash-attn"]
     else:
         needed += _attention(config)
+        if OmegaConf.select(config, PACKING) and stateful(config):
+            # Without it transformers computes linear attention in plain torch, which ignores where a packed row begins
+            # and says nothing; with Ulysses, verl fails in the first forward.
+            needed.append("flash-linear-attention")
     if config.trainer.v1.trainer_mode == "separate_async":
         needed.append("cupy-cuda13x")
     for package in needed:

@@ -1,9 +1,10 @@
-"""Make the quickstart's policy: a small random Qwen3 or Qwen3-MoE with its own tokenizer.
+"""Make the quickstart's policy: a small random Qwen3 or Qwen3.5, dense or with experts, with its own tokenizer.
 
-    python -m rl.quickstart.policy --out DIR --seed S [--experts N]
+    python -m rl.quickstart.policy --out DIR --seed S [--experts N] [--hybrid]
 
-The result is a Hugging Face model directory: Qwen3ForCausalLM, or with experts Qwen3MoeForCausalLM, with random weights
-(the seed sets them, but not the tokenizer); a byte-level BPE that can encode any text without loss; and the chat
+The result is a Hugging Face model directory: Qwen3ForCausalLM, with experts Qwen3MoeForCausalLM; hybrid, the same of
+Qwen3.5 in its published form, which also reads images. The weights are random (the seed sets them, but not the
+tokenizer); a byte-level BPE that can encode any text without loss; and the chat
 template of template.jinja (Qwen3-Coder's tool calls). The BPE is trained on generated text of the kind that the policy
 will see, so that an episode is a few hundred tokens long. The same arguments give the same bytes.
 """
@@ -48,6 +49,26 @@ MOE_SHAPE: dict[str, Any] = {
     # as in Qwen3-Coder-30B-A3B
     "norm_topk_prob": True,
 }
+# What a hybrid policy has in addition: three layers of linear attention (a gated delta net) and one of full attention.
+HYBRID_SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    # as in all published ones; kernels know no other widths
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    # vLLM keeps the state of a sequence in this precision.
+    "mamba_ssm_dtype": "float32",
+}
+# Its encoder of images, which no episode uses.
+VISION_SHAPE: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 1,
+    "out_hidden_size": SHAPE["hidden_size"],
+    "num_position_embeddings": 16,
+}
 # Large embeddings keep the words asked for apart in the residual stream. The warm start treats these words alike (any
 # expression may follow), so with embeddings as small as the other weights their last hidden states become nearly
 # parallel and what reward teaches about one word spreads to all. Still larger embeddings learn the form of an edit
@@ -66,32 +87,52 @@ _PIECES = (
 )
 
 
-def make_policy(out: Path, seed: int, experts: int = 0, head_dim: int = 32, multiple: int = 1) -> None:
+def make_policy(
+    out: Path, seed: int, experts: int = 0, head_dim: int = 32, multiple: int = 1, hybrid: bool = False
+) -> None:
     """Write the model directory `out`.
 
     experts: per layer, at least 2; 0 makes a dense model.
     head_dim: width of an attention head.
     multiple: unused tokens fill the vocabulary up to a multiple of this.
+    hybrid: three of four layers are of linear attention, as in Qwen3.5.
     """
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
     tokenizer = make_tokenizer(multiple=multiple)
-    make_config, make_model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
-    shape: dict[str, Any] = {**SHAPE, "head_dim": head_dim}
-    config = make_config(
-        vocab_size=len(tokenizer),
+    shape: dict[str, Any] = {
+        **SHAPE,
+        "vocab_size": len(tokenizer),
+        "head_dim": head_dim,
         # On a CPU, vLLM's weight sync does not refresh an output layer that shares the embedding's weights.
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **shape,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
         **({"num_experts": experts, **MOE_SHAPE} if experts else {}),
-    )
+    }
+    if hybrid:
+        shape |= HYBRID_SHAPE | (
+            {"shared_expert_intermediate_size": MOE_SHAPE["moe_intermediate_size"]} if experts else {}
+        )
+        rotated = head_dim // 8  # pairs of numbers: a quarter of a head
+        sections = [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3]
+        shape["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": sections,
+            "mrope_interleaved": True,
+        }
+        parts = {"text_config": shape, "vision_config": VISION_SHAPE, "tie_word_embeddings": False}
+        config = AutoConfig.for_model("qwen3_5_moe" if experts else "qwen3_5", **parts)
+        maker = AutoModelForImageTextToText
+    else:
+        config, maker = AutoConfig.for_model("qwen3_moe" if experts else "qwen3", **shape), AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make_model(config).to(torch.float32)
+        model = maker.from_config(config).to(torch.float32)
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
@@ -231,9 +272,12 @@ def main() -> None:
     parser = program.parser("python -m rl.quickstart.policy", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--experts", type=int, default=0, help="per layer of a Qwen3-MoE (default: 0, a dense Qwen3)")
+    parser.add_argument("--experts", type=int, default=0, help="per layer (default: 0, a dense model)")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="a Qwen3.5, with linear attention in three of four layers"
+    )
     options = parser.parse_args()
-    make_policy(options.out, options.seed, experts=options.experts)
+    make_policy(options.out, options.seed, experts=options.experts, hybrid=options.hybrid)
     print(f"policy in {options.out}")
 
 

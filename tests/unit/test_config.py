@@ -43,7 +43,7 @@ def test_quickstart_is_a_complete_cpu_config():
     [
         (
             "+experiment=qwen3_9b",
-            "there is no experiment 'qwen3_9b'; did you mean qwen3_8b? there are quickstart,",
+            "there is no experiment 'qwen3_9b'; did you mean qwen3_5_9b? there are quickstart,",
         ),
         ("sandbox=dcker", "there is no sandbox 'dcker'; did you mean docker? there are apptainer, docker, local"),
         ("experiment=quickstart", "nothing is chosen here yet; write +experiment=quickstart"),

@@ -127,7 +127,16 @@ def test_on_a_cpu_a_rung_that_needs_a_gpu_is_not_measured(module: Any, tmp_path:
 
 def test_the_ladder_of_this_project(module: Any) -> None:
     rungs = importlib.import_module("ladder_rungs")
-    assert [rung.name for rung in module.RUNGS] == ["versions", "engine", "grpo", "size", "lora", "experts", "episodes"]
+    assert [rung.name for rung in module.RUNGS] == [
+        "versions",
+        "engine",
+        "grpo",
+        "size",
+        "lora",
+        "experts",
+        "hybrid",
+        "episodes",
+    ]
     for rung in module.RUNGS:
         name, _, function = rung.function.partition(":")
         assert name == "ladder_rungs" and callable(getattr(rungs, function))

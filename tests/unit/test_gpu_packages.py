@@ -35,6 +35,8 @@ def test_what_an_experiment_needs(name: str, monkeypatch: pytest.MonkeyPatch) ->
     expected = MEGATRON if name.endswith("megatron") else ["flash-attn"]
     if name.endswith("separate"):
         expected = [*expected, "cupy-cuda13x"]
+    if "qwen3_5" in name:
+        expected = [*expected, "flash-linear-attention"]
     assert needed(monkeypatch, f"+experiment={name}") == expected
     if not name.endswith("megatron"):
         assert needed(monkeypatch, f"+experiment={name}", "scale=tiny") == []

@@ -20,7 +20,7 @@ def test_what_verl_refuses_is_a_wrong_config(tmp_path: Path, capsys: pytest.Capt
     config = composed("+experiment=quickstart", f"run.dir={tmp_path}", "actor_rollout_ref.rollout.temperature=0.0")
     OmegaConf.resolve(config)
     screen = Screen()
-    with pytest.raises(ConfigError, match="^verl refuses this config: ") as caught:
+    with pytest.raises(ConfigError, match=r"^verl refuses this config: ") as caught:
         train.check_verl(config)
     run = cast(Any, SimpleNamespace(dir=tmp_path, checkpoint_step=0))
     assert train.report(caught.value, run, screen) == 2

@@ -49,7 +49,8 @@ _TAKEN_ELSEWHERE = {
 _HOOKS = re.compile(
     r"(^|/)(conftest|sitecustomize|usercustomize|_?pytest|pluggy|unittest|test/runner|run_?tests\w*|noxfile)(\.py|/|$)"
 )
-_TESTS = re.compile(rb"^.?(?:[ \t]*(?:async[ \t]+)?def[ \t]+test|[ \t]*class \w*Test|@pytest)", re.MULTILINE)  # in lines of a diff
+# In a line of a diff.
+_TESTS = re.compile(rb"^.?(?:[ \t]*(?:async[ \t]+)?def[ \t]+test|[ \t]*class \w*Test|@pytest)", re.MULTILINE)
 _PACKAGING = re.compile(r"(^|/)(pyproject\.toml|setup\.cfg|setup\.py)")
 _PLUGIN = re.compile(rb"pytest|plugin|entry|addopts|conftest|cmdclass|exec|import")
 # Data that a package may read. Not in directories of plugins, nor what configures a test runner.

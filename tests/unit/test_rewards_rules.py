@@ -101,7 +101,8 @@ def test_a_file_is_dropped_as_a_whole() -> None:
     [
         ("pkg/test_utils.py", "def f(): pass", True, True), ("pkg/tests/__init__.py", "x = 1", True, True),
         ("pkg/test_utils.py", "def test_f(): pass", False, False), ("pkg/tests.py", "class FTest: pass", False, False),
-        ("pkg/tests/runner.py", "x = 1", True, True), ("pkg/tests/data.txt", "2", True, False), ("testdata/x.json", "{}", True, False),
+        ("pkg/tests/runner.py", "x = 1", True, True), ("pkg/tests/data.txt", "2", True, False),
+        ("testdata/x.json", "{}", True, False),
         ("pkg/api.spec.yaml", "a: 1", True, False), ("pyproject.toml", "version = 1", True, True),
         ("pyproject.toml", "[tool.pytest.ini_options]", False, False), ("tests/conftest.py", "x = 1", False, False),
         ("sympy/testing/runtests.py", "x = 1", False, False), ("django/test/runner.py", "x = 1", False, False),

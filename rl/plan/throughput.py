@@ -74,11 +74,12 @@ def traffic(config: DictConfig, layout: Layout) -> Traffic:
     return Traffic(turns, row, (first + row) / 2)
 
 
-def flops(shape: ModelShape, context: float) -> float:
-    """Return the FLOPs of a token in a forward: two per active parameter (untied embeddings are only looked up), and
-    what mixes the tokens of a sequence of ``context`` tokens."""
+def forward(config: DictConfig, shape: ModelShape, context: float, share: float) -> float:
+    """Return the GPU seconds of a forward of one token in a sequence of ``context`` tokens. Two FLOPs per active
+    parameter (untied embeddings are only looked up) run at ``share`` of the peak, what mixes tokens at attention's."""
+    matrices = 2 * (shape.active - (0 if shape.tied else shape.embeddings))
     mixing = sum(mixer.flops(context) for mixer in shape.mixers)
-    return 2 * (shape.active - (0 if shape.tied else shape.embeddings)) + mixing
+    return (matrices / share + mixing / config.plan.mfu_attention) / (config.cluster.tflops * 1e12)
 
 
 def decode_step(config: DictConfig, shape: ModelShape, engine: EngineLayout, batch: float, context: float) -> float:
@@ -92,31 +93,34 @@ def decode_step(config: DictConfig, shape: ModelShape, engine: EngineLayout, bat
 
 def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     """Return the pace of a step of the config."""
-    plan, peak, (turns, row, context) = config.plan, config.cluster.tflops * 1e12, traffic(config, layout)
+    plan, (turns, row, context) = config.plan, traffic(config, layout)
     trainer, engine = layout.trainer, layout.engine
     asked = layout.concurrent / max(1, engine.gpus // engine.tensor)
     held = max(0.0, kv_room(config, shape, engine)) / shape.sequence_bytes(context, engine.element, engine.tensor)
-    prefill = engine.tensor * peak * plan.mfu_prefill
     # Contexts that the cache does not hold are read again in each of their turns.
     again = max(0.0, 1 - held / asked) * context
-    read = (plan.read + again) * (flops(shape, context) / prefill)
+    read = (plan.read + again) * forward(config, shape, context, plan.mfu_prefill) / engine.tensor
     running = min(asked, engine.sequences)
-    turn, each = plan.tool_s + read, 0.0
+    turn, each = max(1e-3, plan.tool_s + read), 0.0
     for _ in range(50):  # how many episodes decode at a time depends on how long decoding takes
         batch = max(1.0, min(running, running * plan.sampled * each / turn if each else running))
         busy = min(0.9, running * read / turn)
         each = decode_step(config, shape, engine, batch, context) / (1 - busy)
         turn = 0.5 * turn + 0.5 * max(plan.tool_s + read + plan.sampled * each, running * read)
     turn *= max(1.0, asked / running)  # the others wait in the engine
-    episode_s = plan.boot_s + flops(shape, row) * plan.first_prompt / prefill + turns * turn + plan.grade_s
-    longest = (config.agent.timeout_s + config.grading.timeout_s) / episode_s
+    first = plan.first_prompt * forward(config, shape, plan.first_prompt, plan.mfu_prefill) / engine.tensor
+    episode_s = plan.boot_s + first + turns * turn + plan.grade_s
+    # An episode ends at its time limit, or where its row is full.
+    fullest = (layout.row - plan.first_prompt) / max(1.0, row - plan.first_prompt)
+    longest = max(1.0, min((config.agent.timeout_s + config.grading.timeout_s) / episode_s, fullest))
     boxes = Boxes(layout.workers, config.sandbox.concurrency, plan.spread, longest)
     made, plain = rollouts(config, boxes)
     rollout = made.time * episode_s
     tokens = layout.per_step * plan.rows * row
-    forward = flops(shape, row) * tokens / (trainer.gpus * peak * (plan.mfu_moe if shape.experts else plan.mfu_dense))
-    seconds = {"rollout": rollout, "log-probabilities": forward if trainer.logprobs else 0.0}
-    seconds["update"] = 3 * select(config, f"{ACTOR}.ppo_epochs", 1) * forward
+    share = plan.mfu_moe if shape.experts else plan.mfu_dense
+    once = forward(config, shape, row, share) * tokens / trainer.gpus
+    seconds = {"rollout": rollout, "log-probabilities": once if trainer.logprobs else 0.0}
+    seconds["update"] = 3 * select(config, f"{ACTOR}.ppo_epochs", 1) * once
     moved = trainer.offload_params * weights(shape, trainer) + trainer.offload_optimizer * moments(shape, trainer)
     if moved:
         seconds["offloading"] = 2 * moved / (plan.offload_gbs * 1e9)

@@ -75,7 +75,7 @@ RUNS = (
 @functools.cache
 def _base(cluster: str) -> DictConfig:
     """Return a synchronous experiment on such GPUs whose episodes are one reply, and nothing else."""
-    nothing = [f"plan.{key}=0" for key in ("read", "tool_s", "boot_s", "grade_s")]
+    nothing = [f"plan.{key}=0" for key in ("read", "tool_s", "boot_s", "grade_s", "episode_cpu_s", "timeouts")]
     other = ["algorithm.filter_groups.enable=false", "trainer.test_freq=-1", "trainer.val_before_train=false"]
     sizes = [f"plan.first_prompt={PROMPT}", f"data.max_prompt_length={PROMPT}", "plan.turns=1"]
     return compose(["+experiment=qwen3_coder_30b", f"cluster={cluster}", *nothing, *other, *sizes])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from rl.config import ConfigError
+from rl.deadline import SHORTEST_S
 from rl.plan.layout import (
     ACTOR,
     ROLLOUT,
@@ -42,9 +43,10 @@ class Traffic(NamedTuple):
 class Pace:
     """A pace says how fast a step is: tokens trained on and sampled, groups ``used`` and ``played``, how many times as
     long a rollout takes because of groups that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
-    mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
-    (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of the ``asked``
-    ones that run there.
+    mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation in which
+    no episode hangs (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of
+    the ``asked`` ones that run there. ``cut``: the turns that an episode of ``plan.turns`` has when its row is full; 0
+    if it ends before.
     """
 
     tokens: int
@@ -58,6 +60,7 @@ class Pace:
     validation_s: float
     held: float
     asked: float
+    cut: float
 
     @property
     def step_s(self) -> float:
@@ -112,10 +115,14 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     episode_s = plan.boot_s + first + turns * turn + plan.grade_s
     # An episode ends at its time limit, or where its row is full.
     fullest = (layout.row - plan.first_prompt) / max(1.0, row - plan.first_prompt)
-    longest = max(1.0, min((config.agent.timeout_s + config.grading.timeout_s) / episode_s, fullest))
-    boxes = Boxes(layout.workers, config.sandbox.concurrency, plan.spread, longest)
+    limit = time_limit(config, episode_s, select(config, "episode.deadline")) / episode_s
+    boxes = Boxes(layout.workers, config.sandbox.concurrency, plan.spread, max(1.0, min(limit, fullest)))
+    boxes = boxes._replace(hangs=plan.timeouts, limit=max(1.0, limit))
     made, plain = rollouts(config, boxes)
-    rollout = made.time * episode_s
+    # Claude Code, our proxy and tests need cores, however fast the engine is.
+    cores, groups = layout.nodes * config.cluster.cores, config.data.train_batch_size
+    busy_s = made.played * layout.per_step / groups * (plan.episode_cpu_s + plan.grade_s) / cores
+    rollout = max(made.time * episode_s, busy_s)
     tokens = layout.per_step * plan.rows * row
     share = plan.mfu_moe if shape.experts else plan.mfu_dense
     once = forward(config, shape, row, share) * tokens / trainer.gpus
@@ -127,14 +134,27 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     seconds["weight sync"] = trainer.stored * shape.trained / (plan.sync_gbs * 1e9)
     if not engine.colocated:  # trainer and engine work at the same time: the slower one counts
         seconds["rollout"] = max(0.0, rollout - (sum(seconds.values()) - rollout))
-    one, times = validation(config, boxes)
+    # Held-out episodes have no deadline.
+    held_out = boxes._replace(limit=max(1.0, time_limit(config, episode_s, None) / episode_s))
+    one, times = validation(config, held_out)
     if times:
         seconds["validation"] = one * times * episode_s
-    groups = config.data.train_batch_size
+    calm = validation(config, boxes._replace(hangs=0.0))[0] * episode_s
     sampled = int(made.played / groups * layout.per_step * turns * plan.sampled)
     factor = made.time / plain.time
-    speeds = (episode_s, 1 / each, one * episode_s, held, asked)
+    cut = turns if turns < min(plan.turns, config.agent.max_turns) - 0.5 else 0.0
+    speeds = (episode_s, 1 / each, calm, held, asked, cut)
     return Pace(int(tokens), sampled, groups, made.played, factor, seconds, *speeds)
+
+
+def time_limit(config: DictConfig, episode_s: float, times: float | None) -> float:
+    """Return the seconds after which an episode has ended: its agent's time limit, or its deadline of so many times the
+    median, and its grading."""
+    limit = config.agent.timeout_s
+    if times is not None:
+        outside = config.plan.boot_s + config.plan.grade_s
+        limit = min(limit, max(SHORTEST_S, times * (episode_s - outside) * math.exp(-(config.plan.spread**2) / 2)))
+    return limit + min(config.grading.timeout_s, config.plan.boot_s + config.plan.grade_s)
 
 
 def rollouts(config: DictConfig, boxes: Boxes) -> tuple[Rollout, Rollout]:

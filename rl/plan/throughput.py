@@ -44,9 +44,9 @@ class Pace:
     """A pace says how fast a step is: tokens trained on and sampled, groups ``used`` and ``played``, how many times as
     long a rollout takes because of groups that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
     mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation in which
-    no episode hangs (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of
-    the ``asked`` ones that run there. ``cut``: the turns that an episode of ``plan.turns`` has when its row is full; 0
-    if it ends before.
+    no episode hangs (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out
+    of the ``asked`` ones that run there. ``cut``: the turns that an episode of ``plan.turns`` has when its row is full;
+    0 if it ends before.
     """
 
     tokens: int

@@ -24,6 +24,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from rewards.grade import warm_up
 from rewards.task import load_tasks
 from rewards.verdict import Outcome
+from rl.deadline import Deadline
 from rl.engine import VerlEngine
 from rl.far_boxes import far_boot
 from rl.metrics.episodes import EpisodeLog
@@ -52,6 +53,7 @@ class Worker:
         self.records = RecordWriter(run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
         self.log = EpisodeLog(run_dir)
         self.samples = SampleLog(run_dir)
+        self.deadline = Deadline(config.episode.deadline, settings.agent.timeout_s)
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
         self.tasks = functools.cache(lambda file: {task.instance_id: task for task in load_tasks(file)})
 
@@ -62,9 +64,13 @@ class Worker:
         self.warming = asyncio.create_task(asyncio.to_thread(warm_up))  # the reference keeps the task alive
         await self.proxy.start()
 
-    def sampling(self, parameters: dict[str, Any]) -> Setup:
-        """Return the set-up of an episode that samples with the trainer's ``parameters``."""
-        return replace(self.setup, policy=replace(self.setup.policy, sampling=parameters))
+    def setting(self, parameters: dict[str, Any], split: str) -> Setup:
+        """Return the set-up of an episode that samples with the trainer's ``parameters``. Held-out ones have no
+        deadline: their results are compared."""
+        agent: Any = self.setup.agent  # a frozen dataclass, as all agents are
+        if split == "train":
+            agent = replace(agent, timeout_s=self.deadline.seconds)
+        return replace(self.setup, agent=agent, policy=replace(self.setup.policy, sampling=parameters))
 
     def keep(self, episode: Episode, split: str, step: int, session: str) -> None:
         """Write the record of an attempt, and from it the line for its step's metrics and perhaps a sample.
@@ -75,6 +81,8 @@ class Worker:
         model = self.config.cluster.staged_from or self.config.actor_rollout_ref.model.path
         record = record_of(episode, split, step, model, self.setup.policy.parser.spec)
         record.trainer = {"session": session, "engine": self.engine.servers.pop(episode.id, None)}
+        if split == "train" and "agent" in episode.timing and not episode.verdict.is_infra:
+            self.deadline.note(episode.timing["agent"])
         self.records.append(record)
         self.log.append(line(record))
         self.samples.offer(record)
@@ -117,7 +125,7 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
             place = (split, step, task.instance_id, row["session_id"])
             sampling_params = {**sampling_params, "seed": episode_seed(self.config.seed, *place)}
         async with worker.slots:
-            setup = worker.sampling(sampling_params)
+            setup = worker.setting(sampling_params, split)
             session = f"{row['uid']}_{row['session_id']}"
             episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step, session))
         return outputs(episode, split == "train" and self.config.episode.mask_overlong)  # all held-out episodes count

@@ -37,6 +37,7 @@ POSITIVE = (
 )
 POSITIVE_OR_NULL = (
     "cpu_threads",
+    "episode.deadline",
     "run.save_minutes",
     "proxy.max_tokens",
     "sandbox.image_budget_gb",

@@ -58,6 +58,6 @@ def plan(config: DictConfig, model_config: Any = None) -> Plan:
     found = problems.layout_problems(shape, layout) + problems.cache_problems(config, shape, layout, tokens)
     found += problems.ledger_problems(config, shape)
     ending = stopping.stopping(config, shape, layout, pace)
-    found += stopping.problem(config, ending)
+    found += stopping.problem(config, shape, layout, pace, ending)
     warnings = problems.warnings(config, shape, layout, pace) + turn_notes(name)
     return Plan(shape, layout, gpu, node, tokens, pace, ending, tuple(found), tuple(warnings))

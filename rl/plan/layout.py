@@ -90,11 +90,12 @@ class EngineLayout:
 class Layout:
     """A layout places trainer and engine, and counts the episodes of a step (``per_step``) and those that run at the
     same time: in the whole run (``concurrent``) and on the node with most of them (``per_node``). ``row`` and
-    ``prompt``: the longest training row and prompt in tokens. ``workers``: agent loop workers."""
+    ``prompt``: the longest training row and prompt in tokens. ``workers``: agent loop workers, on ``nodes``."""
 
     trainer: TrainerLayout
     engine: EngineLayout
     workers: int
+    nodes: int
     per_step: int
     concurrent: int
     per_node: int
@@ -162,7 +163,7 @@ def layout_of(config: DictConfig) -> Layout:
     concurrent = int(min(workers * config.sandbox.concurrency, per_step * batches))
     nodes = trainer.nodes + separate * engine_nodes  # verl places workers on them in turn
     per_node = min(math.ceil(workers / nodes) * config.sandbox.concurrency, concurrent)
-    return Layout(trainer, engine, workers, per_step, concurrent, per_node, row, data.max_prompt_length)
+    return Layout(trainer, engine, workers, nodes, per_step, concurrent, per_node, row, data.max_prompt_length)
 
 
 def trainer_of(config: DictConfig) -> TrainerLayout:

@@ -122,10 +122,17 @@ def warnings(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) 
     """Return what fits, but costs time or has no effect."""
     found, engine, boxes = [], layout.engine, layout.per_node
     cpus, limit = select(config, "sandbox.cpus", 1), select(config, "sandbox.memory_mb", 0)
+    if pace.cut:
+        wanted = min(config.plan.turns, config.agent.max_turns)
+        row = f"its row of {layout.row} tokens is full; a longer one is data.max_response_length"
+        found.append(f"an episode of plan.turns={wanted:g} is planned with {pace.cut:.0f}, where {row}")
     if pace.held < 0.95 * pace.asked:  # not below 1: the figures are assumed
         cache = f"KV cache holds the contexts of {pace.held:.0f} of the {pace.asked:.0f} episodes per {engine.group}"
         keys = f"raise {ROLLOUT}.gpu_memory_utilization or lower sandbox.concurrency"
         found.append(f"{cache}; the others are read again in each turn: {keys}")
+    elif pace.held > 2 * pace.asked and layout.concurrent < layout.per_step:
+        room = f"KV cache holds the contexts of {pace.held:.0f} episodes per {engine.group}, and {pace.asked:.0f} run"
+        found.append(f"{room}: raise sandbox.concurrency, or {ROLLOUT}.agent.num_workers")
     if pace.asked > engine.sequences:
         running = f"but {pace.asked:.0f} episodes per engine run at a time"
         found.append(f"{ROLLOUT}.max_num_seqs={engine.sequences}, {running}")

@@ -20,12 +20,15 @@ STEPS = 40  # simulated steps; with ten times as many the means change by 3 % or
 
 class Boxes(NamedTuple):
     """Boxes play episodes: each of the ``workers`` plays ``each`` at the same time. The logarithm of an episode's
-    duration has the standard deviation ``spread``; no episode takes more than ``longest``."""
+    duration has the standard deviation ``spread``; no episode takes more than ``longest``. A share of
+    them ``hangs`` until its ``limit``."""
 
     workers: int
     each: int
     spread: float
     longest: float
+    hangs: float = 0.0
+    limit: float = 0.0
 
 
 class Simulation:
@@ -65,10 +68,12 @@ class Simulation:
                 return group, self.random.random() >= self.share
 
     def _fill(self, worker: int) -> None:
-        spread, longest = self.boxes.spread, self.boxes.longest
+        spread, longest, hangs = self.boxes.spread, self.boxes.longest, self.boxes.hangs
         while self._free[worker] and self._waiting[worker]:
             self._free[worker] -= 1
             duration = min(longest, self.random.lognormvariate(-spread * spread / 2, spread))
+            if hangs and self.random.random() < hangs:
+                duration = self.boxes.limit
             heapq.heappush(self._ends, (self.now + duration, worker, self._waiting[worker].popleft()))
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from rl.plan.doubt import Doubts, bounds, doubts
 from rl.plan.host import checkpoint_bytes
 from rl.plan.layout import Layout, select
 from rl.plan.memory import GIB
 from rl.plan.model import ModelShape
 from rl.plan.throughput import Pace
 
-SPARE = 1.5  # of calculated seconds, because the speeds are assumed
+SLOW = 0.75  # of plan.save_gbs, in the bad case
 REQUEUE_S = 300  # from the grace's end to the job's: Ray's end, the script that requeues, a warning that is late
 
 
@@ -33,11 +34,6 @@ class Stopping:
         """Return the least grace, in seconds."""
         return self.rest + self.save
 
-    @property
-    def grace_s(self) -> int:
-        """Return the grace that fits, in whole minutes."""
-        return 60 * math.ceil(SPARE * self.needed_s / 60)
-
     def warning_s(self, grace_s: float) -> int:
         """Return how long before its time limit a job has to be warned."""
         return math.ceil(grace_s) + REQUEUE_S
@@ -47,20 +43,29 @@ def stopping(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) 
     """Return what ending takes. A synchronous rollout, and validation in that mode, are left at once; in the other
     modes the step or the validation that runs has to end."""
     size = checkpoint_bytes(config, shape, layout.trainer)
-    save = size / (config.plan.save_gbs * 1e9)
     whole = select(config, "trainer.v1.trainer_mode", "sync") != "sync"
+    return Stopping(_rest(pace, whole), size / (config.plan.save_gbs * 1e9), size, whole)
+
+
+def _rest(pace: Pace, whole: bool) -> float:
     step = sum(seconds for phase, seconds in pace.seconds.items() if phase != "validation")
-    rest = max(step, pace.validation_s) if whole else step - pace.seconds["rollout"]
-    return Stopping(rest, save, size, whole)
+    return max(step, pace.validation_s) if whole else step - pace.seconds["rollout"]
 
 
-def problem(config: DictConfig, found: Stopping) -> list[str]:
-    """Return a line if ``run.grace_s`` is too short."""
-    grace = config.run.grace_s
-    if grace >= found.needed_s:
+def grace(found: Stopping, pace: Pace, doubted: Doubts) -> int:
+    """Return the grace that fits the bad case, too, in whole minutes."""
+    rest = bounds(pace, doubted, lambda other: _rest(other, found.whole))[1]
+    return 60 * math.ceil((rest + found.save / SLOW) / 60)
+
+
+def problem(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace, found: Stopping) -> list[str]:
+    """Return a line if ``run.grace_s`` is too short for the mean case."""
+    now = config.run.grace_s
+    if now >= found.needed_s:
         return []
     rest = "a whole step (this mode cannot leave a rollout)" if found.whole else "the rest of a step"
     parts = f"{rest} takes {found.rest:.0f} s and its checkpoint {found.save:.0f} s"
     disk = f"{found.size / GIB:.0f} GiB at plan.save_gbs={config.plan.save_gbs:g}"
-    wanted = f"set run.grace_s={found.grace_s} and sbatch --signal=B:USR1@{found.warning_s(found.grace_s)}"
-    return [f"run.grace_s={grace:g} is too short: after a warning {parts} ({disk}); {wanted}"]
+    fits = grace(found, pace, doubts(config, shape, layout))
+    wanted = f"set run.grace_s={fits} and sbatch --signal=B:USR1@{found.warning_s(fits)}, which fit the bad case, too"
+    return [f"run.grace_s={now:g} is too short: after a warning {parts} ({disk}); {wanted}"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
+from rl.plan.doubt import Doubts, bounds, doubts, says
 from rl.plan.layout import filters
 from rl.plan.memory import GIB, Ledger
-from rl.plan.stopping import Stopping
+from rl.plan.stopping import grace
 from rl.plan.throughput import Pace
 
 if TYPE_CHECKING:
@@ -24,14 +26,17 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
     console.print(_head(plan, config))
     console.print(_ledgers(f"GiB on each GPU ({config.cluster.gpu}), by phase", plan.gpu))
     console.print(_ledgers("GiB of a node", plan.node))
-    console.print(_step(plan.pace, config))
-    console.print(_stopping(plan.stopping, config), soft_wrap=True)
+    doubted = doubts(config, plan.shape, plan.layout)
+    console.print(_step(plan.pace, doubted, config))
+    console.print(_hangs_on(plan.pace, doubted, config), soft_wrap=True)
+    console.print(_stopping(plan, doubted, config), soft_wrap=True)
     for warning in plan.warnings:
         console.print(f"note: {warning}", soft_wrap=True)
     if not plan.problems:
         tight = max(plan.gpu, key=lambda phase: phase.total)
         room = f"{(tight.limit - tight.total) / GIB:.1f} GiB of a GPU, {tight.name}"
-        console.print(f"It fits, by calculation. Least room: {room}.", soft_wrap=True)
+        fits = "It fits, by calculation" if not plan.pace.cut else "Shortened like this it fits, by calculation"
+        console.print(f"{fits}. Least room: {room}.", soft_wrap=True)
 
 
 def _head(plan: Plan, config: DictConfig) -> Table:
@@ -70,7 +75,7 @@ def _ledgers(title: str, ledgers: tuple[Ledger, ...]) -> Table:
     return table
 
 
-def _step(pace: Pace, config: DictConfig) -> Table:
+def _step(pace: Pace, doubted: Doubts, config: DictConfig) -> Table:
     steps, share = config.trainer.total_training_steps, config.plan.all_equal_groups
     table = Table("what", Column("assumed", justify="right"), title="a step, from assumed speeds (plan.*)")
     table.add_row("tokens trained on", f"{pace.tokens:,}")
@@ -80,17 +85,35 @@ def _step(pace: Pace, config: DictConfig) -> Table:
     if filters(config):
         table.add_row(f"groups played for them ({share:.0%} with equal rewards)", f"{pace.played:.0f}")
         table.add_row("how many times as long the rollout takes for it", f"{pace.factor:.2f}")
-    for what, seconds in {"mean episode": pace.episode_s, **pace.seconds}.items():
-        table.add_row(f"{what}, seconds", f"{seconds:.0f}")
-    table.add_row("[bold]step, minutes", f"[bold]{pace.step_s / 60:.1f}")
+    figures: dict[str, Callable[[Pace], float]] = {"mean episode": lambda other: other.episode_s}
+    figures |= {phase: lambda other, phase=phase: other.seconds.get(phase, 0.0) for phase in pace.seconds}
+    for what, figure in figures.items():
+        table.add_row(f"{what}, seconds", _range(pace, doubted, figure, "{:.0f}"))
+    table.add_row("[bold]step, minutes", "[bold]" + _range(pace, doubted, lambda other: other.step_s / 60, "{:.1f}"))
     if steps:
-        table.add_row(f"{steps} steps, hours", f"{steps * pace.step_s / 3600:.1f}")
+        hours = _range(pace, doubted, lambda other: steps * other.step_s / 3600, "{:.1f}")
+        table.add_row(f"{steps} steps, hours", hours)
     return table
 
 
-def _stopping(found: Stopping, config: DictConfig) -> str:
-    grace, what = config.run.grace_s, "a step" if found.whole else "the rest of a step"
+def _range(pace: Pace, doubted: Doubts, figure: Callable[[Pace], float], form: str) -> str:
+    low, high = bounds(pace, doubted, figure)
+    return f"{form.format(figure(pace))} ({form.format(low)} to {form.format(high)})"
+
+
+def _hangs_on(pace: Pace, doubted: Doubts, config: DictConfig) -> str:
+    """Return a line that says which assumptions a step's time hangs on most."""
+    widest = sorted(doubted.items(), key=lambda item: item[1][0].step_s / item[1][1].step_s)[:3]
+    told = [
+        f"{good.step_s / 60:.0f} to {bad.step_s / 60:.0f} with {says(what, config)}" for what, (good, bad) in widest
+    ]
+    return f"Minutes a step hang on: {'; '.join(told)}."
+
+
+def _stopping(plan: Plan, doubted: Doubts, config: DictConfig) -> str:
+    found, now = plan.stopping, config.run.grace_s
+    what, fits = "a step" if found.whole else "the rest of a step", grace(found, plan.pace, doubted)
     seconds = f"{found.rest:.0f} s for {what} and {found.save:.0f} s for its checkpoint of {found.size / GIB:.0f} GiB"
-    fits = f"run.grace_s={found.grace_s} sbatch --signal=B:USR1@{found.warning_s(found.grace_s)}"
-    now = f"run.grace_s is {grace:g}, for --signal=B:USR1@{found.warning_s(grace)}"
-    return f"To end when a job is warned: {seconds}. Half as much again: {fits}. ({now}.)"
+    told = f"run.grace_s={fits} sbatch --signal=B:USR1@{found.warning_s(fits)}"
+    there = f"run.grace_s is {now:g}, for --signal=B:USR1@{found.warning_s(now)}"
+    return f"To end when a job is warned: {seconds}. In the bad case, too: {told}. ({there}.)"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from rl.config import ConfigError
+from rl.deadline import SHORTEST_S
 from rl.plan.layout import (
     ACTOR,
     ROLLOUT,
@@ -42,9 +43,10 @@ class Traffic(NamedTuple):
 class Pace:
     """A pace says how fast a step is: tokens trained on and sampled, groups ``used`` and ``played``, how many times as
     long a rollout takes because of groups that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
-    mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation
-    (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out of the ``asked``
-    ones that run there.
+    mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation in which
+    no episode hangs (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out
+    of the ``asked`` ones that run there. ``cut``: the turns that an episode of ``plan.turns`` has when its row is full;
+    0 if it ends before.
     """
 
     tokens: int
@@ -58,6 +60,7 @@ class Pace:
     validation_s: float
     held: float
     asked: float
+    cut: float
 
     @property
     def step_s(self) -> float:
@@ -74,11 +77,12 @@ def traffic(config: DictConfig, layout: Layout) -> Traffic:
     return Traffic(turns, row, (first + row) / 2)
 
 
-def flops(shape: ModelShape, context: float) -> float:
-    """Return the FLOPs of a token in a forward: two per active parameter (untied embeddings are only looked up), and
-    what mixes the tokens of a sequence of ``context`` tokens."""
+def forward(config: DictConfig, shape: ModelShape, context: float, share: float) -> float:
+    """Return the GPU seconds of a forward of one token in a sequence of ``context`` tokens. Two FLOPs per active
+    parameter (untied embeddings are only looked up) run at ``share`` of the peak, what mixes tokens at attention's."""
+    matrices = 2 * (shape.active - (0 if shape.tied else shape.embeddings))
     mixing = sum(mixer.flops(context) for mixer in shape.mixers)
-    return 2 * (shape.active - (0 if shape.tied else shape.embeddings)) + mixing
+    return (matrices / share + mixing / config.plan.mfu_attention) / (config.cluster.tflops * 1e12)
 
 
 def decode_step(config: DictConfig, shape: ModelShape, engine: EngineLayout, batch: float, context: float) -> float:
@@ -92,45 +96,65 @@ def decode_step(config: DictConfig, shape: ModelShape, engine: EngineLayout, bat
 
 def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     """Return the pace of a step of the config."""
-    plan, peak, (turns, row, context) = config.plan, config.cluster.tflops * 1e12, traffic(config, layout)
+    plan, (turns, row, context) = config.plan, traffic(config, layout)
     trainer, engine = layout.trainer, layout.engine
     asked = layout.concurrent / max(1, engine.gpus // engine.tensor)
     held = max(0.0, kv_room(config, shape, engine)) / shape.sequence_bytes(context, engine.element, engine.tensor)
-    prefill = engine.tensor * peak * plan.mfu_prefill
     # Contexts that the cache does not hold are read again in each of their turns.
     again = max(0.0, 1 - held / asked) * context
-    read = (plan.read + again) * (flops(shape, context) / prefill)
+    read = (plan.read + again) * forward(config, shape, context, plan.mfu_prefill) / engine.tensor
     running = min(asked, engine.sequences)
-    turn, each = plan.tool_s + read, 0.0
+    turn, each = max(1e-3, plan.tool_s + read), 0.0
     for _ in range(50):  # how many episodes decode at a time depends on how long decoding takes
         batch = max(1.0, min(running, running * plan.sampled * each / turn if each else running))
         busy = min(0.9, running * read / turn)
         each = decode_step(config, shape, engine, batch, context) / (1 - busy)
         turn = 0.5 * turn + 0.5 * max(plan.tool_s + read + plan.sampled * each, running * read)
     turn *= max(1.0, asked / running)  # the others wait in the engine
-    episode_s = plan.boot_s + flops(shape, row) * plan.first_prompt / prefill + turns * turn + plan.grade_s
-    longest = (config.agent.timeout_s + config.grading.timeout_s) / episode_s
-    boxes = Boxes(layout.workers, config.sandbox.concurrency, plan.spread, longest)
+    first = plan.first_prompt * forward(config, shape, plan.first_prompt, plan.mfu_prefill) / engine.tensor
+    episode_s = plan.boot_s + first + turns * turn + plan.grade_s
+    # An episode ends at its time limit, or where its row is full.
+    fullest = (layout.row - plan.first_prompt) / max(1.0, row - plan.first_prompt)
+    limit = time_limit(config, episode_s, select(config, "episode.deadline")) / episode_s
+    boxes = Boxes(layout.workers, config.sandbox.concurrency, plan.spread, max(1.0, min(limit, fullest)))
+    boxes = boxes._replace(hangs=plan.timeouts, limit=max(1.0, limit))
     made, plain = rollouts(config, boxes)
-    rollout = made.time * episode_s
+    # Claude Code, our proxy and tests need cores, however fast the engine is.
+    cores, groups = layout.nodes * config.cluster.cores, config.data.train_batch_size
+    busy_s = made.played * layout.per_step / groups * (plan.episode_cpu_s + plan.grade_s) / cores
+    rollout = max(made.time * episode_s, busy_s)
     tokens = layout.per_step * plan.rows * row
-    forward = flops(shape, row) * tokens / (trainer.gpus * peak * (plan.mfu_moe if shape.experts else plan.mfu_dense))
-    seconds = {"rollout": rollout, "log-probabilities": forward if trainer.logprobs else 0.0}
-    seconds["update"] = 3 * select(config, f"{ACTOR}.ppo_epochs", 1) * forward
+    share = plan.mfu_moe if shape.experts else plan.mfu_dense
+    once = forward(config, shape, row, share) * tokens / trainer.gpus
+    seconds = {"rollout": rollout, "log-probabilities": once if trainer.logprobs else 0.0}
+    seconds["update"] = 3 * select(config, f"{ACTOR}.ppo_epochs", 1) * once
     moved = trainer.offload_params * weights(shape, trainer) + trainer.offload_optimizer * moments(shape, trainer)
     if moved:
         seconds["offloading"] = 2 * moved / (plan.offload_gbs * 1e9)
     seconds["weight sync"] = trainer.stored * shape.trained / (plan.sync_gbs * 1e9)
     if not engine.colocated:  # trainer and engine work at the same time: the slower one counts
         seconds["rollout"] = max(0.0, rollout - (sum(seconds.values()) - rollout))
-    one, times = validation(config, boxes)
+    # Held-out episodes have no deadline.
+    held_out = boxes._replace(limit=max(1.0, time_limit(config, episode_s, None) / episode_s))
+    one, times = validation(config, held_out)
     if times:
         seconds["validation"] = one * times * episode_s
-    groups = config.data.train_batch_size
+    calm = validation(config, boxes._replace(hangs=0.0))[0] * episode_s
     sampled = int(made.played / groups * layout.per_step * turns * plan.sampled)
     factor = made.time / plain.time
-    speeds = (episode_s, 1 / each, one * episode_s, held, asked)
+    cut = turns if turns < min(plan.turns, config.agent.max_turns) - 0.5 else 0.0
+    speeds = (episode_s, 1 / each, calm, held, asked, cut)
     return Pace(int(tokens), sampled, groups, made.played, factor, seconds, *speeds)
+
+
+def time_limit(config: DictConfig, episode_s: float, times: float | None) -> float:
+    """Return the seconds after which an episode has ended: its agent's time limit, or its deadline of so many times the
+    median, and its grading."""
+    limit = config.agent.timeout_s
+    if times is not None:
+        outside = config.plan.boot_s + config.plan.grade_s
+        limit = min(limit, max(SHORTEST_S, times * (episode_s - outside) * math.exp(-(config.plan.spread**2) / 2)))
+    return limit + min(config.grading.timeout_s, config.plan.boot_s + config.plan.grade_s)
 
 
 def rollouts(config: DictConfig, boxes: Boxes) -> tuple[Rollout, Rollout]:

@@ -124,3 +124,13 @@ def test_the_command_says_what_it_cannot_plan(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_an_episode_that_hangs_holds_a_step_up_until_its_deadline() -> None:
+    """With one in two hundred, a rollout that would take more than an hour takes hardly longer than without any."""
+    seconds = {
+        told: plan(composed("+experiment=qwen3_coder_30b", *told.split())).pace.seconds["rollout"]
+        for told in ("plan.timeouts=0", "plan.timeouts=0.005", "plan.timeouts=0.005 episode.deadline=null")
+    }
+    calm, ended, waiting = seconds.values()
+    assert calm < ended < 2200 and ended < 1.2 * calm and waiting > 3600

@@ -25,11 +25,11 @@ WINGS = {
     "rl": 2805,
     # 9: sft's numbers; 46: a toy's recipe for a real model, and the memory of a real model on a CPU; 39: names
     # that verl looks up, before the first rollout.
-    "rl/checks": 834,
+    "rl/checks": 900,
     "rl/cluster": 1260,  # 15: starts without progress end a job that never trains
     # Episodes as data (records, session files, spans, a dataset); 205 are an expert that plays in a policy's own form.
     "rl/collect": 485,
-    "rl/cpu": 252,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
+    "rl/cpu": 267,  # 22 start vLLM's server with an engine that is a fork, and without a worker of its own
     # 420 are selections: episodes by rules over their figures, tasks by measured resolve rates. 385 are the commands
     # that make tasks, overlap of task files, and the probe. 150 put made tasks into container images. 98 are labels and
     # comments. 39: undone fixes and written bugs among a package's edits, and which tests the gold patch does not pass.
@@ -41,10 +41,10 @@ WINGS = {
     # 55 record what functions return while tests run. 445: tasks of functions that stand alone. 21: the quickstart's
     # repositories, which those of functions are like. 350: a program for each bug, fixes taken back from a history,
     # bugs that a model writes, and why a package or a test is of no use.
-    "rl/make": 2997,
+    "rl/make": 3009,
     "rl/metrics": 580,  # 94 keep what the trainer made of sampled tokens
-    "rl/plan": 1046,  # 65 read layers: windows, MLA, linear attention; 11: where turns end
-    "rl/quickstart": 575,
+    "rl/plan": 1263,  # 65 read layers: windows, MLA, linear attention; 11: where turns end
+    "rl/quickstart": 613,
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
     # forks, in rounds on a CPU; 10 end with the fork server what a fork has started; 5 keep ports below those of
@@ -73,19 +73,19 @@ WINGS = {
     # 140 compare a session with the model's own chat template at every start.
     # 239: limits of connections, endpoints that fail or say odd things, end ids by the template, what log-probabilities
     # are of.
-    "rollout/proxy": 3637,
+    "rollout/proxy": 3641,
     "rollout/sandbox": 1162,  # 62: exhausted machines are no failure of the policy; logs are cut in the middle
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 544,  # 44: the trainer's packages are hidden, and the two reasons for no bubblewrap
     # 705: a second opinion that is not told from the first, for every Python runner; what an image has installed; drops
     # that decide are graded again.
-    "rewards": 1704,
+    "rewards": 1724,
     # 190: the stress of the proxy; 150: the viewer's benchmark; 70: seeds of fine-tuning. 180: what records cost,
     # distillation and the curriculum for several seeds, a document typed. 30: rounds, then GRPO from them.
     # 150: a detector of tests made wrong, and the audit's benchmark.
     # 600 bring a real model and everything that it needs to a GPU machine without a network, and train it there.
-    "scripts": 3609,
+    "scripts": 3745,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,600 recorded conversations of other programs as states, and what is made of these,
@@ -96,7 +96,7 @@ WINGS = {
 # Inspect. 2,090 are what reviewers got through: a second opinion that cannot be recognized (680), the audit (430),
 # tasks of histories and with a program for each bug (450), boxes (120), the proxy (300); 104 read a model's layers and
 # verl's names.
-EVERYTHING = 35_945
+EVERYTHING = 36_486
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from rl.checks.model import check_model, stateful
-from rl.config import ConfigError
+from rl.config import ConfigError, package_dir
 from rl.quickstart.policy import make_policy
 from tests.check_kit import composed
 
@@ -169,3 +169,13 @@ def test_other_models_with_a_state(tmp_path: Path) -> None:
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(values))
         assert stateful(composed(f"actor_rollout_ref.model.path={directory}")) == kind
+
+
+def test_vllms_qwen3_5_still_imports_torchvision() -> None:
+    """Through code of transformers for images, which names it without asking whether it is there."""
+    transformers, vllm = (Path(package_dir(name)) for name in ("transformers", "vllm"))
+    images = (transformers / "models/qwen2_vl/image_processing_qwen2_vl.py").read_text()
+    assert "\nfrom torchvision" in images
+    assert (
+        "models.qwen2_vl.image_processing_qwen2_vl import" in (vllm / "model_executor/models/qwen3_vl.py").read_text()
+    )

@@ -238,7 +238,7 @@ class EpisodeTrainer(PPOTrainer):
         if self.draws is None:
             return super()._submit_batch_to_rollout(batch)
         played = self.draws.submit(batch)
-        if len(played):
+        if played is not None:
             super()._submit_batch_to_rollout(played)
         return len(batch)
 

@@ -134,8 +134,9 @@ class Draws:
         self.left = list(kept.groups) if kept else []  # groups whose prompts have not been drawn again
         self.drawn: dict[str, int] = {}  # the prompts' places in the data set, by group
 
-    def submit(self, batch: TensorDict) -> TensorDict:
-        """Hand verl what is kept of the groups of ``batch``, and return the prompts that have episodes to be played.
+    def submit(self, batch: TensorDict) -> TensorDict | None:
+        """Hand verl what is kept of the groups of ``batch``, and return the prompts that have episodes to be played, or
+        None if none has.
 
         Their column ``kept`` names the episodes that need not be (``rl.agent_loop``).
         """
@@ -163,6 +164,8 @@ class Draws:
             done = [" ".join(session.rpartition("_")[2] for session in old.sessions) if old else "" for old in again]
             tensordict_utils.assign_non_tensor_stack(batch, "kept", done)
         played = [number for number, old in enumerate(again) if old is None or old.status == "running"]
+        if not played:
+            return None
         return tensordict_utils.index_select_tensor_dict(batch, played) if len(played) < len(batch) else batch
 
     def _again(self, task: int, in_part: bool) -> Group | None:

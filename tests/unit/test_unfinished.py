@@ -96,7 +96,7 @@ class Trainer:
 
     def add(self, count: int) -> int:
         batch = self.draws.submit(PPOTrainer._next_train_batch(self.verl, count))  # ty: ignore
-        if len(batch):
+        if batch is not None:
             PPOTrainer._submit_batch_to_rollout(self.verl, batch)  # ty: ignore
         return count
 
@@ -267,6 +267,19 @@ def test_replaced_groups_are_not_played_again_and_count_in_the_metrics(tmp_path:
     assert not set(second.played) & {group.uid for group in kept.groups if group.status != "running"}
     assert contents(batch) == rows and metrics == expected
     assert (second.buffer.lost, second.buffer.ended) == (whole.buffer.lost, whole.buffer.ended)
+
+
+def test_a_batch_whose_episodes_are_all_kept_is_not_played(tmp_path: Path) -> None:
+    first = Trainer(tmp_path, filters=False)
+    first.begin()
+    for task in first.tasks():
+        first.finish(first.group(task), REWARDS)
+    first.draws.keep({}, 0, 0)
+    tq.kv_clear(keys=list(tq.kv_list("train")["train"]), partition_id="train")
+    second = Trainer(tmp_path, filters=False, position=first.position)
+    second.begin()
+    batch, _ = second.sample()
+    assert not second.played and len(batch.keys) == BATCH * EPISODES * 2
 
 
 def test_data_that_have_changed_are_played_anew(tmp_path: Path) -> None:

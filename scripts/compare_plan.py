@@ -1,6 +1,8 @@
 """Print the plan's seconds beside those of published runs, as the table of docs/planning.md.
 
-``python scripts/compare_plan.py``. Each run is planned by ``rl.plan.throughput`` as an episode of one reply, with its
+    python scripts/compare_plan.py
+
+Each run is planned by rl.plan.throughput as an episode of one reply, with its
 published GPUs, rows and lengths and the constants of configs/plan. Needs no GPU.
 """
 
@@ -17,6 +19,7 @@ from rl.config import compose
 from rl.plan.layout import layout_of
 from rl.plan.model import load_config, shape_of
 from rl.plan.throughput import pace
+from rollout import program
 
 PROMPT = 128  # tokens of a prompt, where a run says only how long its rows are
 PRIME = "https://github.com/PrimeIntellect-ai/prime-rl/blob/559b447/benchmarks/results/BENCHMARKS.md"
@@ -109,4 +112,5 @@ def table() -> list[str]:
 
 
 if __name__ == "__main__":
+    program.parser("python scripts/compare_plan.py", __doc__).parse_args()
     print(*table(), sep="\n")

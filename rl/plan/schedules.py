@@ -1,4 +1,4 @@
-"""Play the schedules of verl's three trainer modes in simulated time.
+"""Play the schedules of verl's three trainer modes in simulated time, and print a row for each.
 
     python -m rl.plan.schedules [--median MINUTES] [--tail RATIO] [--training MINUTES] ...
 
@@ -10,7 +10,6 @@ and how long trained episodes are, relative to all that were started: below 1, t
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import random
@@ -18,6 +17,19 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollout import program
+
+_HELP = {
+    "median": "minutes of an episode",
+    "tail": "the 99th percentile, as a multiple of the median",
+    "groups": "of a step",
+    "n": "episodes of a group",
+    "room": "episodes that all GPUs together serve at full speed",
+    "training": "minutes of a step's log-probabilities and updates on all GPUs",
+    "ahead": "batches that are started before the first step's own",
+    "limit": "groups that began more updates ago are dropped",
+    "updates": "of a step of separate_async",
+}
 _INSTANT = 1e-9  # minutes
 _Z99 = 2.3263  # of a normal distribution
 MODES = ("sync", "colocate_async", "separate_async")
@@ -144,10 +156,10 @@ def play(mode: str, setting: Setting, steps: int, seed: int = 0) -> Played:
 
 def main() -> None:
     """Print a row for each mode."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = program.parser("python -m rl.plan.schedules", __doc__)
     for name, value in vars(Setting()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    parser.add_argument("--steps", type=int, default=60)
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{_HELP[name]} (default: {value})")
+    parser.add_argument("--steps", type=int, default=60, help="how many are played (default: 60)")
     options = vars(parser.parse_args())
     steps = options.pop("steps")
     setting = Setting(**options)
@@ -172,4 +184,4 @@ def _mean(some: Sequence[Sequence[float]]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    program.end(main)

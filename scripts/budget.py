@@ -43,7 +43,7 @@ WINGS = {
     # bugs that a model writes, and why a package or a test is of no use.
     "rl/make": 3009,
     "rl/metrics": 580,  # 94 keep what the trainer made of sampled tokens
-    "rl/plan": 1263,  # 65 read layers: windows, MLA, linear attention; 11: where turns end
+    "rl/plan": 1274,  # 65 read layers: windows, MLA, linear attention; 11: where turns end
     "rl/quickstart": 613,
     # This includes the weights that policy= names, which rl.train takes, too. 45 run the sender beside a run; 35 fork
     # an engine from the fork server, as Ray's workers are, which saves 8 s of each start on a CPU; 60 start programs as
@@ -85,7 +85,7 @@ WINGS = {
     # distillation and the curriculum for several seeds, a document typed. 30: rounds, then GRPO from them.
     # 150: a detector of tests made wrong, and the audit's benchmark.
     # 600 bring a real model and everything that it needs to a GPU machine without a network, and train it there.
-    "scripts": 3745,
+    "scripts": 3747,
 }
 # 800 of it are collection: three back ends, what an agent leaves, its settings as config. 1,500 are selections of
 # episodes and tasks, and exports; 2,600 recorded conversations of other programs as states, and what is made of these,
@@ -96,7 +96,7 @@ WINGS = {
 # Inspect. 2,090 are what reviewers got through: a second opinion that cannot be recognized (680), the audit (430),
 # tasks of histories and with a program for each bug (450), boxes (120), the proxy (300); 104 read a model's layers and
 # verl's names.
-EVERYTHING = 36_488
+EVERYTHING = 36_501
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

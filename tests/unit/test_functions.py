@@ -156,7 +156,7 @@ def test_a_puzzle_reports_one_call_and_hides_others(puzzle: Puzzle, tmp_path: Pa
     task = Task.from_row({**puzzle.row("function__0003", "0" * 40), "image": "dir:repos/function__0003"}, tmp_path)
     assert (task.instance_id, task.repo, task.version) == ("function__0003", "pypi/thing", "1.0")
     assert "clamp(0)" not in task.eval_script and "clamp(-3)" not in task.eval_script
-    assert "self.check('clamp(0, 0)', 0)" in task.eval_script and '"""clamp 1"""' in task.eval_script
+    assert "self.assertEqual(value('clamp(0, 0)'), 0)" in task.eval_script and '"""clamp 1"""' in task.eval_script
     assert (task.FAIL_TO_PASS, task.PASS_TO_PASS) == (("clamp 0",), ("clamp 1",))
     assert "-    if not x >= low:\n+    if not x > low:\n" in (task.patch or "")
 

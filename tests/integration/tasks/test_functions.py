@@ -158,7 +158,7 @@ def test_tasks_are_made_of_functions_and_repaired_by_one_exchange(
         shown = task.problem_statement.partition("```python\n")[2].partition("\n```")[0].split("\n")
         assert shown[0] == f"from module import {function_of(task)}"
         assert shown[1] in (task.snapshot / "check.py").read_text()
-        assert f"self.check({shown[1]!r}" not in task.eval_script
+        assert f"value({shown[1]!r}" not in task.eval_script
     steps = [text for text in sources.values() if "def steps" in text]
     assert steps and all("from math import floor" in text and "STEP = 2" in text for text in steps)
     with pytest.raises(MakeError, match="no task for heldout"):

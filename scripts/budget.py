@@ -41,7 +41,7 @@ WINGS = {
     # 55 record what functions return while tests run. 445: tasks of functions that stand alone. 21: the quickstart's
     # repositories, which those of functions are like. 350: a program for each bug, fixes taken back from a history,
     # bugs that a model writes, and why a package or a test is of no use.
-    "rl/make": 3009,
+    "rl/make": 3030,
     "rl/metrics": 580,  # 94 keep what the trainer made of sampled tokens
     "rl/plan": 1274,  # 65 read layers: windows, MLA, linear attention; 11: where turns end
     "rl/quickstart": 613,
@@ -96,7 +96,7 @@ WINGS = {
 # Inspect. 2,090 are what reviewers got through: a second opinion that cannot be recognized (680), the audit (430),
 # tasks of histories and with a program for each bug (450), boxes (120), the proxy (300); 104 read a model's layers and
 # verl's names.
-EVERYTHING = 36_501
+EVERYTHING = 36_522
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and

@@ -51,7 +51,7 @@ for call, wanted in CALLS.items():
 print("ok")
 """
 
-# The tests are functions in a file, so that a second opinion can make them wrong (rewards.second). -I, and appending the
+# The tests are in a file, so that a second opinion can make them wrong (rewards.second). -I, and appending the
 # work tree to the path, keep a file there from shadowing a module of the standard library.
 _EVAL_SCRIPT = """\
 #!/bin/bash

@@ -74,7 +74,7 @@ WINGS = {
     # 239: limits of connections, endpoints that fail or say odd things, end ids by the template, what log-probabilities
     # are of.
     "rollout/proxy": 3641,
-    "rollout/sandbox": 1162,  # 62: exhausted machines are no failure of the policy; logs are cut in the middle
+    "rollout/sandbox": 1164,  # 62: exhausted machines are no failure of the policy; logs are cut in the middle
     "rollout/sandbox/apptainer": 490,
     "rollout/sandbox/docker": 1010,
     "rollout/sandbox/local": 544,  # 44: the trainer's packages are hidden, and the two reasons for no bubblewrap
@@ -96,7 +96,7 @@ WINGS = {
 # Inspect. 2,090 are what reviewers got through: a second opinion that cannot be recognized (680), the audit (430),
 # tasks of histories and with a program for each bug (450), boxes (120), the proxy (300); 104 read a model's layers and
 # verl's names.
-EVERYTHING = 36_522
+EVERYTHING = 36_524
 
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and
@@ -121,7 +121,7 @@ ONE_TASK_MODULES = (
 # sends; 45 the forms of calls and turns that published chat templates want;
 # 160 messages in records, records that are hostile, and ids of other endpoints, whose replies have an end; 1,010 the
 # second opinion, honest work, failures of machines, and clients and endpoints that are hostile.
-ONE_TASK_BUDGET = 7_531
+ONE_TASK_BUDGET = 7_533
 
 LONGEST_FILE = 500
 # Files of more lines (of any kind), with the reason.

@@ -22,6 +22,7 @@ CODE = (".py", ".sh", ".sbatch")
 NAMED_ELSEWHERE = {
     "rl/train.py": ("rl/agent_loop.py", "rl/dataset.py", "rl/cpu/__init__.py", "rl/cpu/checkpoint_engine.py"),
     "rl/ingest/__main__.py": ("rl/ingest",),
+    "tests/published.py": ("scripts/smollm2.jinja",),
     "tests/unit/test_help.py": ("scripts", "examples"),
     "tests/unit/test_setup.py": ("constraints", "packaging/container", "scripts"),
 }

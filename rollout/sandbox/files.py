@@ -69,7 +69,9 @@ def _remove(path: Path) -> None:
         pass
     except (OSError, RecursionError):  # modes that deny us, or more levels than Python recurses
         open_modes(path)
-        subprocess.run(["rm", "-rf", "--", str(path)], stdin=subprocess.DEVNULL, capture_output=True)
+        done = subprocess.run(["rm", "-rf", "--", str(path)], stdin=subprocess.DEVNULL, capture_output=True)
+        if done.returncode and path.is_dir():
+            raise OSError(done.stderr.decode(errors="replace").strip() or f"rm ended with {done.returncode}") from None
 
 
 def open_modes(path: Path) -> None:

@@ -169,7 +169,9 @@ async def test_a_task_whose_wrong_tests_pass_with_honest_code_is_not_admitted(ki
     )  # of several, some are left as they are
     patch = await attacked(kind, task, Attack({"pkg/mod.py": FIX}))
     verdict = await graded(kind, task, patch, second_opinion=True)
-    assert verdict.reason is Reason.RESULTS_DISAGREE and "test_first passes although" in verdict.detail
+    # In most gradings no other test is wrong, and then all pass.
+    assert verdict.reason is Reason.RESULTS_DISAGREE
+    assert "test_first passes although" in verdict.detail or verdict.detail.endswith("the result is resolved")
 
 
 @kinds("bwrap")

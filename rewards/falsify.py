@@ -53,27 +53,26 @@ def main(word: str, change: int, sure: bool, seed: str, tests: list, others: lis
         changes[path], done = edits(places.sources[path], named, sure, draw)
         for name, _ in named:
             ends.setdefault(name, []).append(name in done)
-    wrong = {name for name in ends if all(ends[name])}
-    can = sorted(wrong & first)
+    able = {name for name in ends if all(ends[name])}
+    can = sorted(able & first)
     if can:
         chosen.update(draw.sample(can, draw.randint(1, max(1, len(can) - 1))))
     touched: set = set()
     new: dict = {}
     for path, found in changes.items():
         at = {_place(function) for name, function in wanted[path] if name in chosen}
-        touched.update(
-            name for name, function in wanted[path] if _place(function) in at and found.get(_place(function))
-        )
-        new[path] = edited(places.sources[path], [edit for place in at for edit in found.get(place, ())])
+        at = {place for place in at if found.get(place)}
+        touched.update(name for name, function in wanted[path] if _place(function) in at)
+        new[path] = edited(places.sources[path], [edit for place in at for edit in found[place]])
     for path, text in new.items():  # one after the other, so that their times tell nothing
         try:
             with open(path, "wb") as file:
                 file.write(text if change else places.sources[path])
         except OSError:
-            wrong.difference_update(name for name, _ in wanted[path])
-    for name in sorted(wrong & chosen):
+            able.difference_update(name for name, _ in wanted[path])
+    for name in sorted(able & chosen):
         print(word, name)
-    for name in sorted(touched - (wrong & chosen)):
+    for name in sorted(touched - (able & chosen)):
         print(word + "-", name)
     for name in sorted(first.difference(can)):
         print(word + "=", name)

@@ -38,7 +38,7 @@ from rollout import program
 
 @dataclass(frozen=True)
 class _Model:
-    """Where a model is kept, the packages that hold it, where in them, its sum, and if llama.cpp has it as Llama."""
+    """A _Model says where a model is kept, which packages hold it and where, its sum, and if it is a Llama."""
 
     kept: str
     packages: tuple[str, ...]

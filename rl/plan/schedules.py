@@ -58,8 +58,8 @@ class Setting:
 
 @dataclass
 class Played:
-    """What was played in some steps: minutes of each step, the share of the GPUs' time in which they did nothing, and
-    of trained groups the lags, in updates, and mean lengths."""
+    """A Played holds what some steps were: minutes of each, the share of the GPUs' time in which they did nothing, the
+    lags of trained groups, in updates, how many groups were dropped, and the lengths of episodes."""
 
     minutes: list[float] = field(default_factory=list)
     idle: float = 0.0

@@ -61,7 +61,7 @@ def loaded(directory: Path) -> Any:
 
 
 def as_verl_packs(model: Any, rows: list[torch.Tensor]) -> dict[str, Any]:
-    """What the trainer's engine gives a model that it has patched."""
+    """Return what the trainer's engine gives a model that it has patched."""
     from verl.models.transformers.monkey_patch import apply_monkey_patch
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 

@@ -117,7 +117,7 @@ def test_a_window_is_what_tokens_see() -> None:
 
 
 def test_four_times_as_many_episodes_fit_beside_a_hybrid() -> None:
-    """What a plan says of the cache goes by the layers: tokens, episodes, and the length that would fit."""
+    """A plan says of the cache what follows from the layers: tokens, episodes, and the length that would fit."""
     keys = ["+experiment=qwen3_8b", "actor_rollout_ref.model.path=Qwen3.5-9B"]
     made = plan(composed(*keys))
     engine, room = made.layout.engine, memory.kv_room(composed(*keys), made.shape, made.layout.engine)

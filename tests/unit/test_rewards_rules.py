@@ -112,7 +112,7 @@ def test_a_file_is_dropped_as_a_whole() -> None:
     ],
 )  # fmt: skip
 def test_what_may_be_a_part_of_a_solution(path: str, line: str, created: bool, changed: bool) -> None:
-    """Whether a file counts if the patch resolves the task only with it, when it is new and when it was there."""
+    """A file may count if the patch resolves the task only with it: when it is new, and when it was there."""
     new = creates(path, line)
     old = new.replace(b"--- /dev/null", b"--- a/" + path.encode()).replace(b"new file mode 100644\n", b"")
     for patch, expected in ((new, created), (old, changed)):

@@ -341,7 +341,7 @@ async def test_what_honest_code_does_keeps_the_reward() -> None:
 
 @pytest.mark.parametrize(("log", "detail"), DISAGREEING)
 async def test_the_gold_patch_tells_which_changes_decide_nothing(log: str, detail: str) -> None:
-    """What comes of wrong tests with the gold patch, too, is no sign of anything."""
+    """An outcome that wrong tests have with the gold patch, too, is no sign of anything."""
     known = task(patch=PATCH.decode())
     verdict, boxes = await opinion(lambda line: line + log, gold=log, of=known)
     assert verdict.reason is None and verdict.flags == (NONE,) and verdict.detail.startswith("no second opinion: ")

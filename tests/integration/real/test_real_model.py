@@ -69,9 +69,9 @@ class Given(VllmHttpEngine):
         if reply is None:
             return await super().generate(request_id, prompt_ids, sampling)
         ids = [*self.tokenizer.encode(reply), self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-        return Completion(ids, (await self.known(prompt_ids + ids))[len(prompt_ids) :], logprobs_of=AT_1)
+        return Completion(ids, (await self.scored(prompt_ids + ids))[len(prompt_ids) :], logprobs_of=AT_1)
 
-    async def known(self, ids: list[int]) -> list[float]:
+    async def scored(self, ids: list[int]) -> list[float]:
         """Return the server's log-probabilities of the tokens of a prompt; that of the first is 0."""
         body = {"model": "policy", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         async with aiohttp.ClientSession() as http, http.post(f"{self.url}/v1/completions", json=body) as response:
@@ -138,7 +138,7 @@ async def test_episodes_are_exact(real: Running, task: Task, tmp_path: Path) -> 
                 with torch.no_grad():
                     logits = forward(torch.tensor([path]), logits_to_keep=len(path) - since + 1).logits[0, :-1].float()
                 own = torch.log_softmax(logits, -1).gather(1, torch.tensor(path[since:])[:, None])[:, 0].tolist()
-                told = (await engine.known(path))[since:]
+                told = (await engine.scored(path))[since:]
                 for one in lineage(node):
                     assert one.logprobs_of == AT_1 or asked["temperature"] == 1.0  # of which the others are
                     span = slice(one.parent.length - since, one.parent.length - since + len(one.ids))

@@ -144,14 +144,15 @@ class Expert:
 
     def __init__(self, task: Task, seed: str, form: Form, tools: Sequence[str] | None, habits: Habits) -> None:
         self._seed, self._form, self._habits = seed, form, habits
-        self._edits, self._runs = (tools is None or name in tools for name in ("Edit", "Bash"))
+        self._reads, edits, self._runs = (tools is None or name in tools for name in ("Read", "Edit", "Bash"))
+        self._edits = edits and self._reads  # Claude Code edits what Read has shown it
         self._statement = task.problem_statement.strip()
         self._gold = gold_edits(task)
 
     def __call__(self, prompt: str) -> str:
         """Return the reply to a prompt; one that has no statement and tools is a side call's."""
         start = prompt.find(self._statement)
-        if start < 0 or "Read" not in prompt:
+        if start < 0 or ("Read" if self._reads else "Bash") not in prompt:
             return self._form.done
         moves = self._moves(random.Random(self._seed))
         try:
@@ -170,10 +171,14 @@ class Expert:
                 yield self._form.call("Bash", command=f"git ls-files | grep {shlex.quote(posixpath.basename(path))}")
             lines = [one.line + n for one in self._gold if one.path == path for n in (0, one.old.count("\n"))]
             first, last = max(1, min(lines) - _AROUND), max(lines) + _AROUND
-            part = {"offset": first, "limit": last - first + 1} if last > _SHORT else {}
-            seen[path] = _text((yield self._form.call("Read", file_path=path, **part)))
-            if not part:
+            if last <= _SHORT:
                 whole.add(path)
+            if self._reads:
+                part = {} if path in whole else {"offset": first, "limit": last - first + 1}
+                seen[path] = _text((yield self._form.call("Read", file_path=path, **part)))
+            else:
+                shown = "cat" if path in whole else f"sed -n '{first},{last}p'"
+                seen[path] = (yield self._form.call("Bash", command=f"{shown} {shlex.quote(path)}")) + "\n"
         gold, wrong = self._choices(seen, whole)
         rng.shuffle(wrong)
         done: list[Edit] = []
@@ -263,8 +268,8 @@ class ExpertCollection(Collection):
 
 def playable(tasks: Sequence[Task], tools: Sequence[str] | None, screen: Screen) -> list[Task]:
     """Return the tasks that an expert can play, after a line about the others. Raises ConfigError if there are none."""
-    if tools is not None and ("Read" not in tools or not {"Edit", "Bash"}.intersection(tools)):
-        raise ConfigError("agent.tools: an expert needs Read, and Edit or Bash")
+    if tools is not None and "Bash" not in tools and not {"Read", "Edit"}.issubset(tools):
+        raise ConfigError("agent.tools: an expert needs Bash, or Read and Edit")
     found, left = list[Task](), Counter[str]()
     for task in tasks:
         try:

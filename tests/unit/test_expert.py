@@ -242,10 +242,10 @@ def test_what_cannot_be_played_is_left_out_and_told() -> None:
         "left out: 2 tasks with a patch that does more than change files, or no patch",
         "left out: 1 tasks with a patch that cannot be parsed",
     ]
-    for tools in (["Bash", "Read"], ["Edit", "Read"], ["Read", "Bash", "Edit", "Grep"]):
+    for tools in (["Bash"], ["Bash", "Edit"], ["Edit", "Read"], ["Read", "Bash", "Edit", "Grep"]):
         assert playable([TASK], tools, screen) == [TASK]
-    for tools in (["Bash", "Edit"], ["Read"], []):
-        with pytest.raises(ConfigError, match=r"agent\.tools: an expert needs Read, and Edit or Bash"):
+    for tools in (["Edit"], ["Read"], []):
+        with pytest.raises(ConfigError, match=r"agent\.tools: an expert needs Bash, or Read and Edit"):
             playable([TASK], tools, screen)
     with pytest.raises(ConfigError, match="none of these tasks has a gold patch"):
         playable([new], None, screen)
@@ -300,7 +300,7 @@ class Tree:
 HABITS: dict[str, Any] = {
     "seed": 0, "check": Tree.CHECK, "tries": 6, "right": 0.3, "gives_up": 0.0, "unchecked": 0.0, "forgets": 0.0,
 }  # fmt: skip
-MODES: list[list[str] | None] = [["Bash", "Read"], ["Edit", "Read"], None]
+MODES: list[list[str] | None] = [["Bash"], ["Bash", "Read"], ["Edit", "Read"], None]
 
 
 def play(
@@ -333,14 +333,16 @@ def test_an_episode_follows_from_its_seed(tree: Tree, talk: Talk, tools: list[st
     assert played[0] != played[1] or played[1] != played[2]
     used = {name for calls in played for name, _, _ in calls}
     assert used == set(tools or ["Bash", "Edit", "Read"])
-    assert all(calls[0][:2] == ("Read", {"file_path": "module.py"}) for calls in played)
+    first = ("Bash", {"command": "cat module.py"}) if tools == ["Bash"] else ("Read", {"file_path": "module.py"})
+    assert all(calls[0][:2] == first for calls in played)
 
 
 @pytest.mark.parametrize("tools", MODES)
 def test_the_gold_edit_is_as_short_as_the_others(tree: Tree, tools: list[str] | None) -> None:
     calls = play(tree, TALKS["hermes"], tools=tools, right=1.0, check=None)
     assert tree.texts() == {"module.py": GOLD}
-    assert [name for name, _, _ in calls] == (["Read", "Bash"] if tools == ["Bash", "Read"] else ["Read", "Edit"])
+    edits = "Edit" if tools is None or "Edit" in tools else "Bash"
+    assert [name for name, _, _ in calls] == ["Bash" if tools == ["Bash"] else "Read", edits]
     edit = calls[1][1]
     if "command" in edit:
         assert edit == {"command": "sed -i 's/ >= low/ > low/' module.py"}
@@ -425,6 +427,10 @@ def test_any_gold_patch_that_changes_files_is_played(tools: list[str] | None, na
     assert tree.texts() == after
     found = [given_ for _, given_, _ in calls if "git ls-files" in str(given_)]
     assert bool(found) == ("b/c.py" in before and tools != ["Edit", "Read"])
+    if tools == ["Bash"]:
+        shown = [given_["command"] for _, given_, _ in calls if given_["command"].startswith(("cat", "sed -n"))]
+        assert shown == (["sed -n '285,315p' a.py"] if name == "long" else [f"cat {path}" for path in before])
+        return
     reads = [given_ for called, given_, _ in calls if called == "Read"]
     assert [given_["file_path"] for given_ in reads] == list(before)
     assert [given_.get("offset") for given_ in reads] == ([285] if name == "long" else [None] * len(reads))

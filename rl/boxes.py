@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from omegaconf import DictConfig
 
 from rewards.task import Task, TaskError, load_tasks
+from rl import plugins
 from rl.config import ConfigError, compose
 from rl.shard import Shard
 from rollout import program
@@ -262,9 +263,11 @@ KINDS: dict[str, type[Kind]] = {"local": Local, "docker": Docker, "apptainer": A
 
 def kind_of(sandbox: DictConfig) -> Kind:
     """Return the kind of box that a config group ``sandbox`` describes. Raises ConfigError."""
-    if sandbox.kind not in KINDS:
-        raise ConfigError(f"sandbox.kind is {sandbox.kind!r}; it must be one of {', '.join(KINDS)}")
-    return KINDS[sandbox.kind](sandbox)
+    try:
+        kind = plugins.named(sandbox.kind, KINDS)
+    except ValueError as error:
+        raise ConfigError(f"sandbox.kind {error}") from error
+    return kind(sandbox)
 
 
 def prepare_images(

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.config import CONFIGS, ConfigError, compose, package_dir
 from rl.overrides import nearest, options
+from rl.plugins import config_folders
 from rollout.program import plain
 
 # Folders of configs/ that nobody chooses from.
@@ -101,7 +102,7 @@ def show(config: DictConfig, package: str | None = None, resolve: bool = False) 
 
 def experiments() -> str:
     """Return what each experiment is: the first sentence of its file."""
-    files = sorted((CONFIGS / "experiment").glob("*.yaml"))
+    files = sorted(file for folder in (CONFIGS, *config_folders()) for file in (folder / "experiment").glob("*.yaml"))
     width = max(len(file.stem) for file in files)
     beside = " " * (width + 4)
     lines = ((f"  {file.stem:<{width}}  ", _sentence(file)) for file in files)
@@ -117,7 +118,8 @@ def _sentence(file: Path) -> str:
 def help_text(program: str, about: str) -> str:
     """Return what ``--help`` prints."""
     groups = [folder.name for folder in sorted(CONFIGS.iterdir()) if folder.is_dir() and folder.name not in _SHARED]
-    choices = "\n".join(f"  {group}={'|'.join(options(group, [CONFIGS]))}" for group in groups)
+    folders = [CONFIGS, *config_folders()]
+    choices = "\n".join(f"  {group}={'|'.join(options(group, folders))}" for group in groups)
     about = about.strip()
     if f"python -m {program} " not in about:
         about += f"\n\n  python -m {program} +experiment=NAME [group=choice ...] [key=value ...]"

@@ -118,11 +118,12 @@ def compose(
     import hydra
 
     from rl.overrides import read
+    from rl.plugins import config_folders
 
     register_resolvers()
     with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
         verls = [Path(package_dir("verl"), "trainer", "config")] if name == "train" else []
-        config, wrong = read(name, overrides, [CONFIGS, *verls])
+        config, wrong = read(name, overrides, [CONFIGS, *config_folders(), *verls])
 
     def refuse(_: DictConfig) -> None:
         raise ConfigError(*wrong)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.rules import Rules
 from rewards.shape import Shape
+from rl import plugins
 from rl.boxes import kind_of
 from rollout.agent import Agent
 from rollout.agent.claude_code import ClaudeCode
@@ -36,9 +37,11 @@ def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
     """Return the agent of a config. Raises ValueError for an unknown kind and FileNotFoundError without its program."""
     settings: Any = OmegaConf.to_container(config.agent, resolve=True)
     kind = settings.pop("kind", "claude_code")  # configs of earlier runs do not name it
-    if kind not in AGENTS:
-        raise ValueError(f"agent.kind is {kind!r}; it must be one of {', '.join(AGENTS)}")
-    return AGENTS[kind](max_tokens=max_tokens, max_context=max_context, **settings)
+    try:
+        make = plugins.named(kind, AGENTS)
+    except ValueError as error:
+        raise ValueError(f"agent.kind {error}") from error
+    return make(max_tokens=max_tokens, max_context=max_context, **settings)
 
 
 def rules_from(config: DictConfig) -> Rules:

@@ -1,7 +1,7 @@
 """An agent is a program that works on a task inside a sandbox and reaches its model through a proxy session.
 
-``Agent`` is all that an episode needs to know of one; ``rollout.agent.claude_code`` is the first. Another one takes a
-module here, an entry in ``rl.setup.AGENTS`` and a configs/agent/NAME.yaml.
+``Agent`` is all that an episode needs to know of one; ``rollout.agent.claude_code`` is the first. examples/own_agent
+is one in a package of its own.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ NOT_FOR_USERS = {
     "rl/cluster/probe.py",
     "rl/sft/dpo.py",
     "scripts/budget.py",
+    "examples/own_agent/own_agent/loop.py",
 }
 PROGRAMS = sorted(
     str(path.relative_to(ROOT))

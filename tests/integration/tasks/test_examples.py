@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,18 @@ from pathlib import Path
 import pytest
 
 from rewards.task import Task, load_tasks
+from rewards.verdict import Reason
+from rl.boxes import kind_of
+from rl.checks.keys import check_keys
+from rl.config import compose
 from rl.data import admit
+from rl.setup import agent_from
+from rollout.agent import Status
+from rollout.episode import Setup, run_episode
+from rollout.proxy.server import ProxyServer
+from tests.integration.claude_kit import call, check_record, in_turn, scripted
 from tests.integration.vllm_kit import Running
+from tests.kit import CharTokenizer, char_policy
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -93,3 +104,34 @@ def test_the_proxy_alone_answers(vllm: Running) -> None:
     finally:
         program.send_signal(signal.SIGTERM)
         program.wait(60)
+
+
+async def test_an_agent_of_its_own_plays(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, installed = tmp_path / "own_agent", tmp_path / "installed"
+    shutil.copytree(EXAMPLES / "own_agent", source)  # pip builds in place
+    how = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    python("-m", "pip", "install", *how, "--target", installed, source)
+    assert "agent=claude_code|shell" in python("-m", "rl.train", "--help", path=installed)
+
+    monkeypatch.syspath_prepend(installed)
+    claude = ("~agent.bare", "~agent.system_prompt", "~agent.tools")
+    training = compose(["+experiment=quickstart", "agent=shell", "agent.max_turns=5", "agent.timeout_s=300", *claude])
+    check_keys(training)
+    config = compose(["agent=shell", "agent.max_turns=5", "sandbox=local"], "evaluate")
+    assert config.agent == training.agent
+    agent = agent_from(config, max_tokens=500, max_context=10_000)
+    script = in_turn(call("Bash", command="printf 'x = 1\n' >> main.py; env"), call("Bash", command="false"), "Done.")
+    proxy = ProxyServer()
+    await proxy.start()
+    try:
+        boot = kind_of(config.sandbox).boot(agent)
+        setup = Setup(char_policy(scripted(script)), proxy, boot, agent)
+        episode = await run_episode(setup, task, "e")
+    finally:
+        await proxy.stop()
+    assert episode.agent is not None and (episode.agent.status, episode.agent.turns) == (Status.FINISHED, 3)
+    assert episode.patch.endswith(b"+x = 1\n") and episode.verdict.reason is Reason.TESTS_FAILED
+    check_record(episode, tmp_path)
+    (row,) = episode.rows
+    read = CharTokenizer().decode(row.prompt_ids + row.response_ids)
+    assert "exit status 1" in read and "MAX_TURNS=5" in read and "PROXY_" not in read

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from rollout import storable
+from rollout.proxy.connections import taken
 from rollout.proxy.forward import BrokenOffError, SideEndpoint, body_of
 from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
@@ -72,12 +73,14 @@ class ChatEndpoint(SideEndpoint):
                     if response is None:
                         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                         await response.prepare(request)
-                    await response.write(sse("ping", {}))
+                    await taken(request, response.write(sse("ping", {})))
             reply = await answering
         except RequestError as error:
             if response is None:
                 raise
-            await response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
+            await taken(
+                request, response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
+            )
             raise BrokenOffError(str(error)) from error  # what has begun with status 200 is no reply
         finally:
             answering.cancel()
@@ -89,7 +92,7 @@ class ChatEndpoint(SideEndpoint):
         if response is None:
             kind = "text/event-stream" if asked.get("stream") else "application/json"
             return web.Response(body=out, headers={"Content-Type": kind})
-        await response.write_eof(out)
+        await taken(request, response.write_eof(out))
         return response
 
     async def _ask(self, sent: dict[str, Any]) -> Reply:
@@ -113,7 +116,10 @@ class ChatEndpoint(SideEndpoint):
         said = " ".join(raw.decode("utf-8", "replace").split())[:2000]
         if answer.status in (400, 413) and any(words in said for words in _FULL):
             raise RequestError(f"prompt is too long: {said}")  # upon which Claude Code compacts
-        raise RequestError(said, answer.status, _KINDS.get(answer.status, "api_error"))
+        status = (
+            answer.status if answer.status >= 400 else 529
+        )  # others are no errors to a client, and no replies either
+        raise RequestError(said, status, _KINDS.get(status, "overloaded_error" if status == 529 else "api_error"))
 
 
 def chat_request(asked: Mapping[str, Any], model: str) -> dict[str, Any]:

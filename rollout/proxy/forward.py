@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from rollout.proxy.connections import taken
 from rollout.proxy.messages import RequestError
 
 _BEGUN = re.compile(rb'"message_start".*?\n\r?\n', re.DOTALL)  # the end of the event that has a reply's id
@@ -101,10 +102,10 @@ class SideEndpoint:
                         else:
                             continue
                     heard += chunk
-                    await response.write(chunk)
+                    await taken(request, response.write(chunk))
                 rest = _named(bytes(head), ids) if head else b""
                 heard += rest
-                await response.write_eof(rest)
+                await taken(request, response.write_eof(rest))
                 if failed := _FAILED.search(heard):
                     raise BrokenOffError(failed[1].decode("utf-8", "replace"))
                 return response

@@ -59,7 +59,6 @@ class PassThrough(ProxyServer):
         A call that succeeded when the agent asked again was not a failure of the episode.
         """
         session, body = await self.receive(request)
-        session.admit()
         wire = decode_request(body)
         side = wire.model == SIDE_MODEL
         session.counters.calls += 1
@@ -82,6 +81,5 @@ class PassThrough(ProxyServer):
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self.receive(request)
-        session.admit()
+        _, body = await self.receive(request)
         return await self.endpoint.relay(request, body, bytearray(), set())

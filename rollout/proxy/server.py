@@ -327,6 +327,8 @@ class ProxyServer:
             return _error_response(request, failed, error)
         finally:
             self._connections.end(transport)
+            if not request.content.is_eof():
+                request.protocol.close()  # what comes of the body is dropped, and not parsed, until the client has read
             if (held := request.get(_HELD)) is not None:
                 held[0].held -= held[1]
             if not self._busy:

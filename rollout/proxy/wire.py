@@ -174,7 +174,7 @@ def _more_values(text: bytes | msgspec.Raw, most: int) -> bool:
 
 
 def decoded(kind: Any, data: msgspec.Raw, field: str) -> Any:
-    """Decode JSON that is kept as it came, so with the fields that are not used: who reads a record has to read them, too.
+    """Decode JSON that is kept as it came, with the fields that are not used: who reads a record has to read them, too.
 
     Raises RequestError, which names ``field``, also if there are too many values.
     """

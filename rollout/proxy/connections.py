@@ -120,7 +120,8 @@ class Connections:
         for transport, handler in list(self._of.get(path, {}).items()):
             handler.close()
             if transport not in self.busy:
-                transport.close()
+                # A client that does not read keeps an ordered end from coming.
+                (transport.abort if transport.get_write_buffer_size() else transport.close)()
 
     def _add(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         owner = self._owners[transport] = _owner(transport)

@@ -215,11 +215,11 @@ class ProxyServer:
         session, body = await self.receive(request)
         before = session.counters.overhead_s
         began = time.perf_counter()
-        wire = await _decoded(body)
+        wire = await decoded_request(body)
         session.counters.overhead_s += time.perf_counter() - began
         if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
             session.counters.side_calls += 1
-            return await self.forward(session, session.policy.side_endpoint, request, wire, body)
+            return await self.forward(session, session.policy.side_endpoint, request, wire)
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
@@ -242,11 +242,11 @@ class ProxyServer:
         return response
 
     async def forward(
-        self, session: Session, endpoint: SideEndpoint, request: web.Request, wire: WireRequest, body: bytes
+        self, session: Session, endpoint: SideEndpoint, request: web.Request, wire: WireRequest
     ) -> web.StreamResponse:
         """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
         heard, began = bytearray(), time.time()
-        response = await endpoint.relay(request, body, heard, session.talk.ids)
+        response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
         if response.status == 200:
             session.talk.forwarded(wire, bytes(heard), began, time.time() - began)
         return response
@@ -303,7 +303,7 @@ class ProxyServer:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session, body = await self.receive(request)
-        wire = await _decoded(body)
+        wire = await decoded_request(body)
         async with session.entrance:
             counted = {"input_tokens": session.count(wire, await session.ahead(wire))}
         return web.Response(body=msgspec.json.encode(counted), content_type="application/json")
@@ -377,7 +377,8 @@ def is_retry(request: web.Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
-async def _decoded(body: bytes) -> WireRequest:
+async def decoded_request(body: bytes) -> WireRequest:
+    """Decode a request as ``wire.decode_request`` does, in a thread if that takes long."""
     return await asyncio.to_thread(decode_request, body) if takes_long(body) else decode_request(body)
 
 

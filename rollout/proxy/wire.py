@@ -78,6 +78,11 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
     stream: bool | None = None
 
     @functools.cached_property
+    def body(self) -> bytes:
+        """Return the whole request as it can be sent on; ``decode_request`` sets it."""
+        return b""
+
+    @functools.cached_property
     def digests(self) -> list[bytes]:
         """Return a hash of the bytes of each message."""
         return [hashed(raw) for raw in self.messages]
@@ -142,6 +147,7 @@ def decode_request(body: bytes) -> WireRequest:
     if _may_have_halves(body):
         body = _without_halves(body)
     request = _read(_request_decoder.decode, body, "", _MOST_TOGETHER if len(body) > LARGE else len(body))
+    request.body = body
     if not request.messages:
         raise RequestError("messages: at least one message is required")
     if len(request.messages) > _MOST_MESSAGES:

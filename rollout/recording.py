@@ -56,5 +56,7 @@ class Recording:
             self._writer.append(record)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; one without records is removed."""
         self._writer.close()
+        if not self._writer.path.stat().st_size:
+            self._writer.path.unlink()

@@ -26,6 +26,7 @@ from rollout.proxy.texts import here
 from rollout.records import Record
 
 END = 0x110000  # the first number that is not a character
+HELLO = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
 CALL = re.compile(r"\[\[(\w+) (\{.*?\})\]\]", re.DOTALL)
 
 THOUGHT = re.compile(r"\(\((.*?)\)\)", re.DOTALL)

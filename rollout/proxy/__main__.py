@@ -77,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--record {directory}: {error.strerror}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     status = uvloop.run(_serve(Options(**options), host, port, recording))
+    if recording is not None:
+        recording.close()
     sys.stdout.flush()
     logging.shutdown()
     # A thread may still be importing, and vLLM's exit hooks take seconds. Nothing of ours is open any more.
@@ -117,8 +119,6 @@ async def _serve(options: Options, host: str, port: int, recording: Recording | 
         await stopping
         loading.cancel()
     await server.stop(options.grace_s)
-    if recording is not None:
-        recording.close()
     return status
 
 

@@ -20,7 +20,8 @@ import msgspec
 from aiohttp import web
 
 from rollout import storable
-from rollout.proxy.forward import BrokenOffError, SideEndpoint, body_of
+from rollout.proxy.connections import taken
+from rollout.proxy.forward import BrokenOffError, EndpointError, SideEndpoint, body_of, read
 from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 
@@ -60,7 +61,7 @@ class ChatEndpoint(SideEndpoint):
         """Answer ``request``, as SideEndpoint does; all ids are ours. Raises what that does."""
         if request.path.endswith("/count_tokens"):  # Claude Code then estimates
             raise RequestError("this endpoint does not count tokens", 404, "not_found_error")
-        asked = msgspec.json.decode(body)
+        asked = read(body)
         model = str(asked.get("model", ""))
         sent = chat_request(asked, self.model)
         answering = asyncio.ensure_future(self._ask(sent))
@@ -72,12 +73,14 @@ class ChatEndpoint(SideEndpoint):
                     if response is None:
                         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                         await response.prepare(request)
-                    await response.write(sse("ping", {}))
+                    await taken(request, response.write(sse("ping", {})))
             reply = await answering
         except RequestError as error:
             if response is None:
                 raise
-            await response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
+            await taken(
+                request, response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
+            )
             raise BrokenOffError(str(error)) from error  # what has begun with status 200 is no reply
         finally:
             answering.cancel()
@@ -89,11 +92,11 @@ class ChatEndpoint(SideEndpoint):
         if response is None:
             kind = "text/event-stream" if asked.get("stream") else "application/json"
             return web.Response(body=out, headers={"Content-Type": kind})
-        await response.write_eof(out)
+        await taken(request, response.write_eof(out))
         return response
 
     async def _ask(self, sent: dict[str, Any]) -> Reply:
-        """Return the endpoint's reply. Raises RequestError with the endpoint's own status and words."""
+        """Return the endpoint's reply. Raises EndpointError with the endpoint's own status and words."""
         if self._client is None:
             self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s))
         limit = sent.pop("max_tokens", None)
@@ -104,7 +107,7 @@ class ChatEndpoint(SideEndpoint):
                 async with asked as answer:
                     raw = bytes(await body_of(answer))
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise RequestError("the endpoint cannot be reached", 529, "overloaded_error") from error
+                raise EndpointError("the endpoint cannot be reached", 529, "overloaded_error") from error
             if answer.status != 400 or self._limit != "max_tokens" or b"max_completion_tokens" not in raw:
                 break
             self._limit = "max_completion_tokens"
@@ -112,8 +115,9 @@ class ChatEndpoint(SideEndpoint):
             return reply_of(raw)
         said = " ".join(raw.decode("utf-8", "replace").split())[:2000]
         if answer.status in (400, 413) and any(words in said for words in _FULL):
-            raise RequestError(f"prompt is too long: {said}")  # upon which Claude Code compacts
-        raise RequestError(said, answer.status, _KINDS.get(answer.status, "api_error"))
+            raise EndpointError(f"prompt is too long: {said}")  # upon which Claude Code compacts
+        status = answer.status if 400 <= answer.status < 600 else 529  # others are no errors to clients, and no replies
+        raise EndpointError(said, status, _KINDS.get(status, "overloaded_error" if status == 529 else "api_error"))
 
 
 def chat_request(asked: Mapping[str, Any], model: str) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def reply_of(raw: bytes) -> Reply:
-    """Return the reply of a chat completion's body. Raises RequestError if that is not one; what its message says, in
+    """Return the reply of a chat completion's body. Raises EndpointError if that is not one; what its message says, in
     whatever form, is no reason."""
     try:
         body = _read(raw)
@@ -206,7 +210,7 @@ def reply_of(raw: bytes) -> Reply:
         thought = message.get("reasoning_content") or message.get("reasoning")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         said = f"the reply is not a chat completion: {error!r}: {raw[:200].decode('utf-8', 'replace')}"
-        raise RequestError(said, 529, "overloaded_error") from error
+        raise EndpointError(said, 529, "overloaded_error") from error
     blocks = [*_parts(thought, "thinking"), *_parts(message.get("content") or message.get("refusal"), "text")]
     blocks += [_call(call) for call in _listed(message.get("tool_calls"))]
     uses = any(block["type"] == "tool_use" for block in blocks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from aiohttp import ClientConnectionResetError, web
@@ -23,6 +23,8 @@ _MOST, _SHARE = 4096, 2
 _HEAD_S = 30.0
 BODY_S = 60.0
 IDLE_S = 660.0
+# The time in seconds in which a client must read what it is sent; after that, its connection is cut.
+TAKE_S = 60.0
 
 # What a write raises if the client has gone.
 _GONE = (ConnectionResetError, BrokenPipeError, ClientConnectionResetError)
@@ -118,7 +120,8 @@ class Connections:
         for transport, handler in list(self._of.get(path, {}).items()):
             handler.close()
             if transport not in self.busy:
-                transport.close()
+                # A client that does not read keeps an ordered end from coming.
+                (transport.abort if transport.get_write_buffer_size() else transport.close)()
 
     def _add(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         owner = self._owners[transport] = _owner(transport)
@@ -146,6 +149,18 @@ class Connections:
             del self._of[owner][transport]
             if not self._of[owner]:
                 del self._of[owner]
+
+
+async def taken(request: web.Request, writing: Awaitable[None]) -> None:
+    """Wait for a write. If the client does not read in time, cut its connection and raise ConnectionResetError."""
+    try:
+        async with asyncio.timeout(TAKE_S):
+            await writing
+    except TimeoutError:
+        request.protocol.logger.warning("a client did not read its reply within %g s; its connection is cut", TAKE_S)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError from None
 
 
 def _owner(transport: asyncio.Transport) -> Owner:

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from rollout.proxy.connections import taken
 from rollout.proxy.messages import RequestError
 
 _BEGUN = re.compile(rb'"message_start".*?\n\r?\n', re.DOTALL)  # the end of the event that has a reply's id
@@ -28,6 +29,10 @@ _ENDLESS = f"a reply of more than {_LARGEST >> 20} MiB"
 
 class BrokenOffError(ConnectionResetError):
     """The endpoint broke off in the middle of a reply, or said there that it failed."""
+
+
+class EndpointError(RequestError):
+    """The endpoint failed or refuses a call. (A RequestError of another class is the client's doing.)"""
 
 
 @dataclass
@@ -61,10 +66,10 @@ class SideEndpoint:
         """Answer ``request`` with the endpoint's reply to ``body``, and return that response; ``heard`` gets its body.
 
         ids: those of replies before, to which this one's is added. Claude Code takes replies with one id for one reply.
-        An error that the endpoint itself reports is returned as a ``web.Response``. Raises RequestError if the
-        endpoint cannot be reached. If it breaks off in the middle of a reply, the agent's connection is cut and
-        BrokenOffError is raised, as after a reply that ends with the event of an error; if the agent hangs up first,
-        ConnectionResetError is.
+        An error that the endpoint itself reports is returned as a ``web.Response``. Raises RequestError if the body
+        cannot be read, EndpointError if the endpoint cannot be reached. If it breaks off in the middle of a reply, the
+        agent's connection is cut and BrokenOffError is raised, as after a reply that ends with the event of an error;
+        if the agent hangs up first, or does not read, ConnectionResetError is.
         """
         if self._client is None:
             self._client = aiohttp.ClientSession(
@@ -73,7 +78,7 @@ class SideEndpoint:
         headers = self.headers() | {"Accept-Encoding": "identity"}
         headers |= {name: request.headers[name] for name in ("anthropic-beta",) if name in request.headers}
         # All other fields stay bytes, which takes a twentieth of the time of decoding them.
-        fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields: dict[str, Any] = read(body, dict[str, msgspec.Raw])
         changed = msgspec.json.encode(fields | {"model": self.model})
         response: web.StreamResponse | None = None
         try:
@@ -101,16 +106,16 @@ class SideEndpoint:
                         else:
                             continue
                     heard += chunk
-                    await response.write(chunk)
+                    await taken(request, response.write(chunk))
                 rest = _named(bytes(head), ids) if head else b""
                 heard += rest
-                await response.write_eof(rest)
+                await taken(request, response.write_eof(rest))
                 if failed := _FAILED.search(heard):
                     raise BrokenOffError(failed[1].decode("utf-8", "replace"))
                 return response
         except (aiohttp.ClientError, TimeoutError) as error:
             if response is None:
-                raise RequestError("the endpoint cannot be reached", 529, "overloaded_error") from error
+                raise EndpointError("the endpoint cannot be reached", 529, "overloaded_error") from error
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError from error  # it was the agent that hung up
             request.transport.abort()
@@ -121,6 +126,14 @@ class SideEndpoint:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+def read(body: bytes, kind: Any = Any) -> Any:
+    """Return what a request's body says, as a ``kind``. Raises RequestError."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body cannot be read: {error}") from error
 
 
 async def body_of(reply: aiohttp.ClientResponse) -> bytearray:

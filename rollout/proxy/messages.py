@@ -30,7 +30,7 @@ import msgspec
 
 from rollout.proxy.blocks import Block, ChatMessage, assistant_chat, blocks_of, context_chat, flat, text_in
 from rollout.proxy.texts import squeezed
-from rollout.proxy.wire import MESSAGE, SYSTEM, TOOLS, RequestError, WireMessage, WireRequest, WireTool, decoded, hashed
+from rollout.proxy.wire import SYSTEM, TOOLS, RequestError, WireMessage, WireRequest, WireTool, decoded, hashed
 
 Identity = tuple[bytes, bytes, frozenset[str], frozenset[str]]  # what Span.identify sets
 
@@ -106,7 +106,7 @@ class Span:
         """Return the span's messages, which are decoded on the first call. Raises RequestError."""
         if self._messages is None:
             self._messages = [
-                self._fresh.get(at) or decoded(MESSAGE, raw, f"messages[{at}]")
+                self._fresh.get(at) or decoded(WireMessage, raw, f"messages[{at}]")
                 for at, raw in enumerate(self._raws, self.first)
             ]
         return self._messages
@@ -293,7 +293,7 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
 
 def _side(request: WireRequest, index: int, fresh: dict[int, WireMessage], seen: Seen) -> bool:
     """Decode a message, which is also put into ``fresh``; return whether it is the assistant's."""
-    message = fresh[index] = decoded(MESSAGE, request.messages[index], f"messages[{index}]")
+    message = fresh[index] = decoded(WireMessage, request.messages[index], f"messages[{index}]")
     check_blocks(message.content, f"messages[{index}].content")
     seen.keep(seen.sides, request.digests[index], side := message.role == "assistant")
     return side
@@ -302,6 +302,8 @@ def _side(request: WireRequest, index: int, fresh: dict[int, WireMessage], seen:
 # The heads of all sessions. They are as large as prompts, but an agent and its sub-agents use only a few.
 _heads: dict[bytes, Head] = {}
 _MOST_HEADS, _LARGEST_HEAD = 64, 1 << 18
+# vLLM's parser looks at each of them, on the event loop.
+_MOST_TOOLS = 1_000
 
 
 def _head(request: WireRequest) -> Head:
@@ -312,6 +314,8 @@ def _head(request: WireRequest) -> Head:
             check_blocks(content, "system")
         system = flat(content)
         wire = decoded(TOOLS, request.tools, "tools") or []
+        if len(wire) > _MOST_TOOLS:
+            raise RequestError(f"tools: at most {_MOST_TOOLS} are possible")
         tools = tuple(_chat_tool(tool) for tool in wire)
         key = _digest(["head", system, json.dumps(tools)])
         head = Head(key, system, tools)

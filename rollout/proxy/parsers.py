@@ -16,7 +16,7 @@ import copy
 import logging
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -336,11 +336,11 @@ _Known = tuple[Sequence[Any], Callable[[str], list[Any]], dict[str, frozenset[st
 
 def _strings(tools: Sequence[dict[str, Any]]) -> dict[str, frozenset[str]]:
     """Return, by the name of each tool, the arguments that its schema allows to be strings and nothing else."""
-    names = [tool["function"]["name"] for tool in tools]
+    names = Counter(tool["function"]["name"] for tool in tools)
     found = dict[str, frozenset[str]]()
-    for name, tool in zip(names, tools, strict=True):
-        properties = tool["function"]["parameters"].get("properties")
-        if names.count(name) == 1 and isinstance(properties, dict):
+    for tool in tools:
+        name, properties = tool["function"]["name"], tool["function"]["parameters"].get("properties")
+        if names[name] == 1 and isinstance(properties, dict):
             found[name] = frozenset(key for key, schema in properties.items() if _is_string(schema))
     return found
 

@@ -12,11 +12,9 @@ from typing import Any
 from aiohttp import web
 
 from rollout import SIDE_MODEL
-from rollout.proxy.forward import BrokenOffError, SideEndpoint
-from rollout.proxy.messages import RequestError
-from rollout.proxy.server import ProxyServer, is_retry
+from rollout.proxy.forward import BrokenOffError, EndpointError, SideEndpoint
+from rollout.proxy.server import ProxyServer, decoded_request, is_retry
 from rollout.proxy.session import Policy
-from rollout.proxy.wire import decode_request
 
 # Anthropic's message for a prompt that does not fit. Claude Code compacts on it; the endpoint has not failed.
 _FULL = b"prompt is too long"
@@ -59,16 +57,15 @@ class PassThrough(ProxyServer):
         A call that succeeded when the agent asked again was not a failure of the episode.
         """
         session, body = await self.receive(request)
-        session.admit()
-        wire = decode_request(body)
+        wire = await decoded_request(body)
         side = wire.model == SIDE_MODEL
         session.counters.calls += 1
         session.counters.side_calls += side
         session.counters.retries += is_retry(request)
         endpoint = (side and session.policy.side_endpoint) or self.endpoint
         try:
-            response = await self.forward(session, endpoint, request, wire, body)
-        except (RequestError, BrokenOffError) as error:
+            response = await self.forward(session, endpoint, request, wire)
+        except (EndpointError, BrokenOffError) as error:
             full = _FULL in str(error).encode()
             session.counters.context_full += full
             session.counters.engine_errors += not full
@@ -82,6 +79,5 @@ class PassThrough(ProxyServer):
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self.receive(request)
-        session.admit()
-        return await self.endpoint.relay(request, body, bytearray(), set())
+        _, body = await self.receive(request)
+        return await self.endpoint.relay(request, (await decoded_request(body)).body, bytearray(), set())

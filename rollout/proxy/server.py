@@ -13,13 +13,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 
 from rollout import SIDE_MODEL
-from rollout.proxy.connections import BODY_S, IDLE_S, Connections, Tally
+from rollout.proxy.connections import BODY_S, IDLE_S, Connections, Tally, taken
 from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
 from rollout.proxy.forward import SideEndpoint
@@ -29,15 +30,23 @@ from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_e
 from rollout.proxy.secret import issued
 from rollout.proxy.session import Call, Policy, Session, closed_error
 from rollout.proxy.tree import Node
-from rollout.proxy.wire import LARGE, decode_request
+from rollout.proxy.wire import LARGE, decode_request, takes_long
 
 log = logging.getLogger(__name__)
 
-# The time in seconds in which a client must read a reply; after that, its connection is cut.
-_TAKE_S = 60.0
+# The most bytes of the bodies of one session's requests in progress, beyond which no large one is read.
+_SESSION_BODIES = 64 << 20
 
 _KINDS = {404: "not_found_error", 413: "request_too_large"}
 
+
+class Holder(Protocol):
+    """A Holder is whoever the bodies of requests in progress are held for; ``held``: their bytes."""
+
+    held: int
+
+
+_HELD = web.RequestKey("held", tuple[Holder, int])
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -139,7 +148,11 @@ class ProxyServer:
             self._connections.close(path)
 
     async def receive(self, request: web.Request) -> tuple[Session, bytes]:
-        """Return the session that a request belongs to, and the request's body. Raises RequestError."""
+        """Return the session that a request belongs to, and the request's body. Raises RequestError.
+
+        It is one of the session's calls from here on, whatever it is: counting encodes a prompt as a call does, and a
+        session that may make no more has no body read.
+        """
         given = token_of(request)
         if not issued(given):
             raise RequestError("unknown session: this is not an episode's secret", 401, "authentication_error")
@@ -152,20 +165,29 @@ class ProxyServer:
                 raise RequestError("unknown session: not that of this socket", 401, "authentication_error")
         if session is None:
             raise closed_error()
-        return session, await self.body(request, session.policy.max_body)
+        session.admit()
+        return session, await self.body(request, session, _SESSION_BODIES, session.policy.max_body)
 
-    async def body(self, request: web.Request, most: int | None = None) -> bytes:
-        """Read a request's body. Raises RequestError if it is broken, late, or has more than ``most`` bytes.
-
-        A body whose Content-Length is too large is not read.
+    async def body(self, request: web.Request, holder: Holder, together: int, most: int | None = None) -> bytes:
+        """Read a request's body, and count it as ``holder``'s until the request ends. Raises RequestError if it is
+        broken or late, has more than ``most`` bytes, or is a large one with which the holder's have more than
+        ``together``: such a body is not read.
         """
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise RequestError("Content-Encoding: only identity is possible", 415)
-        if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
-            raise RequestError("Transfer-Encoding: only chunked is possible", 415)
+        if coding := request.headers.get("Transfer-Encoding", "").strip().lower():
+            # Chunks of one byte keep the event loop busy for seconds, and nothing limits their number.
+            raise RequestError(
+                f"Transfer-Encoding {coding}: send a Content-Length", 411 if coding == "chunked" else 415
+            )
         most = min(most or self.max_body, self.max_body)
-        if (request.content_length or 0) > most:
+        size = request.content_length or 0
+        if size > most:
             raise _too_large(most)
+        if size > LARGE and holder.held + size > together:
+            raise RequestError(f"more than {together} bytes of bodies at the same time", 429, "rate_limit_error")
+        holder.held += size
+        request[_HELD] = holder, size
         try:
             # Most bodies come with their head. A timer would take longer than the reading.
             async with contextlib.nullcontext() if request.content.is_eof() else asyncio.timeout(BODY_S):
@@ -174,8 +196,6 @@ class ProxyServer:
             raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from None
         except (HttpProcessingError, PayloadEncodingError, web.RequestPayloadError) as error:
             raise RequestError(f"the body is not what the headers say: {error}") from error
-        if len(body) > most:
-            raise _too_large(most)
         return body
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
@@ -195,12 +215,11 @@ class ProxyServer:
         session, body = await self.receive(request)
         before = session.counters.overhead_s
         began = time.perf_counter()
-        session.admit()
-        wire = await _decoded(body)
+        wire = await decoded_request(body)
         session.counters.overhead_s += time.perf_counter() - began
         if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
             session.counters.side_calls += 1
-            return await self.forward(session, session.policy.side_endpoint, request, wire, body)
+            return await self.forward(session, session.policy.side_endpoint, request, wire)
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
@@ -223,11 +242,11 @@ class ProxyServer:
         return response
 
     async def forward(
-        self, session: Session, endpoint: SideEndpoint, request: web.Request, wire: WireRequest, body: bytes
+        self, session: Session, endpoint: SideEndpoint, request: web.Request, wire: WireRequest
     ) -> web.StreamResponse:
         """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
         heard, began = bytearray(), time.time()
-        response = await endpoint.relay(request, body, heard, session.talk.ids)
+        response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
         if response.status == 200:
             session.talk.forwarded(wire, bytes(heard), began, time.time() - began)
         return response
@@ -262,7 +281,7 @@ class ProxyServer:
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         while not sampled.done():
-            await self._taken(request, response.write(out + sse("ping", {})))
+            await taken(request, response.write(out + sse("ping", {})))
             out = b""
             await asyncio.wait([sampled], timeout=self.ping_s)
         began = time.perf_counter()
@@ -273,7 +292,7 @@ class ProxyServer:
             failed = self._as_request_error(error, request)
             out += sse("error", {"error": {"type": failed.kind, "message": str(failed)}})
         call.session.counters.overhead_s += time.perf_counter() - began
-        await self._taken(request, response.write_eof(out))
+        await taken(request, response.write_eof(out))
         return response, node
 
     def _node(self, sampled: asyncio.Future[Node]) -> Node:
@@ -284,8 +303,7 @@ class ProxyServer:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session, body = await self.receive(request)
-        session.admit()  # counting encodes the prompt as a call does
-        wire = await _decoded(body)
+        wire = await decoded_request(body)
         async with session.entrance:
             counted = {"input_tokens": session.count(wire, await session.ahead(wire))}
         return web.Response(body=msgspec.json.encode(counted), content_type="application/json")
@@ -309,6 +327,10 @@ class ProxyServer:
             return _error_response(request, failed, error)
         finally:
             self._connections.end(transport)
+            if not request.content.is_eof():
+                request.protocol.close()  # what comes of the body is dropped, and not parsed, until the client has read
+            if (held := request.get(_HELD)) is not None:
+                held[0].held -= held[1]
             if not self._busy:
                 self._idle.set()
             if self.metrics is not None:
@@ -317,19 +339,8 @@ class ProxyServer:
     async def _send(self, request: web.Request, response: web.Response) -> web.Response:
         """Send a whole response and wait until the kernel has taken all of it. Raises ConnectionResetError."""
         await response.prepare(request)
-        await self._taken(request, response.write_eof())
+        await taken(request, response.write_eof())
         return response
-
-    async def _taken(self, request: web.Request, writing: Awaitable[None]) -> None:
-        """Wait for a write. If the client does not read in time, cut the connection and raise ConnectionResetError."""
-        try:
-            async with asyncio.timeout(_TAKE_S):
-                await writing
-        except TimeoutError:
-            self._log.warning("a client did not read its reply within %g s; its connection is cut", _TAKE_S)
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError from None
 
     def _as_request_error(self, error: Exception, request: web.Request) -> RequestError:
         if isinstance(error, RequestError):
@@ -366,8 +377,9 @@ def is_retry(request: web.Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
-async def _decoded(body: bytes) -> WireRequest:
-    return decode_request(body) if len(body) <= LARGE else await asyncio.to_thread(decode_request, body)
+async def decoded_request(body: bytes) -> WireRequest:
+    """Decode a request as ``wire.decode_request`` does, in a thread if that takes long."""
+    return await asyncio.to_thread(decode_request, body) if takes_long(body) else decode_request(body)
 
 
 def _too_large(most: int) -> RequestError:

@@ -101,6 +101,7 @@ class Session:
         self._counted: tuple[Any, list[int], bytes] | None = None  # what count() encoded last: key, ids, says
         self.entrance = asyncio.Lock()  # held while a request is encoded and enters the tree
         self._admitted = 0
+        self.held = 0  # bytes of the bodies of requests in progress
         # A server sets this to a function that marks the replies that clients have read by now as delivered.
         self.settle: Callable[[], None] = lambda: None
 

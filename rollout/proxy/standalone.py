@@ -40,6 +40,10 @@ _HELD_TOKENS = 20_000_000
 # A session that holds more tokens than this is replaced by a new one at its next request. All clients that do not say
 # who they are share one session, which would otherwise grow for ever.
 _SESSION_TOKENS = 5_000_000
+# A session of more calls than this is, too. What was asked for is kept also of calls that were given up.
+_SESSION_CALLS = 20_000
+# The most bytes of the bodies of all requests in progress, beyond which no large one is read.
+_BODIES = 1 << 30
 _SWEEP_S = 30.0
 _RETRY_S = 2.0
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -108,6 +112,7 @@ class StandAlone(ProxyServer):
         self.options = options
         self._keep = keep
         self._keeping: set[asyncio.Task[None]] = set()
+        self.held = 0  # bytes of the bodies of requests in progress
         self.policy: Policy | None = None
         self.model = _Model(options.model, 0)  # replaced by what the engine says
         self.problem = ""  # why the engine could not be asked yet
@@ -154,7 +159,9 @@ class StandAlone(ProxyServer):
         try:
             await asyncio.to_thread(keep, session)
         except OSError as error:
-            log.error("session %s is not recorded: %s", session.episode_id, error)
+            self._log.error("session %s is not recorded: %s", session.episode_id, error)
+        except Exception as error:  # a bug, which must not keep the others from being recorded
+            self._log.error("session %s is not recorded", session.episode_id, exc_info=error)
 
     async def load(self) -> None:
         """Wait until the engine answers and everything that is slow to import is imported (tens of seconds).
@@ -238,13 +245,16 @@ class StandAlone(ProxyServer):
         token = self._authenticate(request)
         if self.policy is None:
             raise RequestError("the proxy is loading its model's tokenizer", 529, "overloaded_error")
-        body = await self.body(request)
+        body = await self.body(request, self, _BODIES)
         owner = request.headers.get("X-Claude-Code-Session-Id") or _user_id(body)
         key = hashlib.blake2b(f"{token}\0{owner}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._in_use[key] += 1
         request[_KEY] = key
         session = self._keys.pop(key, None)
-        if session is not None and session.tree.tokens > _SESSION_TOKENS and self._in_use[key] == 1:
+        full = session is not None and (
+            session.tree.tokens > _SESSION_TOKENS or session.counters.calls > _SESSION_CALLS
+        )
+        if session is not None and full and self._in_use[key] == 1:
             await self.close_session(session)
             session = None
         opened = session is None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -77,6 +78,11 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
     stream: bool | None = None
 
     @functools.cached_property
+    def body(self) -> bytes:
+        """Return the whole request as it can be sent on; ``decode_request`` sets it."""
+        return b""
+
+    @functools.cached_property
     def digests(self) -> list[bytes]:
         """Return a hash of the bytes of each message."""
         return [hashed(raw) for raw in self.messages]
@@ -92,23 +98,44 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
         return hashed(self.system) + hashed(self.tools)
 
 
-# A body of more bytes than this is decoded in a thread, and checked for too many values.
-LARGE = 1 << 20
+# A body of more bytes than this is decoded in a thread, and checked for too many values. Of one in which a half of a
+# surrogate pair may have to be replaced, less than that takes long.
+LARGE, _LARGE_WITH_HALVES = 1 << 20, 1 << 16
 # The most messages of a request. What is done for each of them, before it is known what is new, takes time.
 _MOST_MESSAGES = 10_000
 # The most values in a message, in the tools and so on (50 ms), and in a body, whose messages are only cut out.
 _MOST_VALUES, _MOST_TOGETHER = 50_000, 500_000
-# Each stop sequence is searched for in each reply, and kept as long as the session. The second limit is on
-# the characters of all of them.
-_MOST_STOPS, _LONGEST_STOPS = 1_000, 1 << 16
+# Each stop sequence is searched for in each reply, by the engine with each token, and kept as long as the session. The
+# second limit is on the characters of all of them.
+_MOST_STOPS, _LONGEST_STOPS = 100, 1 << 12
 _request_decoder = msgspec.json.Decoder(WireRequest)
-MESSAGE = msgspec.json.Decoder(WireMessage)
-SYSTEM = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
-TOOLS = msgspec.json.Decoder(list[WireTool] | None)
+SYSTEM = str | list[dict[str, Any]] | None
+TOOLS = list[WireTool] | None
 
 
-# An escaped pair of surrogates, half of one, or any other escape.
-_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
+# Any text with its escapes, but no half of a surrogate pair, and then such a half, if there is one. Each match is one
+# step of a millisecond, between which other threads get their turn.
+_HALF = re.compile(
+    rb"((?:[^\\]{1,4096}+|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\(?!u[dD][89a-fA-F]).){0,4096}+)(\\u[dD][89a-fA-F]..)?",
+    re.DOTALL,
+)
+
+
+def _without_halves(body: bytes) -> bytes:
+    parts, at = list[bytes](), 0
+    while (found := _HALF.match(body, at)) is not None and found.end() > at:
+        parts += found[1], b"\\ufffd" if found[2] else b""
+        at = found.end()
+    return b"".join([*parts, body[at:]])
+
+
+def takes_long(body: bytes) -> bool:
+    """Tell whether a body is to be decoded in a thread."""
+    return len(body) > (_LARGE_WITH_HALVES if _may_have_halves(body) else LARGE)
+
+
+def _may_have_halves(body: bytes) -> bool:
+    return b"\\ud" in body or b"\\uD" in body
 
 
 def decode_request(body: bytes) -> WireRequest:
@@ -117,9 +144,10 @@ def decode_request(body: bytes) -> WireRequest:
     Half of a surrogate pair, which is left where an agent cuts a text in two, is no character, and read as U+FFFD. Both
     functions raise RequestError, which names the field that is wrong.
     """
-    if b"\\ud" in body or b"\\uD" in body:
-        body = _ESCAPE.sub(lambda found: b"\\ufffd" if found[1] else found[0], body)
-    request = decoded(_request_decoder, body, "", _MOST_TOGETHER if len(body) > LARGE else len(body))
+    if _may_have_halves(body):
+        body = _without_halves(body)
+    request = _read(_request_decoder.decode, body, "", _MOST_TOGETHER if len(body) > LARGE else len(body))
+    request.body = body
     if not request.messages:
         raise RequestError("messages: at least one message is required")
     if len(request.messages) > _MOST_MESSAGES:
@@ -151,12 +179,19 @@ def _more_values(text: bytes | msgspec.Raw, most: int) -> bool:
     return found > most
 
 
-def decoded(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw, field: str, most: int = _MOST_VALUES) -> Any:
-    """Decode JSON. Raises RequestError, which names ``field``, also if there are more than ``most`` values."""
+def decoded(kind: Any, data: msgspec.Raw, field: str) -> Any:
+    """Decode JSON that is kept as it came, with the fields that are not used: who reads a record has to read them, too.
+
+    Raises RequestError, which names ``field``, also if there are too many values.
+    """
+    return _read(lambda text: msgspec.convert(msgspec.json.decode(text), kind), data, field, _MOST_VALUES)
+
+
+def _read(decode: Callable[[Any], Any], data: bytes | msgspec.Raw, field: str, most: int) -> Any:
     if len(data) > most and _more_values(data, most):
         raise RequestError(f"{field or 'the body'}: more than {most} values")
     try:
-        return decoder.decode(data)
+        return decode(data)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error) or "the body is nested too deeply"
         if field and "`$" not in text:  # the field as a whole is wrong

@@ -25,7 +25,7 @@ from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from tests.kit import END, CharTokenizer, char_policy
 
-STATUSES = {200, 400, 401, 404, 405, 410, 413, 415, 417, 529}
+STATUSES = {200, 400, 401, 404, 405, 410, 411, 413, 415, 417, 529}
 ANSWER_S = 5.0  # the longest time that an answer may take, in seconds; most take a millisecond
 BATCH = 25  # requests that are sent at the same time
 GONE = 4  # requests of clients that go without reading, sent after them

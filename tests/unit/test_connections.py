@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,19 +18,10 @@ from rollout.proxy.connections import EACH, Tally
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from rollout.proxy.standalone import Options, StandAlone
-from tests.kit import QueueEngine, char_policy
+from tests.kit import HELLO, QueueEngine, char_policy
 
 LONG = 60  # seconds to wait for what takes milliseconds on an idle machine
-HELLO = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
 HALF = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nX-Half: "
-
-
-@pytest.fixture
-async def proxy() -> AsyncIterator[ProxyServer]:
-    proxy = ProxyServer(ping_s=0.05)
-    await proxy.start()
-    yield proxy
-    await proxy.stop()
 
 
 async def ask(path: Path | int, session: Session) -> int:

@@ -1,0 +1,15 @@
+"""What several modules' tests of the proxy start from."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollout.proxy.server import ProxyServer
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[ProxyServer]:
+    proxy = ProxyServer(ping_s=0.05)
+    await proxy.start()
+    yield proxy
+    await proxy.stop()

@@ -1,5 +1,5 @@
-"""vLLM calls this module in every one of its processes (entry-point group ``vllm.general_plugins``), before it looks at a
-model: in training, in ``rl.evaluate``, and in a server of this environment that somebody else starts.
+"""vLLM calls this module in every one of its processes (entry-point group ``vllm.general_plugins``), before it looks at
+a model: in training, in ``rl.evaluate``, and in a server of this environment that somebody else starts.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """This module tests the toys that stand for Qwen3.5 (configs/twin) in vLLM on a CPU, beside transformers.
 
-vLLM has linear attention in bfloat16 only, and how far bfloat16 takes a log-probability depends on the weights: those of
-a toy are large, so that transformers itself differs by 0.02 between float32 and bfloat16 (0.002 with weights of the
-usual size). So the engine is measured by that: it must be no further from float32 than transformers in bfloat16 is.
+vLLM has linear attention in bfloat16 only, and how far bfloat16 takes a log-probability depends on the weights: those
+of a toy are large, so that transformers itself differs by 0.02 between float32 and bfloat16. So the engine is measured
+by that: it must be no further from float32 than transformers in bfloat16 is.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.integration.vllm_kit import ONE_PROCESS, UNCOMPILED
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-# Arguments: the model directories, then what vllm.LLM takes, as JSON. Prints a line per directory: the median distance of
-# the engine, and of transformers in bfloat16, from transformers in float32, and the spread of what is compared.
+# Arguments: the model directories, then what vllm.LLM takes, as JSON. Prints a line per directory: the median distance
+# of the engine, and of transformers in bfloat16, from transformers in float32, and the spread of what is compared.
 PROGRAM = """
 import json, sys
 import torch

@@ -1,6 +1,6 @@
 """This module tests ``python -m rl.evaluate`` with the real Claude Code: an endpoint with a known outcome, and random
-weights of a Qwen3.5 behind the vLLM server that it starts. The first is killed with -9 in the middle and continued; that a server
-ends with a program that is killed is shown in test_sft_rounds.py.
+weights of a Qwen3.5 behind the vLLM server that it starts. The first is killed with -9 in the middle and continued;
+that a server ends with a program that is killed is shown in test_sft_rounds.py.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ def workers_environment(config: DictConfig) -> dict[str, str]:
     rollout, values = config.actor_rollout_ref.rollout, {}
     if rollout.full_determinism:  # as verl.trainer.main_ppo sets them; its vLLM servers set VLLM_BATCH_INVARIANT
         values |= {"VERL_FULL_DETERMINISM": "1", "PYTHONHASHSEED": str(rollout.seed)}
+    if config.run.collective_timeout_s is not None:  # read by rl.cpu
+        values["RL_COLLECTIVE_TIMEOUT_S"] = str(config.run.collective_timeout_s)
     return values | cpu_training(config)
 
 

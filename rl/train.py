@@ -27,7 +27,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl.command import read_command
-from rl.config import CONFIGS, NO_REPORTS, ConfigError, check_all, cpu_training, workers_environment
+from rl.config import CONFIGS, NO_REPORTS, ConfigError, check_all, workers_environment
 from rl.metrics import episodes as metrics
 from rl.run import checkpoints, slurm, starts, stop, unfinished, watch
 from rl.run.directory import Run, open_run
@@ -177,8 +177,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
         # The nodes of a cluster that is joined have their own sizes, and not this process's environment.
         for key in ("num_cpus", "num_gpus", "object_store_memory"):
             options.pop(key, None)
-        if config.trainer.device == "cpu":
-            environment["env_vars"] |= {key: os.environ[key] for key in cpu_training(config)}
+        environment["env_vars"] |= {key: os.environ[key] for key in workers_environment(config)}
     options["runtime_env"] = environment | {k: v for k, v in options["runtime_env"].items() if v}
     return options
 

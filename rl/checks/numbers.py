@@ -39,6 +39,7 @@ POSITIVE_OR_NULL = (
     "cpu_threads",
     "episode.deadline",
     "run.save_minutes",
+    "run.collective_timeout_s",
     "proxy.max_tokens",
     "sandbox.image_budget_gb",
     "trainer.total_training_steps",

@@ -13,17 +13,13 @@ Limit: with tied embeddings vLLM does not refresh ``lm_head`` in a reload; model
 """
 
 import functools
-import importlib
 import multiprocessing.context
 import os
-import sys
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import ray
 import torch
-from transformers.utils import is_torchvision_available
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
@@ -34,25 +30,6 @@ from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_processes
 
 T = TypeVar("T")
-
-
-_TORCHVISION = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
-
-
-def _import_without_torchvision() -> None:
-    """Import what vLLM's module of Qwen3.5 imports of transformers: the code for images, which asks for torchvision by
-    name. There is none beside a CPU's torch (constraints/cpu-overrides.txt), and no agent sends images."""
-    if is_torchvision_available():
-        return
-    sys.modules.update((name, types.ModuleType(name)) for name in _TORCHVISION)
-    try:
-        importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
-    finally:
-        for name in _TORCHVISION:
-            del sys.modules[name]
-
-
-_import_without_torchvision()
 
 
 def _own_socket(handle: str) -> str:

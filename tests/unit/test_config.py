@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rl.command import read_command
-from rl.config import CONFIGS, ConfigError, compose, cpu_training
+from rl.config import CONFIGS, ConfigError, compose, cpu_training, workers_environment
 from rl.quickstart.tasks import make_tasks
 from rl.run.checkpoints import seal
 from rl.run.directory import Run, open_run
@@ -167,6 +167,11 @@ def test_a_model_that_takes_all_cores_gives_large_tensors_back() -> None:
     )
     assert large["MALLOC_TRIM_THRESHOLD_"] == large["MALLOC_MMAP_THRESHOLD_"] == str(1 << 20)
     assert toy.keys() == large.keys() - {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+
+
+def test_the_time_of_collective_operations_is_in_the_workers_environment_if_the_config_sets_it() -> None:
+    given, default = (workers_environment(compose(keys)) for keys in (["run.collective_timeout_s=7200"], []))
+    assert given == {**default, "RL_COLLECTIVE_TIMEOUT_S": "7200"} and "RL_COLLECTIVE_TIMEOUT_S" not in default
 
 
 def test_unfinished_run_is_continued_and_finished_one_is_not(tmp_path):

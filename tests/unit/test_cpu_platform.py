@@ -17,6 +17,40 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 replica = sys.modules.get("verl.workers.rollout.replica")
 loader = replica.RolloutReplicaRegistry._registry["vllm"].__module__ if replica else None
 print(PlatformRegistry.get("cpu").__name__, get_platform().device_name, loader, dist.init_process_group.__name__)
+print("default", dist.distributed_c10d.default_pg_timeout.total_seconds())
+"""
+WAITS = """
+import os, tempfile, time
+from datetime import timedelta
+from verl.utils.distributed import initialize_global_process_group_ray
+
+def pair(limit, late):
+    # Two processes, of which the second one comes late to a barrier. Returns the first one's id; it exits with 0 if it
+    # met the other one, with 3 if its time was up.
+    rl.cpu._wait(limit)
+    os.environ.update(WORLD_SIZE="2", DIST_INIT_METHOD="file://" + tempfile.mktemp())
+    came, gone = os.pipe()
+    for rank in (1, 0):
+        if child := os.fork():
+            continue
+        try:
+            os.environ["RANK"] = str(rank)
+            initialize_global_process_group_ray(timeout_second=None)
+            if rank == 1:
+                os.close(gone)
+                late(came)
+            dist.barrier()
+            os._exit(0)
+        except RuntimeError as error:
+            os._exit(3 if "imed out" in str(error) else 4)
+    os.close(came), os.close(gone)
+    return child
+
+read = dist.distributed_c10d.default_pg_timeout, dist.distributed_c10d.default_pg_nccl_timeout
+print("read", {timedelta(seconds=2)}.issuperset(read))
+short = pair(2, lambda came: os.read(came, 1))  # until the first one has gone
+longer = pair(60, lambda _: time.sleep(2.5))
+print("waited", *(os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in (short, longer)))
 """
 SAVED = """
 import types
@@ -83,19 +117,24 @@ def run(code: str, **environment: str) -> list[list[str]]:
 
 
 def test_without_the_switch_only_a_name_is_registered() -> None:
-    name, device, loader, group = run(PROBE)[-1]
+    (name, device, loader, group), default = run(PROBE)[-2:]
     assert (name, loader, group) == ("PlatformCPU", "None", "init_process_group")
-    assert device != "cpu"
+    assert device != "cpu" and default == ["default", "1800.0"]
 
 
 @pytest.fixture(scope="module")
 def with_the_switch() -> list[list[str]]:
     # Importing verl takes seconds: once for all tests.
-    return run(PROBE + SAVED + (EXPERTS if ON_A_CPU else ""), **CPU_ENVIRONMENT)
+    code = PROBE + WAITS + SAVED + (EXPERTS if ON_A_CPU else "")
+    return run(code, **CPU_ENVIRONMENT, RL_COLLECTIVE_TIMEOUT_S="2")
 
 
 def test_with_the_switch_platform_replica_and_backend_are_ours(with_the_switch: list[list[str]]) -> None:
     assert ["PlatformCPU", "cpu", "rl.cpu", "init_process_group_cpu"] in with_the_switch
+
+
+def test_a_process_that_comes_late_is_waited_for_as_long_as_the_key_says(with_the_switch: list[list[str]]) -> None:
+    assert ["read", "True"] in with_the_switch and ["waited", "3", "0"] in with_the_switch
 
 
 def test_saved_weights_are_copies_and_verls_own_still_are_not(with_the_switch: list[list[str]]) -> None:

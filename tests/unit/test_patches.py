@@ -26,7 +26,7 @@ REACHES = re.compile(
     r"\.__class__ = |\b_private\b|\._ROLLOUT_REGISTRY|\._acquire_server = |dist\.init_\w+ = "
     r"|getLogger\(.(verl|ray|vllm)|trainer_base\.\w+ = |\._stream_arg_deltas = "
     r"|__ray_metadata__|__ray_actor_class__|agent_loop_workers_class: Any = |role_worker_mapping\[.+\] = "
-    r"|\._temp_dir = |\.get_mp_context = |\._run_in_subprocess = "
+    r"|\.default_pg_timeout = |\._temp_dir = |\.get_mp_context = |\._run_in_subprocess = "
 )
 
 
@@ -209,6 +209,17 @@ def test_verls_client_still_tells_no_attempts_and_aborts_none() -> None:
     client = text[text.index("class LLMServerClient") : text.index("class FullyAsyncLLMServerClient")]
     assert "def abort" not in client and "server_id, server = await self._acquire_server(" in client
     assert "return uuid4().hex" in client  # the server's id of a request is not known outside
+
+
+# --- process groups
+
+
+def test_verl_still_gives_its_process_groups_no_time() -> None:
+    assert "initialize_global_process_group_ray(timeout_second=None)" in source_of("verl.workers.engine_workers")
+    groups = source_of("torch.distributed.distributed_c10d")
+    default = groups[groups.index("def _get_default_timeout(") :].partition("\ndef ")[0]
+    assert "return default_pg_timeout" in default and "return default_pg_nccl_timeout" in default
+    assert groups.count("timeout = _get_default_timeout(") >= 3  # a default group, a part of one, and a new one
 
 
 # --- a CPU

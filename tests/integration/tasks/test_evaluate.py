@@ -1,6 +1,6 @@
 """This module tests ``python -m rl.evaluate`` with the real Claude Code: an endpoint with a known outcome, and random
-weights behind the vLLM server that it starts. The first is killed with -9 in the middle and continued; that a server
-ends with a program that is killed is shown in test_sft_rounds.py.
+weights of a Qwen3.5 behind the vLLM server that it starts. The first is killed with -9 in the middle and continued;
+that a server ends with a program that is killed is shown in test_sft_rounds.py.
 """
 
 from __future__ import annotations
@@ -103,16 +103,16 @@ def test_a_policy_behind_its_own_vllm_server(
     tasks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
-    make_policy(model, seed=2)
+    make_policy(model, seed=2, head_dim=128, hybrid=True)  # vLLM's module of it asks for torchvision
     what = [f"policy={model}", f"tasks={tasks_file}", f"out={out}", *AGENT, "agent.max_turns=2", "proxy.max_tokens=16"]
-    what += ["max_context=4096", "serve.dtype=float32", "serve.enforce_eager=true", "samples=2"]
-    what += [f"serve.args=[{','.join(ONE_PROCESS)}]"]
+    what += ["max_context=4096", "serve.dtype=bfloat16", "serve.enforce_eager=true", "samples=2"]
+    what += [f"serve.args=[--language-model-only,{','.join(ONE_PROCESS)}]"]
     process = start(*what, **UNCOMPILED)
     text, _ = process.communicate()
     assert process.returncode == 0, text
     found = checked(out, text, 4, 2)
     assert found["complete"] and found["infra"]["episodes"] == 0
-    # 0.6M random weights resolve nothing.
+    # Random weights resolve nothing.
     assert found["pass_at_1"]["value"] == 0.0 and 0.3 < found["pass_at_1"]["high"] < 0.7
     assert found["spread"]["tokens_sampled"]["sum"] > 0 and "rl.evaluate compare" in text
     assert {node.logprobs_of for record in Reader(out) for node in record.nodes if node.logprobs} == {SAMPLED}

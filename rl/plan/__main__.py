@@ -6,6 +6,7 @@ from pathlib import Path
 from rl.command import read_command
 from rl.config import ConfigError
 from rl.plan import plan
+from rl.plan.cpu import machine
 from rl.plan.layout import MODEL, select
 from rl.plan.tables import show
 from rl.run.weights import adopt
@@ -17,8 +18,6 @@ def main() -> None:
     config = read_command("rl.plan", "Print what a run takes: GPU memory, time, disk.", sys.argv[1:])
     path = f"{MODEL}.path"
     try:
-        if select(config, "trainer.device") == "cpu":
-            raise ConfigError("trainer.device=cpu: a plan is of GPUs, and this config trains on a CPU")
         adopt(config)
         if config.prepare and not Path(select(config, path, "")).expanduser().is_dir():
             made_by = f"{config.prepare} makes this experiment's model when it runs"
@@ -27,7 +26,7 @@ def main() -> None:
     except ConfigError as error:
         error.tell("plan")
         sys.exit(2)
-    show(made, config)
+    show(made, machine(config))
     for problem in made.problems:
         print(f"plan: {problem}", file=sys.stderr)
     sys.exit(2 if made.problems else 0)

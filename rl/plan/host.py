@@ -55,6 +55,8 @@ def ledgers(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledge
     }
     memory = int(cluster.cpu_gb * GIB)
     found = [ledger(START, whole | processes, memory), ledger(STEP, step, memory)]
+    if trainer.cpu:  # its phases are those of rl.plan.memory
+        found = []
     found.append(ledger(DISK, disk, int(cluster.disk_gb * GIB)))
     if config.trainer.save_freq > 0:
         one, count = checkpoint_bytes(config, shape, trainer), checkpoints_kept(config)

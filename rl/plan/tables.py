@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
+from rl.plan.cpu import is_cpu
 from rl.plan.doubt import Doubts, bounds, doubts, says
 from rl.plan.engine import Load
 from rl.plan.layout import filters
@@ -25,7 +26,7 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
     """Print what the config has, its ledgers, its pace and its warnings."""
     console = console or Console(highlight=False)
     console.print(_head(plan, config))
-    console.print(_ledgers(f"GiB on each GPU ({config.cluster.gpu}), by phase", plan.gpu))
+    console.print(_ledgers(f"GiB {_place(config)}, by phase", plan.gpu))
     console.print(_ledgers("GiB of a node", plan.node))
     doubted = doubts(config, plan.shape, plan.layout)
     console.print(_step(plan.pace, doubted, config))
@@ -35,9 +36,13 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
         console.print(f"note: {warning}", soft_wrap=True)
     if not plan.problems:
         tight = max(plan.gpu, key=lambda phase: phase.total)
-        room = f"{(tight.limit - tight.total) / GIB:.1f} GiB of a GPU, {tight.name}"
+        room = f"{(tight.limit - tight.total) / GIB:.1f} GiB{'' if is_cpu(config) else ' of a GPU'}, {tight.name}"
         fits = "It fits, by calculation" if not plan.pace.cut else "Shortened like this it fits, by calculation"
         console.print(f"{fits}. Least room: {room}.", soft_wrap=True)
+
+
+def _place(config: DictConfig) -> str:
+    return f"of this machine ({config.cluster.gpu})" if is_cpu(config) else f"on each GPU ({config.cluster.gpu})"
 
 
 def _head(plan: Plan, config: DictConfig) -> Table:

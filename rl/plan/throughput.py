@@ -75,7 +75,9 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     share = plan.mfu_moe if shape.experts else plan.mfu_dense
     once = forward(config, shape, row, share) * tokens / trainer.gpus
     seconds = {"rollout": rollout, "log-probabilities": once if trainer.logprobs else 0.0}
-    seconds["update"] = 3 * select(config, f"{ACTOR}.ppo_epochs", 1) * once
+    # With adapters a backward pass has no gradients of the weights to calculate. GPUs hardly gain by it.
+    passes = 2 if trainer.cpu and shape.lora else 3
+    seconds["update"] = passes * select(config, f"{ACTOR}.ppo_epochs", 1) * once
     moved = trainer.offload_params * weights(shape, trainer) + trainer.offload_optimizer * moments(shape, trainer)
     if moved:
         seconds["offloading"] = 2 * moved / (plan.offload_gbs * 1e9)

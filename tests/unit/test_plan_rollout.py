@@ -112,7 +112,7 @@ def test_validation_counts_the_tasks_that_are_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["+experiment=quickstart"], "trainer.device=cpu: a plan is of GPUs"),
+        (["+experiment=quickstart"], "makes this experiment's model when it runs; give a directory or name"),
         (["+experiment=qwen3_4b", "scale=gpu"], "makes this experiment's model when it runs; give a directory or name"),
         (["+experiment=qwen3_4b", "policy=/nowhere"], "policy: no directory /nowhere"),
     ],

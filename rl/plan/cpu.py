@@ -17,8 +17,8 @@ from rl.plan.model import ModelShape
 
 ERROR = 0.15  # of a planned peak (docs/planning.md#on-a-cpu)
 UNKNOWN = (
-    "on a CPU it is not known how long the longest row is (plan.spread is assumed), how fast a core computes in float32 "
-    "or beside other work, how fast the engine samples, and what tests take in memory"
+    "on a CPU it is not known how long the longest row is (plan.spread is assumed), how fast a core computes in "
+    "float32 or beside other work, how fast the engine samples, and what tests take in memory"
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -20,6 +20,7 @@ from rl.plan.throughput import Pace
 
 if TYPE_CHECKING:
     from rl.plan import Plan
+    from rl.plan.fit import Fitted
 
 
 def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None:
@@ -39,6 +40,20 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
         room = f"{(tight.limit - tight.total) / GIB:.1f} GiB{'' if is_cpu(config) else ' of a GPU'}, {tight.name}"
         fits = "It fits, by calculation" if not plan.pace.cut else "Shortened like this it fits, by calculation"
         console.print(f"{fits}. Least room: {room}.", soft_wrap=True)
+
+
+def show_fitted(found: Sequence[Fitted], config: DictConfig, run: str, console: Console | None = None) -> None:
+    """Print the constants that were fitted to a run beside the config's."""
+    right = [Column(name, justify="right") for name in ("config", "fitted", "10 to 90 %")]
+    table = Table("plan.", *right, "of", title=f"constants, fitted to {run}")
+    for one in found:
+        now, value, low, high = (_short(number) for number in (config.plan[one.key], *one[1:4]))
+        table.add_row(one.key, now, value, f"{low} to {high}", f"{one.count} {one.of}")
+    (console or Console(highlight=False)).print(table)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _place(config: DictConfig) -> str:

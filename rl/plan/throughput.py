@@ -18,6 +18,7 @@ from rl.plan.layout import (
     ACTOR,
     ROLLOUT,
     Layout,
+    TrainerLayout,
     batches_in_flight,
     count_tasks,
     filters,
@@ -75,9 +76,7 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     share = plan.mfu_moe if shape.experts else plan.mfu_dense
     once = forward(config, shape, row, share) * tokens / trainer.gpus
     seconds = {"rollout": rollout, "log-probabilities": once if trainer.logprobs else 0.0}
-    # With adapters a backward pass has no gradients of the weights to calculate. GPUs hardly gain by it.
-    passes = 2 if trainer.cpu and shape.lora else 3
-    seconds["update"] = passes * select(config, f"{ACTOR}.ppo_epochs", 1) * once
+    seconds["update"] = update_passes(config, shape, trainer) * once
     moved = trainer.offload_params * weights(shape, trainer) + trainer.offload_optimizer * moments(shape, trainer)
     if moved:
         seconds["offloading"] = 2 * moved / (plan.offload_gbs * 1e9)
@@ -94,6 +93,12 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     factor = made.time / plain.time
     cut = turns if turns < min(plan.turns, config.agent.max_turns) - 0.5 else 0.0
     return Pace(int(tokens), sampled, groups, made.played, factor, seconds, episode_s, calm, served, cut)
+
+
+def update_passes(config: DictConfig, shape: ModelShape, trainer: TrainerLayout) -> int:
+    """Return how many forwards an update takes as long as. With adapters a backward pass has no gradients of the
+    weights to calculate, by which GPUs hardly gain."""
+    return (2 if trainer.cpu and shape.lora else 3) * select(config, f"{ACTOR}.ppo_epochs", 1)
 
 
 def time_limit(config: DictConfig, episode_s: float, times: float | None) -> float:

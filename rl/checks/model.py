@@ -60,16 +60,21 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
 def stateful(config: DictConfig) -> str | None:
     """Return the ``model_type`` of a model whose layers carry a state from token to token (linear attention, Mamba);
     None for others, and for hub models whose shape is not in rl/plan/models."""
+    model = model_config(config)
+    return model["model_type"] if any(key.startswith(_STATEFUL) for key in model) else None
+
+
+def model_config(config: DictConfig) -> dict[str, Any]:
+    """Return the config.json of a config's model, or what rl/plan/models has of a hub model; {} if neither is here."""
     from rl.plan.model import KNOWN
 
     path, name = local_model(config), Path(config.actor_rollout_ref.model.path).name
     if path is not None:
-        model = _config(path) if (path / "config.json").is_file() else {}
-    else:  # the shapes are those of decoders; the models are published with an encoder of images
-        known = KNOWN / f"{name}.json"
-        model = json.loads(known.read_text()) if known.is_file() else {}
-        model["model_type"] = str(model.get("model_type")).removesuffix("_text")
-    return model["model_type"] if any(key.startswith(_STATEFUL) for key in model) else None
+        return _config(path) if (path / "config.json").is_file() else {}
+    # The shapes are those of decoders; the models are published with an encoder of images.
+    known = KNOWN / f"{name}.json"
+    model = json.loads(known.read_text()) if known.is_file() else {}
+    return model | {"model_type": str(model.get("model_type")).removesuffix("_text")}
 
 
 def check_memory(config: DictConfig) -> None:

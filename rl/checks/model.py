@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from rl.config import ConfigError
@@ -61,46 +60,31 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
 def stateful(config: DictConfig) -> str | None:
     """Return the ``model_type`` of a model whose layers carry a state from token to token (linear attention, Mamba);
     None for others, and for hub models whose shape is not in rl/plan/models."""
+    model = model_config(config)
+    return model["model_type"] if any(key.startswith(_STATEFUL) for key in model) else None
+
+
+def model_config(config: DictConfig) -> dict[str, Any]:
+    """Return the config.json of a config's model, or what rl/plan/models has of a hub model; {} if neither is here."""
     from rl.plan.model import KNOWN
 
     path, name = local_model(config), Path(config.actor_rollout_ref.model.path).name
     if path is not None:
-        model = _config(path) if (path / "config.json").is_file() else {}
-    else:  # the shapes are those of decoders; the models are published with an encoder of images
-        known = KNOWN / f"{name}.json"
-        model = json.loads(known.read_text()) if known.is_file() else {}
-        model["model_type"] = str(model.get("model_type")).removesuffix("_text")
-    return model["model_type"] if any(key.startswith(_STATEFUL) for key in model) else None
+        return _config(path) if (path / "config.json").is_file() else {}
+    # The shapes are those of decoders; the models are published with an encoder of images.
+    known = KNOWN / f"{name}.json"
+    model = json.loads(known.read_text()) if known.is_file() else {}
+    return model | {"model_type": str(model.get("model_type")).removesuffix("_text")}
 
 
 def check_memory(config: DictConfig) -> None:
-    """Raise ConfigError if a CPU run of a model that is no toy needs more memory than the machine has: Ray would kill
-    its workers, minutes later. plan.check=false leaves this to the user."""
-    path, place = local_model(config), config.actor_rollout_ref
+    """Raise ConfigError if a CPU run of a model that is no toy needs more memory than the machine has, by rl.plan: Ray
+    would kill its workers, minutes later. plan.check=false leaves this to the user."""
+    path = local_model(config)
     on_cpu = OmegaConf.select(config, "trainer.device") == "cpu" and OmegaConf.select(config, "plan.check")
     model = _config(path) if on_cpu and path and (path / "config.json").is_file() else {}
-    if path is None or model.get("hidden_size", 0) <= _TOYS:
-        return
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    weights = size / (2 if model.get("dtype", model.get("torch_dtype")) in ("bfloat16", "float16") else 4)
-    longest = place.rollout.max_model_len
-    parts = {
-        # Of the trainer (fp32, and what it computes with) and of the engine; gradients and moments of what is trained.
-        "weights": weights * (4 + 2 + 2 + (0 if OmegaConf.select(place, "model.lora_rank") else 12)),
-        # Measured: the logits, their softmax and their gradient.
-        f"logits of a row of {longest} tokens": 10 * longest * model.get("vocab_size", 0),
-        "the engine's cache": OmegaConf.select(place, "rollout.engine_kwargs.vllm.kv_cache_memory_bytes") or 0,
-        "agents": config.sandbox.concurrency * 2**28,
-        "everything else": 6 * 2**30,  # two of these come with the second step
-    }
-    there = psutil.virtual_memory().total
-    if (needed := sum(parts.values())) > there:
-        told = ", ".join(f"{name} {part / 2**30:.1f}" for name, part in parts.items())
-        raise ConfigError(
-            f"{path} takes about {needed / 2**30:.0f} GiB of memory to train ({told}), and this machine has "
-            f"{there / 2**30:.0f}; lower data.max_response_length or sandbox.concurrency, take LoRA; plan.check=false "
-            "starts it all the same"
-        )
+    if model.get("hidden_size", 0) > _TOYS:
+        _check_plan(config)
 
 
 def check_toy(config: DictConfig) -> None:
@@ -151,10 +135,14 @@ def _ids(model: Path) -> dict[str, int] | None:
 def check_plan(config: DictConfig) -> None:
     """Raise ConfigError if the plan (``rl.plan``) does not fit the cluster.
 
-    On a CPU and with plan.check=false no plan is made.
+    On a CPU (``check_memory``) and with plan.check=false no plan is made.
     """
     if OmegaConf.select(config, "trainer.device") == "cpu" or not OmegaConf.select(config, "plan.check"):
         return
+    _check_plan(config)
+
+
+def _check_plan(config: DictConfig) -> None:
     from rl.plan import plan
 
     if problems := plan(config).problems:

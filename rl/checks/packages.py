@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.checks.model import PACKING, stateful
 from rl.config import ConfigError
+from rl.metrics.nvml import cards
 from rl.run.programs import last_lines
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
@@ -61,24 +62,10 @@ def _attention(config: DictConfig) -> list[str]:
             f"{ATTENTION}=sdpa: with {ULYSSES}>1 each GPU would see only its own part of a row, because verl exchanges "
             "the parts inside flash attention; take flash_attention_2 or set that key to 1"
         )
-    if chosen == "flash_attention_4" and (old := _before_hopper()):
-        raise ConfigError(f"{ATTENTION}={chosen} needs Hopper or newer, and this is {old}; take flash_attention_2")
+    old = [card.name for card in cards() if card.generation < 9] if chosen == "flash_attention_4" else []
+    if old:
+        raise ConfigError(f"{ATTENTION}={chosen} needs Hopper or newer, and this is {old[0]}; take flash_attention_2")
     return ATTENTIONS.get(chosen, ["kernels"])
-
-
-def _before_hopper() -> str:
-    """Return the name of a GPU of this machine that is older than Hopper; empty if there is none."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver
-        return ""
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        if pynvml.nvmlDeviceGetCudaComputeCapability(handle)[0] < 9:
-            return str(pynvml.nvmlDeviceGetName(handle))
-    return ""
 
 
 def _problem(package: str) -> str:

@@ -6,7 +6,6 @@ upper bound of how well a GPU is used: a low value always means that it is idle.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rl.metrics.nvml import visible
 
 _EVERY_S = 1.0
 _WAIT_S = 10.0
@@ -29,21 +30,12 @@ class GpuMeter:
         self._lock = threading.Lock()
         try:
             pynvml.nvmlInit()
-            self._gpus = self._visible()
+            self._gpus = visible(pynvml)
         except pynvml.NVMLError:
             self._gpus = []
         self._sums, self._count = [0.0] * len(self._gpus), 0
         if self._gpus:
             threading.Thread(target=self._run, daemon=True).start()
-
-    def _visible(self) -> list[Any]:
-        """Return the GPUs that this job may use: on a shared node NVML may see others too."""
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if not named:
-            return [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
-        names = [name.strip() for name in named.split(",")]
-        by_index, by_uuid = self._nvml.nvmlDeviceGetHandleByIndex, self._nvml.nvmlDeviceGetHandleByUUID
-        return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
 
     def _run(self) -> None:
         while True:

@@ -1,8 +1,9 @@
 """This package answers whether a config fits the cluster: ``python -m rl.plan +experiment=NAME key=value ...``
 
-It calculates, on any machine: bytes on each GPU by phase of a step, CPU memory, disk, boxes, tokens and time. The
-command prints tables and exits with 0, or with 2 and one line for each thing that does not fit and what to change.
-``cluster.*`` says what a node has, ``plan.*`` what has to be assumed; docs/planning.md explains the figures.
+It calculates, on any machine: bytes on each GPU (with trainer.device=cpu: in this machine) by phase of a step, CPU
+memory, disk, boxes, tokens and time. The command prints tables and exits with 0, or with 2 and one line for each thing
+that does not fit and what to change. ``cluster.*`` says what a node has, ``plan.*`` what has to be assumed, from=RUN
+fits that to a run; docs/planning.md explains the figures.
 ``rl.train`` makes the same check before it starts.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rl.plan import memory, problems, stopping, throughput
+from rl.plan import cpu, memory, problems, stopping, throughput
 from rl.plan.layout import MODEL, Layout, layout_of, select
 from rl.plan.memory import Ledger
 from rl.plan.model import ModelShape, load_config, shape_of, turn_notes
@@ -49,6 +50,7 @@ def plan(config: DictConfig, model_config: Any = None) -> Plan:
     """
     name, targets = select(config, f"{MODEL}.path", "?"), select(config, f"{MODEL}.target_modules")
     shape = shape_of(model_config or load_config(name), name, select(config, f"{MODEL}.lora_rank", 0), targets)
+    given, config = config, cpu.machine(config)
     layout = layout_of(config)
     ledgers = problems.ledgers(config, shape)
     gpu = tuple(ledger for name, ledger in ledgers.items() if name != ledger.name)
@@ -56,8 +58,12 @@ def plan(config: DictConfig, model_config: Any = None) -> Plan:
     tokens = memory.kv_tokens(shape, layout.engine, memory.kv_room(config, shape, layout.engine))
     pace = throughput.pace(config, shape, layout)
     found = problems.layout_problems(shape, layout) + problems.cache_problems(config, shape, layout, tokens)
-    found += problems.ledger_problems(config, shape)
     ending = stopping.stopping(config, shape, layout, pace)
-    found += stopping.problem(config, shape, layout, pace, ending)
     warnings = problems.warnings(config, shape, layout, pace) + turn_notes(name)
+    if cpu.is_cpu(config):
+        too_much, notes = cpu.problems(given, shape)
+        found, warnings = found + too_much, warnings + notes
+    else:
+        found += problems.ledger_problems(config, shape)
+        found += stopping.problem(config, shape, layout, pace, ending)
     return Plan(shape, layout, gpu, node, tokens, pace, ending, tuple(found), tuple(warnings))

@@ -7,10 +7,10 @@ import math
 from omegaconf import DictConfig
 
 from rl.boxes import kind_of
+from rl.plan.engine import traffic
 from rl.plan.layout import ACTOR, MODEL, ROLLOUT, Layout, TrainerLayout, count_tasks, select
 from rl.plan.memory import GIB, Ledger, engine_weights, gradients, ledger, moments, weights
 from rl.plan.model import ModelShape
-from rl.plan.throughput import traffic
 
 # Bytes of a token in TransferQueue: ids twice and mask as int64, six float32 fields (log-probabilities of engine and
 # trainer, entropy, advantages, returns, rewards), and the copies that a step makes of some of them.
@@ -55,6 +55,8 @@ def ledgers(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledge
     }
     memory = int(cluster.cpu_gb * GIB)
     found = [ledger(START, whole | processes, memory), ledger(STEP, step, memory)]
+    if trainer.cpu:  # its phases are those of rl.plan.memory
+        found = []
     found.append(ledger(DISK, disk, int(cluster.disk_gb * GIB)))
     if config.trainer.save_freq > 0:
         one, count = checkpoint_bytes(config, shape, trainer), checkpoints_kept(config)

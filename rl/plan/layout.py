@@ -21,7 +21,8 @@ class TrainerLayout:
     weights it keeps, and of the tensors in forward and backward. ``tokens`` and ``logprob_tokens``: size of a packed
     batch on one GPU in the update and for log-probabilities. ``share``: GPUs that share one copy of the weights (FSDP).
     ``flash``: attention and cross entropy are flash-attn's. ``home``: weights, gradients and moments live in CPU memory
-    (FSDP2's offload policy). Megatron's parallel sizes are 1 with FSDP.
+    (FSDP2's offload policy). ``cpu``: there is no GPU. ``unsharded``: all weights stay gathered after a forward.
+    Megatron's parallel sizes are 1 with FSDP.
     """
 
     megatron: bool
@@ -50,6 +51,8 @@ class TrainerLayout:
     context: int
     expert: int
     distributed_optimizer: bool
+    cpu: bool
+    unsharded: bool
 
     @property
     def gpus(self) -> int:
@@ -206,6 +209,8 @@ def trainer_of(config: DictConfig) -> TrainerLayout:
         context=context,
         expert=select(backend, "expert_model_parallel_size", 1) * select(backend, "expert_tensor_parallel_size", 1),
         distributed_optimizer=bool(select(backend, "use_distributed_optimizer", True)),
+        cpu=select(config, "trainer.device") == "cpu",
+        unsharded=not megatron and not select(backend, "reshard_after_forward", True),
     )
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from rl.plan.layout import EngineLayout, Layout, TrainerLayout
+from rl.plan.layout import ROLLOUT, EngineLayout, Layout, TrainerLayout, select
 from rl.plan.model import ModelShape
 
 GIB = 2**30
+TUNING = "fine-tuning (rl.sft)"
 # verl computes the fused head and the chunked entropy for this many tokens at a time (FusedLinearForPPO, actor.yaml).
 FUSED_CHUNK, ENTROPY_CHUNK = 512, 2048
 BLOCK = 16  # tokens per block of vLLM's KV cache on a GPU
@@ -148,7 +149,9 @@ def head(shape: ModelShape, trainer: TrainerLayout, tokens: int, backward: bool)
         return matrix + FUSED_CHUNK * shape.vocabulary * (c + 8) / parallel + 2 * c * tokens * shape.hidden
     entropy = trainer.entropy_in_update or not backward
     per_logit = c if trainer.unit_temperature else 2 * c
-    if backward and not trainer.flash and not trainer.megatron:
+    if backward and trainer.cpu:  # measured: the softmax and its gradient
+        per_logit += 8
+    elif backward and not trainer.flash and not trainer.megatron:
         per_logit += 2 * c if c == 2 else 12
     elif c == 4 and backward:  # flash-attn takes no fp32: a gradient of its own
         per_logit += 4
@@ -181,6 +184,8 @@ def gpu_bytes(config: DictConfig) -> int:
 
 def kv_room(config: DictConfig, shape: ModelShape, engine: EngineLayout) -> float:
     """Return the bytes per GPU that are left for the KV cache; 0 or less if the engine's weights do not fit."""
+    if given := select(config, f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"):
+        return given
     return engine.utilization * gpu_bytes(config) - engine_weights(shape, engine) - engine_working(shape, engine)
 
 
@@ -203,6 +208,8 @@ def longest(shape: ModelShape, engine: EngineLayout, room: float) -> int:
 def phases(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledger]:
     """Return a ledger for each phase of a step: the bytes on each GPU at its peak, with the GPU as the limit."""
     trainer, engine = layout.trainer, layout.engine
+    if trainer.cpu:
+        return _phases_of_a_cpu(config, shape, layout)
     w, g, m = weights(shape, trainer), gradients(shape, trainer), moments(shape, trainer)
     kept_w = 0 if trainer.home or trainer.offload_params else w
     kept_m = 0 if trainer.home or trainer.offload_optimizer else m
@@ -231,6 +238,30 @@ def phases(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledger
     return [ledger(name, parts | other, gpu_bytes(config)) for name, parts in found.items()]
 
 
+def _phases_of_a_cpu(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledger]:
+    """Return the same of a machine whose trainer, engine and agents share its memory; and one of rl.sft."""
+    plan, trainer, engine = config.plan, layout.trainer, layout.engine
+    process, system = plan.cpu_process_gb * GIB, plan.cpu_system_gb * GIB
+    own = {"trainer: weights": weights(shape, trainer), "trainer: optimizer": moments(shape, trainer)}
+    own |= {"trainer: its process": process}
+    one = engine_weights(shape, engine)
+    served = {"engine: weights": one, "engine: KV cache": kv_room(config, shape, engine)}
+    # The server, the agent loop worker, rl.train and its Ray task.
+    beside = {"engine: its process": process, "other processes": 4 * process, "system (assumed)": system}
+    agents = layout.per_node * plan.claude_gb * GIB
+    gathered = {"trainer: weights, gathered": trainer.computed * shape.params * trainer.unsharded}
+    # The engine has its weights twice while they are synced, and keeps the memory.
+    twice = served | {"engine: weights, synced": one} | beside
+    update = own | gathered | {"gradients": gradients(shape, trainer)} | _passing(shape, trainer, True)
+    found = {
+        "rollout": own | twice | {f"Claude Code in {layout.per_node} boxes": agents},
+        "log-probabilities": own | gathered | _passing(shape, trainer, False) | twice,
+        "update": update | twice,
+        TUNING: update | {"other processes": process, "system (assumed)": system},
+    }
+    return [ledger(name, parts, gpu_bytes(config)) for name, parts in found.items()]
+
+
 def _passing(shape: ModelShape, trainer: TrainerLayout, backward: bool) -> dict[str, float]:
     """Return the peak of a packed batch. The layer at work, the logits and the optimizer's step are never in memory
     together: the largest counts."""
@@ -239,7 +270,7 @@ def _passing(shape: ModelShape, trainer: TrainerLayout, backward: bool) -> dict[
     if backward:
         kept = kept_activations(shape, trainer, tokens)
     layer, logits = one_layer(shape, trainer, tokens, backward), head(shape, trainer, tokens, backward)
-    step = optimizer_step(shape, trainer) if backward else 0
+    step = optimizer_step(shape, trainer) if backward and not trainer.cpu else 0
     if step > kept + max(layer, logits):
         return {"the optimizer's step": step}
     peak = {"logits and entropy": logits} if logits > layer else {"the layer at work": layer}

@@ -64,6 +64,12 @@ class ModelShape:
         keys and values, and the states of linear attention."""
         return sum(mixer.sequence_bytes(tokens, element, parallel) for mixer in self.mixers)
 
+    def shared_bytes(self, tokens: float, element: int, parallel: int = 1) -> float:
+        """Return the bytes of these that sequences which begin with the same tokens have once: keys and values of all
+        layers without a window."""
+        whole = [mixer for mixer in self.mixers if mixer.window is None and not mixer.state]
+        return sum(mixer.sequence_bytes(tokens, element, parallel) for mixer in whole)
+
 
 def turn_notes(name: str | None) -> list[str]:
     """Return a line if the tokenizer in a model's directory ends sequences with another token than the one with which

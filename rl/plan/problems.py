@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,9 @@ def cache_problems(config: DictConfig, shape: ModelShape, layout: Layout, tokens
     needed = memory.engine_weights(shape, engine) + memory.engine_working(shape, engine) + wanted
     share = needed / memory.gpu_bytes(config) + 0.01
     changes = [f"{ROLLOUT}.gpu_memory_utilization={share:.2f}"] if share < 0.95 else []
+    given = f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"
+    if select(config, given):
+        changes = [f"{given}={math.ceil(wanted)}"]
     if (longest := memory.longest(shape, engine, memory.kv_room(config, shape, engine))) > layout.prompt:
         changes.append(f"data.max_response_length={longest - layout.prompt}")
     changes.append(f"a larger {ROLLOUT}.tensor_model_parallel_size")
@@ -126,15 +130,19 @@ def warnings(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) 
         wanted = min(config.plan.turns, config.agent.max_turns)
         row = f"its row of {layout.row} tokens is full; a longer one is data.max_response_length"
         found.append(f"an episode of plan.turns={wanted:g} is planned with {pace.cut:.0f}, where {row}")
-    if pace.held < 0.95 * pace.asked:  # not below 1: the figures are assumed
-        cache = f"KV cache holds the contexts of {pace.held:.0f} of the {pace.asked:.0f} episodes per {engine.group}"
+    load = pace.load
+    if load.stays < 0.95:  # not below 1: the figures are assumed
+        cache = (
+            f"KV cache of each {engine.group} holds {load.held:.0f} contexts; of {load.asked:.0f} episodes that play"
+        )
+        state = f"there, {load.running + load.waiting:.0f} are in the engine, and {1 - load.stays:.0%} of the others'"
         keys = f"raise {ROLLOUT}.gpu_memory_utilization or lower sandbox.concurrency"
-        found.append(f"{cache}; the others are read again in each turn: {keys}")
-    elif pace.held > 2 * pace.asked and layout.concurrent < layout.per_step:
-        room = f"KV cache holds the contexts of {pace.held:.0f} episodes per {engine.group}, and {pace.asked:.0f} run"
+        found.append(f"{cache} {state} contexts are read again after their tools: {keys}")
+    elif load.held > 3 * load.asked and not layout.trainer.cpu and layout.concurrent < layout.per_step:
+        room = f"KV cache holds the contexts of {load.held:.0f} episodes per {engine.group}, and {load.asked:.0f} play"
         found.append(f"{room}: raise sandbox.concurrency, or {ROLLOUT}.agent.num_workers")
-    if pace.asked > engine.sequences:
-        running = f"but {pace.asked:.0f} episodes per engine run at a time"
+    if load.asked > engine.sequences:
+        running = f"but {load.asked:.0f} episodes per engine run at a time"
         found.append(f"{ROLLOUT}.max_num_seqs={engine.sequences}, {running}")
     if cpus * boxes > 2 * config.cluster.cores:
         cores = f"{boxes} boxes of sandbox.cpus={cpus} on {config.cluster.cores} cores (cluster.cores)"

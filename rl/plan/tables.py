@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
+from rl.plan.cpu import is_cpu
 from rl.plan.doubt import Doubts, bounds, doubts, says
+from rl.plan.engine import Load
 from rl.plan.layout import filters
 from rl.plan.memory import GIB, Ledger
 from rl.plan.stopping import grace
@@ -18,13 +20,14 @@ from rl.plan.throughput import Pace
 
 if TYPE_CHECKING:
     from rl.plan import Plan
+    from rl.plan.fit import Fitted
 
 
 def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None:
     """Print what the config has, its ledgers, its pace and its warnings."""
     console = console or Console(highlight=False)
     console.print(_head(plan, config))
-    console.print(_ledgers(f"GiB on each GPU ({config.cluster.gpu}), by phase", plan.gpu))
+    console.print(_ledgers(f"GiB {_place(config)}, by phase", plan.gpu))
     console.print(_ledgers("GiB of a node", plan.node))
     doubted = doubts(config, plan.shape, plan.layout)
     console.print(_step(plan.pace, doubted, config))
@@ -34,9 +37,27 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
         console.print(f"note: {warning}", soft_wrap=True)
     if not plan.problems:
         tight = max(plan.gpu, key=lambda phase: phase.total)
-        room = f"{(tight.limit - tight.total) / GIB:.1f} GiB of a GPU, {tight.name}"
+        room = f"{(tight.limit - tight.total) / GIB:.1f} GiB{'' if is_cpu(config) else ' of a GPU'}, {tight.name}"
         fits = "It fits, by calculation" if not plan.pace.cut else "Shortened like this it fits, by calculation"
         console.print(f"{fits}. Least room: {room}.", soft_wrap=True)
+
+
+def show_fitted(found: Sequence[Fitted], config: DictConfig, run: str, console: Console | None = None) -> None:
+    """Print the constants that were fitted to a run beside the config's."""
+    right = [Column(name, justify="right") for name in ("config", "fitted", "10 to 90 %")]
+    table = Table("plan.", *right, "of", title=f"constants, fitted to {run}")
+    for one in found:
+        now, value, low, high = (_short(number) for number in (config.plan[one.key], *one[1:4]))
+        table.add_row(one.key, now, value, f"{low} to {high}", f"{one.count} {one.of}")
+    (console or Console(highlight=False)).print(table)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _place(config: DictConfig) -> str:
+    return f"of this machine ({config.cluster.gpu})" if is_cpu(config) else f"on each GPU ({config.cluster.gpu})"
 
 
 def _head(plan: Plan, config: DictConfig) -> Table:
@@ -54,15 +75,24 @@ def _head(plan: Plan, config: DictConfig) -> Table:
     replicas = f"{max(1, engine.gpus // engine.replica)} replicas, TP {engine.tensor}"
     replicas += ", expert parallel" if engine.expert > 1 else ""
     place = "the same GPUs" if engine.colocated else f"{engine.gpus} GPUs of its own"
-    longest = f"{pace.held:.1f} episodes of the mean context, {plan.kv_tokens / engine.context:.1f} of the longest"
+    longest = f"{pace.load.held:.1f} episodes of the mean context, {plan.kv_tokens / engine.context:.1f} of the longest"
     load = f"{layout.per_step} a step, {layout.concurrent} at a time"
     table = Table(title=config.trainer.experiment_name, show_header=False)
     table.add_row("model", model)
     table.add_row("trainer", f"{where}; {trainer.tokens:,} packed tokens per GPU")
     table.add_row("engine", f"{place}: {replicas}; {engine.context:,} tokens of context")
-    table.add_row("KV cache", f"{plan.kv_tokens:,} tokens per {engine.group}: {longest}; {pace.asked:.0f} run")
+    table.add_row("KV cache", f"{plan.kv_tokens:,} tokens per {engine.group}: {longest}")
+    table.add_row("at a time", _at_a_time(pace.load))
     table.add_row("episodes", f"{load}; on a node {layout.per_node} and as many boxes for grading")
     return table
+
+
+def _at_a_time(load: Load) -> str:
+    """Return a line that says what the episodes of a group of TP GPUs do at a moment, and what stays in their cache."""
+    idle = load.asked - load.running - load.waiting
+    waits = f", {load.waiting:.0f} wait for it" if load.waiting >= 0.5 else ""
+    told = f"{load.asked:.0f} episodes: {load.running:.0f} in the engine{waits}, {idle:.0f} use tools"
+    return f"{told}; {load.stays:.0%} of the contexts of these stay in the cache"
 
 
 def _ledgers(title: str, ledgers: tuple[Ledger, ...]) -> Table:
@@ -80,7 +110,7 @@ def _step(pace: Pace, doubted: Doubts, config: DictConfig) -> Table:
     table = Table("what", Column("assumed", justify="right"), title="a step, from assumed speeds (plan.*)")
     table.add_row("tokens trained on", f"{pace.tokens:,}")
     table.add_row("tokens sampled", f"{pace.sampled:,}")
-    table.add_row("tokens a second of one episode, while it samples", f"{pace.decode:.0f}")
+    table.add_row("tokens a second of one episode, while it samples", f"{1 / pace.load.token_s:.0f}")
     table.add_row("groups used", f"{pace.used}")
     if filters(config):
         table.add_row(f"groups played for them ({share:.0%} with equal rewards)", f"{pace.played:.0f}")

@@ -8,45 +8,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from rl.config import ConfigError
 from rl.deadline import SHORTEST_S
+from rl.plan.engine import Load, forward, load, traffic
 from rl.plan.layout import (
     ACTOR,
     ROLLOUT,
-    EngineLayout,
     Layout,
+    TrainerLayout,
     batches_in_flight,
     count_tasks,
     filters,
     select,
 )
-from rl.plan.memory import kv_room, moments, weights
+from rl.plan.memory import moments, weights
 from rl.plan.model import ModelShape
 from rl.plan.rollout import Boxes, Rollout, flowing, whole
-
-
-class Traffic(NamedTuple):
-    """Traffic is what a mean episode sends: its turns, the tokens of its training row, and its context averaged over
-    its calls.
-    """
-
-    turns: float
-    row: float
-    context: float
 
 
 @dataclass(frozen=True)
 class Pace:
     """A pace says how fast a step is: tokens trained on and sampled, groups ``used`` and ``played``, how many times as
     long a rollout takes because of groups that cannot be used (``factor``), ``seconds`` by phase, ``episode_s`` of the
-    mean episode, the tokens a second that an episode samples (``decode``), and the seconds of one validation in which
-    no episode hangs (``validation_s``). ``held``: episodes whose contexts the KV cache of a group of TP GPUs holds, out
-    of the ``asked`` ones that run there. ``cut``: the turns that an episode of ``plan.turns`` has when its row is full;
-    0 if it ends before.
+    mean episode, and the seconds of one validation in which no episode hangs (``validation_s``). ``load``: that of a
+    group of TP GPUs of the engine. ``cut``: the turns that an episode of ``plan.turns`` has when its row is full; 0 if
+    it ends before.
     """
 
     tokens: int
@@ -56,10 +45,8 @@ class Pace:
     factor: float
     seconds: dict[str, float]
     episode_s: float
-    decode: float
     validation_s: float
-    held: float
-    asked: float
+    load: Load
     cut: float
 
     @property
@@ -68,51 +55,13 @@ class Pace:
         return sum(self.seconds.values())
 
 
-def traffic(config: DictConfig, layout: Layout) -> Traffic:
-    """Return the tokens of a mean episode; it ends at the longest row, however many turns are assumed."""
-    plan = config.plan
-    first, per_turn = min(plan.first_prompt, layout.prompt), plan.sampled + plan.read
-    turns = max(1.0, min(plan.turns, config.agent.max_turns, (layout.row - first) / per_turn))
-    row = min(layout.row, first + turns * per_turn)
-    return Traffic(turns, row, (first + row) / 2)
-
-
-def forward(config: DictConfig, shape: ModelShape, context: float, share: float) -> float:
-    """Return the GPU seconds of a forward of one token in a sequence of ``context`` tokens. Two FLOPs per active
-    parameter (untied embeddings are only looked up) run at ``share`` of the peak, what mixes tokens at attention's."""
-    matrices = 2 * (shape.active - (0 if shape.tied else shape.embeddings))
-    mixing = sum(mixer.flops(context) for mixer in shape.mixers)
-    return (matrices / share + mixing / config.plan.mfu_attention) / (config.cluster.tflops * 1e12)
-
-
-def decode_step(config: DictConfig, shape: ModelShape, engine: EngineLayout, batch: float, context: float) -> float:
-    """Return the seconds of one decoding step of ``batch`` sequences on a group of TP GPUs: a constant, and the reading
-    of the cache and of the weights that the batch needs."""
-    touched = 1 - (1 - shape.routed / shape.expert_count) ** batch if shape.experts else 1.0
-    read = engine.element * (shape.params - shape.experts + touched * shape.experts) / engine.tensor
-    read += batch * shape.sequence_bytes(context, engine.element, engine.tensor)
-    return config.plan.decode_ms / 1e3 + read / (config.plan.bandwidth * config.cluster.memory_gbs * 1e9)
-
-
 def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     """Return the pace of a step of the config."""
-    plan, (turns, row, context) = config.plan, traffic(config, layout)
-    trainer, engine = layout.trainer, layout.engine
-    asked = layout.concurrent / max(1, engine.gpus // engine.tensor)
-    held = max(0.0, kv_room(config, shape, engine)) / shape.sequence_bytes(context, engine.element, engine.tensor)
-    # Contexts that the cache does not hold are read again in each of their turns.
-    again = max(0.0, 1 - held / asked) * context
-    read = (plan.read + again) * forward(config, shape, context, plan.mfu_prefill) / engine.tensor
-    running = min(asked, engine.sequences)
-    turn, each = max(1e-3, plan.tool_s + read), 0.0
-    for _ in range(50):  # how many episodes decode at a time depends on how long decoding takes
-        batch = max(1.0, min(running, running * plan.sampled * each / turn if each else running))
-        busy = min(0.9, running * read / turn)
-        each = decode_step(config, shape, engine, batch, context) / (1 - busy)
-        turn = 0.5 * turn + 0.5 * max(plan.tool_s + read + plan.sampled * each, running * read)
-    turn *= max(1.0, asked / running)  # the others wait in the engine
+    plan, sent = config.plan, traffic(config, layout)
+    trainer, engine, (turns, row, *_) = layout.trainer, layout.engine, sent
+    served = load(config, shape, engine, layout.concurrent / max(1, engine.gpus // engine.tensor), sent)
     first = plan.first_prompt * forward(config, shape, plan.first_prompt, plan.mfu_prefill) / engine.tensor
-    episode_s = plan.boot_s + first + turns * turn + plan.grade_s
+    episode_s = plan.boot_s + first + turns * served.turn_s + plan.grade_s
     # An episode ends at its time limit, or where its row is full.
     fullest = (layout.row - plan.first_prompt) / max(1.0, row - plan.first_prompt)
     limit = time_limit(config, episode_s, select(config, "episode.deadline")) / episode_s
@@ -127,7 +76,7 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     share = plan.mfu_moe if shape.experts else plan.mfu_dense
     once = forward(config, shape, row, share) * tokens / trainer.gpus
     seconds = {"rollout": rollout, "log-probabilities": once if trainer.logprobs else 0.0}
-    seconds["update"] = 3 * select(config, f"{ACTOR}.ppo_epochs", 1) * once
+    seconds["update"] = update_passes(config, shape, trainer) * once
     moved = trainer.offload_params * weights(shape, trainer) + trainer.offload_optimizer * moments(shape, trainer)
     if moved:
         seconds["offloading"] = 2 * moved / (plan.offload_gbs * 1e9)
@@ -143,8 +92,13 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     sampled = int(made.played / groups * layout.per_step * turns * plan.sampled)
     factor = made.time / plain.time
     cut = turns if turns < min(plan.turns, config.agent.max_turns) - 0.5 else 0.0
-    speeds = (episode_s, 1 / each, calm, held, asked, cut)
-    return Pace(int(tokens), sampled, groups, made.played, factor, seconds, *speeds)
+    return Pace(int(tokens), sampled, groups, made.played, factor, seconds, episode_s, calm, served, cut)
+
+
+def update_passes(config: DictConfig, shape: ModelShape, trainer: TrainerLayout) -> int:
+    """Return how many forwards an update takes as long as. With adapters a backward pass has no gradients of the
+    weights to calculate, by which GPUs hardly gain."""
+    return (2 if trainer.cpu and shape.lora else 3) * select(config, f"{ACTOR}.ppo_epochs", 1)
 
 
 def time_limit(config: DictConfig, episode_s: float, times: float | None) -> float:

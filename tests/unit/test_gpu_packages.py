@@ -114,6 +114,7 @@ def test_flash_attention_4_needs_hopper(
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetCudaComputeCapability=lambda handle: capability,
         nvmlDeviceGetName=lambda handle: "a GPU",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 * 2**30),
     )
     for name, value in vars(gpu).items():
         monkeypatch.setattr(pynvml, name, value)

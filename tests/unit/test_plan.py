@@ -482,7 +482,8 @@ def test_tables_of_a_plan_that_fits() -> None:
     for words in (
         "30.53 billion parameters, 3.35",
         "Least room: 10.1 GiB of a GPU, rollout",
-        "Minutes a step hang on: 17 to 81 with plan.turns 20 to 100",
+        "21 in the engine, 11 use tools; 100% of the contexts",
+        "Minutes a step hang on: 17 to 67 with plan.turns 20 to 100",
         "weight sync",
         "checkpoints of 341 GiB",
         "groups played for them (50% with equal rewards)",

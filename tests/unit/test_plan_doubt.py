@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,15 @@ def test_a_range_holds_the_figure_and_what_each_assumption_alone_does_to_it(expe
     for good, bad in doubted.values():
         assert low <= good.step_s <= planned.pace.step_s <= bad.step_s <= high
     assert bounds(planned.pace, doubted, lambda pace: 0.0) == (0.0, 0.0)
+
+
+def test_the_sentence_about_how_sure_a_step_is() -> None:
+    planned, doubted = made("qwen3_coder_30b")
+    steps = planned.pace.step_s, *bounds(planned.pace, doubted, lambda pace: pace.step_s)
+    steps += tuple(pace.step_s for pace in doubted["turns"])
+    step, low, high, few, many = (round(seconds / 60) for seconds in steps)
+    said = f"takes {step} minutes, {low} to {high}; with 20 to 100 turns by themselves, {few} to {many}."
+    assert said in (Path(__file__).parents[2] / "docs/planning.md").read_text()
 
 
 def test_groups_are_no_doubt_where_none_is_replaced() -> None:

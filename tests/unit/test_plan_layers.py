@@ -123,7 +123,7 @@ def test_four_times_as_many_episodes_fit_beside_a_hybrid() -> None:
     engine, room = made.layout.engine, memory.kv_room(composed(*keys), made.shape, made.layout.engine)
     longest = made.shape.sequence_bytes(engine.context, 2, 1)
     assert made.kv_tokens / engine.context == pytest.approx(room / longest, rel=0.001)
-    assert made.pace.held > room / (131_072 * engine.context) * 3  # were all layers plain attention
+    assert made.pace.load.held > room / (131_072 * engine.context) * 3  # were all layers plain attention
 
 
 def test_a_length_that_is_named_fits() -> None:

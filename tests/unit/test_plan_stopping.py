@@ -45,7 +45,7 @@ def test_shipped_experiments_can_end_in_time(experiment: str) -> None:
     planned = plan(made)
     found = planned.stopping
     fits = grace(found, planned.pace, doubts(made, planned.shape, planned.layout))
-    assert made.run.grace_s >= (fits if experiment != "qwen3_coder_30b_separate" else 1.5 * found.needed_s)
+    assert made.run.grace_s >= fits > found.needed_s
     assert made.run.save_minutes == 60
     figures = [found.rest, found.save, fits, made.run.grace_s, found.warning_s(made.run.grace_s)]
     (row,) = re.findall(rf"^\| `{experiment}` \| (?:step|rest) \| (.+) \|$", DOC, re.MULTILINE)

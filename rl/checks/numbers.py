@@ -196,6 +196,18 @@ def loss_notes(config: DictConfig) -> list[str]:
     return notes
 
 
+def engine_notes(config: DictConfig) -> list[str]:
+    """Return a line for each setting of the engine that makes it do its work twice."""
+    ranks = OmegaConf.select(config, "actor_rollout_ref.rollout.data_parallel_size") or 1
+    if ranks == 1:
+        return []
+    return [
+        f"actor_rollout_ref.rollout.data_parallel_size={ranks}: vLLM sends each call to the rank that has the fewest, "
+        "whichever has read its conversation, so most turns read it again; with 1 there are more replicas, and an "
+        "episode stays on one"
+    ]
+
+
 def check_lengths(config: DictConfig) -> None:
     """Raise ConfigError if the longest row fits neither the engine nor a packed batch."""
     row = config.data.max_prompt_length + config.data.max_response_length

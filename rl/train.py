@@ -269,7 +269,7 @@ def main() -> None:
     """Check the config, open the run directory, train, and exit with the code that the module's docstring lists."""
     from rl.checks import check, check_values
     from rl.checks.cards import card_notes
-    from rl.checks.numbers import loss_notes
+    from rl.checks.numbers import engine_notes, lag_notes, loss_notes
     from rl.checks.packages import check_packages
     from rl.run.scratch import noted, remove_socket_directory, socket_directory
 
@@ -297,7 +297,7 @@ def main() -> None:
         screen.say(f"removed the checkpoint of step {step}, which was not written to its end")
     state = f"continuing from step {run.checkpoint_step}" if run.resumed else "new run"
     screen.say(f"{state} in {run.dir}")
-    for note in [*loss_notes(config), *card_notes(config)]:
+    for note in [*loss_notes(config), *lag_notes(config), *engine_notes(config), *card_notes(config)]:
         screen.say(f"note: {note}")
     set_environment(config, run)
     sockets = run.dir / "ray_dir"

@@ -197,6 +197,38 @@ def loss_notes(config: DictConfig) -> list[str]:
     return notes
 
 
+def engine_notes(config: DictConfig) -> list[str]:
+    """Return a line for each setting of the engine that makes it do its work twice."""
+    ranks = OmegaConf.select(config, "actor_rollout_ref.rollout.data_parallel_size") or 1
+    if ranks == 1:
+        return []
+    return [
+        f"actor_rollout_ref.rollout.data_parallel_size={ranks}: vLLM sends each call to the rank that has the fewest, "
+        "whichever has read its conversation, so most turns read it again; with 1 there are more replicas, and an "
+        "episode stays on one"
+    ]
+
+
+def lag_notes(config: DictConfig) -> list[str]:
+    """Return a line for each setting with which an asynchronous mode wastes groups, or trains on older weights' tokens
+    as if the newest had sampled them."""
+    v1, notes = config.trainer.v1, []
+    if v1.trainer_mode == "sync":
+        return []
+    key, limit = "trainer.v1.sampler.max_off_policy_threshold", v1.sampler.max_off_policy_threshold
+    if limit is None:
+        notes.append(f"{key}=null: rows of any age are trained on")
+    elif limit == 1:
+        notes.append(f"{key}=1 drops every group that began before the last weight update, those played ahead included")
+    correction = "algorithm.rollout_correction"
+    if not any(OmegaConf.select(config, f"{correction}.{name}") for name in ("rollout_is", "bypass_mode")):
+        notes.append(
+            f"{correction}.rollout_is is not set: tokens that older weights have sampled are trained on as if the "
+            f"newest had; token corrects that ({v1.trainer_mode})"
+        )
+    return notes
+
+
 def check_lengths(config: DictConfig) -> None:
     """Raise ConfigError if the longest row fits neither the engine nor a packed batch."""
     row = config.data.max_prompt_length + config.data.max_response_length

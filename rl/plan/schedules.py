@@ -27,7 +27,7 @@ _HELP = {
     "room": "episodes that all GPUs together serve at full speed",
     "training": "minutes of a step's log-probabilities and updates on all GPUs",
     "ahead": "batches that are started before the first step's own",
-    "limit": "groups that began more updates ago are dropped",
+    "limit": "weight versions that a group may see; one that began so many updates ago is dropped",
     "updates": "of a step of separate_async",
 }
 _INSTANT = 1e-9  # minutes
@@ -41,8 +41,9 @@ class Setting:
 
     groups: of a step, of n episodes each. room: episodes that all GPUs together serve at full speed; more of them are
     slower in proportion. training: what a step's log-probabilities and updates take on all GPUs. ahead: batches that
-    are started before the first step's own. limit: groups that began more updates ago are dropped. updates: of a step
-    of separate_async, whose two halves of the GPUs train and generate all the time.
+    are started before the first step's own. limit: a group that began so many updates ago is dropped
+    (verl's ``max_off_policy_threshold``: the versions that a group may see, so lags are less). updates: of a step of
+    separate_async, whose two halves of the GPUs train and generate all the time.
     """
 
     median: float = 45.0
@@ -121,9 +122,9 @@ def play(mode: str, setting: Setting, steps: int, seed: int = 0) -> Played:
         """Wait until so many groups that are not too old are done; the oldest come first."""
         waited = 0.0
         while True:
-            old = [one for one in engine.done if version - one.version > setting.limit]
+            old = [one for one in engine.done if version - one.version >= setting.limit]
             if mode != "sync" and old:
-                engine.done = [one for one in engine.done if version - one.version <= setting.limit]
+                engine.done = [one for one in engine.done if version - one.version < setting.limit]
                 played.dropped += len(old)
                 start(len(old), version)
             if len(engine.done) >= groups:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rl.checks import check
 from rl.checks.model import check_plan
 from rl.checks.names import check_names
-from rl.checks.numbers import loss_notes
+from rl.checks.numbers import lag_notes, loss_notes
 from rl.config import CONFIGS, ConfigError
 from rl.overrides import options
 from tests.check_kit import composed
@@ -83,6 +85,28 @@ def test_a_loss_that_does_nothing_is_told(recipe: str, changes: dict[str, object
     notes = loss_notes(config)
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, []),
+        ({"trainer.v1.sampler.max_off_policy_threshold": None}, ["rows of any age are trained on"]),
+        ({"trainer.v1.sampler.max_off_policy_threshold": 1}, ["those played ahead included"]),
+        ({"algorithm.rollout_correction.rollout_is": None}, ["token corrects that (colocate_async)"]),
+        ({"algorithm.rollout_correction": {"rollout_is": None, "bypass_mode": True}}, []),
+    ],
+)
+def test_rows_of_older_weights_have_a_limit_and_a_correction_or_it_is_told(
+    changes: dict[str, Any], said: list[str]
+) -> None:
+    config = composed("+experiment=qwen3_coder_30b_async")
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value)
+    notes = lag_notes(config)
+    assert len(notes) == len(said) and all(words in note for words, note in zip(said, notes, strict=True))
+    config.trainer.v1.trainer_mode = "sync"
+    assert lag_notes(config) == []
 
 
 def test_icepops_preset_is_verls_own() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,8 +30,22 @@ def test_what_holds_for_every_schedule(mode: str, setting: Setting, seed: int) -
     found = play(mode, setting, 6, seed)
     assert len(found.minutes) == len(found.lengths) == 6 and len(found.lags) == 6 * setting.groups
     assert min(found.minutes) >= setting.training and -1e-6 <= found.idle <= 1
-    assert min(found.lags) >= 0 and max(found.lags) <= (0 if mode == "sync" else setting.limit)
+    assert min(found.lags) >= 0 and max(found.lags) < (1 if mode == "sync" else setting.limit)
     assert all(len(lengths) == setting.groups * setting.n for lengths in found.lengths)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_the_limit_is_verls_own(limit: int) -> None:
+    """verl counts the versions that a group may see, the first included: a row's lag is less than its threshold."""
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    buffer: Any = ReplayBufferAsync.__new__(ReplayBufferAsync)
+    buffer.max_off_policy_threshold, buffer.max_off_policy_strategy = limit, "drop"
+    buffer.prompt_global_steps = {"train": {f"{lag}": 10 - lag for lag in range(6)}}
+    buffer.finished_keys = {"train": set(buffer.prompt_global_steps["train"])}
+    assert buffer._stale_terminal_keys(10, "train") == {f"{lag}" for lag in range(limit, 6)}
+    setting = Setting(groups=4, n=2, room=8, ahead=3, limit=limit)
+    assert max(play("colocate_async", setting, 20).lags) == min(limit - 1, 3)
 
 
 def test_a_synchronous_step_waits_for_its_longest_episode() -> None:

@@ -69,6 +69,7 @@ async def test_hits_of_the_engines_prefix_cache_are_counted() -> None:
             self.cached = iter([0, 7, None])  # in the last call the engine does not say
 
         async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
+            assert request_id == "e"  # whatever the thread, so that all calls of an episode find one cache
             return Completion([ord("x"), END], [-1.0, -2.0], cached=next(self.cached))
 
     session = Session("e", char_policy(Caching()))

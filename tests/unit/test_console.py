@@ -16,8 +16,14 @@ from rl.overrides import options
 from tests.unit.test_help import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-# Steps of an experiment's preparation, a simulation that docs name, and the modules behind two programs of rollout.
-ELSEWHERE = {"rl.quickstart.policy", "rl.quickstart.prepare", "rl.quickstart.tasks", "rl.plan.schedules"}
+# Steps of an experiment's preparation, simulations that docs name, and the modules behind two programs of rollout.
+ELSEWHERE = {
+    "rl.quickstart.policy",
+    "rl.quickstart.prepare",
+    "rl.quickstart.tasks",
+    "rl.plan.routing",
+    "rl.plan.schedules",
+}
 BEHIND = {"rl.collect": "rollout.collect", "rl.view": "rollout.view"}
 
 

@@ -21,6 +21,8 @@ CODE = (".py", ".sh", ".sbatch")
 # What is loaded by a name that only configs or an entry point have, or found by looking.
 NAMED_ELSEWHERE = {
     "rl/train.py": ("rl/agent_loop.py", "rl/dataset.py", "rl/cpu/__init__.py", "rl/cpu/checkpoint_engine.py"),
+    "rl/run/vllm_server.py": ("rl/vllm_plugin.py",),
+    "rl/cpu/vllm_replica.py": ("rl/vllm_plugin.py",),
     "rl/ingest/__main__.py": ("rl/ingest",),
     "tests/published.py": ("scripts/smollm2.jinja",),
     "tests/unit/test_help.py": ("scripts", "examples"),

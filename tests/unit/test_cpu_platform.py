@@ -60,6 +60,9 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from rl.cpu.actor import CPUDetachActorWorker
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+meshes = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+groups = (dist.group.WORLD, dist.new_group([0]), *meshes.get_all_groups())
+print("times", *{group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups})
 
 def goes_back(kind):
     model = torch.nn.Linear(2, 2)
@@ -135,6 +138,8 @@ def test_with_the_switch_platform_replica_and_backend_are_ours(with_the_switch: 
 
 def test_a_process_that_comes_late_is_waited_for_as_long_as_the_key_says(with_the_switch: list[list[str]]) -> None:
     assert ["read", "True"] in with_the_switch and ["waited", "3", "0"] in with_the_switch
+    # The last value that was set holds for a default group, another one, and the groups of a mesh.
+    assert ["times", "60.0"] in with_the_switch
 
 
 def test_saved_weights_are_copies_and_verls_own_still_are_not(with_the_switch: list[list[str]]) -> None:

@@ -95,7 +95,8 @@ class ProxyServer:
         server = self._runner.server
         assert server is not None
         self._connections.watch(server, self._deliveries.ended)
-        site = web.TCPSite(self._runner, host, port)
+        # Of connections that wait to be accepted, one too many is tried again by the client's kernel, after 1 and 3 s.
+        site = web.TCPSite(self._runner, host, port, backlog=4096)
         await site.start()
         self.port = self._runner.addresses[-1][1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout.proxy import chat
+from rollout.proxy import chat, connections
 from rollout.proxy.chat import ChatEndpoint
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.passthrough import PassThrough
@@ -29,8 +30,13 @@ class Ends:
 
     async def post(self, stream: bool, read: Callable[[aiohttp.ClientResponse], Awaitable[str]]) -> tuple[int, str]:
         body = {"model": "m", "max_tokens": 9, "stream": stream, "messages": [{"role": "user", "content": "x"}]}
-        url, key = f"http://127.0.0.1:{self.proxy.port}/v1/messages", {"x-api-key": self.session.secret}
-        async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=key) as response:
+        return await self.send(json.dumps(body).encode(), read)
+
+    async def send(
+        self, body: bytes, read: Callable[[aiohttp.ClientResponse], Awaitable[str]], path: str = ""
+    ) -> tuple[int, str]:
+        url, key = f"http://127.0.0.1:{self.proxy.port}/v1/messages{path}", {"x-api-key": self.session.secret}
+        async with aiohttp.ClientSession() as http, http.post(url, data=body, headers=key) as response:
             return response.status, await read(response)
 
 
@@ -44,7 +50,8 @@ async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
         return web.Response(status=status, text=text)
 
     app = web.Application()
-    app.router.add_post("/chat/completions", answer)
+    for path in ("/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
+        app.router.add_post(path, answer)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -94,6 +101,64 @@ async def test_an_endpoint_that_is_away_is_told_without_its_address(
     status, told = await ends.post(False, lambda response: response.text())
     assert status == 529 and "127.0.0.1" not in told and "127.0.0.1" in caplog.text
     assert ends.session.counters.engine_errors == 1
+
+
+@pytest.mark.parametrize("status", [201, 204, 299, 301, 304, 600, 999])
+async def test_a_status_that_is_neither_an_error_nor_a_reply_is_a_failure_to_retry(ends: Ends, status: int) -> None:
+    """A client took 201 for a reply, and cannot even read 999."""
+    ends.go.set()
+    ends.answer = status, "odd"
+    assert (await ends.post(False, lambda response: response.text()))[0] == 529
+    assert ends.session.counters.engine_errors == 1
+
+
+MESSAGE = b'{"messages": [{"role": "user", "content": "x"}]'
+BODIES = {
+    "no JSON": (b"{", 400),
+    "no object": (b"[]", 400),
+    "no UTF-8": (MESSAGE + b', "a": "\xff"}', 400),
+    "no name": (MESSAGE + b', "\xff": 1}', 400),
+    "no number": (MESSAGE + b', "a": 1e999}', 400),
+    "no message": (b'{"messages": [5]}', 400),
+    "half": (MESSAGE.replace(b"x", b"x\\ud800") + b"}", 200),
+}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+async def test_what_a_client_sends_is_no_failure_of_the_endpoint_and_no_bug(
+    ends: Ends, name: str, plain: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of a surrogate pair, which an agent leaves where it cuts a text in two, was a 500; what is no request was
+    counted as a failure of the endpoint, which makes the episode of an agent that ends then nobody's."""
+    if plain:
+        ends.proxy.endpoint = SideEndpoint(ends.proxy.endpoint.url, "large")
+    ends.go.set()
+    ends.answer = 200, json.dumps({"id": "m", "content": [], "choices": [{"message": {"content": "ok"}}]})
+    body, wanted = BODIES[name]
+    counted, _ = await ends.send(body, lambda response: response.text(), "/count_tokens")
+    status, told = await ends.send(body, lambda response: response.text())
+    passes = plain and name in ("no UTF-8", "no number", "no message")  # for the endpoint to say
+    assert status == (200 if passes else wanted) and counted in (200, 400, 404), told
+    assert ends.session.counters.engine_errors == 0 and not caplog.records
+
+
+async def test_a_client_that_does_not_read_is_no_failure_of_the_endpoint(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "TAKE_S", 0.2)
+    ends.proxy.endpoint = SideEndpoint(ends.proxy.endpoint.url, "large")
+    ends.go.set()
+    ends.answer = 200, "data: " + "x" * (16 << 20)
+
+    async def late(response: aiohttp.ClientResponse) -> str:
+        async with asyncio.timeout(60):
+            while ends.proxy._busy:
+                await asyncio.sleep(0.02)
+        return ""
+
+    assert (await ends.post(True, late))[0] == 200
+    assert ends.session.counters.engine_errors == 0
 
 
 @pytest.mark.parametrize(

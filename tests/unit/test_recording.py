@@ -125,3 +125,26 @@ async def test_a_full_disk_is_a_line_of_log_and_not_half_a_record(
     await proxy.stop()
     reader = Reader(tmp_path / "run")
     assert [record.task for record in reader] == ["b"] and not reader.torn
+
+
+async def test_a_bug_in_one_session_costs_only_its_record(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await start("one", "two")
+    keep = proxy._keep
+
+    def kept(session: Any) -> None:
+        keep(session) if session.episode_id == "b" else 1 / 0
+
+    proxy._keep = kept
+    await talk(proxy, "a", "hello")
+    await talk(proxy, "b", "hello")
+    await proxy.stop()
+    assert [record.task for record in read(tmp_path / "run")] == ["b"]
+    assert "session a is not recorded" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_a_recording_of_nothing_leaves_no_file(tmp_path: Path) -> None:
+    """So none stays if the port is in use."""
+    Recording(tmp_path, "model").close()
+    assert not list((tmp_path / "episodes").iterdir())

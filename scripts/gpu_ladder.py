@@ -67,6 +67,7 @@ RUNGS = (
     Rung("experts", "4 layers of 128 experts: do engine and trainer route alike?", "ladder_rungs:experts", limits=1.6),
     Rung("hybrid", "toy GRPO of a Qwen3.5: packed rows of linear attention are the engine's", "ladder_rungs:hybrid"),
     Rung("episodes", "the rate of whole episodes beside the engine's own", "ladder_rungs:episodes"),
+    Rung("ahead", "toy GRPO beside episodes that outlive updates (colocate_async)", "ladder_rungs:ahead"),
 )
 
 

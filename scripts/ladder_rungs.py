@@ -32,6 +32,7 @@ from rl.metrics.figures import CORRELATION, Figure
 from rl.plan import plan
 from rl.plan.model import KNOWN
 from rl.run.vllm_server import vllm_server
+from rollout.records import Reader, unpack_ids
 
 # The packages whose behaviour, and so whose version, our code depends on.
 PINNED = ("torch", "vllm", "transformers", "verl", "ray")
@@ -131,6 +132,26 @@ def hybrid(place: Place) -> Iterator[Figure]:
     steps, looks = _toy(place, "qwen3_5_9b")
     yield from _agreement(steps)
     yield _changed("the engine's reply to one prompt, after an update", looks)
+
+
+def ahead(place: Place) -> Iterator[Figure]:
+    """Train the toy while episodes outlive updates: rows stay within the limit of staleness."""
+    # At a thousand times the usual rate, tokens of older weights would hardly be those of the same policy.
+    keys = ["actor_rollout_ref.actor.optim.lr=1e-4", "algorithm.rollout_correction.rollout_rs_threshold=1.0"]
+    keys += ["algorithm.filter_groups.enable=false", "trainer.total_training_steps=4", "sandbox.concurrency=8"]
+    steps, looks = _toy(place, "qwen3_coder_30b_async", *keys)
+    yield from _agreement(steps)
+    yield _changed("the engine's reply to one prompt, after an update", looks)
+    staleness = "training/off_policy/trajectory_staleness_worst"
+    most = max(step[f"{staleness}/max"] for step in steps)
+    yield Figure("updates that a row is behind, at most", "3", f"{most:.0f}", most <= 3)
+    means = ", ".join(f"{step[f'{staleness}/mean']:.2f}" for step in steps)
+    yield Figure("the same, mean of each step", "", means)
+    replies = [node.versions for record in Reader(Path(place.directory, "run")) for node in record.nodes]
+    versions = [set(unpack_ids(some)) for some in replies if some and isinstance(some, bytes)]
+    yield Figure(
+        "replies, and those that two weights have sampled", "", f"{len(versions)}, {sum(len(v) > 1 for v in versions)}"
+    )
 
 
 def size(place: Place) -> Iterator[Figure]:

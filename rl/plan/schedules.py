@@ -164,6 +164,8 @@ def main() -> None:
     options = vars(parser.parse_args())
     steps = options.pop("steps")
     setting = Setting(**options)
+    if setting.groups % setting.updates:
+        parser.error(f"--groups {setting.groups} is no multiple of --updates {setting.updates}")
     print(setting)
     mean = setting.median * math.exp((math.log(setting.tail) / _Z99) ** 2 / 2)
     print(
@@ -173,7 +175,7 @@ def main() -> None:
     for mode in MODES:
         found = play(mode, setting, steps)
         parts = found.lengths[:1], found.lengths[1:4], found.lengths[4:]
-        lengths = ", ".join(f"{_mean(some) / mean:.2f}" for some in parts)
+        lengths = ", ".join(f"{_mean(some) / mean:.2f}" for some in parts if some)
         dropped = found.dropped / (found.dropped + len(found.lags))
         lag = f"{statistics.fmean(found.lags):.1f}, {max(found.lags)}"
         minutes = statistics.fmean(found.minutes)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.plan.schedules import MODES, Setting, play
+from rl.plan.schedules import MODES, Setting, main, play
 
 SIZES = st.builds(
     Setting,
@@ -60,3 +61,15 @@ def test_asynchronous_modes_begin_with_short_episodes_and_wait_less() -> None:
     means = [statistics.fmean(lengths) for lengths in colocated.lengths]
     assert means[0] < 0.95 * statistics.fmean(means[4:])
     assert sum(colocated.minutes) < 0.6 * sum(sync.minutes) and colocated.idle < sync.idle
+
+
+def test_few_steps_are_printed_and_groups_that_updates_do_not_divide_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["schedules", "--steps", "2", "--groups", "4"])
+    main()
+    assert capsys.readouterr().out.count("| `") == len(MODES)
+    monkeypatch.setattr(sys, "argv", ["schedules", "--groups", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--groups 2 is no multiple of --updates 4" in capsys.readouterr().err

@@ -88,7 +88,14 @@ def test_the_table_says_what_is_not_known(tmp_path: Path) -> None:
     path = f"actor_rollout_ref.model.path={tmp_path}"
     show(made, cpu.machine(composed("+experiment=qwen2_5_coder_0_5b", "scale=cpu", path)), console)
     text = console.export_text()
-    for words in ("of this machine (CPU, 2 cores)", "on a CPU it is not known", "It fits, by calculation", TUNING):
+    assert "GPU" not in text
+    for words in (
+        "of this machine (CPU, 2 cores)",
+        "rows of up to 2,519 tokens",
+        "on a CPU it is not known",
+        "It fits, by calculation",
+        TUNING,
+    ):
         assert words in text
     assert "CPU memory of a node" not in text
 

@@ -196,7 +196,7 @@ async def totals(url: str) -> dict[str, float]:
 def main() -> None:
     """Print a row for each pair of a cache's size and a time of tools."""
     parser = program.parser("python scripts/compare_cache.py", __doc__)
-    parser.add_argument("--tools", type=float, nargs="+", default=[2.0, 8.0], help="seconds of tools (default: 2 8)")
+    parser.add_argument("--tools", type=float, nargs="+", default=[8.0, 2.0], help="seconds of tools (default: 8 2)")
     sizes = "of the cache, as shares of all conversations (default: 0.8)"
     parser.add_argument("--size", type=float, nargs="+", default=[0.8], help=sizes)
     options = parser.parse_args()

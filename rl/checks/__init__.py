@@ -1,8 +1,8 @@
 """This package finds what is wrong with a config before Ray, an engine or a model is started.
 
 ``check(config)`` takes a second: it reads the config, the task files and the machine, and imports neither torch, ray,
-verl nor vLLM. For a run on GPUs it also makes the plan of ``rl.plan``, which imports torch
-and transformers (seconds). What only verl can judge is left to verl's own ``validate_config``.
+verl nor vLLM. For a run on GPUs, or on a CPU of a model that is no toy, it also makes the plan of ``rl.plan``, which
+imports torch and transformers (seconds). What only verl can judge is left to verl's own ``validate_config``.
 
 A check raises ``ConfigError``. Checks that do not depend on each other are all made, so that the error names all that
 is wrong.

@@ -46,6 +46,7 @@ def machine(config: DictConfig, full: bool = False) -> DictConfig:
     size, cores = psutil.virtual_memory().total / GIB, select(config, "cpu_threads") or psutil.cpu_count()
     with open_dict(config):
         config.cluster.update(gpu=f"CPU, {cores} cores", gpu_gb=size, cpu_gb=size, cores=cores)
+        config.cluster.disk_gb = psutil.disk_usage("/").total / GIB
         config.cluster.update(tflops=cores * config.plan.cpu_gflops / 1e3, memory_gbs=config.plan.cpu_memory_gbs)
         for key in ("mfu_dense", "mfu_moe", "mfu_attention", "mfu_prefill", "bandwidth"):
             config.plan[key] = 1.0

@@ -56,13 +56,13 @@ def cache_problems(config: DictConfig, shape: ModelShape, layout: Layout, tokens
     needed = memory.engine_weights(shape, engine) + memory.engine_working(shape, engine) + wanted
     share = needed / memory.gpu_bytes(config) + 0.01
     changes = [f"{ROLLOUT}.gpu_memory_utilization={share:.2f}"] if share < 0.95 else []
-    given = f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"
-    if select(config, given):
-        changes = [f"{given}={math.ceil(wanted)}"]
+    at = f"{ROLLOUT}.gpu_memory_utilization={engine.utilization:g}"
+    if size := select(config, key := f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"):
+        changes, at = [f"{key}={math.ceil(wanted)}"], f"{key}={size}"
     if (longest := memory.longest(shape, engine, memory.kv_room(config, shape, engine))) > layout.prompt:
         changes.append(f"data.max_response_length={longest - layout.prompt}")
     changes.append(f"a larger {ROLLOUT}.tensor_model_parallel_size")
-    room = f"{tokens} tokens per {engine.group} at {ROLLOUT}.gpu_memory_utilization={engine.utilization:g}"
+    room = f"{tokens} tokens per {engine.group} at {at}"
     return [f"KV cache: {room}, and one episode may have {engine.context}; it needs {' or '.join(changes)}"]
 
 

@@ -79,9 +79,13 @@ def _head(plan: Plan, config: DictConfig) -> Table:
     load = f"{layout.per_step} a step, {layout.concurrent} at a time"
     table = Table(title=config.trainer.experiment_name, show_header=False)
     table.add_row("model", model)
-    table.add_row("trainer", f"{where}; {trainer.tokens:,} packed tokens per GPU")
+    packed, group = f"{trainer.tokens:,} packed tokens per GPU", f" per {engine.group}"
+    if trainer.cpu:
+        where, packed, group = "this machine", f"rows of up to {trainer.tokens:,} tokens to be expected", ""
+        place, replicas = where, "one replica"
+    table.add_row("trainer", f"{where}; {packed}")
     table.add_row("engine", f"{place}: {replicas}; {engine.context:,} tokens of context")
-    table.add_row("KV cache", f"{plan.kv_tokens:,} tokens per {engine.group}: {longest}")
+    table.add_row("KV cache", f"{plan.kv_tokens:,} tokens{group}: {longest}")
     table.add_row("at a time", _at_a_time(pace.load))
     table.add_row("episodes", f"{load}; on a node {layout.per_node} and as many boxes for grading")
     return table

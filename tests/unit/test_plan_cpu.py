@@ -83,12 +83,26 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     assert "lora_rank=32" in line
 
 
+def test_a_cache_of_a_given_size_that_is_too_small_names_a_size_that_is_not(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
+    (line,) = planned(tmp_path, LARGE, f"{key}=10000000").problems
+    assert line.startswith(f"KV cache: 800 tokens per GPU at {key}=10000000")
+    assert not planned(tmp_path, LARGE, line.split("it needs ")[1].split(" or ")[0]).problems
+
+
 def test_the_table_says_what_is_not_known(tmp_path: Path) -> None:
     made, console = planned(tmp_path, LARGE), Console(record=True, width=160, file=io.StringIO())
     path = f"actor_rollout_ref.model.path={tmp_path}"
     show(made, cpu.machine(composed("+experiment=qwen2_5_coder_0_5b", "scale=cpu", path)), console)
     text = console.export_text()
-    for words in ("of this machine (CPU, 2 cores)", "on a CPU it is not known", "It fits, by calculation", TUNING):
+    assert "GPU" not in text
+    for words in (
+        "of this machine (CPU, 2 cores)",
+        "rows of up to 2,519 tokens",
+        "on a CPU it is not known",
+        "It fits, by calculation",
+        TUNING,
+    ):
         assert words in text
     assert "CPU memory of a node" not in text
 

@@ -28,6 +28,7 @@ _KNOWN = {
         r"SUPPORTED_ROLLOUT_RS_OPTIONS: set\[str\] = \{([^}]*)\}",
     ),
     "trainer.v1.trainer_mode": ("trainer/ppo/v1", r"@register_trainer\(([^()]*)\)"),
+    "actor_rollout_ref.rollout.name": ("workers/rollout", r"RolloutReplicaRegistry\.register\(([^(),]*),"),
     f"{_ACTOR}.strategy": ("workers/engine", r"@EngineRegistry\.register\([^()]*backend=(\[[^\]]*\]|\"\w+\")"),
 }
 

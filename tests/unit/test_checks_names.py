@@ -18,10 +18,12 @@ def test_the_names_are_those_that_verl_has_registered() -> None:
     from verl.trainer.config import algorithm  # noqa: F401  (imports the registry's module as verl does)
     from verl.trainer.ppo import core_algos
     from verl.workers.engine import EngineRegistry
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     known = {key.rpartition(".")[2]: names(*place) for key, place in _KNOWN.items()}
     assert known["adv_estimator"] == core_algos.ADV_ESTIMATOR_REGISTRY.keys()
     assert known["loss_mode"] == core_algos.POLICY_LOSS_REGISTRY.keys()
+    assert known["name"] == RolloutReplicaRegistry._registry.keys() >= {"vllm"}
     # Of the trainers those that this installation lacks are not registered.
     assert known["strategy"] >= EngineRegistry._engines["language_model"].keys() >= {"fsdp", "fsdp2"}
     assert known["loss_agg_mode"] >= {"token-mean", "seq-mean-token-mean"}
@@ -33,6 +35,7 @@ def test_the_names_are_those_that_verl_has_registered() -> None:
         ("algorithm.adv_estimator", "grpo_typo", "did you mean grpo"),
         (f"{ACTOR}.policy_loss.loss_mode", "gpso", "did you mean gspo?"),
         (f"{ACTOR}.loss_agg_mode", "token_mean", "did you mean token-mean?"),
+        ("actor_rollout_ref.rollout.name", "vlm", "did you mean vllm?"),
         (f"{ACTOR}.strategy", "xyz", "it is one of automodel, fsdp, fsdp2, "),
     ],
 )

@@ -64,7 +64,7 @@ def check_keys(config: DictConfig) -> None:
         hint = f"; did you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
         lines.append(f"{path}: nothing reads this key{hint}")
     for path, name in _changed(plain, known, ""):
-        if name not in _code():
+        if not re.search(rf"\b{re.escape(name)}\b", _code()):
             lines.append(f"{path}: nothing reads this key, although verl's own config has it; leave it out")
     if lines:
         raise ConfigError(*lines)

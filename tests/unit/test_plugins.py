@@ -8,6 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl import boxes
+from rl.checks.keys import check_keys
+from rl.command import help_text
 from rl.config import CONFIGS, ConfigError, compose
 from rl.plugins import config_folders, named
 
@@ -34,11 +36,17 @@ def test_a_kind_of_box_and_an_experiment_are_brought(tmp_path: Path, monkeypatch
     assert config_folders() == []
     groups = bring(tmp_path, monkeypatch)
     local = (CONFIGS / "sandbox" / "local.yaml").read_text()
-    (groups / "sandbox" / "quiet.yaml").write_text(local.replace("kind: local", f"kind: {__name__}:Quiet"))
+    own = local.replace("kind: local", f"kind: {__name__}:Quiet") + "\n# Theirs, too.\nhush: 3\n"
+    (groups / "sandbox" / "quiet.yaml").write_text(own)
     (groups / "experiment" / "theirs.yaml").write_text("# @package _global_\n#\n# Theirs.\n\nseed: 7\n")
     assert config_folders() == [groups]
     config = compose(["+experiment=theirs", "sandbox=quiet"])
+    check_keys(config)
+    told = help_text("rl.train", "")
+    assert "sandbox=apptainer|docker|local|quiet" in told and "theirs" in told
     assert config.seed == 7 and type(boxes.kind_of(config.sandbox)) is Quiet
+    with pytest.raises(ConfigError, match=r"sandbox\.hush: nothing reads this key"):
+        check_keys(compose(["+sandbox.hush=3"]))
     with pytest.raises(ConfigError, match=r"sandbox=quite: there is no sandbox 'quite'; did you mean quiet\?"):
         compose(["sandbox=quite"])
 

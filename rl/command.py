@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.config import CONFIGS, ConfigError, compose, package_dir
+from rl.config import CONFIGS, ConfigError, compose, config_folders, package_dir
 from rl.overrides import nearest, options
-from rl.plugins import config_folders
 from rollout.program import plain
 
 # Folders of configs/ that nobody chooses from.
@@ -102,7 +101,7 @@ def show(config: DictConfig, package: str | None = None, resolve: bool = False) 
 
 def experiments() -> str:
     """Return what each experiment is: the first sentence of its file."""
-    files = sorted(file for folder in (CONFIGS, *config_folders()) for file in (folder / "experiment").glob("*.yaml"))
+    files = sorted(file for folder in config_folders() for file in (folder / "experiment").glob("*.yaml"))
     width = max(len(file.stem) for file in files)
     beside = " " * (width + 4)
     lines = ((f"  {file.stem:<{width}}  ", _sentence(file)) for file in files)
@@ -118,7 +117,7 @@ def _sentence(file: Path) -> str:
 def help_text(program: str, about: str) -> str:
     """Return what ``--help`` prints."""
     groups = [folder.name for folder in sorted(CONFIGS.iterdir()) if folder.is_dir() and folder.name not in _SHARED]
-    folders = [CONFIGS, *config_folders()]
+    folders = config_folders()
     choices = "\n".join(f"  {group}={'|'.join(options(group, folders))}" for group in groups)
     about = about.strip()
     if f"python -m {program} " not in about:

@@ -106,6 +106,13 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("rl.div", lambda a, b: max(1, a // b), replace=True)
 
 
+def config_folders() -> list[Path]:
+    """Return the directories of config groups: ours, then those that other packages bring."""
+    from rl.plugins import brought
+
+    return [CONFIGS, *brought()]
+
+
 def compose(
     overrides: Sequence[str] = (), name: str = "train", check: Callable[[DictConfig], object] | None = None
 ) -> DictConfig:
@@ -120,12 +127,11 @@ def compose(
     import hydra
 
     from rl.overrides import read
-    from rl.plugins import config_folders
 
     register_resolvers()
     with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
         verls = [Path(package_dir("verl"), "trainer", "config")] if name == "train" else []
-        config, wrong = read(name, overrides, [CONFIGS, *config_folders(), *verls])
+        config, wrong = read(name, overrides, [*config_folders(), *verls])
 
     def refuse(_: DictConfig) -> None:
         raise ConfigError(*wrong)

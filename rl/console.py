@@ -7,9 +7,8 @@ import os
 import sys
 from typing import NamedTuple
 
-from rl.config import CONFIGS
+from rl.config import config_folders
 from rl.overrides import options
-from rl.plugins import config_folders
 
 
 class Use(NamedTuple):
@@ -71,7 +70,7 @@ def completions(line: str) -> list[str]:
     typed, last = " ".join(words), words[-1] if words else ""
     names = {name for name in USES if name.startswith(typed)}
     if not names and (words[0] in USES or " ".join(words[:2]) in USES):
-        folders = [CONFIGS, *config_folders()]
+        folders = config_folders()
         groups = {folder.name for place in folders for folder in place.iterdir() if folder.is_dir()} - {"base"}
         found = [f"{'+' * (group == 'experiment')}{group}={one}" for group in groups for one in options(group, folders)]
         return sorted(one[last.rfind("=") + 1 :] for one in found if one.startswith(last))
@@ -86,13 +85,11 @@ def main() -> None:
         print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
         return
     for length in (2, 1):
-        if (use := USES.get(" ".join(words[:length]))) and len(words) >= length:
+        if use := USES.get(" ".join(words[:length])):
             os.execv(sys.executable, [sys.executable, "-m", use.module, *words[length:]])
     wanted = not words or words[0] in ("-h", "--help")
     if not wanted:
-        near = difflib.get_close_matches(" ".join(words[:2]), USES, n=1) or difflib.get_close_matches(
-            words[0], USES, n=1
-        )
+        near = [one for n in (2, 1) for one in difflib.get_close_matches(" ".join(words[:n]), USES, n=1)]
         print(f"ccrl: there is no use {words[0]!r}{f'; did you mean {near[0]}?' if near else ''}", file=sys.stderr)
     print(help_text(), file=sys.stdout if wanted else sys.stderr)
     sys.exit(0 if wanted else 2)

@@ -32,7 +32,7 @@ def named(kind: object, known: Mapping[str, Any]) -> Any:
     return known[kind]
 
 
-def config_folders() -> list[Path]:
+def brought() -> list[Path]:
     """Return the directories of config groups that other packages bring."""
     specs = [importlib.util.find_spec(entry.value) for entry in sorted(entry_points(group=CONFIGS))]
     return [Path(place) for spec in specs if spec for place in spec.submodule_search_locations or ()]
@@ -43,7 +43,7 @@ class Brought(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See SearchPathPlugin."""
-        for folder in config_folders():
+        for folder in brought():
             search_path.append("brought", f"file://{folder}")
 
 

@@ -49,7 +49,7 @@ class Setting(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen: the share of the prompts' tokens that were in the cache, and the requests in the engine."""
+    """Seen is the share of the prompts' tokens that were in the cache, and the requests in the engine."""
 
     hits: float
     inside: float
@@ -68,9 +68,8 @@ class Cache:
         self.waiting: deque[int] = deque()
         self.turn = [self.random.randrange(setting.turns) for _ in range(setting.count)]
         self.now, self.reads_until, self.ended = 0.0, 0.0, 0
-        self.events: list[
-            tuple[float, int, bool]
-        ] = []  # time, conversation, whether its tool (not its reply) has ended
+        # Time, conversation, whether its tool (not its reply) has ended.
+        self.events: list[tuple[float, int, bool]] = []
         self.prompts = self.found = self.area = 0.0
 
     def play(self, requests: int) -> Seen:
@@ -131,7 +130,7 @@ class Cache:
 
 
 class Measured(NamedTuple):
-    """What a server did: what was seen, and its seconds per token that was read, and per token that was sampled."""
+    """Measured is what a server did: what was seen, and its seconds per token that it read, and per token sampled."""
 
     seen: Seen
     prefill_s: float
@@ -207,12 +206,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         make_policy(Path(work) / "model", seed=1)
         for size in options.size:
-            given = [
-                "--num-gpu-blocks-override",
-                str(blocks_of(plain, size) + 1),
-                "--block-size",
-                str(plain.block),
-            ]  # one stays empty
+            blocks = str(blocks_of(plain, size) + 1)  # one stays empty
+            given = ["--num-gpu-blocks-override", blocks, "--block-size", str(plain.block)]
             given += ["--max-model-len", "8192", "--max-num-seqs", str(plain.count), "--enable-prompt-tokens-details"]
             given += ["--enforce-eager", "--dtype", "float32"]
             with vllm_server(str(Path(work) / "model"), Path(work) / "server.log", *given) as server:

@@ -21,8 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
 from rl.checks.types import dataclass_of, fields, wrong_value
-from rl.config import CONFIGS, ConfigError, compose, package_dir
-from rl.plugins import config_folders
+from rl.config import CONFIGS, ConfigError, compose, config_folders, package_dir
 
 # What is below these keys belongs to another program (Ray, Megatron), or is named by the user. The same holds below
 # every key that is null or empty by default.
@@ -146,12 +145,7 @@ def _code() -> str:
 def _reference(config: DictConfig, name: str = "train") -> DictConfig:
     """Return the primary config with the groups of ``config`` and no experiment."""
     kinds = {group: OmegaConf.select(config, f"{group}.kind") for group in ("agent", "sandbox")}
-    files = [
-        (group, file)
-        for group in kinds
-        for folder in (CONFIGS, *config_folders())
-        for file in (folder / group).glob("*.yaml")
-    ]
+    files = [(group, file) for group in kinds for place in config_folders() for file in (place / group).glob("*.yaml")]
     groups = {group: f"{group}={file.stem}" for group, file in files if OmegaConf.load(file).kind == kinds[group]}
     megatron = "megatron" in (OmegaConf.select(config, "actor_rollout_ref.actor") or ())
     return _composed(name, *groups.values(), *(["model_engine=megatron"] if megatron else []))

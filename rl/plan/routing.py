@@ -215,7 +215,7 @@ WAYS = {
 
 @dataclass
 class Found:
-    """What a play was: shares of the prompts' tokens, seconds, and calls of the busiest replica by the mean one's."""
+    """A found play is shares of the prompts' tokens, seconds, and calls of the busiest replica by the mean one's."""
 
     cached: float
     again: float

@@ -1,4 +1,4 @@
-"""What several modules' tests of the proxy start from."""
+"""This module starts a proxy for the tests of several modules."""
 
 from collections.abc import AsyncIterator
 

@@ -44,7 +44,7 @@ HANDLERS = {
 
 
 def command(path: str) -> str:
-    """How a user starts a program."""
+    """Return how a user starts a program."""
     if path in ("rl/collect/__main__.py", "rl/view/__main__.py"):
         return f"python -m rollout.{path.split('/')[1]}"
     if path.startswith("examples/"):

@@ -1,4 +1,4 @@
-"""What we change in verl, Ray, vLLM and TRL at run time is still needed, and docs/architecture.md lists all of it.
+"""We still need what we change in verl, Ray, vLLM and TRL at run time, and docs/architecture.md lists all of it.
 
 Each test shows the behaviour that a patch corrects. When one fails after an upgrade, its patch may go.
 """

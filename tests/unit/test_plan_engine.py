@@ -26,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("tool_s", [2.0, 8.0, 20.0])
 @pytest.mark.parametrize("size", [1.2, 0.9, 0.7, 0.5, 0.3])
 def test_the_formula_is_near_a_simulation_of_vllms_cache(script: ModuleType, tool_s: float, size: float) -> None:
-    """What requests in the engine do not take of a cache is what is kept for conversations whose tools run."""
+    """A cache keeps, for conversations whose tools run, what requests in the engine do not take of it."""
     setting = script.Setting(tool_s=tool_s)
     seen = script.Cache(setting, script.blocks_of(setting, size), 1 / 8000, 0.03).play(4 * 32 * 16)
     assert script.hits(setting, kept(32 * size, 32, seen.inside)) == pytest.approx(seen.hits, abs=0.15)

@@ -11,7 +11,7 @@ from rl import boxes
 from rl.checks.keys import check_keys
 from rl.command import help_text
 from rl.config import CONFIGS, ConfigError, compose
-from rl.plugins import config_folders, named
+from rl.plugins import brought, named
 
 
 class Quiet(boxes.Local):
@@ -33,13 +33,13 @@ def bring(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_kind_of_box_and_an_experiment_are_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config_folders() == []
+    assert brought() == []
     groups = bring(tmp_path, monkeypatch)
     local = (CONFIGS / "sandbox" / "local.yaml").read_text()
     own = local.replace("kind: local", f"kind: {__name__}:Quiet") + "\n# Theirs, too.\nhush: 3\n"
     (groups / "sandbox" / "quiet.yaml").write_text(own)
     (groups / "experiment" / "theirs.yaml").write_text("# @package _global_\n#\n# Theirs.\n\nseed: 7\n")
-    assert config_folders() == [groups]
+    assert brought() == [groups]
     config = compose(["+experiment=theirs", "sandbox=quiet"])
     check_keys(config)
     told = help_text("rl.train", "")

@@ -63,8 +63,8 @@ def make_server(engine: Any, config: Any) -> Any:
 async def test_a_reply_goes_on_after_an_update_with_the_same_tokens_and_the_versions_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was sampled before the update is neither lost nor sampled again: the log-probability of each token is that
-    after all tokens before it."""
+    """The engine neither loses nor samples again what it sampled before the update: the log-probability of each token
+    is that after all tokens before it."""
     for name, value in {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -34,6 +34,10 @@ hypothesis.settings.load_profile("timeless")
 # directory.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+# vLLM's API server imports a package that gives the root logger this level, which is ERROR without the variable: no
+# test that is run afterwards by the same worker would see a warning.
+os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
+
 
 def pytest_collection_finish() -> None:
     gc.freeze()

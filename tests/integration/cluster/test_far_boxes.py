@@ -75,9 +75,9 @@ async def test_a_patch_is_graded_and_what_a_box_raises_comes_back(boot: Boot, ta
 async def test_a_node_that_dies_is_an_infrastructure_failure(boot: Boot, task: Task) -> None:
     box = await boot(task, None)
     running = asyncio.create_task(box.exec(["sleep", "4711"], env={}, timeout_s=100))
-    while not sleepers():
+    while not (found := sleepers()):
         await asyncio.sleep(0.05)
-    (host,) = [one for one in psutil.process_iter() if "ray::Host" in command_line(one)]
+    (host,) = [one for one in found[0].parents() if "ray::Host" in command_line(one)]
     host.kill()
     with pytest.raises(SandboxError) as killed:
         await running

@@ -28,7 +28,6 @@ lint: setup
 	@.venv/bin/ty check --python .venv --python-version 3.11
 	@.venv/bin/ty check --python .venv --python-version 3.12
 	@.venv/bin/python scripts/budget.py
-	@.venv/bin/python scripts/config_reference.py --check
 	@.venv/bin/python -m tests.check_docs
 
 format: setup

@@ -135,4 +135,4 @@ options
   --package KEY    with --cfg: only what is below KEY
   --resolve        with --cfg: with ${{...}} replaced by values
 
-docs/config.md says what each key is."""
+python -m rl.keys [WORD...] says what each key is."""

@@ -23,6 +23,7 @@ USES = {
     "view": Use("rollout.view", "look at a run's episodes in a browser"),
     "evaluate": Use("rl.evaluate", "resolve rates of a policy, or of a model behind a server"),
     "plan": Use("rl.plan", "what a run takes: GPU memory, time, disk"),
+    "keys": Use("rl.keys", "what a key of the config does, and where it is set"),
     "report": Use("rl.report", "curves and figures of runs as one page"),
     "dashboard": Use("rl.dashboard", "a workspace in wandb"),
     "records": Use("rollout.records", "read episodes in the terminal"),

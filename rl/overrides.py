@@ -139,4 +139,4 @@ def _wrong_key(override: Override, plain: Any, chosen: Mapping[str, str], folder
     absent = {folder.name for path in folders for folder in path.iterdir() if folder.is_dir()} - {*keys, *chosen}
     if "." not in key and (near := difflib.get_close_matches(key, absent, n=1)):
         return f"there is no such key; did you mean +{near[0]}={override.value()}?"
-    return f"there is no such key; {nearest(key, keys) or 'docs/config.md lists all'}"
+    return f"there is no such key; {nearest(key, keys) or 'python -m rl.keys lists all'}"

@@ -1,32 +1,30 @@
-"""Write docs/config.md from the comments in configs/: the comment above a key, or behind its value, describes it.
+"""Say what each key of the config is: where it is set, to what, and what it does.
 
-A key without one has the line that describes it in another file of ours, or in verl's own files. A key that has no line
-at all is an error.
+    python -m rl.keys [WORD...]     the keys whose name or description has all these words; without words, all
+    python -m rl.keys --markdown    all files and keys as one page
 
-    .venv/bin/python scripts/config_reference.py            # write it
-    .venv/bin/python scripts/config_reference.py --check    # exit status 1 if it is not what would be written
+A description is the comment above a key in configs/, or behind its value; a key without one has the line that describes
+it in another file of ours, or in verl's own files. Exit status: 0 something was printed, 1 no key has these words.
 """
 
 from __future__ import annotations
 
 import re
-import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from rl.config import package_dir
+from rl.config import config_folders, package_dir
 from rollout import program
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS, OUT = ROOT / "configs", ROOT / "docs" / "config.md"
 _LONG = 60  # characters of a value
 
 _HEAD = """# Config reference
 
-Made by `scripts/config_reference.py` from the comments in `configs/`; change those.
+Made by `python -m rl.keys --markdown` from the comments in `configs/`; change those.
 
 A run's config is `configs/train.yaml`, then the groups that it names (`agent`, `proxy`, `sandbox`, `grading`,
 `sft`, `store`, `cluster`, `plan`), then the experiment with its recipe and scale, then what is on the command line:
@@ -49,6 +47,7 @@ class Key:
 
     @property
     def about(self) -> str:
+        """The description, as one line."""
         return " ".join(self.lines).strip()
 
 
@@ -135,7 +134,7 @@ def everything() -> dict[Path, list[Key]]:
     """Return the keys of each file with their full names; one without a comment has the line of another place."""
     found = {}
     for path in files():
-        text, relative = path.read_text(), path.relative_to(CONFIGS)
+        text, relative = path.read_text(), Path(_name(path))
         prefix = "" if len(relative.parts) == 1 else f"{relative.parts[0]}."
         if package := re.search(r"@package (\S+)", text):
             prefix = "" if package[1] == "_global_" else f"{package[1]}."
@@ -173,7 +172,8 @@ def index(found: Mapping[Path, Sequence[Key]]) -> str:
 
 
 def _name(path: Path) -> str:
-    return path.relative_to(CONFIGS).as_posix()
+    """Return the path below the folder of configs that it is in."""
+    return next(path.relative_to(one) for one in config_folders() if path.is_relative_to(one)).as_posix()
 
 
 def _link(path: Path) -> str:
@@ -194,36 +194,52 @@ def files() -> list[Path]:
     groups = ("agent", "proxy", "sandbox", "grading", "sft", "cluster", "plan", "experiment", "recipe")
 
     def order(path: Path) -> tuple[int, str]:
-        relative = path.relative_to(CONFIGS)
+        relative = Path(_name(path))
         if relative.name == "train.yaml":
             return -1, ""
         first = relative.parts[0]
         return groups.index(first) if first in groups else len(groups), relative.as_posix()
 
-    found = [path for path in CONFIGS.rglob("*.yaml") if path.name != "agent_loops.yaml"]
+    found = [path for one in config_folders() for path in one.rglob("*.yaml") if path.name != "agent_loops.yaml"]
     return sorted(found, key=order)
 
 
 def reference() -> str:
+    """Return all files and keys, with an index, as Markdown."""
     found = everything()
     return "\n".join([_HEAD, *(section(path, some) for path, some in found.items()), index(found)])
 
 
-def main() -> int:
-    parser = program.parser("python scripts/config_reference.py", __doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+def matching(words: Sequence[str]) -> str:
+    """Return the keys whose names or descriptions have all these words, each with its values and its description."""
+    values: dict[str, list[str]] = {}
+    about: dict[str, str] = {}
     for path, some in everything().items():
-        if silent := [key.name for key in some if not key.about]:
-            print(f"{path.relative_to(ROOT)}: nothing says what these are: {', '.join(silent)}", file=sys.stderr)
-            return 1
-    text = reference()
-    if not parser.parse_args().check:
-        OUT.write_text(text)
-    elif not OUT.exists() or OUT.read_text() != text:
-        print(f"{OUT.relative_to(ROOT)} is not up to date: run scripts/config_reference.py", file=sys.stderr)
-        return 1
-    return 0
+        for key in some:
+            values.setdefault(key.name, []).append(f"{key.value or '(a group)'} in {_name(path)}")
+            about.setdefault(key.name, key.about)
+    chosen = [name for name in values if all(word.lower() in f"{name} {about[name]}".lower() for word in words)]
+    chosen.sort(key=lambda name: (not all(word in name for word in words), name))
+    blocks = []
+    for name in chosen:
+        description = textwrap.indent(textwrap.fill(about[name], 112), "  ")
+        blocks.append("\n".join([name, *(f"    {value}" for value in values[name]), description]))
+    return "\n\n".join(blocks)
+
+
+def main() -> int:
+    """Print what was asked for; return the exit status."""
+    parser = program.parser("python -m rl.keys", __doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--markdown", action="store_true", help="print all as one page")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print(reference(), end="")
+        return 0
+    text = matching(arguments.words)
+    print(text or f"no key, and no description of one, has {' and '.join(arguments.words)}")
+    return 0 if text else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.end(main)

@@ -165,7 +165,7 @@ def test_a_student_learns_from_a_teacher(rounds: Rounds, tmp_path: Path) -> None
     rates = [step["episode/resolve_rate"] for step in steps]
     print(apart, rates)
     assert len(steps) == 8
-    # A step's 32 episodes are of four tasks, so figures of single steps are rough. docs/distillation.md has three runs
+    # A step's 32 episodes are of four tasks, so figures of single steps are rough. docs/fine-tuning.md has three runs
     # with such a teacher: they end at half of the distance, and resolve at least 0.26 more.
     assert mean(apart[-2:]) < 0.8 * mean(apart[:2]), apart
     assert mean(rates[-2:]) > mean(rates[:2]) + 0.1, rates

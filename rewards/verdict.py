@@ -31,7 +31,6 @@ class Reason(StrEnum):
     NO_SECOND_OPINION = "no_second_opinion"  # resolved, but no test could be made wrong, and grading needs that
     NOT_GRADED = "not_graded"  # nobody asked: it has no reward
 
-    NOT_STARTED = "not_started"
     AGENT_CRASHED = "agent_crashed"
     ENGINE_FAILED = "engine_failed"
     PROXY_FAILED = "proxy_failed"  # it stopped while the agent worked, or the episode got no socket

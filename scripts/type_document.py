@@ -1,6 +1,6 @@
 """Type the commands of a document, and print them with what they say and how long they take.
 
-    .venv/bin/python scripts/type_document.py docs/chain.md
+    .venv/bin/python scripts/type_document.py docs/traces.md
 
 Commands are the lines of indented blocks that begin with "$ ", with the lines that a backslash continues. One shell
 runs them in the repository's root, and the first one that fails ends it.

@@ -279,7 +279,7 @@ UNDETECTABLE = (
 
 @pytest.mark.parametrize("damage", UNDETECTABLE)
 async def test_what_the_audit_cannot_find(damage: Callable[[Record], None]) -> None:
-    """docs/audit.md lists these; a test that fails here means that it should no longer."""
+    """docs/records.md lists these; a test that fails here means that it should no longer."""
     record = await played()
     damage(record)
     assert findings(record) == []

@@ -1,4 +1,4 @@
-"""The session of docs/chain.md: its commands exist as they are written there."""
+"""The session of docs/traces.md: its commands exist as they are written there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def typist(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_keys_of_the_chain_exist(typist: Any) -> None:
     programs = []
-    for command in typist.commands(ROOT / "docs" / "chain.md"):
+    for command in typist.commands(ROOT / "docs" / "traces.md"):
         match shlex.split(command.replace("\\\n", " ")):
             case ["python", "-m", "rl.train" | "rl.quickstart.prepare" as program, *keys]:
                 compose(keys)

@@ -236,7 +236,7 @@ async def test_a_bundle_needs_no_server_of_ours(chromium: str, tmp_path: Path) -
 
 
 async def test_planted_faults_are_found_by_clicking(chromium: str, tmp_path: Path) -> None:
-    """The clicks are those of docs/view.md."""
+    """The clicks are those of docs/records.md."""
     async with served(await planted(tmp_path / "run")) as address, tab(chromium) as page:
 
         async def click(*places: str) -> str:

@@ -342,7 +342,7 @@ DAMAGES: dict[str, Callable[[Run], Any]] = {
     "the last record is gone": lambda run: run.records.pop(),
 }  # fmt: skip
 
-# docs/audit.md says why.
+# docs/records.md says why.
 UNFINDABLE: dict[str, Callable[[Run], Any]] = {
     "an episode and its line are gone": lambda run: (run.records.pop(1), run.lines.pop(1)),
     "exchanged and anew: verdicts": lambda run: (swap(run, "verdict"), *map(run.again, run.records[:2])),

@@ -27,8 +27,8 @@ NEMO = "https://github.com/NVIDIA-NeMo/RL/blob/7ea279a/docs/about/performance-su
 NEMO_0_4 = "https://github.com/NVIDIA-NeMo/RL/blob/06beed9/docs/about/performance-summary.md"
 VERL = "https://github.com/verl-project/verl/blob/1dda039/docs/advance/v1_async_trainer.md"
 SMALL = "matrices of 1,024 columns do not fill a GPU"
-FIXED = "38 s a step more than with LoRA, at 16k as at 64k tokens: a step has only two rows per GPU"
-STAGES = "8 pipeline stages, and engines of 16 GPUs over two nodes: neither is in the plan"
+FIXED = "38 s more than with LoRA at 16k and 64k tokens: only two rows per GPU"
+STAGES = "8 pipeline stages and engines over two nodes are not in the plan"
 
 
 class Run(NamedTuple):
@@ -99,15 +99,13 @@ def planned(run: Run) -> float:
 
 
 def table() -> list[str]:
-    """Return the lines of the table."""
-    head = "| source | run | GPUs | rows | tokens a row | what | published, s | planned, s | off | why |"
-    lines = [head, "|" + " --- |" * 10]
+    """Return the lines of the table: prime-rl's seconds are of the update, the others of the step."""
+    lines = ["| run | GPUs | rows x tokens | published, s | planned, s | off | why |", "|" + " --- |" * 7]
     for run in RUNS:
         seconds = planned(run)
-        off, what = seconds / run.seconds - 1, "step" if run.whole else "update"
-        gpus, rows = f"{run.gpus} {run.cluster.upper()}", f"{run.rows} | {run.mean:,}"
-        times = f"{what} | {run.seconds:.3g} | {seconds:.3g} | {off:+.0%}"
-        lines.append(f"| {run.source} | {run.name} | {gpus} | {rows} | {times} | {run.why} |")
+        gpus, rows = f"{run.gpus} {run.cluster.upper()}", f"{run.rows} x {run.mean:,}"
+        times = f"{run.seconds:.3g} | {seconds:.3g} | {seconds / run.seconds - 1:+.0%}"
+        lines.append(f"| {run.source} {run.name} | {gpus} | {rows} | {times} | {run.why} |")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Train a real model on a lent GPU by the minute: what docs/gpu-ladder.md#an-expedition describes.
+"""Train a real model on a lent GPU by the minute: what docs/planning.md#an-expedition describes.
 
     python scripts/gpu_expedition.py reference WORK --rows N         # before, on a CPU: log-probabilities in fp32
     python3 scripts/gpu_expedition.py install PARTS WORK             # on the GPU machine, after each part

@@ -5,7 +5,7 @@
     python scripts/gpu_ladder.py --device cpu                    # the same way with a toy, without a GPU
 
 OUT/ladder.json and OUT/ladder.md have a table of what was expected and what was seen, written after every rung.
-docs/gpu-ladder.md says what each rung shows and what to do when it fails. Exit code: 0 nothing failed, 1 a rung failed,
+docs/planning.md says what each rung shows and what to do when it fails. Exit code: 0 nothing failed, 1 a rung failed,
 2 it cannot start.
 """
 

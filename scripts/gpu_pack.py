@@ -1,4 +1,4 @@
-"""Make parts that bring everything to a GPU machine without a network, and unpack them there: docs/gpu-ladder.md.
+"""Make parts that bring everything to a GPU machine without a network, and unpack them there: docs/planning.md.
 
     python scripts/gpu_pack.py strip SITE-PACKAGES OUT      # a copy of an environment that is small enough to carry
     python scripts/gpu_pack.py pack OUT NAME=PATH ...       # on a machine with a network

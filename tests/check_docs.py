@@ -66,7 +66,7 @@ def wrong_modules(document: Path) -> Iterator[str]:
     yield from (f"{name}: no such module" for name in re.findall(rf"-m ({names})", text) if not source(name.split(".")))
     for name in re.findall(rf"`({names})`", text):
         parts = name.split(".")
-        if parts[0] == "rollout" and (document.name == "tuning.md" or not source(parts[:2])):
+        if parts[0] == "rollout" and (document.name == "planning.md" or not source(parts[:2])):
             continue  # a key of verl's group of this name
         depth = max((n for n in range(2, len(parts) + 1) if source(parts[:n])), default=0)
         if not depth or (depth < len(parts) and not re.search(rf"\b{parts[depth]}\b", source(parts[:depth]))):

@@ -141,7 +141,7 @@ def test_the_ladder_of_this_project(module: Any) -> None:
     for rung in module.RUNGS:
         name, _, function = rung.function.partition(":")
         assert name == "ladder_rungs" and callable(getattr(rungs, function))
-    page = (ROOT / "docs" / "gpu-ladder.md").read_text()
+    page = (ROOT / "docs" / "planning.md").read_text()
     assert all(f"| {number} `{rung.name}` |" in page for number, rung in enumerate(module.RUNGS, 1))
 
 

@@ -1,4 +1,4 @@
-"""docs/tuning.md names keys and metrics that exist."""
+"""The part of docs/planning.md about tuning names keys and metrics that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from tests.check_kit import composed
 from tests.metric_docs import best, documented
 
-TEXT = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+TEXT = re.split(r"^## ", PAGE.partition("\n## Tuning a run\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 NAMED = {re.split(r"[ =:]", quoted)[0] for quoted in re.findall(r"`([^`\n]+)`", TEXT)}
 KEY = r"(actor|rollout|model|algorithm|data|agent|proxy|sandbox|episode|grading|trainer|checkpoint_engine)\.[a-z_.0-9]+"
 

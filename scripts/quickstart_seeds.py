@@ -1,9 +1,10 @@
 """Reproduce README's figures: the quickstart for several seeds, one after the other.
 
-    .venv/bin/python scripts/quickstart_seeds.py --seeds 1 2 3 --out docs/quickstart-seeds [key=value ...]
+    .venv/bin/python scripts/quickstart_seeds.py --seeds 1 2 3 [--out DIR/NAME] [key=value ...]
 
 Runs `python -m rl.train +experiment=quickstart seed=S [key=value ...]` for each seed (a run that is finished already is
-not run again), audits each run, and writes OUT.png (the curves) and OUT.md (the table).
+not run again), audits each run, and writes OUT.png (the curves) and OUT.md (the table). docs/quickstart.md has a copy
+of the table, docs/quickstart-seeds.png is one of the curves.
 """
 
 from __future__ import annotations
@@ -76,11 +77,12 @@ def main() -> None:
     options = program.parser("python scripts/quickstart_seeds.py", __doc__)
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--root", type=Path, default=Path("outputs/seeds"), help="where the runs are")
-    options.add_argument("--out", type=Path, default=Path("docs/quickstart-seeds"), help="OUT.png, OUT.md are written")
+    options.add_argument("--out", type=Path, default=Path("outputs/quickstart-seeds"), help="OUT.png, OUT.md")
     args, more = options.parse_known_args()
     runs = {seed: run(seed, args.root.resolve(), more) for seed in args.seeds}
     rows = table(COLUMNS, *(row(seed, directory) for seed, directory in runs.items()))
     machine = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, no GPU"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".md").write_text(f"Measured on {machine}.\n\n{rows}")
     draw(runs, args.out.with_suffix(".png"))
     print(rows)

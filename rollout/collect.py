@@ -1,4 +1,4 @@
-"""This module is the command ``python -m rollout.collect``: Claude Code on tasks, without training (docs/collect.md).
+"""This module is the command ``python -m rollout.collect``: Claude Code on tasks, without training (docs/traces.md).
 
 The program itself is ``rl.collect``, because a config tells it what to do. In this package, only this module
 and ``rollout.view`` import ``rl``.

@@ -1,4 +1,4 @@
-"""This module is the command ``python -m rollout.view``: a local web page over runs' records (docs/view.md).
+"""This module is the command ``python -m rollout.view``: a local web page over runs' records (docs/records.md).
 
 The program itself is ``rl.view``, because it shows figures and panels of runs. In this package, only this module
 and ``rollout.collect`` import ``rl``.

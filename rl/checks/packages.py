@@ -1,6 +1,6 @@
 """This module checks that the packages which the trainer needs on GPUs are there, and that its attention can work.
 
-Which attention computes what, and what each costs, is in docs/experiments.md#attention.
+Which attention computes what, and what each costs, is in docs/recipe.md#attention.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from rl.run.programs import last_lines
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
-# The choices (docs/experiments.md#attention), with what each needs beside the `gpu` extra.
+# The choices (docs/recipe.md#attention), with what each needs beside the `gpu` extra.
 ATTENTIONS = {"flash_attention_2": ["flash-attn"], "flash_attention_4": ["flash-attn-4"], "sdpa": []}
 _MEGATRON = "--no-deps --no-build-isolation -r constraints/megatron.txt"
 # Arguments of `uv pip install`.

@@ -1,4 +1,4 @@
-"""Run Claude Code over tasks without training, and keep everything that the episodes say. docs/collect.md
+"""Run Claude Code over tasks without training, and keep everything that the episodes say. docs/traces.md
 
     python -m rollout.collect vllm      data=FILE endpoint=URL models.high=NAME models.low=NAME [key=value ...]
     python -m rollout.collect anthropic data=FILE models.high=NAME models.low=NAME [key=value ...]

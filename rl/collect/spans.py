@@ -2,7 +2,7 @@
 
 A reply is two spans that share ``gen_ai.response.id``: ``raw_gen_ai_request`` has the values as Python literals, as
 agentlightning's LLMProxy reports them, and ``openai.chat.completion`` has them as attributes. The verdict and the
-reward are an annotation after them. docs/agentlightning.md lists the attributes.
+reward are an annotation after them. docs/traces.md lists the attributes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make states of recorded conversations, and training rows or evaluations of states. docs/ingest.md
+"""Make states of recorded conversations, and training rows or evaluations of states. docs/traces.md
 
     python -m rl.ingest FORMAT PATH... --out FILE [--subagents] [--system FILE] [--tools FILE]
     python -m rl.ingest sft STATES|distill.jsonl|pairs.jsonl --tokenizer DIR --out ROWS.parquet [--max-tokens N]

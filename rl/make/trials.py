@@ -29,7 +29,7 @@ MOST_BROKEN = 20
 
 
 class Outcome(StrEnum):
-    """Each member is what became of a candidate. docs/making-tasks.md explains them."""
+    """Each member is what became of a candidate. docs/data.md explains them."""
 
     KEPT = "kept"
     NO_FAILURE = "no_failure"

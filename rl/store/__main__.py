@@ -1,4 +1,4 @@
-"""Send the episodes of runs to a LightningStore of agentlightning. docs/agentlightning.md
+"""Send the episodes of runs to a LightningStore of agentlightning. docs/traces.md
 
     python -m rl.store RUN [RUN...] --url http://HOST:4747
     python -m rl.store RUN --url URL --follow        # also those that are still being played, until Ctrl-C

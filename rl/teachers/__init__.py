@@ -1,1 +1,1 @@
-"""This package has other models answer recorded states: preference pairs, data to distil (docs/ingest.md)."""
+"""This package has other models answer recorded states: preference pairs, data to distil (docs/traces.md)."""

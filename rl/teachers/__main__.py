@@ -1,4 +1,4 @@
-"""Let other models answer recorded states: preference pairs, and replies to distil. docs/ingest.md
+"""Let other models answer recorded states: preference pairs, and replies to distil. docs/traces.md
 
     python -m rl.teachers STATES --out DIR --max-cost DOLLARS \\
         --teacher name=N,url=URL,model=M[,protocol=messages][,key_env=VARIABLE][,price_in=3,price_out=15] ...

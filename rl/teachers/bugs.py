@@ -6,7 +6,7 @@
 
 A reply is taken if it is the same function with other code. What was answered is in made.bugs/, and packages are
 prepared in made.packages/, where rl.data.make finds them; the same command continues what was stopped. Exit status: 0
-all were answered, 1 not all, 2 the command is wrong, 130 interrupted. docs/making-tasks.md
+all were answered, 1 not all, 2 the command is wrong, 130 interrupted. docs/data.md
 """
 
 from __future__ import annotations

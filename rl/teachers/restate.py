@@ -6,7 +6,7 @@
 A statement is taken if it keeps every program and every value that was observed, shows no other code, and tells neither
 a hidden test nor a line of the gold patch; else the task keeps the one that it has. What was answered is in
 OUT.restated/, so the same command continues what was stopped. Exit status: 0 all were answered, 1 not all, 2 the
-command is wrong, 130 interrupted. docs/making-tasks.md
+command is wrong, 130 interrupted. docs/data.md
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""See what the policy does: a local, read-only web page over runs' records. docs/view.md describes it."""
+"""See what the policy does: a local, read-only web page over runs' records. docs/records.md describes it."""

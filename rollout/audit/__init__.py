@@ -24,7 +24,7 @@ It checks every record with code that shares nothing with the session tree:
 8. Every line of episode_metrics and of journals has its record, and all figures of it; every record has its line. An
    episode that a selection inside the run has copied (rl.data.select) is the same as in the record it was copied from.
 
-The exit status is 0, with one summary line, or 1, with one line per finding. docs/audit.md says how each field is
+The exit status is 0, with one summary line, or 1, with one line per finding. docs/records.md says how each field is
 proven, and what cannot be found.
 """
 

@@ -4,8 +4,8 @@
     python -m rollout.view RUN [RUN...] --bundle OUT      write the pages as files, to show or send without this program
 
 RUN is a directory with records (of a training run, an evaluation, a collection, a selection) or one record file. The
-server listens on this machine only. With another --host it needs a token, which it makes and prints. docs/records.md says
-what the pages show.
+server listens on this machine only. With another --host it needs a token, which it makes and prints. docs/records.md
+says what the pages show.
 """
 
 from __future__ import annotations

@@ -130,54 +130,56 @@ def _first(lines: Sequence[str]) -> str:
     return said.lstrip("# ")
 
 
-def everything() -> dict[Path, list[Key]]:
+def everything() -> dict[str, list[Key]]:
     """Return the keys of each file with their full names; one without a comment has the line of another place."""
     found = {}
-    for path in files():
-        text, relative = path.read_text(), Path(_name(path))
-        prefix = "" if len(relative.parts) == 1 else f"{relative.parts[0]}."
+    for file, path in files().items():
+        text, folder = path.read_text(), file.rpartition("/")[0].partition("/")[0]
+        prefix = f"{folder}." if folder else ""
         if package := re.search(r"@package (\S+)", text):
             prefix = "" if package[1] == "_global_" else f"{package[1]}."
-        found[path] = [replace(key, name=f"{prefix}{key.name}") for key in keys(text)]
+        found[file] = [replace(key, name=f"{prefix}{key.name}") for key in keys(text)]
     said: dict[str, str] = {}
     for key in (key for some in found.values() for key in some if key.about):
         said.setdefault(key.name, key.about)
     said |= {name: f"verl: {line}" for name, line in verls().items()}
     return {
-        path: [key if key.about else replace(key, lines=(said.get(key.name, ""),)) for key in some]
-        for path, some in found.items()
+        file: [key if key.about else replace(key, lines=(said.get(key.name, ""),)) for key in some]
+        for file, some in found.items()
     }
 
 
-def section(path: Path, some: Sequence[Key]) -> str:
+def by_name(found: Mapping[str, Sequence[Key]]) -> dict[str, list[tuple[str, Key]]]:
+    """Return the keys by their names, each with the files that set it."""
+    where: dict[str, list[tuple[str, Key]]] = {}
+    for file, some in found.items():
+        for key in some:
+            where.setdefault(key.name, []).append((file, key))
+    return where
+
+
+def section(file: str, path: Path, some: Sequence[Key]) -> str:
     """Return a file as Markdown."""
     said = header(path.read_text())
     # Indented lines of a comment are commands.
     said = "\n".join(f"  {line}" if line.startswith("  ") else line for line in said.splitlines())
-    parts = [f"## {_name(path)}", *([said] if said else [])]
+    parts = [f"## {file}", *([said] if said else [])]
     rows = [f"| `{key.name}` | {_value(key.value)} | {_cell(key.about)} |" for key in some]
     if rows:
         parts.append("\n".join(["| key | value | |", "| --- | --- | --- |", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
-def index(found: Mapping[Path, Sequence[Key]]) -> str:
+def index(found: Mapping[str, Sequence[Key]]) -> str:
     """Return the list of files, and the list of keys with the files that set them, as Markdown."""
-    where: dict[str, list[Path]] = {}
-    for path, some in found.items():
-        for key in some:
-            where.setdefault(key.name, []).append(path)
-    keys_ = [f"- `{name}`: {', '.join(map(_link, paths))}" for name, paths in sorted(where.items())]
-    return "\n".join(["## Index", "", *(f"- {_link(path)}" for path in found), "", "Keys:", "", *keys_, ""])
+    keys_ = [
+        f"- `{name}`: {', '.join(_link(file) for file, _ in where)}" for name, where in sorted(by_name(found).items())
+    ]
+    return "\n".join(["## Index", "", *(f"- {_link(file)}" for file in found), "", "Keys:", "", *keys_, ""])
 
 
-def _name(path: Path) -> str:
-    """Return the path below the folder of configs that it is in."""
-    return next(path.relative_to(one) for one in config_folders() if path.is_relative_to(one)).as_posix()
-
-
-def _link(path: Path) -> str:
-    return f"[{_name(path)}](#{re.sub(r'[^a-z0-9_-]', '', _name(path).lower())})"
+def _link(file: str) -> str:
+    return f"[{file}](#{re.sub(r'[^a-z0-9_-]', '', file.lower())})"
 
 
 def _value(value: str) -> str:
@@ -189,41 +191,47 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def files() -> list[Path]:
-    """Return train.yaml, the groups' files, the experiments, then what they share, without verl's agent_loops.yaml."""
+def files() -> dict[str, Path]:
+    """Return the files by their names below their folder of configs; of files with one name ours, as Hydra does.
+
+    The order is train.yaml, the groups' files, the experiments, then what they share. verl's agent_loops.yaml is none.
+    """
     groups = ("agent", "proxy", "sandbox", "grading", "sft", "cluster", "plan", "experiment", "recipe")
 
-    def order(path: Path) -> tuple[int, str]:
-        relative = Path(_name(path))
-        if relative.name == "train.yaml":
+    def order(file: str) -> tuple[int, str]:
+        if file == "train.yaml":
             return -1, ""
-        first = relative.parts[0]
-        return groups.index(first) if first in groups else len(groups), relative.as_posix()
+        first = file.partition("/")[0]
+        return groups.index(first) if first in groups else len(groups), file
 
-    found = [path for one in config_folders() for path in one.rglob("*.yaml") if path.name != "agent_loops.yaml"]
-    return sorted(found, key=order)
+    found: dict[str, Path] = {}
+    for folder in config_folders():
+        for path in folder.rglob("*.yaml"):
+            if path.name != "agent_loops.yaml":
+                found.setdefault(path.relative_to(folder).as_posix(), path)
+    return {file: found[file] for file in sorted(found, key=order)}
 
 
 def reference() -> str:
     """Return all files and keys, with an index, as Markdown."""
     found = everything()
-    return "\n".join([_HEAD, *(section(path, some) for path, some in found.items()), index(found)])
+    sections = (section(file, path, found[file]) for file, path in files().items())
+    return "\n".join([_HEAD, *sections, index(found)])
 
 
 def matching(words: Sequence[str]) -> str:
     """Return the keys whose names or descriptions have all these words, each with its values and its description."""
-    values: dict[str, list[str]] = {}
-    about: dict[str, str] = {}
-    for path, some in everything().items():
-        for key in some:
-            values.setdefault(key.name, []).append(f"{key.value or '(a group)'} in {_name(path)}")
-            about.setdefault(key.name, key.about)
-    chosen = [name for name in values if all(word.lower() in f"{name} {about[name]}".lower() for word in words)]
-    chosen.sort(key=lambda name: (not all(word in name for word in words), name))
+    wanted = [word.lower() for word in words]
+    chosen = [
+        (not all(word in name.lower() for word in wanted), name, where)
+        for name, where in by_name(everything()).items()
+        if all(word in f"{name} {where[0][1].about}".lower() for word in wanted)
+    ]
     blocks = []
-    for name in chosen:
-        description = textwrap.indent(textwrap.fill(about[name], 112), "  ")
-        blocks.append("\n".join([name, *(f"    {value}" for value in values[name]), description]))
+    for _, name, where in sorted(chosen, key=lambda one: one[:2]):
+        values = [f"    {key.value or '(a group)'} in {file}" for file, key in where]
+        description = textwrap.indent(textwrap.fill(where[0][1].about, 112), "  ")
+        blocks.append("\n".join([name, *values, description]))
     return "\n\n".join(blocks)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from rl import keys
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rl", "rollout", "rewards")
@@ -66,11 +69,17 @@ def wrong_modules(document: Path) -> Iterator[str]:
     yield from (f"{name}: no such module" for name in re.findall(rf"-m ({names})", text) if not source(name.split(".")))
     for name in re.findall(rf"`({names})`", text):
         parts = name.split(".")
-        if parts[0] == "rollout" and (document.name == "planning.md" or not source(parts[:2])):
+        if parts[0] == "rollout" and (f"actor_rollout_ref.{name}" in set_keys() or not source(parts[:2])):
             continue  # a key of verl's group of this name
         depth = max((n for n in range(2, len(parts) + 1) if source(parts[:n])), default=0)
         if not depth or (depth < len(parts) and not re.search(rf"\b{parts[depth]}\b", source(parts[:depth]))):
             yield f"{name}: no such module, or no such name in it"
+
+
+@functools.cache
+def set_keys() -> set[str]:
+    """Return the keys that configs set."""
+    return {key.name for some in keys.everything().values() for key in some}
 
 
 def source(parts: list[str]) -> str:

@@ -32,16 +32,11 @@ def check(logged: set[str]) -> None:
     """Assert that the document names every metric that such a run (with held-out episodes) logged, and no other."""
     rows = {row.name: row for row in documented()}
     used = {name: best(name, list(rows)) for name in logged}
-    unknown = [name for name, by in used.items() if by is None or (by == "val/<name>" and not twin(name, list(rows)))]
+    of_episodes = {name: f"episode/{name.removeprefix('val/')}" for name, by in used.items() if by == "val/<mean>"}
+    unknown = [name for name, by in used.items() if by is None or of_episodes.get(name, by) not in rows]
     assert not unknown, f"docs/metrics.md does not name {sorted(unknown)}"
     missing = {name for name, row in rows.items() if row.when in ("", "held-out")} - set(used.values())
     assert not missing, f"docs/metrics.md names what the run did not log: {sorted(missing)}"
-
-
-def twin(name: str, names: list[str]) -> str | None:
-    """The documented name of training's metric that a metric of held-out episodes is the same as."""
-    rest = name.removeprefix("val/")
-    return best(f"episode/{rest}", names) or best(rest, names)
 
 
 def best(name: str, names: list[str]) -> str | None:

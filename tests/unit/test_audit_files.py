@@ -117,7 +117,7 @@ async def test_the_audit_finds_in_files(damage: str, run: Path, capsys: pytest.C
 
 
 async def test_a_last_record_and_its_line_can_be_taken_away(run: Path) -> None:
-    """What nothing else names is not missed; docs/records.md says so."""
+    """The audit does not miss what nothing else names; docs/records.md says so."""
     reorder(run, 0, 1)
     path = run / "episode_metrics" / "one.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))

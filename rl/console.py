@@ -7,8 +7,8 @@ import os
 import sys
 from typing import NamedTuple
 
-from rl.config import config_folders
-from rl.overrides import options
+from rl.config.compose import config_folders
+from rl.config.overrides import options
 
 
 class Use(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from rl.config import config_folders, package_dir
+from rl.config.compose import config_folders, package_dir
 from rollout import program
 
 _LONG = 60  # characters of a value

@@ -27,8 +27,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.boxes import kind_of
-from rl.command import read_command
+from rl.config.command import read_command
+from rl.episodes.boxes import kind_of
 from rl.metrics.episodes import read_jsonl
 from rl.metrics.figures import CORRELATION, Figure
 from rl.run import checkpoints, stop

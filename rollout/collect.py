@@ -1,12 +1,12 @@
 """This module is the command ``python -m rollout.collect``: Claude Code on tasks, without training (docs/traces.md).
 
-The program itself is ``rl.collect``, because a config tells it what to do. In this package, only this module
-and ``rollout.view`` import ``rl``.
+The program itself is ``rl.traces.collect.command``, because a config tells it what to do. In this package, only this
+module and ``rollout.view`` import ``rl``.
 """
 
 import sys
 
-from rl.collect.__main__ import main
+from rl.traces.collect.command import main
 from rollout import program
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ from measuring import GIB, TRAINER, compare, head, peak, row, tensors, train
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
-from rl.batch import run_all
-from rl.config import CPU_TRAINING, compose
+from rl.config.compose import CPU_TRAINING, compose
+from rl.episodes.setup import load_policy, make_setup, training_settings
 from rl.plan import Plan, plan
 from rl.plan.memory import kv_tokens
+from rl.run.journal import run_all
+from rl.run.screen import Screen
 from rl.run.vllm_server import SERVED_AS, vllm_server
-from rl.screen import Screen
-from rl.setup import load_policy, make_setup, training_settings
 from rollout import program
 from rollout.episode import Episode, play
 from rollout.proxy.engine import Completion, Engine

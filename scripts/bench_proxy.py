@@ -68,7 +68,7 @@ def _policy(model: str, context: int = 4_000_000) -> Any:
 
 async def serve(model: str, context: str) -> None:
     """Run this proxy with the null engine."""
-    from rollout.proxy.collector import collect_rarely, keep_imports
+    from rollout.proxy.garbage import collect_rarely, keep_imports
     from rollout.proxy.standalone import Options, StandAlone
 
     server = StandAlone(Options("http://127.0.0.1:9", model, "qwen3_coder", max_sessions=1000))

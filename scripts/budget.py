@@ -24,7 +24,7 @@ ONE_TASK = 7_900
 # What happens to one task, from its row to the rows that are trained on, in the simplest kind of box: these files of
 # the trainer's side, and everything in rollout/ and rewards/ that these modules import. Pulls, seals, registries and
 # leases belong to boxes from images and do not count; neither does another agent or kind of box that is added.
-ONE_TASK_TRAINER = ("rl/agent_loop.py", "rl/engine.py", "rl/trainer.py", "rl/groups.py")
+ONE_TASK_TRAINER = ("rl/train/agent_loop.py", "rl/train/engine.py", "rl/train/trainer.py", "rl/train/groups.py")
 ONE_TASK_MODULES = (
     "rollout.episode",
     "rollout.records",

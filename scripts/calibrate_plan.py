@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rl.config import compose
+from rl.config.compose import compose
 from rl.plan import memory
 from rl.plan.layout import trainer_of
 from rl.plan.model import KNOWN, load_config, shape_of

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from rl.config import compose
+from rl.config.compose import compose
 from rl.plan.layout import layout_of
 from rl.plan.model import load_config, shape_of
 from rl.plan.throughput import pace

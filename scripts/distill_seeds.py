@@ -19,10 +19,10 @@ from pathlib import Path
 
 from measuring import ROOT, audited, finished, minutes, table
 
-from rl.config import compose
+from rl.config.compose import compose
 from rl.metrics.episodes import Line, read_jsonl
 from rl.quickstart.prepare import prepare
-from rl.screen import Screen
+from rl.run.screen import Screen
 from rollout import program
 
 STEPS = 8

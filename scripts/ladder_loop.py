@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 import ray
 
-from rl import agent_loop
-from rl.engine import VerlEngine
+from rl.train import agent_loop
+from rl.train.engine import VerlEngine
 
 PROMPT = list(range(300, 364))
 PATIENCE_S = 60.0

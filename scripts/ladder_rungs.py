@@ -26,7 +26,7 @@ from gpu_ladder import NEEDS_GPU, Place
 from measuring import GIB, ROOT, gpu_used, train
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import CPU_TRAINING, compose
+from rl.config.compose import CPU_TRAINING, compose
 from rl.metrics.episodes import read_jsonl
 from rl.metrics.figures import CORRELATION, Figure
 from rl.plan import plan

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from rl.checks import check
-from rl.config import ConfigError, compose
+from rl.config.compose import ConfigError, compose
 from tests.datasets import PARSER
 from tests.datasets import snapshot_row as row
 

@@ -73,7 +73,7 @@ def engine_config(overrides: list[str], directory: Path) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from rl.config import compose
+    from rl.config.compose import compose
 
     class Server(vLLMHttpServer):
         """verl's server, which makes the engine's config, as its own does, and no engine."""

@@ -20,10 +20,15 @@ TOPS = ("rl", "rollout", "rewards", "tests", "scripts", "configs", "examples", "
 CODE = (".py", ".sh", ".sbatch")
 # What is loaded by a name that only configs or an entry point have, or found by looking.
 NAMED_ELSEWHERE = {
-    "rl/train.py": ("rl/agent_loop.py", "rl/dataset.py", "rl/cpu/__init__.py", "rl/cpu/checkpoint_engine.py"),
-    "rl/run/vllm_server.py": ("rl/vllm_plugin.py",),
-    "rl/cpu/vllm_replica.py": ("rl/vllm_plugin.py",),
-    "rl/ingest/__main__.py": ("rl/ingest",),
+    "rl/train/__main__.py": (
+        "rl/train/agent_loop.py",
+        "rl/train/dataset.py",
+        "rl/cpu/__init__.py",
+        "rl/cpu/checkpoint_engine.py",
+    ),
+    "rl/run/vllm_server.py": ("rl/run/vllm_plugin.py",),
+    "rl/cpu/vllm_replica.py": ("rl/run/vllm_plugin.py",),
+    "rl/ingest.py": ("rl/traces/ingest",),
     "tests/published.py": ("scripts/smollm2.jinja",),
     "tests/unit/test_help.py": ("scripts", "examples"),
     "tests/unit/test_setup.py": ("constraints", "packaging/container", "scripts"),
@@ -135,7 +140,7 @@ def _division(node: ast.expr) -> Iterator[str]:
 
 
 def _word(word: str, namer: str) -> Iterator[str]:
-    """Yield what a word names: a module (``rl.train``, ``pkg://rl.dataset``, ``rl.a:b``) or a file."""
+    """Yield what a word names: a module (``rl.train``, ``pkg://rl.train.dataset``, ``rl.a:b``) or a file."""
     word = word.removeprefix("pkg://")
     name, _, more = word.partition(":")
     name = name.removeprefix("./")

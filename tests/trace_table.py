@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from rl.collect.dataset import rows
-from rl.collect.spans import spans_of
 from rl.data.choice import Rules, choose
-from rl.export.__main__ import main as export
-from rl.ingest import recorded
-from rl.ingest.__main__ import main as ingest
-from rl.ingest.agreement import COMMAND, calls_of
-from rl.ingest.states import read_states
+from rl.export import main as export
+from rl.ingest import main as ingest
 from rl.quickstart.tasks import make_tasks
-from rl.view.reading import read
+from rl.traces.collect.dataset import rows
+from rl.traces.collect.spans import spans_of
+from rl.traces.ingest import recorded
+from rl.traces.ingest.agreement import COMMAND, calls_of
+from rl.traces.ingest.states import read_states
+from rl.view.turns import read
 from rollout.proxy.chat import chat_request
 from rollout.proxy.replies import Reply, reply_events, reply_json, sse
 from rollout.trace import Trace, trace

@@ -11,7 +11,6 @@ is wrong.
 from omegaconf import DictConfig
 
 from rewards.task import Task
-from rl.boxes import kind_of
 from rl.checks.data import check_files
 from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_keys, check_types
@@ -28,7 +27,8 @@ from rl.checks.numbers import (
     check_repeat,
     check_schedule,
 )
-from rl.config import check_all
+from rl.config.compose import check_all
+from rl.episodes.boxes import kind_of
 
 
 def check_values(config: DictConfig) -> None:

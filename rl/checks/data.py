@@ -8,9 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rewards.task import Task, TaskError, load_tasks
-from rl.boxes import is_snapshot, kind_of
-from rl.config import ConfigError, check_all
-from rl.make.overlap import KINDS, Found, overlaps
+from rl.checks.alike import KINDS, Found, overlaps
+from rl.config.compose import ConfigError, check_all
+from rl.episodes.boxes import is_snapshot, kind_of
 
 
 def check_tasks(config: DictConfig) -> list[Task]:

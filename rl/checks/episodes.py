@@ -4,11 +4,11 @@ import os
 
 from omegaconf import DictConfig
 
-from rl.boxes import kind_of
 from rl.checks.numbers import check_positive
-from rl.config import ConfigError, check_all
+from rl.config.compose import ConfigError, check_all
+from rl.episodes.boxes import kind_of
+from rl.episodes.setup import ENDPOINTS, agent_from, rules_from, shape_from
 from rl.run.store import check_store
-from rl.setup import ENDPOINTS, agent_from, rules_from, shape_from
 from rollout.proxy.parsers import FORMATS
 
 

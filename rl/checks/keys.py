@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
 from rl.checks.types import dataclass_of, fields, wrong_value
-from rl.config import CONFIGS, ConfigError, compose, config_folders, package_dir
+from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir
 
 # What is below these keys belongs to another program (Ray, Megatron), or is named by the user. The same holds below
 # every key that is null or empty by default.

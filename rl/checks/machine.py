@@ -6,9 +6,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.boxes import writable
 from rl.checks.model import local_model
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
+from rl.episodes.boxes import writable
 
 GIB = 2**30
 # Logs, traces and metrics of a short run, and Ray's own spill threshold.

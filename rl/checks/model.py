@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 
 _TOYS = 512
 """The largest hidden size of a toy."""

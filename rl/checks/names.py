@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import ConfigError, package_dir
+from rl.config.compose import ConfigError, package_dir
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 # Key: the folder of verl in which its names are registered, and the places there that have them.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 
 POSITIVE = (
     "run.grace_s",
@@ -95,7 +95,7 @@ def check_curriculum(config: DictConfig) -> None:
     numbers = len(rates) == 2 and all(isinstance(one, int | float) for one in rates)
     if not (numbers and 0 <= rates[0] <= rates[1] <= 1):
         raise ConfigError(f"curriculum.prefer is {rates}; it must be two resolve rates, such as [0.2,0.8]")
-    if config.curriculum.by_rate and config.data.custom_cls.path != "pkg://rl.dataset":
+    if config.curriculum.by_rate and config.data.custom_cls.path != "pkg://rl.train.dataset":
         raise ConfigError("curriculum.by_rate=true needs task files; leave data.custom_cls.path as it is")
 
 

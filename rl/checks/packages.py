@@ -9,7 +9,7 @@ import importlib.metadata
 from omegaconf import DictConfig, OmegaConf
 
 from rl.checks.model import PACKING, stateful
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.metrics.nvml import cards
 from rl.run.programs import last_lines
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.config import package_dir
+from rl.config.compose import package_dir
 
 # The folders of verl's package that have the dataclasses of its config.
 _CLASSES = ("workers/config", "trainer/config", "utils/profiler", "utils/skip")

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from rl.checks.model import local_model
 from rl.cluster.network import use_interface
-from rl.config import NO_REPORTS, ConfigError
+from rl.config.compose import NO_REPORTS, ConfigError
 
 CACHES = {
     "TRITON_CACHE_DIR": "triton",

@@ -22,12 +22,13 @@ from rl.cluster.member import Say, check_node, judge, log_directory, prepare_nod
 from rl.cluster.network import node_address
 from rl.cluster.preflight import preflight
 from rl.cluster.ray import RayNode, answers, gpu_nodes, joined
-from rl.config import ConfigError
-from rl.run import slurm, starts, stop
+from rl.config.compose import ConfigError
+from rl.run import slurm, stop
 from rl.run.directory import Run
 from rl.run.fork_server import ON_NODES
 from rl.run.lease import POLL_S, RunLease
 from rl.run.programs import free_port, tied
+from rl.train import starts
 from rollout.sandbox import SandboxError
 
 UNAVAILABLE = os.EX_UNAVAILABLE  # 69, sysexits.h

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 
 # What the parts of a heterogeneous job are for. The second and third are also the names of Ray resources.
 ROLES = ("training", "episodes", "grading")

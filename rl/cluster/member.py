@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from rl.boxes import kind_of, prepare_images
 from rl.checks import check
 from rl.checks.data import check_tasks
 from rl.checks.machine import check_disk
@@ -20,9 +19,11 @@ from rl.cluster.network import node_address
 from rl.cluster.preflight import answer
 from rl.cluster.ray import RayNode
 from rl.cluster.stage import stage
-from rl.config import ConfigError
-from rl.run import starts, stop
+from rl.config.compose import ConfigError
+from rl.episodes.boxes import kind_of, prepare_images
+from rl.run import stop
 from rl.run.scratch import local_directory
+from rl.train import starts
 from rollout import files
 from rollout.sandbox import SandboxError
 
@@ -81,7 +82,7 @@ def prepare_node(config: DictConfig, plays: bool, logs: Path, say: Say) -> dict[
     """
     if config.prepare:
         return {}
-    if plays and kind_of(config.sandbox).from_images and config.data.custom_cls.path == "pkg://rl.dataset":
+    if plays and kind_of(config.sandbox).from_images and config.data.custom_cls.path == "pkg://rl.train.dataset":
 
         def count(ready: int, wanted: int) -> None:
             files.write(logs / starts.IMAGES, f"{ready}\n")

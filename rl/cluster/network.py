@@ -9,7 +9,7 @@ import psutil
 from omegaconf import DictConfig
 
 from rl.cluster.ray import reachable
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 
 
 def interface_address(name: str) -> str:

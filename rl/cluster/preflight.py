@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from rl.checks.model import local_model
 from rl.cluster.link import Link, Listener, NodeError
 from rl.cluster.network import node_address
-from rl.config import CPU_ENVIRONMENT
+from rl.config.compose import CPU_ENVIRONMENT
 from rl.run.programs import tied
 from rollout import files
 

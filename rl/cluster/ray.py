@@ -18,7 +18,7 @@ import psutil
 from omegaconf import DictConfig
 
 from rl.cluster.link import ROLES, NodeError, Place
-from rl.config import workers_environment
+from rl.config.compose import workers_environment
 from rl.run.fork_server import ForkServer
 from rl.run.programs import end_processes, free_port, tied
 from rl.run.scratch import ray_directory, remove_socket_directory, socket_directory

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 
 Say = Callable[[str], None]
 

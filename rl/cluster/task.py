@@ -5,7 +5,7 @@
 1. each node checks itself (``rl.checks``: config, data files, container engine, disk); if all find the same fault,
    the config is at fault, else the node;
 2. the head leases the run directory (``rl.run.lease``): until then nobody has written there. It ends a job that was
-   requeued without getting on (``rl.run.starts``);
+   requeued without getting on (``rl.train.starts``);
 3. the nodes are tested (``rl.cluster.preflight``); each copies model and task files to its own disk where
    ``cluster.stage_dir`` asks for it, and pulls and seals the sandbox images;
 4. the head starts Ray, the others join it, and the head waits until each node is there with its GPUs;
@@ -35,9 +35,10 @@ from rl.cluster.limits import raise_limits
 from rl.cluster.link import NodeError, Place
 from rl.cluster.member import member
 from rl.cluster.preflight import BadNodes, leave_out
-from rl.config import ConfigError, compose
-from rl.run import starts, stop
+from rl.config.compose import ConfigError, compose
+from rl.run import stop
 from rl.run.lease import InUse
+from rl.train import starts
 from rollout import program
 
 

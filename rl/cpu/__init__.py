@@ -6,7 +6,7 @@ that process groups have, if the config sets one (``run.collective_timeout_s``).
 
 With ``VERL_PLATFORM=cpu`` it also replaces the rollout replica "vllm" by one whose weight sync works on vLLM's CPU back
 end, and repairs one argument of process groups (see ``_gloo_once``). The environment that a CPU run needs is
-``rl.config.CPU_ENVIRONMENT``; the patches are listed in docs/architecture.md, "Patches at run time".
+``rl.config.compose.CPU_ENVIRONMENT``; the patches are listed in docs/architecture.md, "Patches at run time".
 """
 
 import datetime

@@ -36,13 +36,13 @@ from rewards import grade as grading
 from rewards.rules import Rules
 from rewards.task import Task, TaskError, load_tasks
 from rewards.verdict import Reason
-from rl.batch import Journal, JournalError, Losses, LostError, Progress, estimate, read_journal, run_all
-from rl.data import findings as report
+from rl.data import verdicts as report
 from rl.data.card import write_card
-from rl.data.findings import Finding, Status
 from rl.data.rates import write_rows
-from rl.screen import Screen, this_command
-from rl.shard import Shard
+from rl.data.verdicts import Finding, Status
+from rl.run.array_job import Shard
+from rl.run.journal import Journal, JournalError, Losses, LostError, Progress, estimate, read_journal, run_all
+from rl.run.screen import Screen, this_command
 from rollout import files, program
 from rollout.episode import Boot
 from rollout.sandbox.sealing import configuring
@@ -320,11 +320,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # These take seconds to import, so the options are checked first.
     from omegaconf import OmegaConf
 
-    from rl.boxes import kind_of
     from rl.checks import check_values
     from rl.checks.episodes import check_boxes
-    from rl.config import ConfigError, check_all, compose
-    from rl.setup import rules_from
+    from rl.config.compose import ConfigError, check_all, compose
+    from rl.episodes.boxes import kind_of
+    from rl.episodes.setup import rules_from
 
     screen = Screen(every_s=10.0)
     try:

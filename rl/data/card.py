@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from rl.screen import this_command
+from rl.run.screen import this_command
 from rollout import files
 
 _COUNTED = {

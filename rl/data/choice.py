@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from rewards.verdict import Reason
+from rl.config.overrides import nearest
 from rl.data.labels import Label, of_runs
 from rl.data.rates import Rate, rated
-from rl.overrides import nearest
 from rollout.agent.events import blocks
 from rollout.audit import audit_heard, audit_tokens
 from rollout.figures import Line, line

@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rl.checks.alike import in_verified
 from rl.data.card import write_card
 from rl.data.convert import write_tasks
-from rl.make.overlap import in_verified
-from rl.make.puzzles import Puzzle, apart, puzzles
-from rl.make.repositories import write_repositories
-from rl.make.sources import MakeError, name_of
+from rl.data.make.puzzles import Puzzle, apart, puzzles
+from rl.data.make.repositories import write_repositories
+from rl.data.make.sources import MakeError, name_of
 from rollout import files, program
 from rollout.sandbox import SandboxError
 

@@ -26,11 +26,11 @@ from docker.errors import DockerException
 
 from rewards.task import Task, TaskError, load_tasks
 from rl.data.card import write_card
+from rl.data.make import sources
+from rl.data.make.environment import VENV
+from rl.data.make.sources import MakeError
 from rl.data.rates import write_rows
-from rl.make import sources
-from rl.make.environment import VENV
-from rl.make.sources import MakeError
-from rl.screen import Screen, this_command
+from rl.run.screen import Screen, this_command
 from rollout import program
 from rollout.sandbox import WORKDIR, SandboxError
 from rollout.sandbox.docker import images

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rewards.task import TaskError, load_tasks
-from rl.make.overlap import KINDS, overlaps
+from rl.checks.alike import KINDS, overlaps
 from rollout import program
 
 

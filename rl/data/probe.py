@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rewards.task import load_tasks
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.data.card import write_card
 from rl.data.rates import Rate, write_rated
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
-from rl.screen import Screen
+from rl.run.screen import Screen
 from rollout import program
 
 

@@ -38,7 +38,7 @@ from rewards.task import Task, TaskError, load_tasks
 from rl.data.card import write_card
 from rl.data.choice import ALIKE, PATTERNS, Chosen, Rules, SelectError, choose
 from rl.data.rates import write_rated
-from rl.screen import Screen
+from rl.run.screen import Screen
 from rollout import files, program
 from rollout.records import SELECTION, VERSION, CorruptRecordError, RecordWriter, payload_at
 

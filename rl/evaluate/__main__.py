@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Sequence
 from rl.evaluate import compare
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
-from rl.screen import Screen
+from rl.run.screen import Screen
 from rollout import program
 
 

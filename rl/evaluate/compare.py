@@ -13,10 +13,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.evaluate.results import share
 from rl.evaluate.statistics import difference, estimate, sign_flip_p
-from rl.screen import Screen
+from rl.run.screen import Screen
 from rollout import program
 
 _SHOWN = 20

@@ -16,10 +16,10 @@ from rl.checks.data import check_task_files
 from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
-from rl.config import ConfigError, check_all, compose
+from rl.config.compose import ConfigError, check_all, compose
+from rl.episodes.setup import Settings, agent_from, read_settings
+from rl.run.array_job import Shard
 from rl.run.weights import Weights, find_weights
-from rl.setup import Settings, agent_from, read_settings
-from rl.shard import Shard
 
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config; an evaluation inherits what they set.
@@ -212,7 +212,7 @@ def digest(value: Any) -> str:
 
 
 def settings_of(config: DictConfig, max_context: int, name: str) -> Settings:
-    """Return the settings of the evaluation's episodes. Raises as ``rl.setup.read_settings`` does.
+    """Return the settings of the evaluation's episodes. Raises as ``rl.episodes.setup.read_settings`` does.
 
     max_context: tokens of a prompt and its reply together. name: marks the episodes' boxes.
     """

@@ -1,5 +1,5 @@
-"""This module is the program behind ``rl.evaluate`` and ``rl.collect``: the two play episodes in the same way, and keep
-different things of them.
+"""This module is the program behind ``rl.evaluate`` and ``rollout.collect``: the two play episodes in the same way,
+and keep different things of them.
 
 A ``Purpose`` says which.
 """
@@ -21,18 +21,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.grade import warm_up
 from rewards.task import Task
-from rl.batch import JournalError, LostError, Progress, estimate
-from rl.boxes import prepare_images
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
+from rl.episodes.boxes import prepare_images
 from rl.evaluate import results, serve, setup
 from rl.evaluate.config import digest, identity_of, name_of, shard_of
+from rl.evaluate.player import Player
 from rl.metrics.episodes import Line
-from rl.player import Player
+from rl.run.journal import JournalError, LostError, Progress, estimate
 from rl.run.scratch import remove_socket_directory, socket_directory
+from rl.run.screen import Screen, this_command
 from rl.run.store import storing
 from rl.run.vllm_server import ServeError, VllmServer
 from rl.run.weights import Weights, merge
-from rl.screen import Screen, this_command
 from rollout import files
 from rollout.episode import Episode, Setup
 from rollout.records import Record

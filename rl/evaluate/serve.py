@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.run.forks import Forks
 from rl.run.vllm_server import VllmServer
 from rollout.proxy.engine import EngineError

@@ -10,12 +10,12 @@ from typing import cast
 
 from omegaconf import DictConfig
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
+from rl.episodes.setup import ENDPOINTS, load_policy, make_setup
 from rl.evaluate.config import endpoint_key, settings_of
 from rl.evaluate.serve import Served, ask_endpoint, ask_server
 from rl.run.vllm_server import SERVED_AS, VllmServer
 from rl.run.weights import Weights
-from rl.setup import ENDPOINTS, load_policy, make_setup
 from rollout.episode import Setup
 from rollout.proxy.engine import Engine
 from rollout.proxy.forward import SideEndpoint

@@ -74,7 +74,7 @@ class Tail:
 
 class EpisodeReader:
     """A reader takes in what all logs of a run appended since it was made, and what they hold of steps after ``after``:
-    episodes that an interrupted step has left (``rl.run.unfinished``)."""
+    episodes that an interrupted step has left (``rl.train.unfinished``)."""
 
     def __init__(self, run_dir: Path, after: float = math.inf):
         self.directory = run_dir / "episode_metrics"

@@ -4,8 +4,8 @@
 import sys
 from pathlib import Path
 
-from rl.command import read_command
-from rl.config import ConfigError
+from rl.config.command import read_command
+from rl.config.compose import ConfigError
 from rl.plan import plan
 from rl.plan.cpu import machine
 from rl.plan.fit import apply, fitted, own_config

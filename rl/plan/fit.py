@@ -15,7 +15,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.config import CONFIGS, ConfigError
+from rl.config.compose import CONFIGS, ConfigError
 from rl.metrics.episodes import read_jsonl
 from rl.plan.cpu import is_cpu, machine
 from rl.plan.doubt import MOST_EQUAL

@@ -6,7 +6,7 @@ import math
 
 from omegaconf import DictConfig
 
-from rl.boxes import kind_of
+from rl.episodes.boxes import kind_of
 from rl.plan.engine import traffic
 from rl.plan.layout import ACTOR, MODEL, ROLLOUT, Layout, TrainerLayout, count_tasks, select
 from rl.plan.memory import GIB, Ledger, engine_weights, gradients, ledger, moments, weights

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.plan.layers import Mixer, mixers
 
 KNOWN = Path(__file__).resolve().with_name("models")

@@ -2,7 +2,8 @@
 
 The unit of time is the mean episode. Episodes take a lognormal time and wait for one of the boxes of their worker, in
 the order in which they were started; a group has ended when its last episode has. The rules that start groups are those
-of a run: rl.groups where steps wait for all groups, verl's where they do not. All is seeded: a config has one result.
+of a run: rl.train.groups where steps wait for all groups, verl's where they do not. All is seeded: a config has one
+result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 from collections import deque
 from typing import NamedTuple
 
-from rl.groups import in_flight
+from rl.run.pacing import in_flight
 
 STEPS = 40  # simulated steps; with ten times as many the means change by 3 % or less
 
@@ -44,7 +45,7 @@ class Simulation:
         self._left: dict[int, int] = {}  # episodes of a group that have not ended
 
     def place(self, count: int) -> list[int]:
-        """Return the workers that play the next ``count`` groups: in turn (rl.groups.Spread)."""
+        """Return the workers that play the next ``count`` groups: in turn (rl.train.groups.Spread)."""
         return [number % self.boxes.workers for number in range(self.played, self.played + count)]
 
     def start(self, count: int) -> None:

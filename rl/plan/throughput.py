@@ -11,22 +11,13 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from rl.config import ConfigError
-from rl.deadline import SHORTEST_S
+from rl.config.compose import ConfigError
 from rl.plan.engine import Load, forward, load, traffic
-from rl.plan.layout import (
-    ACTOR,
-    ROLLOUT,
-    Layout,
-    TrainerLayout,
-    batches_in_flight,
-    count_tasks,
-    filters,
-    select,
-)
+from rl.plan.layout import ACTOR, ROLLOUT, Layout, TrainerLayout, batches_in_flight, count_tasks, filters, select
 from rl.plan.memory import moments, weights
 from rl.plan.model import ModelShape
 from rl.plan.rollout import Boxes, Rollout, flowing, whole
+from rl.run.pacing import SHORTEST_S
 
 
 @dataclass(frozen=True)

@@ -32,20 +32,20 @@ from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
-from rl.batch import Progress
-from rl.command import read_command
-from rl.config import compose
+from rl.config.command import read_command
+from rl.config.compose import compose
+from rl.episodes.setup import load_policy, make_setup, training_settings
+from rl.evaluate.player import Player
 from rl.metrics.episodes import Line
-from rl.player import Player
 from rl.quickstart.policy import make_policy
 from rl.quickstart.script import RepairScript, asked, draw
 from rl.quickstart.tasks import make_tasks
+from rl.run.journal import Progress
 from rl.run.lease import POLL_S, InUse, RunLease
-from rl.screen import Screen
-from rl.setup import load_policy, make_setup, training_settings
+from rl.run.screen import Screen
 from rl.sft.episodes import rows_of
-from rl.sft.rows import ROWS, write
 from rl.sft.trainer import Passes, run_sft
+from rl.traces.rows import ROWS, write
 from rollout import files, program
 from rollout.episode import Setup
 from rollout.figures import journal_line

@@ -31,9 +31,9 @@ import pyarrow.parquet
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
-from rl.batch import run_all
-from rl.make.hidden import eval_script
-from rl.make.repositories import write_repositories
+from rl.data.make.hidden import eval_script
+from rl.data.make.repositories import write_repositories
+from rl.run.journal import run_all
 from rollout import program
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.treediff import object_id

@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from rl import report
 from rl.metrics import episodes as metrics
+from rl.metrics import report
 from rl.run import phases
-from rl.screen import Screen, this_command, to_go
+from rl.run.screen import Screen, this_command, to_go
 
 _LOOK_S = 1.0
 # So many first episodes of a run without a single tool call are no chance: nothing can be learned from them.

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 
 # A unix socket's path may have 107 characters. Ray adds /rl-12345678/ray and, for instance,
 # /session_2026-11-23_01-50-46_123456_1234567/sockets/plasma_store.

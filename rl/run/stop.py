@@ -2,7 +2,7 @@
 
 Schedulers send one of them some time before they kill (SLURM's ``--signal``, a preemption, a drained node). The first
 signal is a request: the trainer ends as soon as nothing is lost by it, saves a checkpoint and exits with ``STOPPED``.
-While episodes are played that is at once, because those that are done are kept (``rl.run.unfinished``); in the update
+While episodes are played that is at once, because those that are done are kept (``rl.train.unfinished``); in the update
 it is after the step. Outside of a step it exits at once with the same code. SIGTERM after that, or ``grace_s`` seconds,
 ends the process in the middle of its work with ``CUT_SHORT``: work since the last checkpoint is lost. SIGUSR1 is only
 ever a warning, which several may give: it changes nothing after the first signal.
@@ -10,7 +10,7 @@ If the job ends sooner (``rl.run.slurm``), the time is what is left of it, less 
 continues the run. SIGINT keeps Python's meaning.
 
 The state is global because signal handlers belong to the process. ``rl.train`` installs the handlers, first ``early``,
-and reports the end; the trainer (``rl.trainer``) says when its steps begin and asks whether it should end.
+and reports the end; the trainer (``rl.train.trainer``) says when its steps begin and asks whether it should end.
 """
 
 import os

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.run.programs import last_lines, tied
 
 LOG = "store.log"

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from rl.config import CPU_ENVIRONMENT
+from rl.config.compose import CPU_ENVIRONMENT
 from rl.run.forks import Fork, Forks
 from rl.run.programs import end_of_log, free_port, tied
 

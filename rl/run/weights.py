@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rl.config import CPU_ENVIRONMENT, ConfigError
+from rl.config.compose import CPU_ENVIRONMENT, ConfigError
 from rl.run.checkpoints import newest
 from rl.run.programs import end_of_log
 from rl.run.vllm_server import ServeError

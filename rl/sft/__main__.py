@@ -22,17 +22,17 @@ from omegaconf import DictConfig, OmegaConf
 from rl.checks import check_values
 from rl.checks.data import check_tasks
 from rl.checks.model import check_family
-from rl.command import read_command
-from rl.config import CONFIGS, ConfigError, check_all
+from rl.config.command import read_command
+from rl.config.compose import CONFIGS, ConfigError, check_all
 from rl.evaluate.run import run
 from rl.run.directory import open_run
+from rl.run.screen import Screen
 from rl.run.weights import adopt
-from rl.screen import Screen
 from rl.sft.checks import check_policy, check_sft
+from rl.sft.fine_tune import tune
 from rl.sft.rounds import play_rounds
-from rl.sft.rows import RowsError
-from rl.sft.tune import tune
-from rl.train import merge_policy, prepare, set_environment
+from rl.traces.rows import RowsError
+from rl.train.__main__ import merge_policy, prepare, set_environment
 from rollout import files, program
 
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rl.config import CPU_ENVIRONMENT
+from rl.config.compose import CPU_ENVIRONMENT
 from rl.run.programs import end_of_log
 from rl.run.weights import add_adapter, run_merger
 from rollout import files, program

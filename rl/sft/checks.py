@@ -16,12 +16,12 @@ from rl.checks.keys import check_keys
 from rl.checks.machine import check_cpu, check_disk
 from rl.checks.model import check_model, check_plan, check_toy
 from rl.checks.packages import check_packages
-from rl.config import ConfigError, check_all
+from rl.config.compose import ConfigError, check_all
+from rl.config.overrides import nearest
 from rl.data.choice import Rules
-from rl.overrides import nearest
 from rl.run.weights import adopt
 from rl.sft.other import check_environment
-from rl.sft.rows import PAIRS, ROWS, RowsError, check_columns
+from rl.traces.rows import PAIRS, ROWS, RowsError, check_columns
 from rollout.records import Reader
 
 TRAINERS = ("verl", "llamafactory", "dpo")

@@ -17,7 +17,7 @@ from typing import Any
 
 from rewards.verdict import Outcome
 from rl.data.choice import Rules, choose, paired
-from rl.sft.rows import PAIRS, ROWS, Row, RowsError, length, read, write
+from rl.traces.rows import PAIRS, ROWS, Row, RowsError, length, read, write
 from rollout.audit import audit_tokens
 from rollout.proxy.engine import TextCodec
 from rollout.records import CorruptRecordError, Reader, Record, path_of, record_at, unpack_ids

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import CONFIGS, NO_REPORTS, ConfigError
+from rl.config.compose import CONFIGS, NO_REPORTS, ConfigError
 from rl.metrics.episodes import Tail
 from rl.sft.adapter import merge_apart
 from rl.sft.episodes import write_pairs

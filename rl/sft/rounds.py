@@ -3,7 +3,7 @@
     RUN/iteration_0/evaluation/           the policy as it is, on the held-out tasks
     RUN/iteration_N/collection/           the training tasks as the policy of the round before played them
     RUN/iteration_N/data/                 what was selected of that (a selection: it reads like a run)
-    RUN/iteration_N/model/, rows.parquet  the policy, and what it was trained on (rl.sft.tune)
+    RUN/iteration_N/model/, rows.parquet  the policy, and what it was trained on (rl.sft.fine_tune)
     RUN/iteration_N/evaluation/           the policy on the held-out tasks
     RUN/iteration_N/report.json           all figures of the round
     RUN/rounds.md                         the table
@@ -25,19 +25,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
-from rl.collect.outputs import Collection
 from rl.data.choice import Rules, choose
 from rl.data.select import summary, write
 from rl.evaluate.config import evaluation_of
 from rl.evaluate.run import Purpose, play_all
 from rl.evaluate.serve import start_server
 from rl.run.forks import Forks
+from rl.run.screen import Screen
 from rl.run.vllm_server import CPU_SERVER, VllmServer
 from rl.run.weights import Weights
-from rl.screen import Screen
-from rl.sft.rows import RowsError
+from rl.sft.fine_tune import tune
 from rl.sft.trainer import TRAINER, on_device
-from rl.sft.tune import tune
+from rl.traces.collect.outputs import Collection
+from rl.traces.rows import RowsError
 from rollout import files
 
 

@@ -22,7 +22,7 @@ import psutil
 import pyarrow.parquet
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config import cpu_training, package_dir
+from rl.config.compose import cpu_training, package_dir
 from rl.metrics.episodes import Tail
 from rl.run.forks import Fork, Forks
 from rl.run.programs import end_of_log, tied
@@ -36,7 +36,7 @@ _SETTINGS: dict[str, Any] = {
     "data": {
         "pad_mode": "no_padding",
         "num_workers": 0,
-        "custom_cls": {"path": "pkg://rl.sft.rows", "name": "TokenRows"},
+        "custom_cls": {"path": "pkg://rl.traces.rows", "name": "TokenRows"},
     },
     "trainer": {"resume_mode": "auto", "max_ckpt_to_keep": 2, "nnodes": 1},
 }

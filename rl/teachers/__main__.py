@@ -25,14 +25,14 @@ from typing import Any
 
 from rich.table import Table
 
-from rl.ingest.asking import Asked, Survey, limited
-from rl.ingest.endpoints import Endpoint
-from rl.ingest.evaluate import compared, shown
-from rl.ingest.states import State
-from rl.screen import Screen, ended
+from rl.run.screen import Screen, ended
 from rl.teachers import outcome
+from rl.teachers.arguments import ask, teacher_of, told
 from rl.teachers.families import family_of
-from rl.teachers.given import ask, teacher_of, told
+from rl.traces.ingest.asking import Asked, Survey, limited
+from rl.traces.ingest.endpoints import Endpoint
+from rl.traces.ingest.evaluate import compared, shown
+from rl.traces.ingest.states import State
 from rollout import files, program
 
 

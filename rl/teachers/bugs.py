@@ -16,16 +16,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.config import compose
-from rl.ingest.asking import Survey
-from rl.ingest.states import writing
-from rl.make.prepare import prepare
-from rl.make.work import editable
-from rl.make.written import SYSTEM, edit_of, questions, to_line
-from rl.screen import Screen, ended
-from rl.setup import rules_from
-from rl.teachers.given import ask, teacher_of, told
+from rl.config.compose import compose
+from rl.data.make.prepare import prepare
+from rl.data.make.work import editable
+from rl.data.make.written import SYSTEM, edit_of, questions, to_line
+from rl.episodes.setup import rules_from
+from rl.run.screen import Screen, ended
+from rl.teachers.arguments import ask, teacher_of, told
 from rl.teachers.restate import text_of
+from rl.traces.ingest.asking import Survey
+from rl.traces.ingest.states import writing
 from rollout import files, program
 from rollout.sandbox import SandboxError
 

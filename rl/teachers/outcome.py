@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from rl.ingest.agreement import calls_of, same_call, spelled
-from rl.ingest.asking import limited
-from rl.ingest.evaluate import Answers
-from rl.ingest.sft import chat_of
-from rl.ingest.states import Message, State, without_thinking
+from rl.traces.ingest.agreement import calls_of, same_call, spelled
+from rl.traces.ingest.asking import limited
+from rl.traces.ingest.evaluate import Answers
+from rl.traces.ingest.sft import chat_of
+from rl.traces.ingest.states import Message, State, without_thinking
 from rollout import files
 
 

@@ -21,12 +21,12 @@ import pyarrow.parquet
 
 from rewards.task import load_tasks
 from rl.data.card import write_card
+from rl.data.make.statement import LEVELS, leaks
 from rl.data.rates import write_rows
-from rl.ingest.asking import Survey
-from rl.ingest.states import Message, writing
-from rl.make.statement import LEVELS, leaks
-from rl.screen import Screen, ended
-from rl.teachers.given import ask, teacher_of, told
+from rl.run.screen import Screen, ended
+from rl.teachers.arguments import ask, teacher_of, told
+from rl.traces.ingest.asking import Survey
+from rl.traces.ingest.states import Message, writing
 from rollout import program
 from rollout.proxy.blocks import blocks_of, text_in
 

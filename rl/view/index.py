@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zstandard
 
-from rl.view.finding import Query
+from rl.view.search import Query
 from rollout import files
 from rollout.audit import audit_heard, audit_tokens
 from rollout.figures import line

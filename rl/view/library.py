@@ -10,9 +10,9 @@ from pathlib import Path
 from rl.metrics.trained import Trained
 from rl.metrics.trained import read as read_trained
 from rl.view.index import Entry, Index
-from rl.view.reading import Reading, read
 from rl.view.runs import Run, advantages, by_deviation, group
 from rl.view.tokens import Texts, Tree, Vocabulary, tree, vocabulary
+from rl.view.turns import Reading, read
 from rollout.records import CorruptRecordError, Record
 
 _KEPT = 4  # episodes in memory; one of 100,000 tokens takes some tens of MB

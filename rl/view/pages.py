@@ -15,14 +15,15 @@ from msgspec.structs import asdict as asdict_of
 
 from rl.data import labels
 from rl.evaluate.compare import compare as compared
-from rl.report import summary
-from rl.view import finding, render, runs
+from rl.metrics.report import summary
+from rl.view import render, runs
+from rl.view import search as finding
 from rl.view.index import Entry
 from rl.view.library import Episode, Library, NotFound
-from rl.view.reading import Turn
 from rl.view.render import url
 from rl.view.runs import FilterError, Run
 from rl.view.tokens import MOST, improbable, tilted, tokens
+from rl.view.turns import Turn
 
 _PAGE = 200  # rows of a list
 _STEPS, _TASKS, _ATTEMPTS = 60, 100, 12

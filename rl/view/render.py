@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import jinja2
 
 from rl.view import texts
-from rl.view.reading import Part, Turn
+from rl.view.turns import Part, Turn
 
 _HERE = Path(__file__).parent
 _NEW_FILE = ("content", "file_text")  # arguments of tools that write files

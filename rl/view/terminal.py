@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl.view.index import Entry, Index, caches
-from rl.view.reading import Part, Reading, Turn, read
 from rl.view.runs import FilterError, chosen
 from rl.view.texts import cut
+from rl.view.turns import Part, Reading, Turn, read
 from rollout import program
 from rollout.records import CorruptRecordError
 

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from rollout.proxy.collector import untracked
+from rollout.proxy.garbage import untracked
 from rollout.proxy.marks import any_of
 from rollout.proxy.texts import here
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout.proxy.collector import untracked
+from rollout.proxy.garbage import untracked
 
 if TYPE_CHECKING:
     from rollout.proxy.tree import Node

@@ -25,8 +25,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from rollout.proxy.collector import collect_rarely, keep_imports
 from rollout.proxy.engine import Engine, EngineError
+from rollout.proxy.garbage import collect_rarely, keep_imports
 from rollout.proxy.messages import RequestError
 from rollout.proxy.metrics import Metrics
 from rollout.proxy.server import Handler, ProxyServer, token_of

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rollout.proxy.collector import untracked
+from rollout.proxy.garbage import untracked
 from rollout.proxy.messages import Conversation, Identity, Span, Spans, text_key
 from rollout.proxy.partings import cuts, partings, pieces_of
 from rollout.proxy.replies import Reply

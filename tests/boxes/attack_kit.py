@@ -17,7 +17,7 @@ from rewards.grade import grade
 from rewards.rules import Rules
 from rewards.task import Task
 from rewards.verdict import Verdict
-from rl.setup import rules_from
+from rl.episodes.setup import rules_from
 from rollout.sandbox import Limits
 from tests.boxes.kinds import TIGHT, BoxKit, kinds, param
 from tests.sandboxes import REPOSITORY, make_snapshot, sh

@@ -23,8 +23,8 @@ import pytest
 from rewards.grade import grade
 from rewards.task import load_tasks
 from rewards.verdict import Reason
-from rl.boxes import kind_of, prepare_images
-from rl.config import compose
+from rl.config.compose import compose
+from rl.episodes.boxes import kind_of, prepare_images
 from rl.quickstart.tasks import make_tasks
 from rollout.sandbox import Limits, SandboxError
 from rollout.sandbox.apptainer import cli, images

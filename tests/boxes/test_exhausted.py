@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from rl.boxes import Local
-from rl.config import ConfigError, compose
-from rl.make.runs import Bench
-from rl.make.sources import MakeError
+from rl.config.compose import ConfigError, compose
+from rl.data.make.runs import Bench
+from rl.data.make.sources import MakeError
+from rl.episodes.boxes import Local
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.local import bwrap
 from rollout.sandbox.local.box import boot_local

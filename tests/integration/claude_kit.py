@@ -21,8 +21,8 @@ from aiohttp import web
 
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
-from rl.export.conversation import conversations
 from rl.sft.episodes import rows_of
+from rl.traces.export.conversation import conversations
 from rollout import records
 from rollout.agent import AgentRun, run_agent
 from rollout.agent.claude_code import ClaudeCode, find_binary

@@ -11,10 +11,10 @@ from typing import Any
 
 from rewards.task import Task
 from rewards.verdict import Reason
-from rl.agent_loop import outputs
-from rl.boxes import kind_of
-from rl.config import compose
+from rl.config.compose import compose
+from rl.episodes.boxes import kind_of
 from rl.metrics.episodes import fold
+from rl.train.agent_loop import outputs
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play
 from rollout.figures import line

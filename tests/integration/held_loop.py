@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl import agent_loop
 from rl.metrics.episodes import read_jsonl
+from rl.train import agent_loop
 from rollout.episode import Episode
 from rollout.proxy.engine import Completion, Engine
 

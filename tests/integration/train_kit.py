@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from filelock import FileLock
 
-from rl.config import compose
+from rl.config.compose import compose
 from rl.quickstart.prepare import directory_of
 from tests.integration.process_kit import ROOT, command_line, plain_environment, read_until
 

@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl.view import pages
-from rl.view.finding import Query
 from rl.view.index import Index
 from rl.view.library import Library
-from rl.view.reading import composed
+from rl.view.search import Query
 from rl.view.texts import clean, compared, patch
 from rl.view.tokens import Vocabulary
+from rl.view.turns import composed
 from rollout.records import NodeRecord, RecordWriter, pack_ids
 from tests.export_kit import Play, write
 from tests.kit import empty_record

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rl.boxes import FromImages, Kind
-from rl.setup import agent_from
+from rl.episodes.boxes import FromImages, Kind
+from rl.episodes.setup import agent_from
 from rollout.agent import AgentRun, Status, run_agent
 from rollout.agent.claude_code import COVERS, ClaudeCode, find_binary
 from rollout.sandbox import ExecResult, Limits

@@ -30,7 +30,7 @@ def episode(status: str = "finished", verdict: Verdict | None = None, **counters
 
 
 def test_rows_have_the_form_that_verl_stores() -> None:
-    from rl.agent_loop import outputs
+    from rl.train.agent_loop import outputs
 
     (output,) = outputs(episode())
     row = output.as_dict()
@@ -41,7 +41,7 @@ def test_rows_have_the_form_that_verl_stores() -> None:
 
 
 def test_an_infrastructure_failure_has_no_rows() -> None:
-    from rl.agent_loop import outputs
+    from rl.train.agent_loop import outputs
 
     assert outputs(episode(verdict=Verdict(Reason.NO_SPACE))) == []
 
@@ -60,7 +60,7 @@ def test_an_infrastructure_failure_has_no_rows() -> None:
     ],
 )
 def test_an_episode_is_overlong_if_a_limit_ended_it(status: str, counters: dict[str, int], overlong: bool) -> None:
-    from rl.agent_loop import outputs
+    from rl.train.agent_loop import outputs
 
     ended = episode(status, **counters)
     assert ended.overlong is overlong
@@ -68,7 +68,7 @@ def test_an_episode_is_overlong_if_a_limit_ended_it(status: str, counters: dict[
 
 
 def test_an_episode_that_is_kept_is_not_played_again() -> None:
-    from rl.agent_loop import ClaudeCodeAgentLoop
+    from rl.train.agent_loop import ClaudeCodeAgentLoop
 
     loop = object.__new__(ClaudeCodeAgentLoop)  # it has no worker, engine or tasks: nothing else may be asked for
     assert asyncio.run(loop.run({}, session_id=2, kept="0 2")) == []
@@ -78,7 +78,7 @@ def test_an_episode_that_is_kept_is_not_played_again() -> None:
 
 
 def test_what_raises_is_noted_for_the_trainer(tmp_path: Path) -> None:
-    from rl.agent_loop import ClaudeCodeAgentLoop
+    from rl.train.agent_loop import ClaudeCodeAgentLoop
 
     async def worker() -> None:
         raise KeyError("tool_parser")

@@ -18,26 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl.quickstart import policy as quickstart_policy
-from rollout.audit import (
-    audit_claims,
-    audit_heard,
-    audit_text,
-    audit_tokens,
-    audit_turns,
-    closing_of,
-    tokenizer_of,
-)
+from rollout.audit import audit_claims, audit_heard, audit_text, audit_tokens, audit_turns, closing_of, tokenizer_of
 from rollout.proxy.engine import SAMPLED, Completion, Seals
 from rollout.proxy.messages import Span
 from rollout.proxy.replies import Reply
 from rollout.proxy.tree import Node, Tree
-from rollout.records import (
-    NodeRecord,
-    Record,
-    pack_floats,
-    pack_ids,
-    unpack_ids,
-)
+from rollout.records import NodeRecord, Record, pack_floats, pack_ids, unpack_ids
 from tests.audit_kit import change_ids, change_logprob, played, redo, redo_row, sampled, set_ids
 from tests.kit import CallReading, CharTokenizer, empty_record
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from rl import boxes as box_checks
 from rl.checks import check
+from rl.episodes import boxes as box_checks
 from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
 from tests.check_kit import good_config, refused, write

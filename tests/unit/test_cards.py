@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.checks.cards import MOE_BACKEND, card_notes
+from rl.checks.gpus import MOE_BACKEND, card_notes
 from tests.check_kit import composed
 from tests.unit.test_gpus import stand_in
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rl.collect.__main__ import BACKENDS
-from rl.config import compose
+from rl.config.compose import compose
 from rl.data.select import _parser
 from rl.sft.__main__ import spelled_out
+from rl.traces.collect.command import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = """

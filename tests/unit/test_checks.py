@@ -19,7 +19,7 @@ from rl.checks.keys import check_types
 from rl.checks.machine import GIB
 from rl.checks.model import check_memory, check_model, check_toy
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_schedule
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.plan.model import KNOWN
 from tests.check_kit import composed, good_config, refused, write
 from tests.datasets import snapshot_row as row
@@ -31,7 +31,7 @@ LOGGERS = """
 import os
 from omegaconf import OmegaConf
 from rl.checks.machine import check_loggers
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 for loggers, variables in (
     (["wandb", "tensorbord"], {}),
     (["tensorboard"], {"WANDB_MODE": "online"}),
@@ -434,7 +434,7 @@ def test_side_calls(config, monkeypatch):
 
 
 def test_quickstart_passes():
-    from rl.config import compose
+    from rl.config.compose import compose
 
     check(compose(["+experiment=quickstart"]))
 

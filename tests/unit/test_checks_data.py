@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from rl.checks import check
 from rl.checks.data import check_tasks
 from rl.checks.model import check_model
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from tests.check_kit import good_config, refused, write
 from tests.datasets import snapshot_row as row
 

@@ -7,7 +7,7 @@ import pytest
 from rl.checks import check
 from rl.checks.keys import check_types
 from rl.checks.names import _KNOWN, check_names, names
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from tests.check_kit import composed
 
 ACTOR = "actor_rollout_ref.actor"

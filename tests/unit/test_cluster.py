@@ -22,8 +22,9 @@ from rl.cluster.member import check_node, judge, prepare_node, unless
 from rl.cluster.ray import answers, check_gpus, joined
 from rl.cluster.stage import copy, stage
 from rl.cluster.task import run_directory, sweep_line
-from rl.config import ConfigError, compose
-from rl.run import starts, stop
+from rl.config.compose import ConfigError, compose
+from rl.run import stop
+from rl.train import starts
 from tests.check_kit import composed
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl.cluster.environment import CACHES, private, set_up, snapshot
-from rl.config import NO_REPORTS, ConfigError
+from rl.config.compose import NO_REPORTS, ConfigError
 from tests.check_kit import composed
 from tests.lacks import lacks
 from tests.packed_kit import small_environment

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.batch import Journal
-from rl.collect.__main__ import BACKENDS, fill_slots, main
-from rl.collect.dataset import rows
-from rl.collect.spans import spans_of
 from rl.evaluate.config import compose_evaluation
 from rl.evaluate.run import run
 from rl.quickstart.tasks import make_tasks
-from rl.screen import Screen
+from rl.run.journal import Journal
+from rl.run.screen import Screen
+from rl.traces.collect.command import BACKENDS, fill_slots, main
+from rl.traces.collect.dataset import rows
+from rl.traces.collect.spans import spans_of
 from rollout import SIDE_MODEL
 from rollout.agent.claude_code import ClaudeCode
 from rollout.agent.kept import _SCRIPT, unpack

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.proxy.collector import untracked
+from rollout.proxy.garbage import untracked
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from tests.kit import QueueEngine, char_policy

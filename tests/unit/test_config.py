@@ -11,8 +11,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rl.command import read_command
-from rl.config import CONFIGS, ConfigError, compose, cpu_training, workers_environment
+from rl.config.command import read_command
+from rl.config.compose import CONFIGS, ConfigError, compose, cpu_training, workers_environment
 from rl.quickstart.tasks import make_tasks
 from rl.run.checkpoints import seal
 from rl.run.directory import Run, open_run

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import CONFIGS
+from rl.config.compose import CONFIGS
+from rl.config.overrides import options
 from rl.console import USES, completions
-from rl.overrides import options
 from tests.unit.test_help import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-# Steps of an experiment's preparation, simulations that docs name, and the modules behind two programs of rollout.
+# Steps of an experiment's preparation, simulations that docs name, and the module behind a program of rollout.
 ELSEWHERE = {
     "rl.quickstart.policy",
     "rl.quickstart.prepare",
@@ -24,7 +24,7 @@ ELSEWHERE = {
     "rl.plan.routing",
     "rl.plan.schedules",
 }
-BEHIND = {"rl.collect": "rollout.collect", "rl.view": "rollout.view"}
+BEHIND = {"rl.view": "rollout.view"}
 
 
 def ccrl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

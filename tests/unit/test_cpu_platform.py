@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rl.config import CPU_ENVIRONMENT
+from rl.config.compose import CPU_ENVIRONMENT
 
 ON_A_CPU = "cpu" in importlib.metadata.version("vllm")
 PROBE = """

@@ -16,11 +16,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rewards.task import load_tasks
 from rl.checks.numbers import check_curriculum
-from rl.config import ConfigError
-from rl.curriculum import Curriculum, Rule, Scheduled
+from rl.config.compose import ConfigError
 from rl.data.rates import Rate, write_rated
-from rl.dataset import TaskDataset
 from rl.metrics.episodes import EpisodeLog
+from rl.train.curriculum import Curriculum, Rule, Scheduled
+from rl.train.dataset import TaskDataset
 from tests.unit.test_task import row, write
 
 RULE = Rule(prefer=(0.2, 0.8), other=0.25, solved=1.0, window=8, readmit_after=5)
@@ -181,7 +181,7 @@ def test_the_loader_of_a_trainer_draws_by_the_episodes_of_its_run(tmp_path: Path
 
 
 def test_impossible_rules_are_refused() -> None:
-    def check(prefer: list[float], path: str = "pkg://rl.dataset") -> None:
+    def check(prefer: list[float], path: str = "pkg://rl.train.dataset") -> None:
         values = {"curriculum": {"prefer": prefer, "by_rate": True}, "data": {"custom_cls": {"path": path}}}
         check_curriculum(OmegaConf.create(values))
 

@@ -26,11 +26,11 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import Task, load_tasks
-from rl.batch import Journal, JournalError, Losses, LostError, estimate
 from rl.data.admit import Plan, findings, grade_tasks, main
-from rl.data.findings import Status, finding, to_markdown
+from rl.data.verdicts import Status, finding, to_markdown
 from rl.quickstart.tasks import make_tasks
-from rl.shard import Shard
+from rl.run.array_job import Shard
+from rl.run.journal import Journal, JournalError, Losses, LostError, estimate
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.sealing import configuring

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.checks.alike import Found, in_verified, overlaps
 from rl.data import overlap
 from rl.data.convert import write_tasks
-from rl.make.overlap import Found, in_verified, overlaps
 
 PATCH = (
     "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1,4 +1,4 @@\n def {name}(first, second):\n"

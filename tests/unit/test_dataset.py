@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rl.dataset import TaskDataset
 from rl.metrics.episodes import MAX_LABELS
+from rl.train.dataset import TaskDataset
 from tests.unit.test_task import row, write
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl import deadline
-from rl.deadline import LEAST, SHORTEST_S, Deadline
+from rl.run import pacing as deadline
+from rl.run.pacing import LEAST, SHORTEST_S, Deadline
 from rollout.agent import Status, run_agent
 from rollout.agent.claude_code import ClaudeCode
 from rollout.episode import Setup
@@ -59,7 +59,7 @@ class Box:
 
 async def test_a_step_does_not_wait_for_an_episode_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step of a worker has one that would take an hour; it is ended after three times the median."""
-    from rl.agent_loop import Worker
+    from rl.train.agent_loop import Worker
 
     monkeypatch.setattr(deadline, "SHORTEST_S", 0.0)
     setup: Any = Setup(char_policy(QueueEngine()), None, None, AGENT)  # ty: ignore[invalid-argument-type]

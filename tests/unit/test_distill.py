@@ -17,8 +17,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.trainer.ppo.v1 import agent_loop_tq
 
 from rl.checks.model import check_teacher
-from rl.config import ConfigError, compose
-from rl.distill import scored, worker_class
+from rl.config.compose import ConfigError, compose
+from rl.train.distillation import scored, worker_class
 
 
 def row(*response: int) -> AgentLoopOutput:

@@ -22,13 +22,12 @@ from omegaconf import OmegaConf
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason, Verdict
-from rl import player
-from rl.batch import JournalError
-from rl.config import ConfigError, compose
-from rl.evaluate import compare, config, results, serve, setup
+from rl.config.compose import ConfigError, compose
+from rl.evaluate import compare, config, player, results, serve, setup
 from rl.evaluate.__main__ import main
-from rl.player import LostError, Player
+from rl.evaluate.player import LostError, Player
 from rl.quickstart.tasks import make_tasks
+from rl.run.journal import JournalError
 from rl.run.weights import Weights, find_weights
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode

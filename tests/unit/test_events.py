@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.metrics.samples import sample
-from rl.view.reading import read as reading
 from rl.view.terminal import episode
+from rl.view.turns import read as reading
 from rollout.agent.claude_code import ClaudeCode
 from rollout.agent.events import blocks, commands, read
 from rollout.audit import audit_heard

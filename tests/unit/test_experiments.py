@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.checks import check
 from rl.checks.keys import check_keys
-from rl.config import CONFIGS, ConfigError, compose
+from rl.config.compose import CONFIGS, ConfigError, compose
 from tests.check_kit import composed
 from tests.datasets import snapshot_row
 
@@ -179,7 +179,7 @@ def test_keys_that_only_verls_dataclasses_or_other_programs_know() -> None:
 def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(CONFIGS, tmp_path / "configs")
     (tmp_path / "configs" / "agent" / "other.yaml").write_text("kind: other\nletters: 1\n")
-    for module in ("rl.config", "rl.checks.keys"):
+    for module in ("rl.config.compose", "rl.checks.keys"):
         monkeypatch.setattr(f"{module}.CONFIGS", tmp_path / "configs")
     check_keys(compose(["agent=other"]))
     with pytest.raises(ConfigError, match=r"agent\.leters: nothing reads this key; did you mean agent\.letters"):

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.task import Task
-from rl.collect.expert import DONE, CannotPlayError, Edit, Expert, Form, Habits, gold_edits, playable
-from rl.config import ConfigError
-from rl.make.edits import patch
-from rl.make.swaps import swaps
+from rl.config.compose import ConfigError
+from rl.data.make.edits import patch
+from rl.data.make.swaps import swaps
 from rl.quickstart.policy import make_tokenizer
+from rl.traces.collect.expert import DONE, CannotPlayError, Edit, Expert, Form, Habits, gold_edits, playable
 from rollout.proxy.parsers import make_parser
 from rollout.proxy.render import ChatTemplateRenderer
 from tests.datasets import snapshot_row

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 import yaml
 
-from rl.export.__main__ import FORMATS, main
-from rl.ingest import atif as ingest_atif
-from rl.ingest import states
-from rl.ingest.lines import Findings
+from rl.export import FORMATS, main
+from rl.traces.ingest import atif as ingest_atif
+from rl.traces.ingest import states
+from rl.traces.ingest.lines import Findings
 from rollout.records import Record, unpack_floats, unpack_ids
 from tests.export_kit import CALLS, SYSTEM, crowd, lines, nested, repair, write
 from tests.kit import full_at

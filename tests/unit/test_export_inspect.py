@@ -12,8 +12,8 @@ from zipfile import ZipFile
 import msgspec
 import pytest
 
-from rl.export import inspect_log
-from rl.export.__main__ import main
+from rl.export import main
+from rl.traces.export import inspect_log
 from rollout.records import Record
 from tests.export_kit import crowd, nested, repair, write
 

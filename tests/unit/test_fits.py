@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig
 
 from rl.checks.model import check_family
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.plan import plan
 from rl.plan.model import load_config, turn_notes
 from rl.quickstart.policy import make_tokenizer

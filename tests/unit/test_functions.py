@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.task import Task
-from rl.collect.expert import Edit, _command
-from rl.make.functions import Function, alone
-from rl.make.puzzles import CHECK, FILE, Puzzle, apart, puzzle_of
-from rl.make.swaps import Swap, swaps
+from rl.data.make.functions import Function, alone
+from rl.data.make.puzzles import CHECK, FILE, Puzzle, apart, puzzle_of
+from rl.data.make.swaps import Swap, swaps
+from rl.traces.collect.expert import Edit, _command
 
 SOURCE = """\
 def clamp(x, low=0, high=10):

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.ingest import claude_code, gate, openhands, run, swe_agent
-from rl.ingest.gate import Gate
-from rl.ingest.states import Message, State
+from rl.traces.ingest import claude_code, gate, openhands, run, swe_agent
+from rl.traces.ingest.gate import Gate
+from rl.traces.ingest.states import Message, State
 from rollout.proxy.blocks import blocks_of
 from tests.export_kit import Play, calls_of, crowd, repair, without_words, write
 from tests.ingest_kit import session

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from rl.checks import check_values
-from rl.config import compose
+from rl.config.compose import compose
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

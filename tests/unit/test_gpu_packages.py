@@ -10,7 +10,7 @@ import pytest
 
 from rl.checks import packages
 from rl.checks.packages import ATTENTION, INSTALL, ULYSSES, check_packages
-from rl.config import CONFIGS, ConfigError
+from rl.config.compose import CONFIGS, ConfigError
 from rl.plan import memory
 from rl.plan.layout import layout_of
 from rl.plan.model import load_config, shape_of

@@ -21,9 +21,9 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
 from verl.utils import tensordict_utils
 
-from rl.groups import GroupBuffer, in_flight, manager_class
 from rl.plan.rollout import Boxes, Simulation, flowing, play, whole
 from rl.run import errors
+from rl.train.groups import GroupBuffer, in_flight, manager_class
 
 DOC = (Path(__file__).parents[2] / "docs/planning.md").read_text()
 BATCH, EPISODES, NODE = 32, 8, Boxes(workers=8, each=32, spread=0.35, longest=math.inf)  # as in qwen3_coder_30b

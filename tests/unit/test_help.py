@@ -38,15 +38,15 @@ PROGRAMS = sorted(
 )
 # As programs they set handlers of signals, for this process; these calls print their help.
 HANDLERS = {
-    "rl/train.py": "from rl.train import main; main()",
+    "rl/train/__main__.py": "from rl.train.__main__ import main; main()",
     "rl/cluster/__main__.py": "from rl.cluster.task import main; main()",
 }
 
 
 def command(path: str) -> str:
     """Return how a user starts a program."""
-    if path in ("rl/collect/__main__.py", "rl/view/__main__.py"):
-        return f"python -m rollout.{path.split('/')[1]}"
+    if path == "rl/view/__main__.py":
+        return "python -m rollout.view"
     if path.startswith("examples/"):
         return Path(path).name
     if path.startswith("scripts/"):
@@ -115,7 +115,7 @@ def python(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 SCREEN = """
-from rl.screen import Screen
+from rl.run.screen import Screen
 with Screen() as screen:
     screen.print('a')
     screen.next(('b', 'c'))

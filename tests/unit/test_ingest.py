@@ -14,11 +14,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from rl.ingest import atif, claude_code, openhands, recorded, states, swe_agent
-from rl.ingest.__main__ import main
-from rl.ingest.lines import LONGEST_LINE, Findings
-from rl.ingest.requests import canonical
-from rl.ingest.states import State, StatesError, read_states
+from rl.ingest import main
+from rl.traces.ingest import atif, claude_code, openhands, recorded, states, swe_agent
+from rl.traces.ingest.lines import LONGEST_LINE, Findings
+from rl.traces.ingest.requests import canonical
+from rl.traces.ingest.states import State, StatesError, read_states
 from rollout.proxy.blocks import blocks_of
 from rollout.proxy.chat import chat_request
 from rollout.records import Reader

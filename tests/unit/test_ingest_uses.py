@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rl.ingest import states
-from rl.ingest.__main__ import main
-from rl.ingest.agreement import calls_of, same_call, same_tool, unknown
-from rl.ingest.chat import message_of
-from rl.ingest.sft import Encoder, chat_of
-from rl.ingest.states import Message, State, read_states
+from rl.ingest import main
 from rl.quickstart.policy import make_tokenizer
 from rl.sft.episodes import write_pairs, write_rows
-from rl.sft.rows import RowsError, TokenRows
 from rl.teachers import outcome
+from rl.traces.ingest import states
+from rl.traces.ingest.agreement import calls_of, same_call, same_tool, unknown
+from rl.traces.ingest.chat import message_of
+from rl.traces.ingest.sft import Encoder, chat_of
+from rl.traces.ingest.states import Message, State, read_states
+from rl.traces.rows import RowsError, TokenRows
 from rollout.proxy.chat import chat_request
 from tests.endpoint_kit import KEY, StandIn, standing_in
 from tests.ingest_kit import write_session

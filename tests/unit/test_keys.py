@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rl import keys
-from rl.boxes import KINDS
+from rl.episodes.boxes import KINDS
 
 TEXT = """\
 # @package _global_
@@ -69,7 +69,7 @@ def test_each_shipped_key_has_a_line() -> None:
 def test_a_key_of_an_outside_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent").mkdir()
     (tmp_path / "agent" / "mine.yaml").write_text("# How loud it is.\nloudness: 3\n\nnew: 1\n")
-    monkeypatch.setattr("rl.plugins.brought", lambda: [tmp_path])
+    monkeypatch.setattr("rl.config.plugins.brought", lambda: [tmp_path])
     silent = [(file, key.name) for file, some in keys.everything().items() for key in some if not key.about]
     assert silent == [("agent/mine.yaml", "agent.new")]  # what the test above fails on
     assert keys.matching(["loud", "how"]) == "agent.loudness\n    3 in agent/mine.yaml\n  How loud it is."

@@ -15,7 +15,7 @@ import pytest
 
 from rl.data.labels import Label, Labels, of_runs, say
 from rl.data.select import main as select
-from rl.export.__main__ import main as export
+from rl.export import main as export
 from rl.view import pages
 from rl.view.library import Library
 from rl.view.server import application

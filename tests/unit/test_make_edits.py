@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.make import edits
-from rl.make.edits import Change
+from rl.data.make import edits
+from rl.data.make.edits import Change
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "", "x = 1", "\tif"]), max_size=12)
 TEXTS = st.tuples(LINES, st.booleans()).map(lambda one: "\n".join(one[0]) + ("\n" if one[1] and one[0] else ""))

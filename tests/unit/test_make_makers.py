@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.make import candidates, edits
-from rl.make.candidates import MAKERS, parsed, singles
-from rl.make.sites import File
+from rl.data.make import candidates, edits
+from rl.data.make.candidates import MAKERS, parsed, singles
+from rl.data.make.sites import File
 
 # For each maker: a source, and all that may become of one line or block of it.
 PLANTS = {

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from rl.make import environment, runs, sources
-from rl.make.prepare import _no_test, prepare
-from rl.make.sources import MakeError, Package
+from rl.data.make import environment, runs, sources
+from rl.data.make.prepare import _no_test, prepare
+from rl.data.make.sources import MakeError, Package
 
 PKG_INFO = """\
 Metadata-Version: 2.1

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.make.runs import Failure
-from rl.make.snippet import Snippet, snippets
-from rl.make.statement import LEVELS, Shown, leaks, show, statements
-from rl.make.tasks import CannotHideError, Hidden, eval_script, hide, logged, without
+from rl.data.make.runs import Failure
+from rl.data.make.snippet import Snippet, snippets
+from rl.data.make.statement import LEVELS, Shown, leaks, show, statements
+from rl.data.make.tasks import CannotHideError, Hidden, eval_script, hide, logged, without
 
 TESTS = '''\
 import pytest

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl.batch import Journal
-from rl.make import edits, work
-from rl.make.candidates import Candidate
-from rl.make.prepare import Prepared
-from rl.make.runs import Failure
-from rl.make.sources import Package
-from rl.make.tasks import task_id
-from rl.make.trials import Outcome, Trial
-from rl.make.work import Maker, Order
+from rl.data.make import edits, work
+from rl.data.make.candidates import Candidate
+from rl.data.make.prepare import Prepared
+from rl.data.make.runs import Failure
+from rl.data.make.sources import Package
+from rl.data.make.tasks import task_id
+from rl.data.make.trials import Outcome, Trial
+from rl.data.make.work import Maker, Order
+from rl.run.journal import Journal
 
 SOURCE = """\
 def f(a, b):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.make import edits, sources
-from rl.make.history import _undone
-from rl.make.written import Question, edit_of
+from rl.data.make import edits, sources
+from rl.data.make.history import _undone
+from rl.data.make.written import Question, edit_of
 
 FUNCTION = '''\
     @cached

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
-from rl import report
 from rl.metrics import episodes as metrics
+from rl.metrics import report
 from rl.metrics.panels import Panel
 from rl.run.progress import step_line
 from rollout.agent import AgentRun, Status

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from rl.checks.model import check_model, stateful
-from rl.config import ConfigError, package_dir
+from rl.config.compose import ConfigError, package_dir
 from rl.quickstart.policy import make_policy
 from tests.check_kit import composed
 

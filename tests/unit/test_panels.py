@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from rl import dashboard, report
+from rl import dashboard
+from rl import report as report_command
 from rl.metrics import episodes as metrics
+from rl.metrics import report
 from rl.metrics.panels import SECTIONS, Panel, pattern
 from tests.metric_docs import best, documented
 from tests.unit.test_metrics import STEP
@@ -128,7 +130,10 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_report_page_needs_no_other_file(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [run_directory(tmp_path, f"run-{number}", 3 + number) for number in range(count)]
-    assert report.main([*map(str, runs), "--out", str(tmp_path / "out" / "both")] if count > 1 else [str(runs[0])]) == 0
+    assert (
+        report_command.main([*map(str, runs), "--out", str(tmp_path / "out" / "both")] if count > 1 else [str(runs[0])])
+        == 0
+    )
     png, html = map(Path, capsys.readouterr().out.split())
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
     page = Page(html.read_text())
@@ -168,7 +173,7 @@ def test_legends_do_not_cover_the_data(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(tmp_path)]) == 2
+    assert report_command.main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
 

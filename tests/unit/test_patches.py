@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import package_dir
+from rl.config.compose import package_dir
 from tests.unit import test_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_verls_worker_still_is_an_actor_with_its_class_inside() -> None:
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-    from rl.distill import Scored, scored
+    from rl.train.distillation import Scored, scored
 
     assert isinstance(AgentLoopWorkerTQ, ActorClass)
     _, base = scored().__bases__

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from rl.checks.model import check_plan
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.plan import host, memory, plan, problems
 from rl.plan.layout import Layout, layout_of
 from rl.plan.memory import GIB

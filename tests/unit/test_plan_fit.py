@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.plan import plan
 from rl.plan.__main__ import main
 from rl.plan.engine import traffic

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.plan import host, plan
 from rl.plan.__main__ import main
 from rl.plan.layout import layout_of

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rl.checks.model import check_plan
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.plan import plan
 from rl.plan.doubt import doubts
 from rl.plan.stopping import grace

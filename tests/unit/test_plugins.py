@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rl import boxes
 from rl.checks.keys import check_keys
-from rl.command import help_text
-from rl.config import CONFIGS, ConfigError, compose
-from rl.plugins import brought, named
+from rl.config.command import help_text
+from rl.config.compose import CONFIGS, ConfigError, compose
+from rl.config.plugins import brought, named
+from rl.episodes import boxes
 
 
 class Quiet(boxes.Local):

@@ -30,10 +30,8 @@ from rl.cluster.preflight import (
     preflight,
     rounds,
 )
-from rl.cluster.preflight import (
-    probe_ring as ring,
-)
-from rl.config import ConfigError
+from rl.cluster.preflight import probe_ring as ring
+from rl.config.compose import ConfigError
 
 
 def config(**cluster: Any) -> DictConfig:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.boxes import check_room, kind_of
-from rl.config import ConfigError
-from rl.shard import Shard
+from rl.config.compose import ConfigError
+from rl.episodes.boxes import check_room, kind_of
+from rl.run.array_job import Shard
 from rollout.sandbox.pulls import HUB, Pulls, refused_for_now, split
 from rollout.sandbox.registry import estimate, layers
 from rollout.sandbox.sealing import Source, Wanted

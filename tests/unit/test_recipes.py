@@ -11,8 +11,8 @@ from rl.checks import check
 from rl.checks.model import check_plan
 from rl.checks.names import check_names
 from rl.checks.numbers import lag_notes, loss_notes
-from rl.config import CONFIGS, ConfigError
-from rl.overrides import options
+from rl.config.compose import CONFIGS, ConfigError
+from rl.config.overrides import options
 from tests.check_kit import composed
 
 EXPERIMENTS, RECIPES = options("experiment", [CONFIGS]), options("recipe", [CONFIGS])

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rl.export.__main__ import main as export
+from rl.export import main as export
 from rl.sft.episodes import write_rows
 from rl.view.__main__ import main as view
 from rl.view.terminal import main as terminal

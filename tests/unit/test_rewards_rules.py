@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from rewards.patch import PatchError, split
 from rewards.rules import IGNORED, SHADOWS, Rules
 from rewards.verdict import Verdict
-from rl.setup import rules_from
+from rl.episodes.setup import rules_from
 from rollout.sandbox import PATCH_CAP
 from tests.unit.test_grade import task
 

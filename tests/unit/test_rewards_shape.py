@@ -16,8 +16,8 @@ from rewards.shape import Effort, Shape
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason, Verdict
 from rl.checks.episodes import _check_grading
-from rl.config import ConfigError
-from rl.setup import shape_from
+from rl.config.compose import ConfigError
+from rl.episodes.setup import shape_from
 from tests.unit.test_grade import task
 
 RESOLVED = Verdict(None, tests={"FAIL_TO_PASS": {"success": ["a"], "failure": []}})

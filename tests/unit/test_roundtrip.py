@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl.export.__main__ import main as export
-from rl.ingest import recorded
-from rl.ingest.__main__ import main as ingest
-from rl.ingest.agreement import COMMAND, calls_of
-from rl.ingest.states import Message, State, read_states
+from rl.export import main as export
+from rl.ingest import main as ingest
+from rl.traces.ingest import recorded
+from rl.traces.ingest.agreement import COMMAND, calls_of
+from rl.traces.ingest.states import Message, State, read_states
 from rl.view.index import Index
 from tests.export_kit import Play, crowd, lines, repair, write
 from tests.export_kit import calls_of as ids_of

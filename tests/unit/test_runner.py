@@ -32,14 +32,18 @@ def test_every_test_is_in_one_group() -> None:
 @pytest.mark.parametrize(
     ("name", "has", "lacks"),
     [
-        ("training", ":rl/trainer.py :rl/agent_loop.py :rl/cpu/platform.py :configs/train.yaml", ":docs/status.md"),
+        (
+            "training",
+            ":rl/train/trainer.py :rl/train/agent_loop.py :rl/cpu/platform.py :configs/train.yaml",
+            ":docs/status.md",
+        ),
         ("training", ":rollout/sandbox/seal.sh :rl/quickstart/template.jinja", ":rl/view/server.py"),
-        ("proxy", ":rollout/proxy/session.py :tests/integration/conftest.py", ":rl/trainer.py"),
-        ("browser", ":rl/view/static/view.js :tests/vendor/axe.min.js", ":rl/trainer.py"),
+        ("proxy", ":rollout/proxy/session.py :tests/integration/conftest.py", ":rl/train/trainer.py"),
+        ("browser", ":rl/view/static/view.js :tests/vendor/axe.min.js", ":rl/train/trainer.py"),
         ("cluster", ":scripts/slurm/train.sbatch :rl/cluster/probe.py", ":rl/view/server.py"),
         ("traces", ":constraints/llamafactory.txt :constraints/trainers.txt", ":docs/traces.md"),
-        ("gpu-pins", ":constraints/gpu.txt :rl/trainer.py", ":docs/status.md"),
-        ("tasks", ":examples/proxy_alone/start.sh :rl/make/trials.py", ":rl/trainer.py"),
+        ("gpu-pins", ":constraints/gpu.txt :rl/train/trainer.py", ":docs/status.md"),
+        ("tasks", ":examples/proxy_alone/start.sh :rl/data/make/trials.py", ":rl/train/trainer.py"),
     ],
 )
 def test_what_a_group_depends_on(name: str, has: str, lacks: str) -> None:
@@ -51,23 +55,23 @@ SOURCE = '''
 """See docs/metrics.md and `python -m rl.view`."""
 from __future__ import annotations
 from typing import TYPE_CHECKING
-import rl.config, json
+import rl.data, json
 from rollout import audit
 if TYPE_CHECKING:
-    from rl import trainer
+    from rl.train import trainer
 def f(name):
     """This names rl.report."""
     import rewards.task
     start("-m", "rl.evaluate")
     read(ROOT / "configs" / "agent" / name, ROOT / "tests" / "kit.py")
-    return f"{name}: see docs/metrics.md" if name else "pkg://rl.dataset"
+    return f"{name}: see docs/metrics.md" if name else "pkg://rl.train.dataset"
 '''
 
 
 def test_what_python_leads_to() -> None:
     found = set(inputs._by_python("rl/made.py", ast.parse(SOURCE)))
     assert {path for path in found if not path.startswith("configs/agent/")} == {
-        *("rl/config.py", "rollout/audit/__init__.py", "rewards/task.py", "tests/kit.py", "rl/dataset.py"),
+        *("rl/data/__init__.py", "rollout/audit/__init__.py", "rewards/task.py", "tests/kit.py", "rl/train/dataset.py"),
         *("rl/evaluate/__init__.py", "rl/evaluate/__main__.py"),
     }
     assert "configs/agent/claude_code.yaml" in found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import ConfigError
+from rl.config.compose import ConfigError
 from rl.run.scratch import local_directory, ray_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 PROGRAM = """
 import sys, time
-from rl.screen import Screen, this_command
+from rl.run.screen import Screen, this_command
 with Screen(every_s=0.1) as screen:
     screen.say("begun [x]")
     screen.redirect("run.log")

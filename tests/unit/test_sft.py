@@ -12,13 +12,13 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rl.checks.model import check_model
-from rl.config import ConfigError, compose
+from rl.config.compose import ConfigError, compose
+from rl.run.screen import Screen
 from rl.run.weights import Weights, adopt, find_weights
-from rl.screen import Screen
 from rl.sft import rounds, trainer
 from rl.sft.__main__ import main, spelled_out
 from rl.sft.checks import check_sft
-from rl.sft.rows import RowsError
+from rl.traces.rows import RowsError
 from tests.check_kit import composed
 from tests.unit.test_data_select import episode, write
 

@@ -14,8 +14,8 @@ import pytest
 
 from rl.sft.episodes import pairs_of, parting, write_pairs
 from rl.sft.other import run_dpo
-from rl.sft.rows import RowsError
 from rl.sft.trainer import Passes
+from rl.traces.rows import RowsError
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import VERSION, Record, node_records, row_records

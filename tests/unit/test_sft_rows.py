@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl.sft import rows as rows_module
 from rl.sft.episodes import rows_of, write_rows
-from rl.sft.rows import TOKENIZER, RowsError, TokenRows, digest
+from rl.traces import rows as rows_module
+from rl.traces.rows import TOKENIZER, RowsError, TokenRows, digest
 from rollout.records import Record, RecordWriter, path_of, unpack_ids
 from tests.audit_kit import change_logprob, played, redo_row, sampled
 from tests.kit import CharTokenizer, empty_record

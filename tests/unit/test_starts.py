@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl import train
-from rl.run import slurm, starts, unfinished
+from rl.run import slurm
 from rl.run.checkpoints import seal
 from rl.run.directory import Run
+from rl.train import __main__ as train
+from rl.train import starts, unfinished
 from rollout.records import RecordWriter
 from tests.check_kit import composed
 from tests.unit.test_view_index import record

@@ -13,7 +13,7 @@ from rl.run import stop
 
 ROOT = Path(__file__).parents[2]
 
-# A trainer whose steps end when they are asked to; it reports what rl.trainer and rl.train make of the signals.
+# A trainer whose steps end when they are asked to; it reports what rl.train.trainer and rl.train make of the signals.
 RUN = """
 import sys, time
 from rl.run import stop

@@ -13,9 +13,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.collect.spans import spans_of
-from rl.store.sending import Sender
-from rl.store.stores import Refused, StoredAttempt, StoreError
+from rl.traces.collect.spans import spans_of
+from rl.traces.store.sending import Sender
+from rl.traces.store.stores import Refused, StoredAttempt, StoreError
 from rollout.records import Position, Reader, Record
 from rollout.trace import trace
 from tests.export_kit import without_words

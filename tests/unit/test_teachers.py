@@ -19,13 +19,13 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import load_tasks
-from rl.ingest.agreement import calls_of
-from rl.ingest.asking import Budget
-from rl.ingest.endpoints import BusyError, DeadError, Endpoint, RefusedError
-from rl.ingest.states import Message
+from rl.teachers.arguments import teacher_of
 from rl.teachers.families import family_of
-from rl.teachers.given import teacher_of
 from rl.teachers.outcome import majority
+from rl.traces.ingest.agreement import calls_of
+from rl.traces.ingest.asking import Budget
+from rl.traces.ingest.endpoints import BusyError, DeadError, Endpoint, RefusedError
+from rl.traces.ingest.states import Message
 from tests.endpoint_kit import KEY, StandIn, chat_reply, standing_in
 from tests.kit import full_at
 from tests.unit.test_ingest_uses import EDIT, ROOT, TALK, state, use, write_states
@@ -347,7 +347,7 @@ async def test_a_reply_with_what_is_no_block_is_none(protocol: str) -> None:
 
 
 async def test_an_answer_has_a_size_and_an_address_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.ingest.endpoints._LONGEST_ANSWER", 1 << 20)
+    monkeypatch.setattr("rl.traces.ingest.endpoints._LONGEST_ANSWER", 1 << 20)
     for protocol in ("chat", "messages"):
         for status in (200, 400):
             one = StandIn(even, mood=lambda n, status=status: (status, {}, " " * (1 << 21)) if n < 3 else None)
@@ -371,7 +371,7 @@ async def test_a_named_pause_holds_for_the_whole_endpoint(monkeypatch: pytest.Mo
     one = StandIn(even, mood=lambda n: (429, {"Retry-After": dates[n - 1]}, "") if n <= 2 else None)
     async with standing_in(one):
         made = endpoint(one)
-        monkeypatch.setattr("rl.ingest.endpoints.asyncio.sleep", quick)
+        monkeypatch.setattr("rl.traces.ingest.endpoints.asyncio.sleep", quick)
         await ask(made)
         assert 6 < slept[0] <= 7 and 3590 < slept[1] <= 3600  # an hour at most
         await ask(made)

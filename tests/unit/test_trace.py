@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.collect.dataset import rows
-from rl.collect.spans import spans_of
 from rl.data.choice import Entry
-from rl.export.conversation import Conversation, Unreadable, conversations
-from rl.export.inspect_sample import sample
-from rl.export.swesmith import spelled
-from rl.view.reading import composed, read
+from rl.traces.collect.dataset import rows
+from rl.traces.collect.spans import spans_of
+from rl.traces.export.conversation import Conversation, Unreadable, conversations
+from rl.traces.export.inspect_sample import sample
+from rl.traces.export.swesmith import spelled
+from rl.view.turns import composed, read
 from rollout.figures import line
 from rollout.proxy.calls import CallRecord
 from rollout.records import NodeRecord, Record, RowRecord

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transfer_queue import KVBatchMeta
 
-from rl.groups import alone
 from rl.metrics import episodes as metrics
 from rl.run import phases, stop
-from rl.trainer import EpisodeTrainer, row_weights, trainer_class
+from rl.train.groups import alone
+from rl.train.trainer import EpisodeTrainer, row_weights, trainer_class
 from rollout.figures import line
 from tests.check_kit import composed
 from tests.kit import empty_record
@@ -238,7 +238,7 @@ def test_a_checkpoint_is_saved_when_the_last_one_is_old(
 
 def test_a_checkpoint_keeps_what_is_known_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed between a step's checkpoint and its record resumes after it, and the record was missing."""
-    from rl import trainer as module
+    from rl.train import trainer as module
 
     made = trainer("sync", tmp_path)
     base = type(made).__mro__[3]

@@ -21,9 +21,9 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from rl.groups import GroupBuffer, Interrupted
-from rl.run import unfinished
-from rl.run.unfinished import Draws
+from rl.train import unfinished
+from rl.train.groups import GroupBuffer, Interrupted
+from rl.train.unfinished import Draws
 
 BATCH, EPISODES = 4, 3
 
@@ -48,7 +48,7 @@ def empty(queue: None) -> Iterator[None]:
 
 
 class Trainer:
-    """verl's data loader and fetching, and its buffer, with what rl.trainer does between them."""
+    """verl's data loader and fetching, and its buffer, with what rl.train.trainer does between them."""
 
     def __init__(self, run_dir: Path, filters: bool, position: dict | None = None) -> None:
         from verl.trainer.ppo.utils import create_rl_sampler

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import compose
+from rl.config.compose import compose
 from rl.metrics import trained
-from rl.view.finding import Query, find
 from rl.view.index import Index
 from rl.view.library import Library
+from rl.view.search import Query, find
 from rollout.records import Record, RecordWriter
 from tests.export_kit import crowd, repair, without_words, write
 from tests.kit import empty_record

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from rl.view.finding import find
-from rl.view.reading import Reading, Turn, read
+from rl.view.search import find
 from rl.view.texts import clean, compared, cut, patch
 from rl.view.tokens import MOST, Texts, Vocabulary, improbable, tokens, tree, vocabulary
+from rl.view.turns import Reading, Turn, read
 from rollout.records import Record, pack_ids, unpack_ids
 from tests.audit_kit import change_logprob, played, sampled
 from tests.export_kit import Play, crowd, nested, repair, without_words

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 from omegaconf import OmegaConf
 
-from rl import train
-from rl.config import ConfigError
-from rl.screen import Screen
+from rl.config.compose import ConfigError
+from rl.run.screen import Screen
+from rl.train import __main__ as train
 from tests.check_kit import composed
 
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Reason
-from rl.far_boxes import far_boot
+from rl.episodes.remote_boxes import far_boot
 from rollout.episode import Boot
 from rollout.sandbox import SandboxError
 from tests.integration.process_kit import command_line

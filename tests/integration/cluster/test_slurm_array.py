@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rewards.task import load_tasks
-from rl.batch import read_journal
 from rl.data.admit import main
 from rl.quickstart.tasks import make_tasks
+from rl.run.journal import read_journal
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.engine import get_engine
 from tests.check_kit import write

@@ -84,7 +84,7 @@ def make_engine(server: Any, kind: str = "LLMServerClient") -> Any:
     from verl.workers.rollout import llm_server
     from verl.workers.rollout.router import get_router_handle
 
-    from rl.engine import VerlEngine
+    from rl.train.engine import VerlEngine
 
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 64}}})
     balancer = get_router_handle(servers={"s": server})

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import CONFIGS
-from rl.overrides import options
+from rl.config.compose import CONFIGS
+from rl.config.overrides import options
 from rollout import audit
 from tests.integration import train_kit
 from tests.integration.train_kit import WarmStart

@@ -25,8 +25,9 @@ from typing import Any
 import pytest
 
 from rl.metrics.episodes import read_jsonl
-from rl.run import checkpoints, unfinished
+from rl.run import checkpoints
 from rl.run.checkpoints import TRACKER
+from rl.train import unfinished
 from rollout import audit
 from tests.integration.process_kit import one_line, until
 from tests.integration.train_kit import TINY, RunProcess, WarmStart

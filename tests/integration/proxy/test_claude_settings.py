@@ -14,9 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from rewards.task import Task
-from rl.collect.dataset import rows
-from rl.collect.outputs import Collection
-from rl.setup import agent_from
+from rl.episodes.setup import agent_from
+from rl.traces.collect.dataset import rows
+from rl.traces.collect.outputs import Collection
 from rollout.agent.kept import Kept
 from rollout.audit import audit_heard, audit_tokens
 from rollout.episode import Episode, Setup, run_episode

@@ -77,7 +77,7 @@ async def test_a_reply_goes_on_after_an_update_with_the_same_tokens_and_the_vers
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rl.engine import VerlEngine
+    from rl.train.engine import VerlEngine
 
     make_policy(tmp_path, seed=1)
     given = {"model": str(tmp_path), "dtype": "float32", "max_model_len": 8192, "enforce_eager": True}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import CPU_ENVIRONMENT, compose
+from rl.config.compose import CPU_ENVIRONMENT, compose
 from rl.quickstart.policy import make_policy
 from tests.integration.process_kit import ROOT, plain_environment
 from tests.integration.vllm_kit import ONE_PROCESS, UNCOMPILED

@@ -24,9 +24,9 @@ from omegaconf import DictConfig
 from rewards.grade import grade
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason
-from rl.boxes import kind_of, prepare_images
 from rl.cluster.member import log_directory, prepare_node
-from rl.config import compose
+from rl.config.compose import compose
+from rl.episodes.boxes import kind_of, prepare_images
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer

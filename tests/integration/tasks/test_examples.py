@@ -17,10 +17,10 @@ import pytest
 
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason
-from rl.boxes import kind_of
-from rl.config import compose
+from rl.config.compose import compose
 from rl.data import admit
-from rl.setup import agent_from
+from rl.episodes.boxes import kind_of
+from rl.episodes.setup import agent_from
 from rollout.agent import Status
 from rollout.episode import Setup, run_episode
 from rollout.proxy.server import ProxyServer

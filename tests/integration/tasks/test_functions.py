@@ -9,9 +9,9 @@ import pytest
 
 from rewards.task import Task, load_tasks
 from rl.data.functions import main, make
-from rl.make.puzzles import CHECK, FILE
-from rl.make.sources import MakeError
-from rl.make.swaps import swaps
+from rl.data.make.puzzles import CHECK, FILE
+from rl.data.make.sources import MakeError
+from rl.data.make.swaps import swaps
 from rl.quickstart.policy import make_policy
 from rl.quickstart.tasks import verify
 from rl.sft.episodes import rows_of

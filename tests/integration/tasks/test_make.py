@@ -12,8 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import load_tasks
-from rl.data import admit, images, make
-from rl.make.statement import leaks
+from rl.data import admit, images
+from rl.data.make import __main__ as make
+from rl.data.make.statement import leaks
 from rollout.sandbox.docker.engine import PROJECT, get_engine
 from tests.docker_kit import base_image
 from tests.integration.make_kit import write_sdist

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import load_tasks
-from rl.data import make
-from rl.ingest.states import Message
-from rl.make.repositories import git
+from rl.data.make import __main__ as make
+from rl.data.make.repositories import git
+from rl.traces.ingest.states import Message
 from tests.endpoint_kit import KEY, StandIn, standing_in
 from tests.integration.make_kit import write_sdist
 

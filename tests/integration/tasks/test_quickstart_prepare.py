@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from rl.config import compose
+from rl.config.compose import compose
 from rl.quickstart import prepare as module
 from rl.run.lease import RunLease
-from rl.screen import Screen
+from rl.run.screen import Screen
 from rollout.records import Reader
 from tests.integration.process_kit import ROOT, plain_environment
 

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from rl.quickstart.tasks import make_tasks
 from rl.run.scratch import remove_socket_directory
-from rl.store.local import Local, send_all
+from rl.traces.store.local import Local, send_all
 from rollout import audit
 from rollout.proxy.calls import reply_in
 from rollout.proxy.chat import ChatEndpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.ingest.lines import Findings
-from rl.ingest.states import State, read_states, writing
+from rl.traces.ingest.lines import Findings
+from rl.traces.ingest.states import State, read_states, writing
 from tests.corpus import SOURCES, Source
 
 

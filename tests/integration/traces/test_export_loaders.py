@@ -16,7 +16,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl.export.__main__ import main
+from rl.export import main
 from rl.teachers import outcome
 from tests.export_kit import SYSTEM, Play, calls_of, crowd, lines, repair, write
 from tests.lacks import LACKS

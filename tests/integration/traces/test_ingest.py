@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rewards.task import Task
-from rl.ingest import claude_code, states
-from rl.ingest.lines import Findings
-from rl.ingest.states import State
+from rl.traces.ingest import claude_code, states
+from rl.traces.ingest.lines import Findings
+from rl.traces.ingest.states import State
 from rollout.agent.kept import keep
 from rollout.sandbox import ExecResult
 from tests.integration.claude_kit import Script, Stage, call, in_turn, scripted, stage

@@ -13,7 +13,7 @@ from tests.integration.process_kit import ROOT
 # ru_maxrss would be that of the process which has started this one.
 PEAK = """
 import pathlib, re, sys
-from rl.ingest.__main__ import main
+from rl.ingest import main
 status = main(sys.argv[1:])
 print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 sys.exit(status)

@@ -15,12 +15,12 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from rl.config import compose
-from rl.ingest.__main__ import main as ingest
+from rl.config.compose import compose
+from rl.ingest import main as ingest
 from rl.quickstart.policy import make_policy
-from rl.screen import Screen
-from rl.sft.rows import TOKENIZER, digest
-from rl.sft.tune import tune
+from rl.run.screen import Screen
+from rl.sft.fine_tune import tune
+from rl.traces.rows import TOKENIZER, digest
 from tests.export_kit import TOOLS
 from tests.ingest_kit import write_session
 from tests.kit import full_at
@@ -78,7 +78,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_rows(tmp_path: Path) -> None:
 CALL = """
 import sys
 from pathlib import Path
-from rl.config import compose
+from rl.config.compose import compose
 from rl.sft.trainer import Passes, run_sft
 root, name = Path(sys.argv[1]), sys.argv[2]
 config = compose(["+experiment=quickstart", "trainer.logger=[]"])

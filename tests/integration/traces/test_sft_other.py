@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl.ingest.__main__ import main as ingest
+from rl.ingest import main as ingest
 from rl.quickstart.policy import make_policy
 from rl.run.vllm_server import SERVED_AS, vllm_server
 from rl.sft.other import PROGRAMS, run_dpo, run_llamafactory

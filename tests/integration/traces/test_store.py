@@ -18,12 +18,12 @@ from aiohttp import web
 from omegaconf import OmegaConf
 
 from rewards.task import Task
+from rl import store as command
 from rl.run import store
 from rl.run.programs import free_port
 from rl.run.store import storing
-from rl.store import __main__ as command
-from rl.store.local import Local, send_all
-from rl.store.stores import StoreError
+from rl.traces.store.local import Local, send_all
+from rl.traces.store.stores import StoreError
 from rollout.records import Reader
 from tests.integration.store_scenes import told_by_claude_code
 from tests.store_kit import Told, compare, run_command, told, write

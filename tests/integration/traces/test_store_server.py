@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from rl.quickstart.tasks import make_tasks
-from rl.store.sending import send
-from rl.store.server import Server
+from rl.traces.store.sending import send
+from rl.traces.store.server import Server
 from rollout.proxy.server import ProxyServer
 from tests import browser_kit
 from tests.integration.claude_kit import scripted

@@ -1,0 +1,178 @@
+"""This module makes the tasks of one package: it tries candidates in order until there are as many as were asked for.
+
+Candidates are tried in waves, several at a time. What becomes of each is decided in their order, so the result depends
+on the seed only and not on how fast boxes are. Every trial and every task is in the journal before it counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewards.rules import Rules
+from rl.data.make import edits
+from rl.data.make.candidates import NAMES, Candidate, Kept, combinations, parsed, singles
+from rl.data.make.prepare import Prepared
+from rl.data.make.sources import Package
+from rl.data.make.tasks import task_id
+from rl.data.make.trials import MOST_BROKEN, Outcome, Trial, Workshop
+from rl.run.journal import Journal, run_all
+
+_WAVE = 12  # candidates; it decides results, so it does not depend on the machine
+_SHARE = 0.25  # of a package's tasks are combined edits, as far as there are any
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order says what to make. limit: tasks per package. seed: of all randomness. makers: their names. jobs: boxes
+    at a time. rules: what of a patch is graded in training; files that they drop are not edited."""
+
+    limit: int
+    seed: int
+    makers: Sequence[str] = NAMES
+    jobs: int = 1
+    rules: Rules = Rules()  # noqa: RUF009  has no state
+
+
+def editable(package: Package, rules: Rules) -> dict[str, str]:
+    """Return the texts of the package's files that may be edited, by path. rules: see ``Order``."""
+    texts = {}
+    for path in package.sources():
+        if not rules.drops(path):
+            try:
+                texts[path] = (package.tree / path).read_bytes().decode()
+            except UnicodeDecodeError:
+                continue
+    return texts
+
+
+class Maker:
+    """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each of them."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        repositories: Path,
+        order: Order,
+        journal: Journal,
+        tell: Callable[[int, int], None] = lambda kept, tried: None,
+        first: Callable[[Mapping[str, str]], Iterator[Candidate]] = lambda sources: iter(()),
+    ) -> None:
+        """first: returns candidates that are tried before all others, given the texts of files that may be edited."""
+        sources = editable(prepared.package, order.rules)
+        self._prepared, self._sources, self._order, self._journal = prepared, sources, order, journal
+        self._first = first
+        self._workshop = Workshop(prepared, sources, repositories, order.rules)
+        self._repositories = repositories
+        self._tell = tell
+        mine = [record for record in journal.records if record["package"] == self._key]
+        self._tried = {record["id"]: record for record in mine if record["phase"] == "tried"}
+        self._made = {record["id"]: record for record in mine if record["phase"] == "made"}
+        self._signatures: set[str] = set()
+        self._so_far = [0, 0]  # tasks, trials
+        self.records: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Return how long boxes have worked for this package, in this session and in earlier ones."""
+        mine = [record for record in self._journal.records if record["package"] == self._key]
+        return sum(record["seconds"] if record["phase"] == "made" else record["trial"]["seconds"] for record in mine)
+
+    @property
+    def _key(self) -> str:
+        package, versions = self._prepared.package, json.dumps(self._prepared.versions, sort_keys=True)
+        return f"{package.label} {hashlib.sha256(f'{package.sha256} {versions}'.encode()).hexdigest()[:16]}"
+
+    async def run(self) -> list[dict[str, Any]]:
+        """Return the rows of the tasks. Raises SandboxError, MakeError, JournalError, OSError."""
+        files = await asyncio.to_thread(parsed, self._sources, self._prepared.lines)
+        seed = f"{self._order.seed}:{self._prepared.package.label}"
+        kept: list[Kept] = []
+        combined = any(name.startswith("combine") for name in self._order.makers)
+        quota = self._order.limit - int(self._order.limit * _SHARE) * combined
+        stream = itertools.chain(self._first(self._sources), singles(files, seed, self._order.makers))
+        await self._until(stream, quota, kept)
+        await self._until(combinations(list(kept), seed, MOST_BROKEN, self._order.makers), self._order.limit, [])
+        await self._until(stream, self._order.limit, kept)  # if combinations did not give enough
+        return self.rows
+
+    async def _until(self, stream: Iterator[Candidate], limit: int, kept: list[Kept]) -> None:
+        """Try candidates until there are `limit` tasks, and add those that became tasks to `kept`."""
+        while len(self.rows) < limit and (wave := await asyncio.to_thread(_next, stream)):
+            trials: dict[int, Trial] = {}
+
+            async def attempt(piece: tuple[int, Candidate], trials: dict[int, Trial] = trials) -> None:
+                trials[piece[0]] = await self._trial(piece[1])
+                self._moved(0, 1)
+
+            await run_all(enumerate(wave), self._order.jobs, attempt)
+            new = []
+            for number, candidate in enumerate(wave):
+                trial = trials[number]
+                equal = trial.outcome is Outcome.KEPT and trial.signature() in self._signatures
+                self._signatures.add(trial.signature())
+                if trial.outcome is not Outcome.KEPT or equal:
+                    self._count(candidate, Outcome.EQUAL if equal else trial.outcome)
+                else:
+                    new.append((candidate, trial))
+            while new and (room := limit - len(self.rows)) > 0:
+                now, new = new[:room], new[room:]
+                for (candidate, trial), (outcome, made) in zip(now, await self._tasks(now), strict=True):
+                    self._count(candidate, outcome)
+                    if outcome is Outcome.KEPT:
+                        self.rows.append(made)
+                        kept.append((candidate, trial.failed))
+
+    async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[Outcome, Any]]:
+        """Make tasks from trials, in any order; return what became of each, in the order of ``pieces``."""
+        made: dict[int, tuple[Outcome, Any]] = {}
+
+        async def one(piece: tuple[int, tuple[Candidate, Trial]]) -> None:
+            made[piece[0]] = await self._task(*piece[1])
+            self._moved(made[piece[0]][0] is Outcome.KEPT, 0)
+
+        await run_all(enumerate(pieces), self._order.jobs, one)
+        return [made[number] for number in range(len(pieces))]
+
+    async def _trial(self, candidate: Candidate) -> Trial:
+        name = task_id(self._prepared.package, candidate.edit)
+        if name in self._tried:
+            return Trial.from_json(self._tried[name]["trial"])
+        trial = await self._workshop.tried(candidate)
+        self._append(name, "tried", candidate, {"trial": trial.to_json()})
+        return trial
+
+    async def _task(self, candidate: Candidate, trial: Trial) -> tuple[Outcome, Any]:
+        name = task_id(self._prepared.package, candidate.edit)
+        record = self._made.get(name)
+        if record and (record["outcome"] != Outcome.KEPT or (self._repositories / name).is_dir()):
+            return Outcome(record["outcome"]), record["made"]
+        began = time.monotonic()
+        outcome, made = await self._workshop.made(candidate, trial)
+        more = {"outcome": outcome, "made": made, "seconds": round(time.monotonic() - began, 2)}
+        self._append(name, "made", candidate, more)
+        return outcome, made
+
+    def _append(self, name: str, phase: str, candidate: Candidate, more: Mapping[str, Any]) -> None:
+        base = {"package": self._key, "id": name, "phase": phase, "maker": candidate.maker, "infra": False}
+        edit = {"edit": edits.to_json(candidate.edit)} if phase == "tried" else {}
+        self._journal.append({**base, **edit, **more})
+
+    def _moved(self, tasks: int, trials: int) -> None:
+        self._so_far = [self._so_far[0] + tasks, self._so_far[1] + trials]
+        self._tell(*self._so_far)
+
+    def _count(self, candidate: Candidate, outcome: Outcome) -> None:
+        self.records.append({"maker": candidate.maker, "outcome": str(outcome)})
+
+
+def _next(stream: Iterator[Candidate]) -> list[Candidate]:
+    return list(itertools.islice(stream, _WAVE))

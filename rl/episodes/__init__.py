@@ -1,0 +1,1 @@
+"""What episodes are made of, from a config: agents, rules, policies, and boxes of each kind."""

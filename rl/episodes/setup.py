@@ -1,0 +1,172 @@
+"""This module makes the parts of episodes from a config. verl and vLLM are imported when the first policy is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rewards.rules import Rules
+from rewards.shape import Shape
+from rl.config import plugins
+from rl.episodes.boxes import kind_of
+from rollout.agent import Agent
+from rollout.agent.claude_code import ClaudeCode
+from rollout.episode import Boot, Setup
+from rollout.proxy.chat import ChatEndpoint
+from rollout.proxy.engine import Engine
+from rollout.proxy.fits import check_fits
+from rollout.proxy.forward import SideEndpoint
+from rollout.proxy.parsers import VllmReplyParser
+from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config, vocabulary
+from rollout.proxy.server import ProxyServer
+from rollout.proxy.session import Policy
+
+# Makes each kind of agent (``agent.kind``) from the values of its configs/agent/*.yaml, max_tokens and max_context.
+AGENTS: dict[str, Callable[..., Agent]] = {"claude_code": ClaudeCode.of}
+
+# By protocol, the class that speaks it with an endpoint that calls are forwarded to.
+ENDPOINTS: dict[str, type[SideEndpoint]] = {"messages": SideEndpoint, "chat": ChatEndpoint}
+
+
+def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
+    """Return the agent of a config. Raises ValueError for an unknown kind and FileNotFoundError without its program."""
+    settings: Any = OmegaConf.to_container(config.agent, resolve=True)
+    kind = settings.pop("kind", "claude_code")  # configs of earlier runs do not name it
+    try:
+        make = plugins.named(kind, AGENTS)
+    except ValueError as error:
+        raise ValueError(f"agent.kind {error}") from error
+    return make(max_tokens=max_tokens, max_context=max_context, **settings)
+
+
+def rules_from(config: DictConfig) -> Rules:
+    """Return the rules that say what of a patch is graded and flagged. Raises ValueError that begins with the key."""
+    grading: Any = OmegaConf.to_container(config.grading, resolve=True)
+    try:
+        return Rules(grading["drop"], grading["flags"], grading.get("needs_second_opinion", False))
+    except ValueError as error:
+        raise ValueError(f"grading.flags: {error}") from error
+
+
+def shape_from(config: DictConfig) -> Shape | None:
+    """Return the shape of the reward, None if it is 1 or 0. Raises ValueError that begins with the key."""
+    try:
+        return Shape.of(**config.grading.reward)
+    except ValueError as error:
+        raise ValueError(f"grading.reward: {error}") from error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings are what a config says about episodes, as plain values.
+
+    ``max_tokens``: of one reply; ``max_context``: of a prompt and its reply together. ``side_endpoint``: where side
+    calls go; None: to the policy, which is trained on them if ``train_side_calls``.
+    """
+
+    agent: Agent
+    boot: Boot
+    rules: Rules
+    second_opinion: bool
+    shape: Shape | None
+    grade_timeout_s: float
+    infra_retries: int
+    tool_parser: str
+    reasoning_parser: str | None
+    any_family: bool
+    train_side_calls: bool
+    side_endpoint: SideEndpoint | None
+    max_tokens: int
+    max_context: int
+    max_calls: int
+    max_body: int
+    max_session_tokens: int
+
+
+def training_settings(config: DictConfig) -> Settings:
+    """Return the settings of a training run's config. Raises as ``read_settings`` does."""
+    return read_settings(
+        config,
+        max_tokens=config.proxy.max_tokens or config.data.max_response_length,
+        max_context=config.actor_rollout_ref.rollout.max_model_len,
+        run=Path(config.run.dir or "").name,
+    )
+
+
+def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run: str) -> Settings:
+    """Return the settings of the groups that all programs have: agent, proxy, sandbox, grading and episode.
+
+    ``run``: the name of the run, which marks its boxes. Raises ConfigError, ValueError and FileNotFoundError.
+    """
+    proxy = config.proxy
+    agent = agent_from(config, max_tokens, max_context)
+    side_endpoint = None
+    if proxy.side_calls == "forward":
+        side = proxy.side_endpoint
+        endpoint = ENDPOINTS[side.get("protocol", "messages")]  # configs of earlier runs do not name it
+        side_endpoint = endpoint(side.url, side.model, os.environ.get(side.key_env) if side.key_env else None)
+    return Settings(
+        agent=agent,
+        boot=kind_of(config.sandbox).boot(agent, run),
+        rules=rules_from(config),
+        second_opinion=config.grading.second_opinion,
+        shape=shape_from(config),
+        grade_timeout_s=config.grading.timeout_s,
+        infra_retries=config.episode.infra_retries,
+        tool_parser=proxy.tool_parser,
+        reasoning_parser=proxy.reasoning_parser,
+        any_family=proxy.any_family,
+        train_side_calls=proxy.side_calls == "train",
+        side_endpoint=side_endpoint,
+        max_tokens=max_tokens,
+        max_context=max_context,
+        max_calls=proxy.max_calls,
+        max_body=int(proxy.max_body_mb * 2**20),
+        max_session_tokens=proxy.max_session_tokens,
+    )
+
+
+def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str, engine: Engine) -> Policy:
+    """Return a policy that ``engine`` samples for; this imports vLLM and verl.
+
+    ``model``: directory or hub name of its config.json and generation_config.json; ``model_type``: from the former.
+    Raises ValueError for a parser that is not known, and for what does not fit the chat template.
+    """
+    renderer = ChatTemplateRenderer(tokenizer, model_type)
+    check_fits(renderer, settings.tool_parser, settings.any_family)
+    return Policy(
+        engine=engine,
+        renderer=renderer,
+        parser=VllmReplyParser(settings.tool_parser, settings.reasoning_parser, tokenizer),
+        tokenizer=tokenizer,
+        end_ids=end_ids(tokenizer, generation_config(model)),
+        max_tokens=settings.max_tokens,
+        max_context=settings.max_context,
+        train_side_calls=settings.train_side_calls,
+        side_endpoint=settings.side_endpoint,
+        max_calls=settings.max_calls,
+        max_body=settings.max_body,
+        max_session_tokens=settings.max_session_tokens,
+        vocabulary=vocabulary(model),
+    )
+
+
+def make_setup(settings: Settings, policy: Policy, proxy: ProxyServer) -> Setup:
+    """Return everything that the episodes of a process need."""
+    return Setup(
+        policy=policy,
+        proxy=proxy,
+        boot=settings.boot,
+        agent=settings.agent,
+        grade_timeout_s=settings.grade_timeout_s,
+        rules=settings.rules,
+        second_opinion=settings.second_opinion,
+        shape=settings.shape,
+        infra_retries=settings.infra_retries,
+        scratch=Path(scratch) if (scratch := os.environ.get("RL_SOCKET_DIR")) else None,
+    )

@@ -1,4 +1,4 @@
-"""This module tells what training tasks have in common with held-out ones, or with SWE-bench Verified."""
+"""Overlap of training tasks with held-out ones or SWE-bench Verified: repositories, diffs and problem statements."""
 
 from __future__ import annotations
 

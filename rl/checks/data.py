@@ -1,4 +1,4 @@
-"""This module checks the task files: each row is a task that can be run and graded."""
+"""Checks of the task files: each row can be run and graded, and no held-out task is trained on."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""This module is the head of a job: it brings the nodes together, runs rl.train and ends everything in order."""
+"""The head of a job: it brings the nodes together, runs rl.train and ends everything in order."""
 
 from __future__ import annotations
 

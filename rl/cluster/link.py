@@ -1,9 +1,9 @@
-"""This module lets the nodes of a job talk while ``rl.cluster`` starts and ends them: each of the other nodes has a TCP
-connection to the head, over which both send lines of JSON.
+"""Connections between the nodes of a job while ``rl.cluster`` starts and ends them: lines of JSON over TCP.
 
-The connection lives as long as its two processes, so a side whose peer has ended learns it from the end of the
-connection. Each side proves that it knows the job's key, so that neither a foreign client nor a foreign server at one
-of the ports is heard. Nothing secret is sent, not even the key, so nothing is encrypted.
+Each node other than the head has a connection to it, over which both send lines. The connection lives as long as its
+two processes, so a side whose peer has ended learns it from the end of the connection. Each side proves that it knows
+the job's key, so that neither a foreign client nor a foreign server at one of the ports is heard. Nothing secret is
+sent, not even the key, so nothing is encrypted. What SLURM says of a process's place in the job is read here, too.
 
 head -> node: {"nonce"}; node -> head: {"node", "proof"}; head -> node: {"welcome": proof of the proof}; then
 node -> head: any of {"checked": text}, {"tested": figures}, {"say": text}, {"ready": keys}, {"problem": text};

@@ -1,4 +1,4 @@
-"""This module does what every node of a job does before Ray starts, and all that nodes other than the head do."""
+"""The nodes of a job: what each does before Ray starts, and all that those other than the head do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module tests the nodes of a job before anything is loaded: their disks, and all-reduces between them.
+"""Tests of a job's nodes before anything is loaded: their disks, and all-reduces between them.
 
 The head orders, and every node does what is ordered (``Prober``): it writes and reads a file in the run directory,
 reads a part of the model, and takes part in all-reduces (``rl.cluster.probe``) with gloo and, on GPUs, with NCCL. The

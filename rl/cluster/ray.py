@@ -1,4 +1,4 @@
-"""This module starts and ends Ray on a node, and lets the head wait until all nodes have joined."""
+"""Ray on a node of a job: start it, end it, and let the head wait until all nodes have joined."""
 
 from __future__ import annotations
 

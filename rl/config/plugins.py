@@ -1,4 +1,4 @@
-"""This module finds what packages beside this one bring: agents, kinds of boxes, and config groups.
+"""Plug-ins: the agents, kinds of boxes and config groups that packages beside this one bring.
 
 In a config, a kind is a name of ours or ``module:attribute``. An entry point in the group ``claude_code_rl.configs``
 names a package with config groups: its folder ``agent/`` with ``mine.yaml`` makes ``agent=mine`` a choice.

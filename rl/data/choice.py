@@ -1,4 +1,4 @@
-"""This module chooses episodes of runs by rules over what was measured of them. ``rl.data.select`` is its command.
+"""Choose episodes of runs by rules over what was measured of them. ``rl.data.select`` is the command for it.
 
 chosen = choose([Path(run)], Rules(resolved=True, best=1))
 for record in chosen.records(): ...

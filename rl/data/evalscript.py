@@ -1,4 +1,4 @@
-"""This module writes eval scripts in SWE-bench's format, for sets whose rows say how to test but have no script.
+"""Eval scripts in SWE-bench's format, for sets whose rows say how to test but have no script.
 
 A script runs in a fresh box after the patch was applied. It restores the test files from the image, applies the hidden
 test patch, and runs the tests between swebench's markers. It differs from the sets' own harnesses in two ways, because

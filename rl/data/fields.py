@@ -1,4 +1,4 @@
-"""This module reads the fields of rows as other projects publish them, and refuses rows whose fields cannot be used."""
+"""Fields of rows as other projects publish them: read them, and refuse rows whose fields cannot be used."""
 
 from __future__ import annotations
 

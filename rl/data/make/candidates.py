@@ -1,4 +1,4 @@
-"""This module lists the edits that are tried on a package, in an order that depends on the seed only.
+"""Candidates: the edits that are tried on a package, in an order that depends on the seed only.
 
 Edits of all makers take turns. Among a maker's places, those that few tests run come first, because an edit there is
 more likely to break few of them. Combined edits are made of edits that were kept by themselves.

@@ -1,4 +1,4 @@
-"""This module holds edits of source files as changed lines, so that they can be kept, combined, written as patches."""
+"""Edits of source files as changed lines, so that they can be kept, combined and written as patches."""
 
 from __future__ import annotations
 

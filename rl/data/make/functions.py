@@ -1,4 +1,4 @@
-"""This module takes small functions out of Python packages, with what calls of them return in the packages' own tests.
+"""Small functions taken out of Python packages, with what calls of them return in the packages' own tests.
 
 A function comes with what it needs of its module, and only if that is little: other functions, constants, the standard
 library. Docstrings, comments and annotations are left out, and the rest is written in one way (``ast.unparse``). All

@@ -1,4 +1,4 @@
-"""This module takes bugs from a git repository of one's own: commits that fixed something with a test, undone at HEAD.
+"""Bugs from a git repository of one's own: commits that fixed something with a test, undone at HEAD.
 
 Nothing but the files of HEAD and the changes of its commits is read; hooks, filters and settings of the repository do
 not run.

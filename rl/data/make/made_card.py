@@ -1,4 +1,4 @@
-"""This module writes the card of a task file: what it was made of, by which makers, and how much was tried for it."""
+"""What the card of made tasks says: of which packages and makers they are, and how much was tried for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module holds the thirteen makers that SWE-smith has too: plain edits of a syntax tree.
+"""Makers of bugs: the thirteen that SWE-smith has too, plain edits of a syntax tree.
 
 Each is a function from a node and its place (`rl.data.make.sites`) to the node that replaces it, None where it does not
 apply. `rl.data.make.mistakes` has the makers of mistakes that people make.

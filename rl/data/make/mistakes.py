@@ -1,4 +1,7 @@
-"""This module has the makers of mistakes that people make: limits, arguments, errors, caches, defaults, agreements."""
+"""Makers of mistakes that people make: limits, arguments, errors, caches, defaults, agreements, conditions.
+
+`drop_function` makes none: it leaves the body of a function to be written anew.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module prepares a package once: its source, its environment, and what its tests do without any bug.
+"""Prepare a package once: its source, its environment, and what its tests do without any bug.
 
 The result is a directory that appears whole or not at all, so that a command that was killed does not begin anew.
 """

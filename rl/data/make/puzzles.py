@@ -1,4 +1,4 @@
-"""This module makes repair tasks of functions: one word or operator exchanged for its counterpart (``swaps``).
+"""Repair tasks of functions, in each of which one word or operator is exchanged for its counterpart (``swaps``).
 
 The repository of such a task is ``module.py`` and ``check.py``, which makes a few calls and says which of them is
 wrong. The hidden tests are other calls, chosen so that every exchange after which one of these calls is wrong fails one

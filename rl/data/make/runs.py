@@ -1,4 +1,4 @@
-"""This module runs a package's tests in boxes, and reads what they did.
+"""Run a package's tests in boxes, and read what they did.
 
 The code of a package and of its tests is hostile: it runs in bubblewrap's boxes only, which have no network and see
 the package's own tree and environment. What comes back is checked before it is used.

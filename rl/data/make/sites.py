@@ -1,4 +1,4 @@
-"""This module finds the places of a file at which makers can plant a bug, and plants one.
+"""Find the places of a file at which makers can plant a bug, and plant one.
 
 A maker is a small function from a node of a concrete syntax tree (libcst) to what takes its place, or None where it
 does not apply. Everything else of the file stays as it was written, to the last blank. Only places that tests run are

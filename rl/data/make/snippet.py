@@ -1,4 +1,4 @@
-"""This module finds the smallest program that shows a failure: the call that a failing test makes, and what it needs.
+"""The smallest program that shows a failure: the call that a failing test makes, and what it needs.
 
 The program is cut out of the test's source: the expression that failed, the statements before it that its names need,
 imports. Variables that were plain values are written as such, so that nothing of the test's parameters or fixtures is

@@ -1,4 +1,4 @@
-"""This module lists the files of a patch, reverses patches, and writes patches from R2E-Gym's parsed commits."""
+"""Git patches: the files that one changes, its reverse, and patches from R2E-Gym's parsed commits."""
 
 from __future__ import annotations
 

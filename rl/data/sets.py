@@ -1,4 +1,7 @@
-"""This module converts rows of public sets to SWE-bench v5 rows. docs/data.md says where each fact comes from."""
+"""Public sets (SWE-bench, SWE-smith, SWE-Gym, SWE-rebench, R2E-Gym): convert their rows to SWE-bench v5 rows.
+
+docs/data.md says where each fact comes from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module judges each task by its gradings in an admission, and writes the report for people and programs."""
+"""Judge each task by its gradings in an admission, and write the report for people and programs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""This module prepares the policy to be evaluated: it starts a vLLM server, or asks an endpoint whether it is what the
-config says."""
+"""The policy to be evaluated: start a vLLM server, or ask an endpoint whether it is what the config says."""
 
 from __future__ import annotations
 

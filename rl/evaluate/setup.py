@@ -1,5 +1,4 @@
-"""This module makes the set-up of an evaluation's episodes, with the policy behind a vLLM server or another
-endpoint."""
+"""The set-up of an evaluation's episodes, whose policy is behind a vLLM server or another endpoint, or is a script."""
 
 from __future__ import annotations
 

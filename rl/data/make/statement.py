@@ -1,4 +1,4 @@
-"""This module states the problem of a task: what goes wrong, as it is reported by somebody who has only seen it happen.
+"""The problem statement of a task: what goes wrong, as somebody reports it who has only seen it happen.
 
 Everything in a statement was observed: what short programs give with the bug and without it. The edit that made the bug
 is used for one thing only: to check that nothing of it is said.

@@ -1,4 +1,4 @@
-"""This module writes a task: a snapshot with the bug and without the tests that show it, and the row that grades it."""
+"""A made task: its snapshot with the bug and without the tests that show it, and the script that grades it."""
 
 from __future__ import annotations
 

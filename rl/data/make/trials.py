@@ -1,4 +1,4 @@
-"""This module tries an edit: does it break a few tests, each time, and does it make a task that is graded right?"""
+"""Try an edit: see that it breaks a few tests, each time, and that it makes a task that is graded right."""
 
 from __future__ import annotations
 

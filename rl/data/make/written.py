@@ -1,4 +1,4 @@
-"""This module has another model write bugs: it asks for a function with a mistake in it, and checks what it gets.
+"""Bugs written by another model: it is asked for a function with a mistake in it, and its reply is checked.
 
 `rl.teachers.bugs` asks; `rl.data.make --bugs` tries the edits as all others.
 """

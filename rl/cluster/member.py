@@ -1,4 +1,4 @@
-"""The nodes of a job: what each does before Ray starts, and all that those other than the head do."""
+"""The nodes of a job: what each does before Ray starts, and all that a node other than the head does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train on the nodes of a SLURM job, a task per node: ``srun ... python -m rl.cluster key=value ...``.
+"""Train on the nodes of a SLURM job: ``srun ... python -m rl.cluster key=value ...``, a task per node.
 
 ``scripts/slurm/train.sbatch`` starts it, docs/cluster.md is the guide. The first task is the head:
 

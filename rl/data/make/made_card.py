@@ -1,4 +1,4 @@
-"""What the card of made tasks says: of which packages and makers they are, and how much was tried for them."""
+"""The part of a card that is about made tasks: their packages and makers, and how much was tried for them."""
 
 from __future__ import annotations
 

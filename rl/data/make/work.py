@@ -1,4 +1,4 @@
-"""Make the tasks of one package: try candidates in order until there are as many as were asked for.
+"""Make the tasks of one package: try candidates in order until there are as many tasks as were asked for.
 
 Candidates are tried in waves, several at a time. What becomes of each is decided in their order, so the result depends
 on the seed only and not on how fast boxes are. Every trial and every task is in the journal before it counts.

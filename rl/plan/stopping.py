@@ -1,4 +1,4 @@
-"""This module calculates what has to fit between a scheduler's warning and the end of a run (``rl.run.stop``)."""
+"""What has to fit between a scheduler's warning and the end of a run (``run.grace_s``, ``rl.run.stop``)."""
 
 from __future__ import annotations
 

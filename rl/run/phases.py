@@ -1,4 +1,4 @@
-"""This module notes what the trainer is doing now in the run directory, for readers such as ``rl.run.progress``.
+"""What the trainer is doing now, noted in the run directory for readers such as ``rl.run.progress``.
 
 ``phase.json`` holds one ``Phase``. It is not synced to the disk: a stale phase does no harm.
 """

@@ -1,4 +1,4 @@
-"""This module writes an export: rows into files of a directory that appears whole or not at all."""
+"""Where an export is written: rows go into files of a directory that appears whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module reads what is exported: the episodes of runs, one in memory at a time, and their conversations."""
+"""What is exported: the episodes of runs, one in memory at a time, and their conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer is doing now, noted in the run directory for readers such as ``rl.run.progress``.
+"""The trainer's present phase (rollout, update, ...), noted in the run directory for readers (``rl.run.progress``).
 
 ``phase.json`` holds one ``Phase``. It is not synced to the disk: a stale phase does no harm.
 """

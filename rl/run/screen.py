@@ -1,4 +1,4 @@
-"""What a program shows on the user's screen: events, what is being done now, and what to do next.
+"""The screen that a program shows its user: events, what is being done now, and what to do next.
 
     with Screen() as screen:
         screen.say("an event")                                         # a line that stays

@@ -1,4 +1,4 @@
-"""The watch over a run's processes: when a part of the run has died, it ends with one clear line.
+"""The watch over a run's processes: the run ends with one clear line when one of them has died.
 
 verl waits forever for the episodes of a worker that has died, and lets each episode find out by itself that no engine
 answers. When Ray's own head dies, Ray kills the trainer without a word. So

@@ -1,4 +1,4 @@
-"""Where an export is written: rows go into files of a directory that appears whole or not at all."""
+"""The directory of an export: rows are written into its files, and it appears whole or not at all."""
 
 from __future__ import annotations
 

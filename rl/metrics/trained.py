@@ -1,4 +1,4 @@
-"""This module keeps what the trainer made of each sampled token: ``trained/<step>-<row>.zst`` in the run directory.
+"""Advantages, log-probabilities and entropies of the trainer, kept in the run directory: ``trained/<step>-<row>.zst``.
 
 A file has the rows of one batch: of each row its key in TransferQueue (``{group}_{session}_{row}``), its advantage, and
 the trainer's log-probabilities and entropies of the tokens with mask 1, in their order. A record has the engine's. The

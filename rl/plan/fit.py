@@ -1,4 +1,4 @@
-"""This module fits the constants of ``plan.*`` to a run: ``python -m rl.plan from=RUN ...``
+"""The constants of ``plan.*``, fitted to a run: ``python -m rl.plan from=RUN ...``.
 
 What episodes do is read from the records of the newest of them, speeds from the timings of steps. A run may be running.
 """

@@ -1,4 +1,4 @@
-"""This module plays rollouts in simulated time: how long a step waits for its groups, and how many are played for it.
+"""Rollouts in simulated time: how long a step waits for its groups, and how many are played for it.
 
 The unit of time is the mean episode. Episodes take a lognormal time and wait for one of the boxes of their worker, in
 the order in which they were started; a group has ended when its last episode has. The rules that start groups are those

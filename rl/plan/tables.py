@@ -1,4 +1,4 @@
-"""This module prints a plan as tables."""
+"""A plan as printed tables, and a table of the constants that were fitted to a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module makes everything that the quickstart trains on: tasks, a policy, its warm start.
+"""Make everything that the quickstart trains on: tasks, a policy, its warm start.
 
 The warm start imitates episodes that a script plays through the real proxy with the real Claude Code. The rows are
 those of the session trees, token for token, not re-rendered text. The script chooses among the candidate edits at

@@ -1,4 +1,4 @@
-"""This module cuts a batch into the parts of an array job."""
+"""The shards of an array job: a batch cut into parts of whole groups (3/16: the third of 16)."""
 
 from __future__ import annotations
 

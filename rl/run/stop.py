@@ -1,4 +1,4 @@
-"""This module decides what SIGTERM and SIGUSR1 mean to the trainer's process.
+"""Signals to the trainer's process: what SIGTERM and SIGUSR1 mean, when it ends, and what is saved first.
 
 Schedulers send one of them some time before they kill (SLURM's ``--signal``, a preemption, a drained node). The first
 signal is a request: the trainer ends as soon as nothing is lost by it, saves a checkpoint and exits with ``STOPPED``.

@@ -1,4 +1,4 @@
-"""This module ends a run with one clear line when a part of it has died.
+"""The watch over a run's processes: the run ends with one clear line when one of them has died.
 
 verl waits forever for the episodes of a worker that has died, and lets each episode find out by itself that no engine
 answers. When Ray's own head dies, Ray kills the trainer without a word. So

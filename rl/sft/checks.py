@@ -1,4 +1,4 @@
-"""This module finds what is wrong with a fine-tuning's config before anything starts."""
+"""Checks of a fine-tuning's config: find all that is wrong before anything starts."""
 
 from __future__ import annotations
 

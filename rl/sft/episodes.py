@@ -1,4 +1,4 @@
-"""This module makes rows and preference pairs of the records of episodes, and takes those that are given in files.
+"""Training rows and preference pairs, made of the records of episodes or given in files.
 
 A row is a training row of its record, with mask 1 on exactly the tokens that the policy sampled and that the agent has
 read; sub-agents and compacted threads have rows of their own. A pair is two replies of the policy to the same tokens,

@@ -1,4 +1,4 @@
-"""This module fine-tunes in rounds: collect, select, fine-tune, evaluate.
+"""Fine-tuning in rounds: collect, select, fine-tune, evaluate.
 
     RUN/iteration_0/evaluation/           the policy as it is, on the held-out tasks
     RUN/iteration_N/collection/           the training tasks as the policy of the round before played them

@@ -1,4 +1,4 @@
-"""This module reads the teachers of a command line, and shows what asking them would cost."""
+"""Teachers on a command line (``--teacher``): read them, show what asking would cost, ask, and tell what came of it."""
 
 from __future__ import annotations
 

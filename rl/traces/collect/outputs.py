@@ -1,4 +1,4 @@
-"""This module writes what a collection keeps of each episode, and says which parts of it are missing.
+"""The files that a collection keeps of each episode: write them, and say which parts are missing.
 
     traces/<instance_id>/epoch_<n>/
         stream.jsonl      the agent's raw output, its event stream

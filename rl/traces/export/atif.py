@@ -1,4 +1,4 @@
-"""This module writes trajectories in the Agent Trajectory Interchange Format, ATIF v1.8, with token ids and logprobs.
+"""Write trajectories in the Agent Trajectory Interchange Format (ATIF v1.8), with token ids and logprobs.
 
 An episode is a file. Sub-agents are embedded in it; what comes after a compaction is a file of its own, to which the
 one before points.

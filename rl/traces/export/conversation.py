@@ -1,4 +1,4 @@
-"""This module makes conversations, which are chat messages in OpenAI's form, from an episode's trace.
+"""Conversations, which are chat messages in OpenAI's form, made from an episode's trace.
 
 A conversation is one training row: a chain of replies in which each prompt extends the one before it, so the main
 thread, each sub-agent, and what follows a compaction are conversations of their own. Its replies are those that were

@@ -1,4 +1,4 @@
-"""This module writes logs for Inspect's viewer (inspect_ai 0.3, version 2 of its format), with a sample per episode.
+"""Write logs for Inspect's viewer (inspect_ai 0.3, version 2 of its format), with a sample per episode.
 
 A log is a zip of JSON: a file per sample, and summaries.json and header.json, which are about all of them.
 """

@@ -1,4 +1,4 @@
-"""This module makes samples of Inspect's logs from episodes, as plain JSON.
+"""The samples of Inspect's logs, made from episodes as plain JSON.
 
 A sample has the messages of the last main conversation, and as events every reply and call of all conversations. A
 sub-agent's are in a span, inside of that of the agent that started it, and so are those of a side call. The messages

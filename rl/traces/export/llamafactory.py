@@ -1,4 +1,4 @@
-"""This module writes data sets for LLaMA-Factory (0.9.5), with dataset_info.json and train.yaml.
+"""Write data sets for LLaMA-Factory (0.9.5), with dataset_info.json and train.yaml.
 
 Its loader drops what it does not like with a warning only, so rows have the one form that survives it: a reply is a
 ``gpt`` turn whose text ends with its calls as <tool_call> blocks, and what comes between two replies is one turn. Its

@@ -1,4 +1,4 @@
-"""This module reads what is exported: the episodes of runs, one in memory at a time, and their conversations."""
+"""The episodes of runs that are exported, one in memory at a time, and their conversations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""This module writes rows as SWE-smith's collect_trajs does in its style xml: {messages, instance_id, resolved, model,
-traj_id, patch}. Calls are in the text of a reply, results are user messages.
+"""Write rows in SWE-smith's format, as its collect_trajs does in the style xml.
+
+A row is {messages, instance_id, resolved, model, traj_id, patch}. Calls are in the text of a reply, results are user
+messages.
 """
 
 from __future__ import annotations

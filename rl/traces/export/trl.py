@@ -1,4 +1,4 @@
-"""This module writes plain messages, and data sets for TRL."""
+"""Write data sets for TRL (conversations, single replies, preference pairs), and plain messages."""
 
 from __future__ import annotations
 

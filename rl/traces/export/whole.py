@@ -1,4 +1,4 @@
-"""This module copies what runs have made of an episode beside its record: session files, and patches as predictions."""
+"""Export Claude Code's session files as they are, and the patches of episodes as SWE-bench's predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module asks endpoints about all states of a file, and keeps each answer in a journal as soon as it is there.
+"""Ask endpoints about all states of a file, within a budget, and keep each answer in a journal as soon as it is there.
 
 A run that is killed goes on where it was: at most the answers under way are asked for again. Each endpoint is asked by
 itself, so a slow one holds up no other, and one that is dead ends alone.

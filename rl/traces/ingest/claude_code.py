@@ -1,4 +1,4 @@
-"""This module reads Claude Code's session files. It is written against version 2.1.
+"""Read Claude Code's session files, as version 2.1 writes them.
 
 A reply is several lines, one per content block, with one ``message.id``. Where the file notes the request that a reply
 answers, the state has that request's messages, proven by its digest. Otherwise they are put together from the

@@ -1,4 +1,4 @@
-"""This module says which replies can be learned from: one gate for all formats, whatever a conversation came from.
+"""The gate for replies: which can be learned from, the same for all formats, wherever a conversation came from.
 
 The rules are those of the Messages API: each call has one result, in the messages that come next; ids of calls are
 unique; two replies never follow each other; a reply does not stand in its own context, and says more than a thought.

@@ -1,4 +1,4 @@
-"""This module rebuilds the requests that Claude Code has noted in its session files, and proves them by their digests.
+"""Rebuild the requests that Claude Code has noted in its session files, and prove them by their digests.
 
 A record `api-request` names its messages by digests: those that it has in common with an earlier request (`base`,
 `keep`) and the others (`tail`). A record `api-request-shape` has system prompt and tools, and `api-request-blob` has a

@@ -1,4 +1,4 @@
-"""This module reads runs: the records of training, evaluations, collections and rounds, each episode once."""
+"""Make states of our own runs: the records of training, evaluations, collections and rounds, each episode once."""
 
 from __future__ import annotations
 

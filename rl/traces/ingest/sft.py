@@ -1,4 +1,4 @@
-"""This module makes rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
+"""Make rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
 
 A row is a conversation with mask 0, in which the replies of its states have mask 1, or a pair of replies to one
 conversation. The recorded text is encoded anew here, with the chat template of the model that is trained; the recorded

@@ -1,4 +1,4 @@
-"""This module writes and reads states: what an agent had read before one of its replies, and that reply.
+"""Write and read states: what an agent had read before one of its replies, and that reply.
 
 A states file has one JSON object per line (compressed if its name ends in .zst). Each message is in it once: a message
 names the one before it, and a state the last one that it has, so a file grows with what is new in each step.

@@ -12,7 +12,8 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard is part ``number``, counted from 1, of a batch in ``count`` parts. Its text is "NUMBER/COUNT"."""
+    """A shard is part ``number``, counted from 1, of a batch in ``count`` parts. It is given as "3/16" and shown as
+    "3-of-16"."""
 
     number: int
     count: int

@@ -1,4 +1,4 @@
-"""This module finds a text in everything that an episode has (what was said, answered, read, graded), or in many."""
+"""Search for a text in everything that an episode has (what was said, answered, read, graded), or in many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's metrics and journals say of its episodes: lines, found by episode and compared with its record."""
+"""What a run's metrics and journals say of each episode, found by its name and compared with its record."""
 
 from __future__ import annotations
 

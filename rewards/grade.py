@@ -1,4 +1,4 @@
-"""This module grades one patch: it applies what the rules leave of it in a fresh box and runs the hidden tests.
+"""Grade one patch: apply what the rules leave of it in a fresh box, and run the hidden tests.
 
 swebench judges the log of the tests. The policy's failures (no patch, one that does not apply, failing or endless
 tests, a log that makes no sense) are unresolved. Only what the policy cannot cause is an infrastructure failure. In

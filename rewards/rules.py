@@ -1,4 +1,4 @@
-"""This module decides what of an agent's patch is graded, and flags what looks like an attempt to cheat the tests.
+"""The rules for patches: which files are graded, and what is flagged as a possible attempt to cheat the tests.
 
 Rules are data (configs/grading/default.yaml). Rules on paths *drop* files from the patch before it is applied, because
 a test or a hook of the test runner is not part of a solution. Flags only *mark* a patch, or what an agent ran and read,

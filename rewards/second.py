@@ -1,4 +1,4 @@
-"""This module asks for a second opinion on a resolved task: would its tests also pass if they were wrong?
+"""A second opinion on a resolved task: would its tests also pass if they were wrong?
 
 The tested code can do to its own test run whatever its process can: print results and exit, patch the runner's reports,
 return objects that are equal to everything. No event, channel or secret of that process is out of its reach. But the

@@ -1,4 +1,4 @@
-"""This module is what all programs share: their ``--help`` text, and how they end when nobody reads their output."""
+"""What all programs share: ``--help``, output that is safe in a terminal, and how they end when nobody reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""This program trains a policy: ``python -m rl.train +experiment=quickstart key=value ...``
+"""Train a policy: check the config, open the run directory, start or join Ray, and run verl's trainer to its end.
+
+    python -m rl.train +experiment=quickstart key=value ...
 
 The screen shows our lines only: what is being started, one line per step, a table at the end. What verl, vLLM and Ray
 print goes to ``run.log`` in the run directory (``rl.run.directory`` says which directory that is and how the same

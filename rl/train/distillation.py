@@ -1,4 +1,4 @@
-"""This module lets a teacher score all rows of an episode, for on-policy distillation (``+distill=on_policy``).
+"""On-policy distillation (``+distill=on_policy``): let a teacher score all rows of an episode.
 
 verl asks its teacher for the log-probabilities of an episode's last row only. An episode with sub-agents or a
 compaction has several rows, and a batch in which some rows lack that column cannot be trained on.

@@ -1,4 +1,4 @@
-"""This module is verl's V1 trainer with our episodes: a mix-in for each of its modes, and the function that runs it.
+"""verl's V1 trainer with our episodes: a mix-in for each of its modes, and the function that runs it.
 
 The mix-in
 

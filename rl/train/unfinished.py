@@ -1,4 +1,4 @@
-"""This module keeps the episodes of an interrupted rollout, so that the resumed run plays only the others.
+"""The episodes of an interrupted rollout, kept so that the resumed run plays only the others.
 
 ``unfinished/`` in the run directory holds ``groups.json``, which is written last, and a file of training rows for each
 group. The groups are in the order in which verl's data loader drew their prompts. The checkpoint beside them has the

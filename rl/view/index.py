@@ -1,4 +1,4 @@
-"""This module keeps an index over the record files of a run: of each episode its figures, and where its record is.
+"""An index over the record files of a run: of each episode its figures, and where its record is.
 
 A file of records is only ever appended to, so the index is built once and then extended by what is new. It is kept in a
 cache file outside of the run, and checked against the files before it is believed. A torn tail (or a frame that is just

@@ -1,4 +1,4 @@
-"""This module holds what the pages show: the runs with their indices, and the episodes that were looked at last."""
+"""The library behind the pages: the runs with their indices, and the episodes that were looked at last."""
 
 from __future__ import annotations
 

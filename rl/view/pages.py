@@ -1,5 +1,7 @@
-"""This module makes the pages. A handler takes the library and a request's query, and returns a ``Page``; it reads no
-file by itself."""
+"""The viewer's pages: a handler takes the library and a request's query, and returns a ``Page``.
+
+A handler reads no file by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module fills the templates. All values are escaped; what has no template of its own is written as text."""
+"""HTML from the viewer's templates: all values are escaped, and what has no template of its own is written as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module reads what a run has besides its records: config, metrics, task files; and makes tables of all of it."""
+"""A run's tables and curves for the pages, made of its records' figures, its config, metrics and task files."""
 
 from __future__ import annotations
 

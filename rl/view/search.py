@@ -1,4 +1,4 @@
-"""This module finds a text in everything that an episode has (what was said, answered, read, graded), or in many."""
+"""Search one episode or many for a text, in everything that was said, answered, read and graded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module makes hostile text readable: terminal sequences, invisible marks, great lengths; and it shows diffs."""
+"""Make hostile text readable (terminal sequences, invisible marks, great lengths), and show diffs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module shows tokens inside of the session tree: which were shared, which branched, and which were trained on."""
+"""An episode's tokens in the session tree: which were shared, which branched, and which were trained on."""
 
 from __future__ import annotations
 

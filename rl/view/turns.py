@@ -1,4 +1,4 @@
-"""This module makes of a record what a person reads: turns with their texts, calls, results and sub-agents. It is pure.
+"""An episode as a person reads it, made of its record without I/O: turns with texts, calls, results and sub-agents.
 
 A turn is one reply: a point of the episode's trace, or, where not even messages were kept of a hosted model, what the
 agent's own events tell.

@@ -1,4 +1,4 @@
-"""This module keeps what an agent's process leaves behind: its output, and its own files.
+"""Keep what an agent's process leaves behind: its output, and its own files.
 
 All of it is hostile input: the policy's commands can write to the output and change the files. Files are read by a
 program in the box; its output is capped, and no path that it names may lead out of the directory they are put in.

@@ -1,4 +1,4 @@
-"""This program serves the model of a vLLM server to any number of Claude Codes. docs/proxy.md
+"""Serve the model of a vLLM server to any number of Claude Codes. docs/proxy.md
 
     python -m vllm.entrypoints.openai.api_server --model DIR --host 127.0.0.1 --port 8000
     python -m rollout.proxy --engine http://127.0.0.1:8000 --model DIR --tool-parser qwen3_coder --port 8080

@@ -1,4 +1,4 @@
-"""This module defines what a session asks of an inference engine: prompt ids in, sampled ids and logprobs out.
+"""The protocol between a session and an inference engine: prompt ids in, sampled ids and logprobs out.
 
 Implementations are ``VllmHttpEngine`` (a vLLM server), ``rollout.replay.ReplayEngine`` (a recorded episode),
 ``ScriptedEngine`` below, and, in ``rl/``, verl's rollout client.

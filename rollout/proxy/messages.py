@@ -1,4 +1,4 @@
-"""This module reads requests in the Anthropic Messages wire format. It does no I/O.
+"""Requests in the Anthropic Messages wire format, read as spans and as chat messages; no I/O.
 
 A request's conversation is represented in two forms:
 

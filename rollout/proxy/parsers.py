@@ -1,4 +1,4 @@
-"""This module parses sampled text into content blocks, with vLLM's reasoning and tool parsers made strict.
+"""Parse sampled text into content blocks, with vLLM's reasoning and tool parsers made strict.
 
 vLLM's tool parsers are written to get something out of any text: from a call without an end they read as much as there
 is, and they drop junk between arguments and text after a call. In training that is wrong for two reasons: the agent

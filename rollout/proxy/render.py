@@ -1,4 +1,4 @@
-"""This module encodes chat messages with the policy's chat template, each message once.
+"""Encode chat messages with the policy's chat template, each message once.
 
 What stands between two turns differs from one model family to the next. verl has one builder per family
 (``verl.utils.tokenizer.continuous_token``) that encodes only what is appended to a conversation. It is the only part

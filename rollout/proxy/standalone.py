@@ -1,4 +1,4 @@
-"""This module is the proxy as a program of its own, between any Claude Code and any vLLM server.
+"""The stand-alone proxy: a program of its own, between any Claude Code and any vLLM server.
 
 Nobody opens sessions here, so a session is identified by what a request carries: the client's token and its Claude
 Code session (a header, or else the user id in the body). A session is opened at its first request. It is closed when

@@ -1,4 +1,4 @@
-"""This module decodes requests in the Anthropic Messages wire format. It does no I/O.
+"""Decode requests in the Anthropic Messages wire format; no I/O.
 
 Every request repeats the whole conversation, so most of each body has been seen before, byte for byte. Messages are
 cut out of the body without being decoded (``msgspec.Raw``); ``messages.Seen`` knows which are new. While a JSON text

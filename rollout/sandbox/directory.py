@@ -1,4 +1,4 @@
-"""This module makes boxes whose files are directories of this machine, whatever runs the programs in them.
+"""Boxes whose files are directories of this machine, whatever runs the programs in them.
 
 A process that is killed before it could close its sandboxes leaves their directories behind, and sometimes a program.
 `sweep` ends and deletes what is left; every process calls it before it boots its first sandbox, and finds what others

@@ -1,4 +1,4 @@
-"""This module finds the changed files that a task's snapshot itself ignores; they are left out of a patch.
+"""Changed files that a task's snapshot itself ignores, and that are therefore left out of a patch.
 
 What a build leaves behind (`build/`, `node_modules/`, a virtual environment) is no part of a solution, and would make a
 patch too large. The rules are those of the snapshot: the agent's edited `.gitignore` files, its `.git/info/exclude` and

@@ -1,4 +1,4 @@
-"""This module asks a registry how large images are, without pulling them (the registry API, version 2).
+"""Ask a registry how large images are, without pulling them (the registry API, version 2).
 
 Docker Hub counts such a question as a pull, so only a sample is asked about: `estimate`.
 """

@@ -1,4 +1,4 @@
-"""This module makes a git patch between two directory trees; whoever wrote the second cannot influence how.
+"""Make a git patch between two directory trees; whoever wrote the second cannot influence how.
 
 The trees are compared as bytes: nothing of the second tree says how (no index, attributes, filters, ignore files or
 hooks). Only the files that differ are written as objects to a scratch repository, and one `git diff-tree` there prints

@@ -1,10 +1,10 @@
-"""This module is for programs that have a store of their own in the same process, such as one in memory.
+"""A LightningStore object in the same process, such as one in memory, for programs that have a store of their own.
 
     from agentlightning import InMemoryLightningStore
     store = InMemoryLightningStore()
     await send_all([Path("RUN")], Local(store))
 
-It imports agentlightning when the first span is sent.
+agentlightning is imported when the first span is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module sends records to a store: each attempt once, in the order in which they were written."""
+"""Send records to a LightningStore: each attempt once, in the order in which they were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module speaks with the server of a LightningStore (``agl store``), without importing agentlightning.
+"""A client for the server of a LightningStore (``agl store``) that does not import agentlightning.
 
 That import takes 10 s of CPU time and 380 MB, although no more than six kinds of requests are needed. Spans go in as
 OTLP, as many as fit into one request; agentlightning's own client sends each span alone, and gets it back.

@@ -1,4 +1,4 @@
-"""This module makes sandboxes in containers, on any engine that speaks Docker's API and runs on this machine.
+"""A sandbox in a container, on any engine that speaks Docker's API and runs on this machine.
 
 `boot_docker` starts a container from the sealed image of a task (see `rollout.sandbox.docker.images`): it has no
 network, no capabilities, no new privileges, and the image's own user. All `Limits` are enforced. Process 1 does

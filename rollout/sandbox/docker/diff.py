@@ -1,4 +1,4 @@
-"""This module makes the patch of a container's work tree from what the engine says, not from what the box says.
+"""The patch of a container's work tree, made from what the engine says, not from what the box says.
 
 The engine lists the paths that differ from the image. Only those are fetched, from the box and from a container of the
 image that was never started, and compared by `treediff`, as for local sandboxes. Nothing is run in the box.

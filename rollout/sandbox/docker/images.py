@@ -1,4 +1,4 @@
-"""This module keeps task images in a container engine: pulled ahead, sealed once, within a disk budget.
+"""Task images in a container engine: pulled ahead, sealed once, within a disk budget.
 
 Boxes are started from sealed images (see `rollout.sandbox.sealing`), so none of this is done while an episode waits.
 The tag of a sealed image is derived from the image's id, the commit's name in the eval script and the sealing code;

@@ -1,4 +1,4 @@
-"""This module limits the memory and the processes of local boxes with control groups (version 2), where it may.
+"""Control groups (version 2) that limit the memory and the processes of local boxes, where this user may have them.
 
 A box has one group. Its programs are started in it, by a shell that enters it first, so nothing of a box is outside.
 

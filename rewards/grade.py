@@ -29,7 +29,7 @@ from typing import Any
 from rewards import second, statuses
 from rewards.contradiction import contradicted
 from rewards.patch import APPLY, FileDiff, PatchError, read_the_same, split
-from rewards.rules import DECIDES, Rules, Screened
+from rewards.rules import DECIDES, Rules, ScreenedPatch
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rollout.sandbox import ExecResult, Sandbox, SandboxError, failed
@@ -142,7 +142,7 @@ async def _screened(
 ) -> Verdict:
     grading = _Grading(task, boot, timeout_s, rules, second_opinion)
     if patch is None:
-        return await grading.verdict(Screened([], (), ()))
+        return await grading.verdict(ScreenedPatch([], (), ()))
     if not patch.strip():
         return Verdict(Reason.EMPTY_PATCH)
     try:
@@ -180,9 +180,9 @@ class _Grading:
         self._task, self._boot, self._timeout_s, self._rules = task, boot, timeout_s, rules
         self._second_opinion = second_opinion
         self._installed: list[str] | None = None  # of the modules that the patch adds
-        self.left = Screened([], (), ())
+        self.left = ScreenedPatch([], (), ())
 
-    async def verdict(self, found: Screened) -> Verdict:
+    async def verdict(self, found: ScreenedPatch) -> Verdict:
         """Return the verdict on what the rules leave of a patch. Raises SandboxError."""
         self.left = found
         harness = await asyncio.to_thread(_harness)
@@ -218,7 +218,7 @@ class _Grading:
 
     async def _run(
         self, harness: _Harness, spec: Any, script: str, program: str, files: list[FileDiff] | None = None
-    ) -> second.Run:
+    ) -> second.SuiteRun:
         """Run the tests once, with these files instead of the patch's if there are any."""
         box = await self._boot()
         try:
@@ -230,17 +230,17 @@ class _Grading:
                 files = self.left.files
                 if not files and self.left.dropped:
                     verdict = Verdict(Reason.FORBIDDEN_PATH_ONLY, "the rules drop every file of the patch")
-                    return second.Run(verdict, "", ())
+                    return second.SuiteRun(verdict, "", ())
             run = await _run(box, script, program, files, self._timeout_s)
         finally:
             await _close(box)
         if isinstance(run, Verdict):
-            return second.Run(run, "", ())
+            return second.SuiteRun(run, "", ())
         log = run.stdout.decode(errors="replace")
         verdict, passed = await asyncio.to_thread(
             _judge, harness, spec, script, run, log, self._timeout_s, self._task.not_passing
         )
-        return second.Run(verdict, log, passed)
+        return second.SuiteRun(verdict, log, passed)
 
 
 async def _installed(box: Sandbox, names: list[str]) -> list[str]:

@@ -40,7 +40,7 @@ def shown(text: str) -> str:
     return _HOSTILE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
-class _Shown:
+class _PrintableStream:
     """A stream of which all that is written is ``shown``: a program prints what was recorded, names of files too."""
 
     def __init__(self, out: TextIO) -> None:
@@ -59,8 +59,8 @@ def end(main: Callable[[], int | None]) -> NoReturn:
 
     No escape code reaches the terminal by way of stdout or stderr.
     """
-    out: Any = _Shown(sys.stdout)
-    err: Any = _Shown(sys.stderr)
+    out: Any = _PrintableStream(sys.stdout)
+    err: Any = _PrintableStream(sys.stderr)
     sys.stdout, sys.stderr = out, err
     try:
         try:

@@ -20,7 +20,7 @@ from rl.plan.throughput import Pace
 
 if TYPE_CHECKING:
     from rl.plan import Plan
-    from rl.plan.fit import Fitted
+    from rl.plan.fit import FittedConstant
 
 
 def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None:
@@ -42,7 +42,7 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
         console.print(f"{fits}. Least room: {room}.", soft_wrap=True)
 
 
-def show_fitted(found: Sequence[Fitted], config: DictConfig, run: str, console: Console | None = None) -> None:
+def show_fitted(found: Sequence[FittedConstant], config: DictConfig, run: str, console: Console | None = None) -> None:
     """Print the constants that were fitted to a run beside the config's."""
     right = [Column(name, justify="right") for name in ("config", "fitted", "10 to 90 %")]
     table = Table("plan.", *right, "of", title=f"constants, fitted to {run}")

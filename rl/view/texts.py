@@ -48,8 +48,8 @@ def cut(text: Any, head: int = HEAD, tail: int = TAIL) -> Cut:
 
 
 @dataclass
-class FileDiff:
-    """A FileDiff is a file's part of a patch: (kind, text) of its lines, kind being add, del, hunk, meta or same."""
+class DiffView:
+    """A DiffView is a file's part of a patch: (kind, text) of its lines, kind being add, del, hunk, meta or same."""
 
     name: str
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -65,14 +65,14 @@ class FileDiff:
         return sum(kind == "del" for kind, _ in self.lines)
 
 
-def patch(text: str) -> list[FileDiff]:
+def patch(text: str) -> list[DiffView]:
     """Return the files of a git patch, whatever is in it."""
-    found: list[FileDiff] = []
+    found: list[DiffView] = []
     body = False
     for line in text.splitlines():
         if line.startswith("diff --git ") or not found:
             name = re.sub(r"^diff --git (?:a/)?(.*?) (?:b/)?\S*$", r"\1", line)
-            found.append(FileDiff(clean(name)))
+            found.append(DiffView(clean(name)))
             body = False
         kind = "meta"
         if line.startswith("@@"):

@@ -101,7 +101,7 @@ def vocabulary(model: Path) -> Vocabulary:
 
 @dataclass
 class MapNode:
-    """A map node is a node as it is drawn. ``start`` and ``end``: its tokens in its path; ``lane``: its line in the map.
+    """A map node is a node that is drawn. ``start`` and ``end``: its tokens in its path; ``lane``: its line in the map.
 
     ``rows``: training rows that train it; ``ends``: rows that end with it; ``masked``: none of these has a
     mask of 1. ``x``, ``y``, ``width``: in the map's units.

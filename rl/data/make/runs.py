@@ -77,7 +77,7 @@ class Bench:
     """
 
     def __init__(self, tree: Path, venv: Path) -> None:
-        self._tree, self._venv = tree, venv
+        self._tree = tree
         coverage = importlib.util.find_spec("coverage")
         if coverage is None or not coverage.submodule_search_locations:
             raise MakeError("the package coverage is not installed; run make setup")

@@ -155,9 +155,10 @@ class StateWriter:
         self._places.append(self._gate.after(self._places[after] if after >= 0 else None, kept))
         return len(self._places) - 1
 
-    def tip(self, messages: Sequence[Message], after: int = -1) -> int:
+    def tip(self, messages: Sequence[Message]) -> int:
         """Return the number of the last of ``messages``; those that are already there, in this order, are not written
         again."""
+        after = -1
         for message in messages:
             key = after, hashlib.sha256(self._encoder.encode(message)).digest()
             if key not in self._known:

@@ -30,7 +30,7 @@ APPLY = ("--whitespace=nowarn", "--numstat", "-z", "--apply")
 
 
 class PatchError(ValueError):
-    """A text is not a patch, or its files cannot be told apart. The message is one line."""
+    """A text is not a patch that can be used, or its files cannot be told apart. The message is one line."""
 
 
 @dataclass(frozen=True)

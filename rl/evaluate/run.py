@@ -128,7 +128,7 @@ async def play_all(
 async def _play(
     config: DictConfig,
     weights: Weights | None,
-    served: serve.Served | None,
+    served: serve.ServedModel | None,
     player: Player,
     wanted: Sequence[tuple[Task, int]],
     screen: Screen,

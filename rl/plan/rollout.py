@@ -45,7 +45,7 @@ class Simulation:
         self._left: dict[int, int] = {}  # episodes of a group that have not ended
 
     def place(self, count: int) -> list[int]:
-        """Return the workers that play the next ``count`` groups: in turn (rl.train.groups.Spread)."""
+        """Return the workers that play the next ``count`` groups: in turn (rl.train.groups.SpreadManager)."""
         return [number % self.boxes.workers for number in range(self.played, self.played + count)]
 
     def start(self, count: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.verdict import Outcome
-from rl.data.choice import Rules, choose, paired
+from rl.data.choice import ChoiceRules, choose, paired
 from rl.traces.rows import PAIRS, ROWS, Row, RowsError, length, read, write
 from rollout.audit import audit_tokens
 from rollout.proxy.engine import TextCodec
@@ -158,7 +158,7 @@ def pairs_of(sources: Sequence[Path]) -> Iterator[Row]:
     """Yield the pairs of all sources, none that says the same as another. Raises FileNotFoundError."""
     seen = set()
     stored = functools.lru_cache(64)(record_at)
-    entries = choose(sources, Rules()).entries
+    entries = choose(sources, ChoiceRules()).entries
     for *_, pair in paired(entries, lambda a, b: parting(stored(a.path, a.offset), stored(b.path, b.offset))):
         if pair is not None and (key := tuple(map(tuple, pair))) not in seen:
             seen.add(key)

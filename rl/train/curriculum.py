@@ -151,7 +151,7 @@ class Curriculum:
         return int.from_bytes(digest[:6]) / 2**48
 
 
-class Scheduled(PPOTrainer):
+class CurriculumTrainer(PPOTrainer):
     """This mix-in goes before a ``PPOTrainer`` subclass: a ``Curriculum`` draws its training tasks."""
 
     curriculum: Curriculum | None = None

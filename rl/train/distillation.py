@@ -14,7 +14,7 @@ else:
     AgentLoopWorker = object
 
 
-class Scored(AgentLoopWorker):
+class ScoringWorker(AgentLoopWorker):
     """This mix-in goes before verl's agent loop worker: the teacher scores each row."""
 
     async def _agent_loop_postprocess(  # ty: ignore[incompatible-method-override]  as AgentLoopWorkerTQ
@@ -26,11 +26,11 @@ class Scored(AgentLoopWorker):
 
 
 def scored() -> type:
-    """Return verl's agent loop worker with ``Scored``, as an ordinary class; verl itself has it only as a Ray actor."""
+    """Return verl's agent loop worker with ``ScoringWorker``, as an ordinary class; verl has it only as a Ray actor."""
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ as Actor
 
     base = cast(Any, Actor).__ray_metadata__.modified_class.__ray_actor_class__
-    return type("ScoredAgentLoopWorker", (Scored, base), {})
+    return type("ScoredAgentLoopWorker", (ScoringWorker, base), {})
 
 
 def worker_class(config: DictConfig) -> Any | None:

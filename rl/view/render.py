@@ -121,7 +121,7 @@ def _environment() -> jinja2.Environment:
     return made
 
 
-def _patch(data: bytes | str | None) -> list[texts.FileDiff]:
+def _patch(data: bytes | str | None) -> list[texts.DiffView]:
     return texts.patch(data.decode("utf-8", "replace") if isinstance(data, bytes) else data or "")
 
 

@@ -25,7 +25,7 @@ _GIT = ("git", "-c", f"core.excludesFile={os.devnull}")
 _FIELDS = 4  # of git's answer: file, line, pattern, path
 
 
-class Ignored:
+class IgnoredPaths:
     """These are the paths that are left out of a patch from `origin`; `in` asks about one.
 
     scratch: a directory for this class alone; the caller deletes it. To be used in a `with` statement. Raises
@@ -40,7 +40,7 @@ class Ignored:
         self._git: subprocess.Popen[bytes] | None = None
         self._asked = 0
 
-    def __enter__(self) -> Ignored:
+    def __enter__(self) -> IgnoredPaths:
         return self
 
     def __exit__(

@@ -20,8 +20,8 @@ Replacement = cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place is where a maker is asked for a bug.
+class SiteContext:
+    """This is what a maker is told of the place where it is asked for a bug.
 
     rng: the source of all randomness of an edit. tests: bits of the tests that run each line (from 1). shared: names
     and keys that another module of the package uses, too.
@@ -48,7 +48,7 @@ class Place:
         return block is not None and isinstance(self.parents.get(block), cst.ClassDef)
 
 
-Make = Callable[[Any, Place], Replacement | None]
+Make = Callable[[Any, SiteContext], Replacement | None]
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class File:
             and (isinstance(site.node, cst.FunctionDef | cst.ClassDef) or self.place("").function(site.node))
         ]
 
-    def place(self, seed: str) -> Place:
+    def place(self, seed: str) -> SiteContext:
         """Return what a maker is given beside the node."""
-        return Place(random.Random(seed), self._parents, self._shared)
+        return SiteContext(random.Random(seed), self._parents, self._shared)
 
     def planted(self, maker: Maker, site: Site, seed: str) -> str | None:
         """Return the source with a bug at a site; None if the maker has none for it, or the result is not Python."""

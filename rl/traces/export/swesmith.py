@@ -12,11 +12,11 @@ from typing import Any
 
 from rl.run.weights import name_of
 from rl.traces.export.sink import Sink
-from rl.traces.export.source import Source
+from rl.traces.export.source import ExportSource
 from rollout.proxy.blocks import ChatMessage
 
 
-def write(source: Source, out: Sink) -> None:
+def write(source: ExportSource, out: Sink) -> None:
     """Write a line per conversation."""
     for entry, talks in source.talks():
         for number, talk in enumerate(talks):

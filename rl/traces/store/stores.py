@@ -14,7 +14,7 @@ class StoreError(Exception):
     """The store cannot be used now; the message is one line."""
 
 
-class Refused(StoreError):
+class StoreRefusal(StoreError):
     """The store has answered, and has not taken what it was given."""
 
 

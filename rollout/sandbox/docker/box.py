@@ -102,7 +102,7 @@ class DockerSandbox(BaseSandbox):
         self,
         engine: ContainerEngine,
         container: str,
-        sealed: images.Sealed,
+        sealed: images.SealedImage,
         snapshot: Path | None,
         watched_bytes: int | None,
         sockets: Path | None,
@@ -273,7 +273,7 @@ class DockerSandbox(BaseSandbox):
 
 def _boot(
     engine: ContainerEngine,
-    sealed: images.Sealed,
+    sealed: images.SealedImage,
     snapshot: Path | None,
     limits: Limits,
     mounts: list[tuple[Path, str]],

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zstandard
 
-from rollout import files, program, storable
+from rollout import files, storable
 from rollout.proxy.calls import CallRecord
 from rollout.proxy.tree import TrainingSequence, Tree
 
@@ -462,9 +462,3 @@ def decode(payload: bytes | None, place: str) -> Record:
     if record.version not in _READABLE:
         raise CorruptRecordError(f"{place}: record version {record.version}; readable are {_READABLE}")
     return record
-
-
-if __name__ == "__main__":
-    from rl.view.terminal import main
-
-    program.end(main)

@@ -23,7 +23,6 @@ from rollout import SIDE_MODEL
 from rollout.proxy.connections import BODY_S, IDLE_S, Connections, Tally, taken
 from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
-from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.messages import RequestError, WireRequest
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 from rollout.proxy.secret import issued
@@ -31,7 +30,8 @@ from rollout.proxy.session import Call, Policy, Session, closed_error
 from rollout.proxy.tree import Node
 from rollout.proxy.wire import LARGE, decode_request, takes_long
 
-if TYPE_CHECKING:  # only the stand-alone proxy has metrics; training loads no Prometheus
+if TYPE_CHECKING:  # not loaded where nothing is forwarded, and no metrics are served
+    from rollout.proxy.forward import SideEndpoint
     from rollout.proxy.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout import program
-from rollout.records import NodeRecord, Reader, path_of
+from rollout.records import NodeRecord, path_of
+from rollout.records.reading import Reader
 
 _HELP = {
     "replicas": "of the engine",

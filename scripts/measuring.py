@@ -1,5 +1,4 @@
-"""This module holds what the measuring scripts share: a training run with its peaks of memory, and tables of
-Markdown."""
+"""What the measuring scripts share: a training run with its peaks of memory, and tables of Markdown."""
 
 from __future__ import annotations
 

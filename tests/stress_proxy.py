@@ -266,9 +266,9 @@ async def play(number: int, calls: int, policy: Policy, sample: int, told: Count
 
 def stress(model: str, calls: int, loops: int, sample: int) -> tuple[Counter[str], list[BaseException]]:
     """Make so many calls on so many event loops; return how often what was done, and how loops have failed."""
-    from rollout.proxy.standalone import Options, load_policy
+    from rollout.proxy.standalone import ProxyOptions, load_policy
 
-    policy = load_policy(Options("", model, "qwen3_coder", any_family=True))(None, CONTEXT)  # ty: ignore
+    policy = load_policy(ProxyOptions("", model, "qwen3_coder", any_family=True))(None, CONTEXT)  # ty: ignore
     told, failed = [Counter[str]() for _ in range(loops)], list[BaseException]()
 
     def run(number: int) -> None:

@@ -1,4 +1,4 @@
-"""This package runs programs in sandboxes; this module says what an episode and the grader may ask of one.
+"""Sandboxes (boxes), in which programs run, and their protocol: what an episode and the grader may ask of one.
 
 A sandbox is one private copy of a task's repository plus a HOME and a temporary directory, with a way to run programs
 in it. It is booted for one use and closed after it: `close` ends every process in it and deletes every file of it, and
@@ -8,9 +8,8 @@ Whatever goes wrong on our side (no disk, a missing snapshot, a box that does no
 policy's fault and never a reward. What a *program* in the box does (exit codes, timeouts, too much output) is an
 ordinary result.
 
-Each kind of box is one folder: `local` (directories and processes of this machine), `docker` (containers of an engine),
-`apptainer` (containers without an engine and without root). They import nothing of each other; what they share is in
-the modules beside them.
+Each kind of box is one folder, `local` (directories and processes of this machine) and `docker` (containers of an
+engine), or a package beside this project. They import nothing of each other; what they share is in the modules here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module keeps task images for `apptainer`, pulled and sealed once, in a directory that machines may share.
+"""Task images for `apptainer`, pulled and sealed once, in a directory that machines may share.
 
 An entry of the cache is a directory. For an image as it was pulled, it holds `image.sif`; for a sealed one, `image.sif`
 with an empty /testbed, and `tree.tar`, the sealed work tree. A box gets a copy of the tree, bound over /testbed:
@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from apptainer_boxes import cli as apptainer_cli
+from apptainer_boxes.cli import Program, exec_command, said
 from rollout.sandbox import HOME, WORKDIR, SandboxError, failed, files, sealing
-from rollout.sandbox.apptainer import cli as apptainer_cli
-from rollout.sandbox.apptainer.cli import Program, exec_command, said
 from rollout.sandbox.directory import built, make_root
 from rollout.sandbox.lease import lease
 from rollout.sandbox.pulls import Pulls, refused_for_now

@@ -1,0 +1,1 @@
+"""Sandboxes made by apptainer or SingularityCE, without a container engine and without root."""

@@ -1,1 +1,0 @@
-"""This package makes sandboxes by apptainer or SingularityCE, without a container engine and without root."""

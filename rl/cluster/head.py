@@ -24,7 +24,7 @@ from rl.cluster.preflight import preflight
 from rl.cluster.ray import RayNode, answers, gpu_nodes, joined
 from rl.config.compose import ConfigError
 from rl.run import slurm, stop
-from rl.run.directory import Run
+from rl.run.directory import RunDirectory
 from rl.run.fork_server import ON_NODES
 from rl.run.lease import POLL_S, RunLease
 from rl.run.programs import free_port, tied
@@ -126,7 +126,7 @@ async def head(place: JobPosition, config: DictConfig, overrides: list[str], run
     Raises ConfigError, NodeError, StartStopped, and what RunLease.take and starts.note raise.
     """
     lease = RunLease(run_dir, say)
-    run = Run(run_dir, Path(config.trainer.default_local_dir), place.attempt > 0, lease)
+    run = RunDirectory(run_dir, Path(config.trainer.default_local_dir), place.attempt > 0, lease)
     prepared = Path(config.run.root) / "prepared"
     starts.check(run, place.job, place.attempt, prepared)
     left_s = (slurm.job_end() or 0) - time.time()

@@ -21,7 +21,7 @@ import msgspec
 from rewards.verdict import Reason
 from rl.config.overrides import nearest
 from rl.data.labels import Label, of_runs
-from rl.data.rates import Rate, rated
+from rl.data.rates import ResolveRate, rated
 from rollout.agent.events import blocks
 from rollout.audit import audit_heard, audit_tokens
 from rollout.figures import Line, line
@@ -126,7 +126,7 @@ class Choice:
     read: dict[Path, int] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
     taken: list[tuple[str, int]] = field(default_factory=list)
-    rates: dict[str, Rate] = field(default_factory=dict)
+    rates: dict[str, ResolveRate] = field(default_factory=dict)
 
     def records(self) -> Iterator[Record]:
         """Iterate over the records; one is in memory at a time. Raises CorruptRecordError if one has changed."""

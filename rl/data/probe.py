@@ -23,7 +23,7 @@ from pathlib import Path
 from rewards.task import load_tasks
 from rl.config.compose import ConfigError
 from rl.data.card import write_card
-from rl.data.rates import Rate, write_rated
+from rl.data.rates import ResolveRate, write_rated
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
 from rl.run.screen import Screen
@@ -58,7 +58,7 @@ def _directory(out: Path) -> Path:
 def _write(source: Path, out: Path, directory: Path, screen: Screen) -> None:
     """Write the rows with the rates that an evaluation's directory has."""
     found = json.loads((directory / "results.json").read_text())["by_task"]
-    rates = {task: Rate(one["episodes"], one["resolved"]) for task, one in found.items() if one["episodes"]}
+    rates = {task: ResolveRate(one["episodes"], one["resolved"]) for task, one in found.items() if one["episodes"]}
     tasks = load_tasks(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_rated(source, out, tasks, rates)

@@ -17,7 +17,7 @@ from rollout import files
 
 
 @dataclass(frozen=True)
-class Rate:
+class ResolveRate:
     """A rate is what was measured of a task: how many of its graded episodes were resolved."""
 
     episodes: int
@@ -36,17 +36,17 @@ class Rate:
         }
 
 
-def rated(episodes: Iterable[tuple[str, bool]]) -> dict[str, Rate]:
+def rated(episodes: Iterable[tuple[str, bool]]) -> dict[str, ResolveRate]:
     """Return the rates of tasks. ``episodes``: (task, whether it was resolved) of each graded episode."""
     counts: dict[str, list[int]] = {}
     for task, resolved in episodes:
         count = counts.setdefault(task, [0, 0])
         count[0] += 1
         count[1] += resolved
-    return {task: Rate(*count) for task, count in counts.items()}
+    return {task: ResolveRate(*count) for task, count in counts.items()}
 
 
-def write_rated(source: Path, out: Path, tasks: Sequence[Task], rates: Mapping[str, Rate]) -> None:
+def write_rated(source: Path, out: Path, tasks: Sequence[Task], rates: Mapping[str, ResolveRate]) -> None:
     """Write the rows of the tasks that have a rate, together with it; columns of earlier rates are replaced."""
     found = [rates[task.instance_id].columns() for task in tasks if task.instance_id in rates]
     columns = {name: [one[name] for one in found] for name in (found[0] if found else ())}

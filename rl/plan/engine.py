@@ -21,8 +21,8 @@ class Traffic(NamedTuple):
     first: int
 
 
-class Load(NamedTuple):
-    """A Load is what a group of TP GPUs has to do. ``asked`` episodes play there at the same time, and a turn of each
+class EngineLoad(NamedTuple):
+    """This is what a group of TP GPUs has to do. ``asked`` episodes play there at the same time, and a turn of each
     takes ``turn_s``. ``running`` of them are served, ``waiting`` wait for that; all others use tools, and ``stays`` is
     the share of their contexts that is still in the cache afterwards. The cache holds the mean contexts of ``held``
     episodes. ``token_s``: seconds of a token that an episode samples."""
@@ -69,7 +69,7 @@ def kept(held: float, asked: float, inside: float) -> float:
     return min(1.0, max(0.0, held - inside) / idle) if idle > 0 else float(held >= asked)
 
 
-def load(config: DictConfig, shape: ModelShape, engine: EngineLayout, asked: float, traffic: Traffic) -> Load:
+def load(config: DictConfig, shape: ModelShape, engine: EngineLayout, asked: float, traffic: Traffic) -> EngineLoad:
     """Return the load of a group of TP GPUs where ``asked`` episodes play at the same time."""
     plan, (turns, _, context, first) = config.plan, traffic
     # Claude Code's first prompt is the same in all episodes, but for the task: the cache has it once.
@@ -88,4 +88,4 @@ def load(config: DictConfig, shape: ModelShape, engine: EngineLayout, asked: flo
         turn = (turn + max(plan.tool_s + busy, asked * read, asked * busy / served)) / 2
     running = min(served, asked * busy / turn)
     waiting = max(0.0, asked * (1 - plan.tool_s / turn) - running)
-    return Load(asked, held, running, waiting, stays, turn, token)
+    return EngineLoad(asked, held, running, waiting, stays, turn, token)

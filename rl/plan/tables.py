@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from rl.plan.cpu import is_cpu
 from rl.plan.doubt import Doubts, bounds, doubts, says
-from rl.plan.engine import Load
+from rl.plan.engine import EngineLoad
 from rl.plan.layout import filters
 from rl.plan.memory import GIB, Ledger
 from rl.plan.stopping import grace
@@ -91,7 +91,7 @@ def _head(plan: Plan, config: DictConfig) -> Table:
     return table
 
 
-def _at_a_time(load: Load) -> str:
+def _at_a_time(load: EngineLoad) -> str:
     """Return a line that says what the episodes of a group of TP GPUs do at a moment, and what stays in their cache."""
     idle = load.asked - load.running - load.waiting
     waits = f", {load.waiting:.0f} wait for it" if load.waiting >= 0.5 else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from rl.config.compose import ConfigError
-from rl.plan.engine import Load, forward, load, traffic
+from rl.plan.engine import EngineLoad, forward, load, traffic
 from rl.plan.layout import ACTOR, ROLLOUT, Layout, TrainerLayout, batches_in_flight, count_tasks, filters, select
 from rl.plan.memory import moments, weights
 from rl.plan.model import ModelShape
@@ -37,7 +37,7 @@ class Pace:
     seconds: dict[str, float]
     episode_s: float
     validation_s: float
-    load: Load
+    load: EngineLoad
     cut: float
 
     @property

@@ -22,8 +22,8 @@ from rl.run.lease import InUse, RunLease
 
 
 @dataclass
-class Run:
-    """A Run is an open run directory. ``close`` ends its ``lease``; call ``lease.renew`` when there may be threads."""
+class RunDirectory:
+    """An open run directory. ``close`` ends its ``lease``; call ``lease.renew`` when there may be threads."""
 
     dir: Path
     checkpoints: Path
@@ -62,7 +62,7 @@ def _read_key(directory: Path) -> str | None:
     return json.loads(path.read_text())["key"] if path.exists() else None
 
 
-def open_run(config: DictConfig) -> Run:
+def open_run(config: DictConfig) -> RunDirectory:
     """Find or make the run directory, take its lease, and set ``config.run.dir`` to its absolute path.
 
     Raises:
@@ -96,9 +96,9 @@ def _make(parent: Path, name: str) -> Path:
             directory = parent / f"{name}_{number}"
 
 
-def _opened(config: DictConfig, directory: Path, key: str, lease: RunLease) -> Run:
+def _opened(config: DictConfig, directory: Path, key: str, lease: RunLease) -> RunDirectory:
     resumed = _read_key(directory) is not None
     if not resumed:
         (directory / "run.json").write_text(json.dumps({"key": key, "started": time.time()}) + "\n")
     config.run.dir = str(directory)
-    return Run(directory, Path(config.trainer.default_local_dir).resolve(), resumed, lease)
+    return RunDirectory(directory, Path(config.trainer.default_local_dir).resolve(), resumed, lease)

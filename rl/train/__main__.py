@@ -32,7 +32,7 @@ from rl.config.command import read_command
 from rl.config.compose import CONFIGS, NO_REPORTS, ConfigError, check_all, workers_environment
 from rl.metrics import episodes as metrics
 from rl.run import checkpoints, slurm, stop, watch
-from rl.run.directory import Run, open_run
+from rl.run.directory import RunDirectory, open_run
 from rl.run.fork_server import ON_NODES, ForkServer, nodes_executable
 from rl.run.programs import last_lines
 from rl.run.progress import RunProgress, failed, finished
@@ -54,7 +54,7 @@ def prepare(config: DictConfig, screen: Screen) -> None:
         OmegaConf.update(config, key, value, force_add=True)
 
 
-def merge_policy(config: DictConfig, weights: Weights | None, run: Run, screen: Screen) -> None:
+def merge_policy(config: DictConfig, weights: Weights | None, run: RunDirectory, screen: Screen) -> None:
     """Merge the weights of ``policy`` if they are shards. Raises ServeError."""
     if weights is not None and weights.sharded is not None:
         screen.show("merging the policy's shards")
@@ -69,7 +69,7 @@ run that was stopped. Exit status: 0 done, 1 failed, 2 the config is wrong, 75 e
 143 ended by a signal in the middle of a step."""
 
 
-def set_environment(config: DictConfig, run: Run) -> None:
+def set_environment(config: DictConfig, run: RunDirectory) -> None:
     """Set the environment variables that the processes of the run need; those that the user has set stay."""
     values = {
         "WANDB_DIR": str(run.dir),
@@ -102,7 +102,7 @@ def joins_cluster(config: DictConfig) -> bool:
     return bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
 
 
-def complete(config: DictConfig, run: Run, ray_dir: str) -> None:
+def complete(config: DictConfig, run: RunDirectory, ray_dir: str) -> None:
     """Fill in what is only known now: paths, and whether a resumed run still has to validate first."""
     rollout_agent = config.actor_rollout_ref.rollout.agent
     if rollout_agent.agent_loop_config_path is None:
@@ -187,7 +187,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
 
 def start(
     config: DictConfig,
-    run: Run,
+    run: RunDirectory,
     screen: Screen,
     progress: RunProgress,
     witness: watch.Witness,
@@ -238,7 +238,7 @@ def start(
             forks.close()
 
 
-def continues(run: Run) -> str:
+def continues(run: RunDirectory) -> str:
     """Return what the user of a failed run has to know besides the cause."""
     step = run.checkpoint_step
     return (
@@ -246,7 +246,7 @@ def continues(run: Run) -> str:
     )
 
 
-def report(failure: BaseException, run: Run, screen: Screen) -> int:
+def report(failure: BaseException, run: RunDirectory, screen: Screen) -> int:
     """Tell the user how the run ended and how to continue it; return the exit code."""
     if isinstance(failure, ConfigError):
         failure.tell()

@@ -22,7 +22,7 @@ from typing import Any
 
 from rewards.verdict import Outcome
 from rl.run.checkpoints import TRACKER
-from rl.run.directory import Run
+from rl.run.directory import RunDirectory
 from rl.train import unfinished
 from rollout import files
 from rollout.records.reading import Reader
@@ -36,7 +36,7 @@ class NoProgress(Exception):
     """A run was started twice and is where it was; the message says what to do."""
 
 
-def check(run: Run, job: str, start: int, prepared: Path | None = None) -> None:
+def check(run: RunDirectory, job: str, start: int, prepared: Path | None = None) -> None:
     """Raise NoProgress if the start must not go on; nothing is written.
 
     Args:
@@ -61,7 +61,7 @@ def check(run: Run, job: str, start: int, prepared: Path | None = None) -> None:
         )
 
 
-def note(run: Run, job: str, start: int, prepared: Path | None = None) -> None:
+def note(run: RunDirectory, job: str, start: int, prepared: Path | None = None) -> None:
     """Check the start, as ``check`` does, and note it. Raises NoProgress."""
     check(run, job, start, prepared)
     starts = [*read(run.dir, job, start), {"job": job, "start": start, "state": _state(run, prepared)}]
@@ -80,7 +80,7 @@ def following(run_dir: Path, job: str) -> int:
     return max((one["start"] for one in read(run_dir, job, sys.maxsize)), default=-1) + 1
 
 
-def _state(run: Run, prepared: Path | None) -> dict[str, int]:
+def _state(run: RunDirectory, prepared: Path | None) -> dict[str, int]:
     """Return how far the run is, by what the next start can build on."""
     state = {"step": run.checkpoint_step, "kept": unfinished.count(run.dir, run.checkpoint_step)}
     state["images"] = sum(int(file.read_text()) for file in run.dir.glob(f"logs/*/{IMAGES}"))

@@ -20,7 +20,7 @@ _MOST = 256 << 20
 
 class CallRecord(msgspec.Struct, omit_defaults=True):
     """A call record is one forwarded call that was answered. Its messages, system prompt and tools are named by their
-    places in ``Talk.parts``.
+    places in ``CallLog.parts``.
 
     ``reply``: the body of the endpoint's answer. ``started``: Unix time; ``seconds``: until the reply was sent.
     ``node``: in records before version 4, the index of the sampled node that answered a call; -1 for a forwarded one.
@@ -36,8 +36,8 @@ class CallRecord(msgspec.Struct, omit_defaults=True):
     seconds: float = 0.0
 
 
-class Talk:
-    """A talk is what a session keeps of what was said.
+class CallLog:
+    """A call log is what a session keeps of what was said.
 
     ``calls``: the forwarded ones; ``parts``: the JSON texts that they consist of, byte for byte and each once.
     ``lost``: counts texts and calls that were too much, or whose reply cannot be read. ``ids``: of the replies.

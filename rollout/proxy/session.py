@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout import SIDE_MODEL
-from rollout.proxy.calls import Talk
+from rollout.proxy.calls import CallLog
 from rollout.proxy.counters import Counters
 from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec, call_seed
 from rollout.proxy.messages import Conversation, MessageMemory, RequestError, WireRequest, conversation
@@ -90,7 +90,7 @@ class Session:
         self.tree = Tree()
         self.counters = Counters()
         self.closed = False
-        self.talk = Talk()
+        self.talk = CallLog()
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._seen, self._seals = MessageMemory(), Seals()

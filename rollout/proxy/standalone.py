@@ -91,14 +91,14 @@ _KEY = web.RequestKey("key", bytes)  # identifies the session that a request use
 _owner = msgspec.json.Decoder(_Owner)
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     max_model_len: int
     root: str = ""  # the directory or hub name that the server was started with
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[_ListedModel]
 
 
 class StandAlone(ProxyServer):
@@ -116,7 +116,7 @@ class StandAlone(ProxyServer):
         self._keeping: set[asyncio.Task[None]] = set()
         self.held = 0  # bytes of the bodies of requests in progress
         self.policy: Policy | None = None
-        self.model = _Model(options.model, 0)  # replaced by what the engine says
+        self.model = _ListedModel(options.model, 0)  # replaced by what the engine says
         self.problem = ""  # why the engine could not be asked yet
         self._keys: dict[bytes, Session] = {}  # the least recently used first
         self._used: dict[bytes, float] = {}

@@ -110,7 +110,7 @@ class Record(msgspec.Struct, omit_defaults=True):
     ``repo`` on. ``seal``: see ``seal_of``; ``trainer``: the trainer's key of the episode, and the name of the engine's
     replica that answered it. Both are empty before version 5.
 
-    ``parts`` and ``calls``: forwarded calls (``rollout.proxy.calls.Talk``). ``missing``: what should have been kept of
+    ``parts`` and ``calls``: forwarded calls (``rollout.proxy.calls``). ``missing``: what should have been kept of
     the episode but was not, in words.
     """
 

@@ -15,13 +15,13 @@ from rl.config.command import read_command
 from rl.config.compose import CONFIGS, ConfigError, compose, cpu_training, workers_environment
 from rl.quickstart.tasks import make_tasks
 from rl.run.checkpoints import seal
-from rl.run.directory import Run, open_run
+from rl.run.directory import RunDirectory, open_run
 from tests.check_kit import composed
 
 OVERRIDES = ["+experiment=quickstart"]
 
 
-def opened(tmp_path, **changes) -> Run:
+def opened(tmp_path, **changes) -> RunDirectory:
     return open_run(composed(*OVERRIDES, run__root=str(tmp_path), **changes))
 
 

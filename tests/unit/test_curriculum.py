@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from rewards.task import load_tasks
 from rl.checks.numbers import check_curriculum
 from rl.config.compose import ConfigError
-from rl.data.rates import Rate, write_rated
+from rl.data.rates import ResolveRate, write_rated
 from rl.metrics.episodes import EpisodeLog
 from rl.train.curriculum import Curriculum, CurriculumTrainer, Rule
 from rl.train.dataset import TaskDataset
@@ -148,7 +148,7 @@ def test_the_loader_of_a_trainer_draws_by_the_episodes_of_its_run(tmp_path: Path
     names = NAMES[:4]
     source, rated = tmp_path / "a.parquet", tmp_path / "rated.parquet"
     write(source, [row(instance_id=name) for name in names])
-    write_rated(source, rated, load_tasks(source), {name: Rate(8, 8 if name == "t0" else 4) for name in names})
+    write_rated(source, rated, load_tasks(source), {name: ResolveRate(8, 8 if name == "t0" else 4) for name in names})
     assert pyarrow.parquet.read_table(rated).num_rows == 4
     dataset = TaskDataset(str(rated), None, OmegaConf.create({"val_files": []}))
     assert dataset.rates == {name: (8, 8 if name == "t0" else 4) for name in names}

@@ -8,7 +8,7 @@ from pathlib import Path
 from rewards.task import load_tasks
 from rl.data.card import facts, write_card
 from rl.data.convert import write_tasks
-from rl.data.rates import Rate, write_rated
+from rl.data.rates import ResolveRate, write_rated
 from tests.check_kit import row
 
 
@@ -20,7 +20,8 @@ def test_a_card_tells_what_is_in_the_file_and_how_it_came_to_be(tmp_path: Path) 
     made, kept = tmp_path / "made.parquet", tmp_path / "rated.parquet"
     write_tasks(made, [{**one, "maker": "boundary", "licence": "MIT"} for one in rows(4)], ("maker", "licence"))
     write_card(made, "made", text=["| a | table |"], tried=9)
-    write_rated(made, kept, load_tasks(made), {"task-0": Rate(8, 0), "task-1": Rate(8, 4), "task-3": Rate(8, 8)})
+    rates = {f"task-{n}": ResolveRate(8, solved) for n, solved in ((0, 0), (1, 4), (3, 8))}
+    write_rated(made, kept, load_tasks(made), rates)
     write_card(kept, "rated", made, episodes=24)
 
     card = json.loads((tmp_path / "rated.card.json").read_text())

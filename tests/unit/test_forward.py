@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from rollout import SIDE_MODEL
-from rollout.proxy.calls import Talk, reply_in
+from rollout.proxy.calls import CallLog, reply_in
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.replies import Reply, reply_events, reply_json, sse
@@ -282,7 +282,7 @@ async def test_an_endpoint_leads_nobody_elsewhere_and_its_replies_have_an_end(mo
 @pytest.mark.parametrize("form", ["json", "events"])
 def test_what_a_model_says_can_be_kept_or_is_counted(form: str, tmp_path: Path) -> None:
     """One call with a number of 40 digits would be the end of a collection, and one that is nested of its episode."""
-    talk, asked = Talk(), decode_request(json.dumps(HELLO).encode())
+    talk, asked = CallLog(), decode_request(json.dumps(HELLO).encode())
     values = ["9" * 40, "[" * 90 + "]" * 90, "[" * 2000 + "]" * 2000, '"\\ud800"', "1"]
     for value in values:
         given = f'{{"n": {value}}}'

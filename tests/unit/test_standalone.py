@@ -16,7 +16,7 @@ from rollout.proxy.standalone import ProxyOptions, StandAlone, load_policy
 
 async def test_the_model_can_be_asked_for_by_name_and_health_names_no_address() -> None:
     proxy = StandAlone(ProxyOptions("http://127.0.0.1:9", "a/model", "hermes", token="right"))
-    proxy.model = standalone._Model("a/model", 100)
+    proxy.model = standalone._ListedModel("a/model", 100)
     await proxy.start()
     proxy.problem = await proxy._ask_engine()
     async with aiohttp.ClientSession(f"http://127.0.0.1:{proxy.port}") as http:

@@ -14,7 +14,7 @@ import pytest
 
 from rl.run import slurm
 from rl.run.checkpoints import seal
-from rl.run.directory import Run
+from rl.run.directory import RunDirectory
 from rl.train import __main__ as train
 from rl.train import starts, unfinished
 from rollout.records import RecordWriter
@@ -23,22 +23,22 @@ from tests.unit.test_view_index import record
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path, tmp_path / "checkpoints", True, open(tmp_path / "run.lock", "w"))
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path, tmp_path / "checkpoints", True, open(tmp_path / "run.lock", "w"))
 
 
-def start(run: Run, requeued: bool, prepared: Path | None = None) -> None:
+def start(run: RunDirectory, requeued: bool, prepared: Path | None = None) -> None:
     """Start the job again, or by hand."""
     number = starts.following(run.dir, "7") if requeued else 0
     starts.note(run, "7", number, prepared)
 
 
-def save(run: Run, step: int) -> None:
+def save(run: RunDirectory, step: int) -> None:
     (run.checkpoints / f"global_step_{step}").mkdir(parents=True)
     seal(run.checkpoints, step)
 
 
-def test_two_starts_without_progress_end_the_third_with_what_to_do(run: Run) -> None:
+def test_two_starts_without_progress_end_the_third_with_what_to_do(run: RunDirectory) -> None:
     start(run, requeued=False)
     start(run, requeued=True)
     with pytest.raises(starts.NoProgress, match=r"stays at its beginning; give .*--time.*run.save_minutes") as caught:
@@ -52,7 +52,7 @@ def test_two_starts_without_progress_end_the_third_with_what_to_do(run: Run) -> 
         start(run, requeued=True)
 
 
-def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_saved_is_none(run: Run) -> None:
+def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_saved_is_none(run: RunDirectory) -> None:
     def kept(after: int, *sessions: str) -> None:
         group = unfinished.DrawnGroup("u", 3, "running", list(sessions))
         unfinished.write(run.dir, unfinished.UnfinishedStep(after, [group]), lambda _: [])
@@ -76,7 +76,7 @@ def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_save
     assert len(json.loads((run.dir / "starts.json").read_text())) == 3
 
 
-def test_an_image_that_a_node_has_pulled_is_progress(run: Run) -> None:
+def test_an_image_that_a_node_has_pulled_is_progress(run: RunDirectory) -> None:
     def pulled(node: str, images: int) -> None:
         (run.dir / "logs" / node).mkdir(parents=True, exist_ok=True)
         (run.dir / "logs" / node / starts.IMAGES).write_text(f"{images}\n")
@@ -91,7 +91,7 @@ def test_an_image_that_a_node_has_pulled_is_progress(run: Run) -> None:
         start(run, requeued=True)
 
 
-def test_what_a_preparation_keeps_is_progress(run: Run, tmp_path: Path) -> None:
+def test_what_a_preparation_keeps_is_progress(run: RunDirectory, tmp_path: Path) -> None:
     """Scripted episodes that ended, and passes of the imitation; not an episode that failed and is played again."""
     making = tmp_path / "prepared" / "quickstart-1-0" / ".warm"
 
@@ -131,7 +131,7 @@ def test_what_a_preparation_keeps_is_progress(run: Run, tmp_path: Path) -> None:
         again()
 
 
-def test_starts_that_noted_nothing_count_and_those_of_other_jobs_do_not(run: Run) -> None:
+def test_starts_that_noted_nothing_count_and_those_of_other_jobs_do_not(run: RunDirectory) -> None:
     starts.note(run, "7", 0)
     save(run, 2)
     starts.check(run, "7", 2)  # the first start got on, the second noted nothing
@@ -148,7 +148,7 @@ def test_starts_that_noted_nothing_count_and_those_of_other_jobs_do_not(run: Run
         starts.check(run, "8", 2)
 
 
-def test_starts_by_hand_are_never_held(run: Run) -> None:
+def test_starts_by_hand_are_never_held(run: RunDirectory) -> None:
     for _ in range(5):
         start(run, requeued=False)
 
@@ -223,7 +223,7 @@ def test_the_trainer_of_a_job_leaves_the_count_to_the_job(
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
 def test_only_a_ray_of_its_own_gets_a_token_from_a_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, address: str | None
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, address: str | None
 ) -> None:
     """A cluster that is there has its own, or none."""
     monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": address} if address else {})

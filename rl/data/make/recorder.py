@@ -92,7 +92,7 @@ def _plain(value):
     return text if same is True else None
 
 
-class Recorder:
+class OutcomeRecorder:
     """A recorder holds what the tests of one run did."""
 
     def __init__(self, root):
@@ -222,6 +222,6 @@ class Recorder:
 
 def pytest_configure(config):
     """Put a recorder into pytest."""
-    config.pluginmanager.register(Recorder(config.rootpath), "code-rl-recorder")
+    config.pluginmanager.register(OutcomeRecorder(config.rootpath), "code-rl-recorder")
     config.addinivalue_line("python_files", "tests.py")  # of small packages; pytest does not look for it
     sys.dont_write_bytecode = True

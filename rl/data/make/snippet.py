@@ -79,7 +79,7 @@ def snippets(source: str, failure: Failure) -> list[Snippet]:
     found = []
     for asked in [first, *filter(None, (_asked([one], one.end_lineno or 0) for one in rest))]:
         with contextlib.suppress(_CannotError, ValueError, RecursionError):
-            one = _Slice(module, function, body, failure.values, asked[1]).program(asked[0])
+            one = _TestSlice(module, function, body, failure.values, asked[1]).program(asked[0])
             if len(one.text) <= _LONGEST and one.text.count("\n") < _MOST_LINES:
                 found.append(one)
     return found
@@ -228,7 +228,7 @@ def _telling(sides: list[ast.expr]) -> ast.expr:
     return sides[0]
 
 
-class _Slice:
+class _TestSlice:
     """A slice is the part of a test that an expression needs."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""This module finds tests that a log reports both as passed and as failed.
+"""Contradictions in a test log: tests that it reports both as passed and as failed.
 
 When a log has several lines about a test, swebench takes the last one, but the tested code may print lines of its own
 after the test runner's, or among them. A failure that a log reports therefore counts, wherever in the log it stands.

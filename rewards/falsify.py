@@ -1,4 +1,4 @@
-"""This program rewrites test files: as they are, or so that named tests must fail, whatever they test.
+"""Rewrite test files: as they are, or so that named tests must fail, whatever they test.
 
 Both runs of a second opinion rewrite the same files in the same order, so that nothing but a value tells them apart:
 `rewards.mutation` says which, and what it becomes. The program runs in a box, before the tests, with the Python that is

@@ -1,4 +1,4 @@
-"""This module grades one patch: it applies what the rules leave of it in a fresh box and runs the hidden tests.
+"""Grade one patch: apply what the rules leave of it in a fresh box, and run the hidden tests.
 
 swebench judges the log of the tests. The policy's failures (no patch, one that does not apply, failing or endless
 tests, a log that makes no sense) are unresolved. Only what the policy cannot cause is an infrastructure failure. In
@@ -23,13 +23,13 @@ import secrets
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewards import second, statuses
 from rewards.contradiction import contradicted
 from rewards.patch import APPLY, FileDiff, PatchError, read_the_same, split
-from rewards.rules import DECIDES, Rules, Screened
+from rewards.rules import DECIDES, Rules, ScreenedPatch
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rollout.sandbox import ExecResult, Sandbox, SandboxError, failed
@@ -116,7 +116,7 @@ async def grade(
     started = time.monotonic()
     try:
         async with asyncio.timeout((spare_s + timeout_s) * (_RUNS if second_opinion else 1)) as deadline:
-            verdict = await _screened(task, patch, boot, timeout_s, rules, second_opinion)
+            verdict = await _screened(_Grading(task, boot, timeout_s, rules, second_opinion), patch)
     except SandboxError as error:
         verdict = Verdict.infra(error.cause, str(error))
     except Exception as error:  # a bug in the grader or in swebench must not become a reward of 0
@@ -132,21 +132,13 @@ def warm_up() -> None:
     _harness()
 
 
-async def _screened(
-    task: Task,
-    patch: bytes | None,
-    boot: Callable[[], Awaitable[Sandbox]],
-    timeout_s: float,
-    rules: Rules,
-    second_opinion: bool,
-) -> Verdict:
-    grading = _Grading(task, boot, timeout_s, rules, second_opinion)
+async def _screened(grading: _Grading, patch: bytes | None) -> Verdict:
     if patch is None:
-        return await grading.verdict(Screened([], (), ()))
+        return await grading.verdict(ScreenedPatch([], (), ()))
     if not patch.strip():
         return Verdict(Reason.EMPTY_PATCH)
     try:
-        found = await asyncio.to_thread(rules.screen, task, patch)
+        found = await asyncio.to_thread(grading.rules.screen, grading.task, patch)
     except PatchError as error:
         return Verdict(Reason.PATCH_APPLY_FAILED, str(error))
     if found.files:
@@ -156,7 +148,7 @@ async def _screened(
         verdict = Verdict(Reason.FORBIDDEN_PATH_ONLY, "the rules drop every file of the patch")
     verdict = replace(verdict, dropped=found.dropped, flags=tuple(sorted({*found.flags, *verdict.flags})))
     open_ = verdict.reason in (Reason.TESTS_FAILED, Reason.FORBIDDEN_PATH_ONLY, Reason.LOG_UNPARSABLE)
-    if second_opinion and found.unsure and open_:
+    if grading.second_opinion and found.unsure and open_:
         # The files may be a part of a solution. Nothing but a second opinion tells them from an attack.
         whole = await grading.verdict(replace(found, files=[*found.files, *found.unsure], modules={}))
         if whole.reason is None and not {second.NONE, second.PARTIAL}.intersection(whole.flags):
@@ -166,36 +158,33 @@ async def _screened(
     return verdict
 
 
+@dataclass
 class _Grading:
-    """A grading runs the tests of one task, each time in a fresh box. left: what was graded of the last patch."""
+    """A grading runs the tests of one task, each time in a fresh box. left: what was graded of the last patch;
+    installed: those of the modules that it adds which the box has."""
 
-    def __init__(
-        self,
-        task: Task,
-        boot: Callable[[], Awaitable[Sandbox]],
-        timeout_s: float,
-        rules: Rules,
-        second_opinion: bool,
-    ) -> None:
-        self._task, self._boot, self._timeout_s, self._rules = task, boot, timeout_s, rules
-        self._second_opinion = second_opinion
-        self._installed: list[str] | None = None  # of the modules that the patch adds
-        self.left = Screened([], (), ())
+    task: Task
+    boot: Callable[[], Awaitable[Sandbox]]
+    timeout_s: float
+    rules: Rules
+    second_opinion: bool
+    left: ScreenedPatch = field(default_factory=lambda: ScreenedPatch([], (), ()))
+    installed: list[str] | None = None
 
-    async def verdict(self, found: Screened) -> Verdict:
+    async def verdict(self, found: ScreenedPatch) -> Verdict:
         """Return the verdict on what the rules leave of a patch. Raises SandboxError."""
         self.left = found
         harness = await asyncio.to_thread(_harness)
-        if self._task.log_parser not in harness.parsers:
-            return Verdict(Reason.TASK_INVALID, f"swebench has no parser {self._task.log_parser!r}")
-        spec = harness.make_test_spec(self._task.to_row())
+        if self.task.log_parser not in harness.parsers:
+            return Verdict(Reason.TASK_INVALID, f"swebench has no parser {self.task.log_parser!r}")
+        spec = harness.make_test_spec(self.task.to_row())
         # swebench's markers go to stderr (they are lines of the shell's trace) and the results to stdout; in one
         # stream they stay in order.
         script = spec.eval_script.replace("\n", "\nexec 2>&1\n", 1)
-        rewriting = second.Rewriting(self._task)
-        if not self._second_opinion or not rewriting.possible:
+        rewriting = second.Rewriting(self.task)
+        if not self.second_opinion or not rewriting.possible:
             verdict = (await self._run(harness, spec, script, "")).verdict
-            if verdict.reason is None and self._second_opinion:
+            if verdict.reason is None and self.second_opinion:
                 return self._alone(verdict, "the tests are no functions of Python files")
             return verdict
         script = rewriting.script(script)
@@ -204,43 +193,43 @@ class _Grading:
             return verdict
         wrong = rewriting.program(wrong=True)
         run, gold = await self._run(harness, spec, script, wrong), None
-        if rewriting.changed(run.log) and second.suspicious(rewriting, run) and self._task.patch:
+        if rewriting.changed(run.log) and second.suspicious(rewriting, run) and self.task.patch:
             with contextlib.suppress(PatchError):  # a gold patch that cannot be read was never applied
-                gold = await self._run(harness, spec, script, wrong, split(self._task.patch.encode()))
+                gold = await self._run(harness, spec, script, wrong, split(self.task.patch.encode()))
         disagrees, alone = second.compared(rewriting, run, gold)
         if disagrees or alone:
             return disagrees or self._alone(verdict, alone)
         return replace(verdict, flags=(second.PARTIAL,)) if rewriting.unchanged(run.log, gold) else verdict
 
     def _alone(self, verdict: Verdict, why: str) -> Verdict:
-        reason = Reason.NO_SECOND_OPINION if self._rules.needs_second_opinion else None
+        reason = Reason.NO_SECOND_OPINION if self.rules.needs_second_opinion else None
         return replace(verdict, reason=reason, detail=f"no second opinion: {why}", flags=(second.NONE,))
 
     async def _run(
         self, harness: _Harness, spec: Any, script: str, program: str, files: list[FileDiff] | None = None
-    ) -> second.Run:
+    ) -> second.SuiteRun:
         """Run the tests once, with these files instead of the patch's if there are any."""
-        box = await self._boot()
+        box = await self.boot()
         try:
             if files is None:
                 if self.left.modules:
-                    if self._installed is None:
-                        self._installed = await _installed(box, [*self.left.modules])
-                    self.left = self.left.without(self._installed)
+                    if self.installed is None:
+                        self.installed = await _installed(box, [*self.left.modules])
+                    self.left = self.left.without(self.installed)
                 files = self.left.files
                 if not files and self.left.dropped:
                     verdict = Verdict(Reason.FORBIDDEN_PATH_ONLY, "the rules drop every file of the patch")
-                    return second.Run(verdict, "", ())
-            run = await _run(box, script, program, files, self._timeout_s)
+                    return second.SuiteRun(verdict, "", ())
+            run = await _run(box, script, program, files, self.timeout_s)
         finally:
             await _close(box)
         if isinstance(run, Verdict):
-            return second.Run(run, "", ())
+            return second.SuiteRun(run, "", ())
         log = run.stdout.decode(errors="replace")
         verdict, passed = await asyncio.to_thread(
-            _judge, harness, spec, script, run, log, self._timeout_s, self._task.not_passing
+            _judge, harness, spec, script, run, log, self.timeout_s, self.task.not_passing
         )
-        return second.Run(verdict, log, passed)
+        return second.SuiteRun(verdict, log, passed)
 
 
 async def _installed(box: Sandbox, names: list[str]) -> list[str]:

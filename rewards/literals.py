@@ -1,6 +1,6 @@
-"""This module draws wrong values: of the same form and size as the right one, and as the file's author writes them.
+"""Draw wrong literals: of the same form and size as the right one, and as the file's author writes them.
 
-It runs in a box as a part of `rewards.falsify`, with Python 3.8 or later.
+The module runs in a box as a part of `rewards.falsify`, with Python 3.8 or later.
 """
 
 from __future__ import annotations

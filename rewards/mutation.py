@@ -1,9 +1,9 @@
-"""This module makes a test function wrong by changing one thing in it that its result hangs on.
+"""Make a test function wrong by changing one thing in it that its result hangs on.
 
 What is changed is, where the function has one, a literal that is compared with something: a number, a word in a text,
 an element. It becomes another literal of the same form, so that one test, seen alone, does not tell whether it was
 changed. Where there is no such literal, an expected exception, truth value or comparison is changed, or what goes into
-the tested code. It runs in a box as a part of `rewards.falsify`, with Python 3.8 or later.
+the tested code. The module runs in a box as a part of `rewards.falsify`, with Python 3.8 or later.
 """
 
 from __future__ import annotations

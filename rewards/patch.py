@@ -1,4 +1,4 @@
-"""This module splits a git patch into the files that it changes.
+"""Split a git patch into the files that it changes.
 
 Files are told apart as `git apply` does it: a hunk is read by the line counts in its header, so no line of a file can
 pass for a header. When the kept files are applied (`rewards.grade`), it is checked that git finds the same files in
@@ -30,7 +30,7 @@ APPLY = ("--whitespace=nowarn", "--numstat", "-z", "--apply")
 
 
 class PatchError(ValueError):
-    """A text is not a patch, or its files cannot be told apart. The message is one line."""
+    """A text is not a patch that can be used, or its files cannot be told apart. The message is one line."""
 
 
 @dataclass(frozen=True)

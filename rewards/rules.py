@@ -1,4 +1,4 @@
-"""This module decides what of an agent's patch is graded, and flags what looks like an attempt to cheat the tests.
+"""The rules for patches: which files are graded, and what is flagged as a possible attempt to cheat the tests.
 
 Rules are data (configs/grading/default.yaml). Rules on paths *drop* files from the patch before it is applied, because
 a test or a hook of the test runner is not part of a solution. Flags only *mark* a patch, or what an agent ran and read,
@@ -60,8 +60,8 @@ _SEARCHED = ("", "src", "lib")  # directories whose modules may be found before 
 
 
 @dataclass(frozen=True)
-class Screened:
-    """A Screened is a patch after the rules.
+class ScreenedPatch:
+    """A ScreenedPatch is a patch after the rules.
 
     files: what is left of it. dropped: the paths that were removed, sorted. flags: the names of its flags, sorted.
     unsure: removed files that may be a part of a solution, although they are named like tests or other modules.
@@ -74,7 +74,7 @@ class Screened:
     unsure: tuple[FileDiff, ...] = ()
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def without(self, installed: Iterable[str]) -> Screened:
+    def without(self, installed: Iterable[str]) -> ScreenedPatch:
         """Return what is left if these modules are installed in the image."""
         taken = {path for name in installed for path in self.modules.get(name, ())}
         if not taken:
@@ -142,7 +142,7 @@ class Rules:
         found = {name for text in commands for name, pattern in self._command.items() if pattern.search(text)}
         return replace(verdict, flags=tuple(sorted(found.union(verdict.flags))))
 
-    def screen(self, task: Task, patch: bytes) -> Screened:
+    def screen(self, task: Task, patch: bytes) -> ScreenedPatch:
         """Apply the rules to a patch. Raises PatchError.
 
         A file is dropped as a whole, even if only its old or its new name is matched. Whatever the rules say, these are
@@ -176,7 +176,7 @@ class Rules:
                 unsure.append(file)
             flags.update(name for name, pattern in self._added.items() if pattern.search(file.added))
             flags.update(name for name, pattern in self._path.items() if any(map(pattern.search, file.paths)))
-        return Screened(kept, tuple(sorted(dropped)), tuple(sorted(flags)), tuple(unsure), modules)
+        return ScreenedPatch(kept, tuple(sorted(dropped)), tuple(sorted(flags)), tuple(unsure), modules)
 
 
 def _unsure(file: FileDiff) -> bool:

@@ -1,4 +1,4 @@
-"""This module asks for a second opinion on a resolved task: would its tests also pass if they were wrong?
+"""A second opinion on a resolved task: would its tests also pass if they were wrong?
 
 The tested code can do to its own test run whatever its process can: print results and exit, patch the runner's reports,
 return objects that are equal to everything. No event, channel or secret of that process is out of its reach. But the
@@ -86,7 +86,7 @@ class Rewriting:
         """Return the tests, without their parameters, that the program says were made wrong."""
         return set(re.findall(rf"^{self.word} (.+?)\s*$", log, re.MULTILINE))
 
-    def unchanged(self, log: str, gold: Run | None) -> set[str]:
+    def unchanged(self, log: str, gold: SuiteRun | None) -> set[str]:
         """Return the tests of FAIL_TO_PASS, without their parameters, that the program cannot make wrong, and those
         that pass with the gold patch although it has."""
         decide_nothing = {_cut(test) for test in gold.passed} & self.changed(log) & self.fixed if gold else set()
@@ -97,7 +97,7 @@ class Rewriting:
         """Return the tests of FAIL_TO_PASS without their parameters."""
         return {_cut(test) for test in self.task.FAIL_TO_PASS}
 
-    def lost(self, run: Run) -> set[str]:
+    def lost(self, run: SuiteRun) -> set[str]:
         """Return the tests of FAIL_TO_PASS that failed in a run with wrong tests although they were as they are. It
         takes the gold patch to tell whether they hang on one that is wrong, so without it there are none."""
         if not self.task.patch:
@@ -107,7 +107,7 @@ class Rewriting:
 
 
 @dataclass(frozen=True)
-class Run:
+class SuiteRun:
     """A run of tests has a verdict, its log, and the names of the tests that did not fail."""
 
     verdict: Verdict
@@ -115,7 +115,7 @@ class Run:
     passed: Collection[str]
 
 
-def suspicious(rewriting: Rewriting, run: Run) -> str:
+def suspicious(rewriting: Rewriting, run: SuiteRun) -> str:
     """Return why the run of wrong tests is not what honest code gives; "" if it is."""
     if run.verdict.reason is not Reason.TESTS_FAILED:
         return f"with wrong tests the result is {run.verdict.reason.value if run.verdict.reason else 'resolved'}"
@@ -128,7 +128,7 @@ def _why(passed: set[str], lost: set[str]) -> str:
     return f"{min(lost)} fails among wrong tests, although it is as it was" if lost else ""
 
 
-def compared(rewriting: Rewriting, run: Run, gold: Run | None) -> tuple[Verdict | None, str]:
+def compared(rewriting: Rewriting, run: SuiteRun, gold: SuiteRun | None) -> tuple[Verdict | None, str]:
     """Return the verdict of the run with wrong tests, None if it agrees, and why there is no second opinion.
 
     gold: the same run with the gold patch, if there was a reason to make it. What passes there proves nothing.

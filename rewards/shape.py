@@ -1,4 +1,4 @@
-"""This module shapes rewards other than "1 if resolved, else 0". By default it is off, and `Shape.of` returns None.
+"""Reward shaping: rewards other than "1 if resolved, else 0". By default it is off, and `Shape.of` returns None.
 
 A shape sets the `shaped` reward of a verdict. It never changes the outcome, and an infrastructure failure never gets a
 reward.

@@ -1,4 +1,4 @@
-"""This module has what swebench leaves open: tests that neither pass nor fail, and logs that are too long."""
+"""Skipped tests and others that neither pass nor fail, and logs that are too long: what swebench leaves open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module reads tasks: rows of the SWE-bench v5 schema, which are checked once, when they are loaded.
+"""Tasks: rows of the SWE-bench v5 schema, which are checked once, when they are loaded.
 
 A parquet file of tasks must have the columns in `COLUMNS` and may have those in `OPTIONAL`; other columns are ignored.
 Lists are lists of strings or their JSON text. For local sandboxes, `image` is `dir:PATH`: a directory with a git

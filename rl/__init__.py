@@ -1,1 +1,4 @@
-"""This package trains: verl's GRPO trainer, with Claude Code episodes as rollouts."""
+"""Training with verl's GRPO trainer, whose rollouts are Claude Code episodes, and the programs around it.
+
+docs/architecture.md, "Layout", says what each room is for.
+"""

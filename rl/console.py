@@ -1,4 +1,4 @@
-"""This module is the command ``ccrl``: all programs for users, in the order in which people meet them."""
+"""The command ``ccrl``: all programs for users, in the order in which people meet them."""
 
 from __future__ import annotations
 

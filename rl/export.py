@@ -26,41 +26,43 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl.config.compose import ConfigError
-from rl.data.choice import Rules, choose
+from rl.data.choice import ChoiceRules, choose
 from rl.data.select import inside, status_of
 from rl.run.screen import Screen
 from rl.traces.export import atif, inspect_log, llamafactory, swesmith, trl, whole
 from rl.traces.export.sink import ABOUT, ExportError, Sink, sink
-from rl.traces.export.source import KINDS, Source
+from rl.traces.export.source import KINDS, ExportSource
 from rl.traces.ingest import recorded
 from rl.traces.ingest.states import StatesError
 from rollout import program
 
 
-class Format(NamedTuple):
+class ExportFormat(NamedTuple):
     """A format is a line about it, what writes it, of LLaMA-Factory's the stage of the training, and whether it has a
     place for episodes that the infrastructure failed."""
 
     about: str
-    write: Callable[[Source, Sink], None]
+    write: Callable[[ExportSource, Sink], None]
     stage: str = ""
     failed: bool = False
 
 
 FORMATS = {
-    "messages": Format("a line per conversation: messages and tools in OpenAI's form", trl.write_messages),
-    "llamafactory": Format("LLaMA-Factory: sharegpt with tools", llamafactory.write_sharegpt, "sft"),
-    "llamafactory-dpo": Format(
+    "messages": ExportFormat("a line per conversation: messages and tools in OpenAI's form", trl.write_messages),
+    "llamafactory": ExportFormat("LLaMA-Factory: sharegpt with tools", llamafactory.write_sharegpt, "sft"),
+    "llamafactory-dpo": ExportFormat(
         "LLaMA-Factory: ranking, a resolved and an unresolved one", llamafactory.write_ranking, "dpo"
     ),
-    "swesmith-xml": Format("SWE-smith and SWE-agent: ft_xml.jsonl", swesmith.write),
-    "trl": Format("TRL: messages and tools", trl.write_trl),
-    "trl-prompt-completion": Format("TRL: a row per reply", trl.write_prompt_completion),
-    "trl-preference": Format("TRL: pairs of a resolved and an unresolved one", trl.write_preference),
-    "atif": Format("ATIF v1.8: a trajectory per episode, with token ids and logprobs", atif.write),
-    "inspect": Format("Inspect's viewer: logs with a sample per episode", inspect_log.write, failed=True),
-    "sessions": Format("Claude Code's own session files, for the Hugging Face Hub's viewer", whole.write_sessions),
-    "predictions": Format("patches for sb-cli and swebench: preds.json", whole.write_predictions),
+    "swesmith-xml": ExportFormat("SWE-smith and SWE-agent: ft_xml.jsonl", swesmith.write),
+    "trl": ExportFormat("TRL: messages and tools", trl.write_trl),
+    "trl-prompt-completion": ExportFormat("TRL: a row per reply", trl.write_prompt_completion),
+    "trl-preference": ExportFormat("TRL: pairs of a resolved and an unresolved one", trl.write_preference),
+    "atif": ExportFormat("ATIF v1.8: a trajectory per episode, with token ids and logprobs", atif.write),
+    "inspect": ExportFormat("Inspect's viewer: logs with a sample per episode", inspect_log.write, failed=True),
+    "sessions": ExportFormat(
+        "Claude Code's own session files, for the Hugging Face Hub's viewer", whole.write_sessions
+    ),
+    "predictions": ExportFormat("patches for sb-cli and swebench: preds.json", whole.write_predictions),
 }
 
 
@@ -86,9 +88,9 @@ def _export(args: argparse.Namespace, screen: Screen) -> int:
     with sink(args.out, args.format, mode) as out, tempfile.TemporaryDirectory(prefix="rl-export-") as scratch:
         runs = [_recorded(run, Path(scratch) / f"{number}" / run.name) for number, run in enumerate(runs)]
         chosen = choose(
-            runs, Rules(), lambda done, total: screen.show("reading", done >> 20, total >> 20, "MiB"), kind.failed
+            runs, ChoiceRules(), lambda done, total: screen.show("reading", done >> 20, total >> 20, "MiB"), kind.failed
         )
-        source = Source(chosen, args.threads, not args.no_thinking, args.name, out.known)
+        source = ExportSource(chosen, args.threads, not args.no_thinking, args.name, out.known)
         source.progress = lambda done, total: screen.show("exporting", done, total)
         kind.write(source, out)
         if not source.exported:
@@ -109,7 +111,7 @@ def _export(args: argparse.Namespace, screen: Screen) -> int:
     return 0
 
 
-def _model(source: Source, overrides: Sequence[str]) -> str:
+def _model(source: ExportSource, overrides: Sequence[str]) -> str:
     """Return the model that played, which is the one to train. Raises ExportError if there are several."""
     played = {one.facts["model"] for one in source.chosen.entries}
     if len(played) > 1 and not any("model_name_or_path=" in text for text in overrides):
@@ -122,7 +124,7 @@ def _recorded(run: Path, scratch: Path) -> Path:
     return recorded.write(run, scratch) if run.is_file() and run.name.endswith((".jsonl", ".zst")) else run
 
 
-def _tell(source: Source, screen: Screen) -> None:
+def _tell(source: ExportSource, screen: Screen) -> None:
     screen.clear()
     for finding in (*source.chosen.damage, *source.left_out):
         print(f"left out: {finding}", file=sys.stderr)
@@ -139,7 +141,7 @@ def _tell(source: Source, screen: Screen) -> None:
     screen.print(f"{len(done):>7} episodes exported, {unresolved} of them unresolved")
 
 
-def _about(args: argparse.Namespace, source: Source, out: Sink) -> dict[str, object]:
+def _about(args: argparse.Namespace, source: ExportSource, out: Sink) -> dict[str, object]:
     return {
         "format": args.format,
         "runs": [str(Path(one).resolve()) for one in args.runs if Path(one).exists()],

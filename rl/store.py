@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rl.run.screen import Screen, this_command
 from rl.traces.store.sending import Sender
-from rl.traces.store.server import Server
+from rl.traces.store.server import StoreServer
 from rl.traces.store.stores import StoreError
 from rollout import program
 from rollout.records import Reader
@@ -31,7 +31,7 @@ from rollout.records import Reader
 _TRIES_S = (1.0, 2.0, 4.0)  # between tries, when a store fails in the middle
 
 
-async def send_once(sender: Sender, server: Server, screen: Screen) -> int:
+async def send_once(sender: Sender, server: StoreServer, screen: Screen) -> int:
     """Send everything that is there now, and return the exit status. Raises StoreError if no store answers at first."""
     await sender.connect()
     total = sum(path.stat().st_size for path in sender.files)
@@ -105,7 +105,7 @@ async def run(options: argparse.Namespace, screen: Screen) -> int:
             if not options.follow:
                 raise
             await asyncio.sleep(1)  # the sender of a run that was killed is about to end
-    server = Server(options.url, options.timeout)
+    server = StoreServer(options.url, options.timeout)
     sender = Sender(options.runs, server)
     try:
         if options.follow:

@@ -1,7 +1,7 @@
-"""This module is the command ``python -m rollout.collect``: Claude Code on tasks, without training (docs/traces.md).
+"""The command ``python -m rollout.collect``: Claude Code on tasks, without training (docs/traces.md).
 
 The program itself is ``rl.traces.collect.command``, because a config tells it what to do. In this package, only this
-module and ``rollout.view`` import ``rl``.
+module, ``rollout.view`` and the command of ``rollout.records`` import ``rl``.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""This module plays one episode, from booting the sandbox to the verdict: ``run_episode``, on one screen.
+"""Play one episode, from booting the sandbox to the verdict: ``run_episode``, on one screen.
 
 An episode ends in one of two ways (invariant 3): with a verdict on the policy's work, or with an infrastructure
 failure, which is never a reward. docs/failures.md lists both.

@@ -1,4 +1,4 @@
-"""This module computes all figures of an attempt from its record, each under the one name that it has everywhere.
+"""All figures of an attempt, computed from its record, each under the one name that it has everywhere.
 
 A run's ``episode_metrics/*.jsonl``, a player's ``journal.jsonl``, samples, choices and views are made of them, and the
 audit computes them once more.

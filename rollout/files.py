@@ -1,4 +1,4 @@
-"""This module replaces files and directories in one step: a reader finds the old one or the whole new one."""
+"""Atomic writes: files and directories are replaced in one step; a reader finds the old one or the whole new one."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""This module is what all programs share: their ``--help`` text, and how they end when nobody reads their output."""
+"""What all programs share: ``--help``, output that is safe in a terminal, and how they end when nobody reads it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from typing import Any, NoReturn, TextIO
 UNREAD = 128 + signal.SIGPIPE
 
 
-def plain(docstring: str | None, paragraphs: int | None = None) -> str:
-    """Return a docstring without the marks around names. ``paragraphs``: how many to keep, None: all."""
-    text = "\n\n".join((docstring or "").strip("\n").rstrip().split("\n\n")[:paragraphs])
-    return re.sub(r"(`{1,2})(.+?)\1", r"\2", text, flags=re.DOTALL)
+def plain(docstring: str | None) -> str:
+    """Return a docstring without the marks around names."""
+    return re.sub(r"(`{1,2})(.+?)\1", r"\2", (docstring or "").strip("\n").rstrip(), flags=re.DOTALL)
 
 
-def parser(command: str, docstring: str | None, paragraphs: int | None = None) -> argparse.ArgumentParser:
+def parser(command: str, docstring: str | None) -> argparse.ArgumentParser:
     """Return the parser of a program, whose ``--help`` has the program's docstring (``plain``) above its options."""
-    about = plain(docstring, paragraphs)
-    return argparse.ArgumentParser(command, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(command, description=plain(docstring), formatter_class=form)
 
 
 # What a terminal obeys or shows in another order: control characters, marks of direction, invisible marks, halves of
@@ -40,7 +39,7 @@ def shown(text: str) -> str:
     return _HOSTILE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
-class _Shown:
+class _PrintableStream:
     """A stream of which all that is written is ``shown``: a program prints what was recorded, names of files too."""
 
     def __init__(self, out: TextIO) -> None:
@@ -59,8 +58,8 @@ def end(main: Callable[[], int | None]) -> NoReturn:
 
     No escape code reaches the terminal by way of stdout or stderr.
     """
-    out: Any = _Shown(sys.stdout)
-    err: Any = _Shown(sys.stderr)
+    out: Any = _PrintableStream(sys.stdout)
+    err: Any = _PrintableStream(sys.stderr)
     sys.stdout, sys.stderr = out, err
     try:
         try:

@@ -1,6 +1,6 @@
-"""This module reads sampled text a second time, for the audit: does it say what the agent was sent?
+"""Read sampled text a second time, for the audit: does it say what the agent was sent?
 
-It shares the definitions of well-formed calls with the proxy (``rollout.proxy.parsers.FORMATS``) but not vLLM's
+This shares the definitions of well-formed calls with the proxy (``rollout.proxy.parsers.FORMATS``) but not vLLM's
 parsers, with which the proxy reads names, arguments and types. It needs no tokenizer and no tool definitions.
 """
 

@@ -1,4 +1,4 @@
-"""This module keeps the sessions of the stand-alone proxy as records, for all programs that read a run's."""
+"""Keep the sessions of the stand-alone proxy as records, for all programs that read a run's."""
 
 from __future__ import annotations
 

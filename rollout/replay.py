@@ -1,4 +1,4 @@
-"""This module replays a recorded episode and tells where the replay first differs from the record."""
+"""Replay a recorded episode, and tell where the replay first differs from the record."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def trace(record: Record) -> Trace:
     begun += [(call.started, len(nodes) + at, call) for at, call in enumerate(record.calls) if call.node < 0]
     points: list[Point] = []
     places: dict[int, int] = {}
-    known = _Known()
+    known = _ForwardedCalls()
     for _, number, call in sorted(begun, key=lambda one: one[:2]):
         if call is None:
             places[number] = len(points)
@@ -279,7 +279,7 @@ def _head(system: bytes | msgspec.Raw, tools: bytes | msgspec.Raw) -> tuple[Any,
 # --- replies of another endpoint
 
 
-class _Known:
+class _ForwardedCalls:
     """These are the forwarded calls so far: ``ends`` by the key of a conversation with its reply, ``said`` by that of
     the reply alone."""
 
@@ -308,7 +308,7 @@ def _repeats(sent: Sequence[Block], said: Sequence[Block]) -> bool:
     )
 
 
-def _forwarded(record: Record, call: CallRecord, number: int, known: _Known) -> Point:
+def _forwarded(record: Record, call: CallRecord, number: int, known: _ForwardedCalls) -> Point:
     """Return the point of a forwarded call. It goes on from another if it repeats its messages and its reply, whatever
     clients are known to rewrite (``rollout.proxy.messages.Span``)."""
     reply, model = call.reply, str(call.reply.get("model") or record.model)

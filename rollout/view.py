@@ -1,7 +1,7 @@
-"""This module is the command ``python -m rollout.view``: a local web page over runs' records (docs/records.md).
+"""The command ``python -m rollout.view``: a local web page over runs' records (docs/records.md).
 
-The program itself is ``rl.view``, because it shows figures and panels of runs. In this package, only this module
-and ``rollout.collect`` import ``rl``.
+The program itself is ``rl.view``, because it shows figures and panels of runs. In this package, only this module,
+``rollout.collect`` and the command of ``rollout.records`` import ``rl``.
 """
 
 from rl.view.__main__ import main

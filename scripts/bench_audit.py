@@ -1,4 +1,4 @@
-"""This program measures how fast the audit reads.
+"""Measure how fast the audit reads.
 
     python scripts/bench_audit.py RUN --episodes 10000
 

@@ -53,9 +53,9 @@ SAID = "<tool_call>\n<function=Tool1>\n<parameter=path>\n/src/module.py\n</param
 
 def _policy(model: str, context: int = 4_000_000) -> Any:
     from rollout.proxy.engine import Completion
-    from rollout.proxy.standalone import Options, load_policy
+    from rollout.proxy.standalone import ProxyOptions, load_policy
 
-    make = load_policy(Options("", model, "qwen3_coder", any_family=True))
+    make = load_policy(ProxyOptions("", model, "qwen3_coder", any_family=True))
 
     class Null:
         async def generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Completion:
@@ -69,9 +69,9 @@ def _policy(model: str, context: int = 4_000_000) -> Any:
 async def serve(model: str, context: str) -> None:
     """Run this proxy with the null engine."""
     from rollout.proxy.garbage import collect_rarely, keep_imports
-    from rollout.proxy.standalone import Options, StandAlone
+    from rollout.proxy.standalone import ProxyOptions, StandAlone
 
-    server = StandAlone(Options("http://127.0.0.1:9", model, "qwen3_coder", max_sessions=1000))
+    server = StandAlone(ProxyOptions("http://127.0.0.1:9", model, "qwen3_coder", max_sessions=1000))
     server.policy = _policy(model, int(context))
     keep_imports()  # as StandAlone.load does
     collect_rarely()

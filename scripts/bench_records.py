@@ -107,10 +107,10 @@ class LotEngine:
 
 async def made_up(model: str) -> Episode:
     """Return an episode of ``TURNS`` turns and about ``TOKENS`` tokens, with the events that Claude Code reports."""
-    from rollout.proxy.standalone import Options, load_policy
+    from rollout.proxy.standalone import ProxyOptions, load_policy
 
     engine = LotEngine()
-    policy = engine.policy = load_policy(Options("", model, "qwen3_coder", any_family=True))(engine, 4_000_000)
+    policy = engine.policy = load_policy(ProxyOptions("", model, "qwen3_coder", any_family=True))(engine, 4_000_000)
     sample = text(20_000, 1)
     per_char = len(policy.tokenizer.encode(sample, add_special_tokens=False)) / len(sample)
     session, talk, events = Session("made-up", policy), Talk(1, 0), list[dict[str, Any]]()

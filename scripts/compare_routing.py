@@ -22,7 +22,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from rl.plan.routing import Played, Setting, drawn, play, recorded
+from rl.plan.routing import RoutingSetting, SimulatedEpisode, drawn, play, recorded
 from rollout import program
 
 _WORDS = 32_000
@@ -42,7 +42,7 @@ _ENVIRONMENT = {
 }
 
 
-def engines(directory: Path, setting: Setting, longest: int) -> list[Any]:
+def engines(directory: Path, setting: RoutingSetting, longest: int) -> list[Any]:
     """Start vLLM engines with random weights: one layer, one head."""
     from vllm import LLM
 
@@ -56,7 +56,7 @@ def engines(directory: Path, setting: Setting, longest: int) -> list[Any]:
     return [LLM(str(directory), **given).llm_engine for _ in range(setting.replicas)]
 
 
-def counted(running: list[Any], episodes: list[Played], name_of: Any, boxes: int) -> tuple[float, int]:
+def counted(running: list[Any], episodes: list[SimulatedEpisode], name_of: Any, boxes: int) -> tuple[float, int]:
     """Play episodes. Return the share of prompt tokens that were cached, and the calls of the busier engine."""
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
     from vllm import SamplingParams
@@ -64,7 +64,7 @@ def counted(running: list[Any], episodes: list[Played], name_of: Any, boxes: int
     for engine in running:
         engine.reset_prefix_cache()
     balancer = GlobalRequestLoadBalancer({str(i): engine for i, engine in enumerate(running)})
-    queue, asked, sent = deque(episodes), dict[str, tuple[Played, int, str]](), Counter[str]()
+    queue, asked, sent = deque(episodes), dict[str, tuple[SimulatedEpisode, int, str]](), Counter[str]()
     ready = [(queue.popleft(), 0) for _ in range(min(boxes, len(queue)))]
     hits = prompts = 0
     while ready or asked:
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--room", type=int, default=24_000, help="tokens of an engine's cache (default: 24000)")
     parser.add_argument("--boxes", type=int, default=16, help="episodes that are played at a time (default: 16)")
     options = parser.parse_args()
-    setting = Setting(replicas=2, room=options.room, boxes=options.boxes, block=32)
+    setting = RoutingSetting(replicas=2, room=options.room, boxes=options.boxes, block=32)
     small = drawn(4, 4, setting, calls=8, head=1_200, task=200, read=120, sampled=40)
     episodes = [one for run in options.runs for one in recorded(run, setting)] or small
     for one in episodes:  # a reply is one token

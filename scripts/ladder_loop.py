@@ -1,4 +1,4 @@
-"""This module has our agent loop with a look at the engine before each step's first episode, for scripts/gpu_ladder.py.
+"""Our agent loop with a look at the engine before each step's first episode, for scripts/gpu_ladder.py.
 
 A look is a line in looks.jsonl in the run directory: ``step``, and ``ids`` and ``logprobs`` of the reply to a fixed
 prompt with a fixed seed, which change when other weights reach the engine. Before the first one a long reply is

@@ -1,5 +1,4 @@
-"""This module has the rungs of scripts/gpu_ladder.py: each takes a ``Place`` and yields ``Figure``s that it has
-seen."""
+"""The rungs of scripts/gpu_ladder.py: each takes a ``Place`` and yields ``Figure``s that it has seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module is the client of bench_proxy.py: conversations of the shape of Claude Code's, over plain HTTP/1.1."""
+"""The client of bench_proxy.py: conversations of the shape of Claude Code's, over plain HTTP/1.1."""
 
 from __future__ import annotations
 

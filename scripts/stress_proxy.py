@@ -268,10 +268,10 @@ def main() -> None:
     parser.add_argument("--loops", type=int, default=4)
     parser.add_argument("--sample", type=int, default=10)
     args = parser.parse_args()
-    from rollout.proxy.standalone import Options, load_policy
+    from rollout.proxy.standalone import ProxyOptions, load_policy
 
     logging.getLogger("aiohttp.server").disabled = True  # it has a stack trace for each client that hangs up
-    policy = load_policy(Options("", args.model, "qwen3_coder", any_family=True))(None, CONTEXT)  # ty: ignore
+    policy = load_policy(ProxyOptions("", args.model, "qwen3_coder", any_family=True))(None, CONTEXT)  # ty: ignore
     told, failed, began = [Counter[str]() for _ in range(args.loops)], list[BaseException](), time.perf_counter()
 
     def run(number: int) -> None:

@@ -20,7 +20,7 @@ import psutil
 
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import Block
-from rollout.proxy.parsers import Parsed
+from rollout.proxy.parsers import ParsedReply
 from rollout.proxy.session import Policy
 from rollout.proxy.texts import here
 from rollout.records import Record
@@ -80,16 +80,16 @@ class CharRenderer:
 class CallParser:
     spec = "kit"
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
         thought = THOUGHT.match(text)
         if thought:
             rest = self.parse(text[thought.end() :], tools)
             blocks = [block for block in rest.blocks if block.get("text") != ""]
-            return Parsed([{"type": "thinking", "thinking": thought[1]}, *blocks], rest.malformed)
+            return ParsedReply([{"type": "thinking", "thinking": thought[1]}, *blocks], rest.malformed)
         calls = [{"type": "tool_use", "name": n, "input": json.loads(a)} for n, a in CALL.findall(text)]
         said = CALL.sub("", text).strip() if calls else text
         blocks = [{"type": "text", "text": said}, *calls] if said or not calls else calls
-        return Parsed(blocks, not calls and "[[" in text)
+        return ParsedReply(blocks, not calls and "[[" in text)
 
 
 class CallReading:

@@ -73,7 +73,7 @@ class Agl:
 
 
 @dataclass
-class Said:
+class TracedCall:
     """One call as the client and the engine know it, without the proxy's records. ``reply``: the blocks that the client
     says it got."""
 
@@ -91,7 +91,7 @@ class Told:
     """One episode as its player knows it."""
 
     record: Record
-    calls: dict[str, Said] = field(default_factory=dict)  # by the reply's id
+    calls: dict[str, TracedCall] = field(default_factory=dict)  # by the reply's id
 
 
 class RandomEngine:
@@ -156,7 +156,7 @@ async def _episode(proxy: ProxyServer, http: aiohttp.ClientSession, number: int,
             reply = await answer.json()
         assert answer.status == 200, reply
         blocks = reply["content"]
-        made.calls[reply["id"]] = Said(list(messages), system, model == SIDE_MODEL, blocks, *engine.said[-1])
+        made.calls[reply["id"]] = TracedCall(list(messages), system, model == SIDE_MODEL, blocks, *engine.said[-1])
         return [*messages, {"role": "assistant", "content": reply["content"]}]
 
     async def thread(system: str, turns: int) -> None:
@@ -219,7 +219,7 @@ def check_text(text: str, content: Any) -> None:
         assert one == other
 
 
-def check_call(raw: Any, by_tracer: Any, by_proxy: Any, said: Said) -> None:
+def check_call(raw: Any, by_tracer: Any, by_proxy: Any, said: TracedCall) -> None:
     """Compare a call's first span, and the triplets of it, with what was said."""
     assert by_tracer.prompt["token_ids"] == by_proxy.prompt["token_ids"] == said.prompt_ids
     assert by_tracer.response["token_ids"] == by_proxy.response["token_ids"] == said.ids

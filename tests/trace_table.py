@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from rl.data.choice import Rules, choose
+from rl.data.choice import ChoiceRules, choose
 from rl.export import main as export
 from rl.ingest import main as ingest
 from rl.quickstart.tasks import make_tasks
@@ -147,7 +147,7 @@ async def collect(kind: str, back_end: str, tasks: Path, out: Path) -> Path:
 
 
 def traces(run: Path) -> Iterator[Trace]:
-    for entry in choose([run], Rules(), lambda done, total: None).entries:
+    for entry in choose([run], ChoiceRules(), lambda done, total: None).entries:
         found = trace(entry.record())
         if not found.silent:  # which all programs refuse, in a line
             yield found

@@ -1,4 +1,4 @@
-"""This package finds what is wrong with a config before Ray, an engine or a model is started.
+"""Checks of a config, made before Ray, an engine or a model is started.
 
 ``check(config)`` takes a second: it reads the config, the task files and the machine, and imports neither torch, ray,
 verl nor vLLM. For a run on GPUs, or on a CPU of a model that is no toy, it also makes the plan of ``rl.plan``, which

@@ -1,4 +1,4 @@
-"""This module tells what training tasks have in common with held-out ones, or with SWE-bench Verified."""
+"""Overlap of training tasks with held-out ones or SWE-bench Verified: repositories, diffs and problem statements."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _SHORT = 16  # words; so short a change is compared with the lines around it
 
 
 @dataclass(frozen=True)
-class Found:
-    """A Found is something that a task has in common: with what (an id or a repository), and how much of it."""
+class Overlap:
+    """An Overlap is something that a task has in common: with what (an id or a repository), and how much of it."""
 
     instance_id: str
     kind: str
@@ -54,7 +54,7 @@ _VERIFIED_NAMES = frozenset(one.rpartition("/")[2] for one in VERIFIED)
 _IN_A_NAME = re.compile(rf"(?:^|[/.])(?:{'|'.join(re.escape(one.replace('/', '__')) for one in VERIFIED)})(?:[.-]|$)")
 
 
-def overlaps(training: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> list[Found]:
+def overlaps(training: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> list[Overlap]:
     """Return what training tasks have in common with held-out ones and with SWE-bench Verified, in their order.
 
     Of each kind the most similar task is named. Rows need instance_id, repo, patch (or None) and problem_statement.
@@ -68,13 +68,13 @@ def overlaps(training: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[st
     for row in training:
         name, repo = row["instance_id"], row["repo"].lower()
         if in_verified(repo, name):
-            found.append(Found(name, "verified", repo))
+            found.append(Overlap(name, "verified", repo))
         if repo in repositories:
-            found.append(Found(name, "repo", repositories[repo]))
+            found.append(Overlap(name, "repo", repositories[repo]))
         for kind, words in (("diff", _of_diff(row["patch"] or "")), ("statement", _words(row["problem_statement"]))):
             other, share = indexes[kind].nearest(words)
             if share >= _ALIKE:
-                found.append(Found(name, kind, other, round(share, 3)))
+                found.append(Overlap(name, kind, other, round(share, 3)))
     return found
 
 

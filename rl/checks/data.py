@@ -1,4 +1,4 @@
-"""This module checks the task files: each row is a task that can be run and graded."""
+"""Checks of the task files: each row can be run and graded, and no held-out task is trained on."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rewards.task import Task, TaskError, load_tasks
-from rl.checks.alike import KINDS, Found, overlaps
+from rl.checks.alike import KINDS, Overlap, overlaps
 from rl.config.compose import ConfigError, check_all
 from rl.episodes.boxes import is_snapshot, kind_of
 
@@ -67,7 +67,7 @@ def _check_overlap(config: DictConfig, train: Sequence[Task], held_out: Sequence
     )
 
 
-def _in_words(found: Found) -> str:
+def _in_words(found: Overlap) -> str:
     if found.kind == "verified":
         return f"{found.instance_id} is of {found.other}, one of its repositories"
     what = "the repository of" if found.kind == "repo" else f"{found.share:.0%} of its {found.kind} in common with"

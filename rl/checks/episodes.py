@@ -1,4 +1,4 @@
-"""This module checks what episodes need, in training and in an evaluation: agent, proxy, boxes and grading."""
+"""Checks of what episodes need, in training and in an evaluation: agent, proxy, boxes, grading and store."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""This module compares the GPUs of this machine with those that the plan is of."""
+"""Notes on this machine's GPUs: whether they are the plan's, and what a model with experts needs on Blackwell."""
 
 from __future__ import annotations
 

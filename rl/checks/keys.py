@@ -1,4 +1,4 @@
-"""This module finds keys of a config that nothing reads.
+"""Checks of a config's keys: those that nothing reads, values of the wrong type, ``${...}`` that lead nowhere.
 
 Hydra refuses an unknown key on the command line, but takes one in an experiment's file for a new key, and verl mostly
 never looks at it: a misspelt ``total_training_step`` would train forever. ``check_keys`` compares a config with what

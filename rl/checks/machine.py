@@ -1,4 +1,4 @@
-"""This module checks what the machine offers: loggers, disk space, and an accelerator where one is needed."""
+"""Checks of what the machine offers: disk space, an accelerator where one is needed, and loggers."""
 
 import os
 import shutil

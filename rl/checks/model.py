@@ -1,4 +1,4 @@
-"""This module checks the model and the plan for it."""
+"""Checks of the model: its directory, chat template and teacher, and whether the plan for it (``rl.plan``) fits."""
 
 import json
 import math

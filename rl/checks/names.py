@@ -1,4 +1,4 @@
-"""This module checks names that verl looks up: of estimators, losses, corrections and trainers.
+"""Checks of names that verl looks up: estimators, losses, corrections, trainers and engines.
 
 verl finds a wrong one in a worker; in the case of a loss, after the first rollout. What verl knows is read from its
 source, because importing it takes ten seconds.

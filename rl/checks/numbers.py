@@ -1,4 +1,8 @@
-"""This module checks numbers: each by itself, and those that verl would refuse minutes later or by an assertion."""
+"""Checks of numbers: each by itself, and those that verl would refuse minutes later or by an assertion.
+
+Batches, lengths, schedule, loss and curriculum are checked here. The notes are about settings that are allowed but
+seldom meant.
+"""
 
 from collections.abc import Iterable, Iterator
 

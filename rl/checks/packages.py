@@ -1,4 +1,4 @@
-"""This module checks that the packages which the trainer needs on GPUs are there, and that its attention can work.
+"""Check that the packages which the trainer needs on GPUs are there, and that its attention can work.
 
 Which attention computes what, and what each costs, is in docs/recipe.md#attention.
 """

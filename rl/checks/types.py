@@ -1,4 +1,4 @@
-"""This module says whether a key's value has the type that verl's dataclass declares, or that its default has.
+"""Types of a config's values: a value has to have the type that verl's dataclass declares, or that its default has.
 
 verl instantiates its dataclasses with whatever it is given: a learning rate of "abc" fails in a worker, minutes later.
 The dataclasses are read from verl's source, because importing them takes ten seconds.

@@ -1,1 +1,1 @@
-"""This package makes one Ray cluster of the nodes of a job (``python -m rl.cluster`` under SLURM)."""
+"""One Ray cluster over the nodes of a job (``python -m rl.cluster`` under SLURM)."""

@@ -1,4 +1,4 @@
-"""This program trains on the nodes of a SLURM job (``rl.cluster.task``).
+"""Train on the nodes of a SLURM job (``rl.cluster.task``).
 
 A signal at any instant must not kill it, so the handlers come before all other imports.
 """

@@ -1,4 +1,4 @@
-"""This module keeps signals that come before ``rl.cluster`` can act on them. It imports only what Python has loaded.
+"""Keep signals that come before ``rl.cluster`` can act on them. Nothing is imported but what Python has loaded.
 
 The batch script starts Python with these signals blocked where it can, so one that comes while Python starts is
 delivered by ``install``.

@@ -1,4 +1,4 @@
-"""This module sets up the environment of a node's processes: network, caches, model hub, no reports to anyone.
+"""The environment of a node's processes: network, caches, model hub, no reports to anyone.
 
 Ray and all that it starts inherit the environment of the process that calls ``set_up``. What the user has set stays,
 except where the config has a key for it: the config is what runs.

@@ -1,4 +1,4 @@
-"""This module is the head of a job: it brings the nodes together, runs rl.train and ends everything in order."""
+"""The head of a job: it brings the nodes together, runs rl.train and ends everything in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from rl.cluster import early
 from rl.cluster.environment import set_up
-from rl.cluster.link import ROLES, Listener, NodeError, Place
+from rl.cluster.link import ROLES, JobPosition, Listener, NodeError
 from rl.cluster.member import Say, check_node, judge, log_directory, prepare_node, unless
 from rl.cluster.network import node_address
 from rl.cluster.preflight import preflight
@@ -44,7 +44,7 @@ class StartStopped(Exception):
 
 
 def check_job(config: DictConfig, parts: Sequence[int], left_s: float | None = None) -> None:
-    """Raise ConfigError if the config cannot be run on these nodes (``Place.parts``), in the job's time.
+    """Raise ConfigError if the config cannot be run on these nodes (``JobPosition.parts``), in the job's time.
 
     ``left_s``: seconds until the job's time limit, None if that is not known.
     """
@@ -120,7 +120,7 @@ class Signals:
         return returncode
 
 
-async def head(place: Place, config: DictConfig, overrides: list[str], run_dir: Path, say: Say) -> int:
+async def head(place: JobPosition, config: DictConfig, overrides: list[str], run_dir: Path, say: Say) -> int:
     """Start the nodes, train, stop, and return the job's exit code.
 
     Raises ConfigError, NodeError, StartStopped, and what RunLease.take and starts.note raise.

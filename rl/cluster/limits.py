@@ -1,4 +1,4 @@
-"""This module raises the limits of this process (ulimit) as far as a node allows, and says which stay low.
+"""Raise the limits of this process (ulimit) as far as a node allows, and say which stay low.
 
 srun gives its tasks the soft limits of the shell in which ``sbatch`` was called, often a login node's 1024 open files.
 """

@@ -1,9 +1,9 @@
-"""This module lets the nodes of a job talk while ``rl.cluster`` starts and ends them: each of the other nodes has a TCP
-connection to the head, over which both send lines of JSON.
+"""Connections between the nodes of a job while ``rl.cluster`` starts and ends them: lines of JSON over TCP.
 
-The connection lives as long as its two processes, so a side whose peer has ended learns it from the end of the
-connection. Each side proves that it knows the job's key, so that neither a foreign client nor a foreign server at one
-of the ports is heard. Nothing secret is sent, not even the key, so nothing is encrypted.
+Each node other than the head has a connection to it, over which both send lines. The connection lives as long as its
+two processes, so a side whose peer has ended learns it from the end of the connection. Each side proves that it knows
+the job's key, so that neither a foreign client nor a foreign server at one of the ports is heard. Nothing secret is
+sent, not even the key, so nothing is encrypted. What SLURM says of a process's place in the job is read here, too.
 
 head -> node: {"nonce"}; node -> head: {"node", "proof"}; head -> node: {"welcome": proof of the proof}; then
 node -> head: any of {"checked": text}, {"tested": figures}, {"say": text}, {"ready": keys}, {"problem": text};
@@ -39,8 +39,8 @@ class NodeError(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place is where this process is in the job.
+class JobPosition:
+    """A job position is where this process is in the job.
 
     ``head`` is the address of the first node, which listens on the first of ``ports`` that is free there. ``attempt``
     counts requeues from 0, ``array_task`` is None outside of an array job, and ``key`` is known to the tasks of the job
@@ -60,7 +60,7 @@ class Place:
     key: str
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> JobPosition:
         """Read what srun has set, and the key that the batch script has made. Raises ConfigError outside of a job."""
         try:
             number, attempt = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_RESTART_COUNT", 0))
@@ -138,7 +138,7 @@ class Listener:
     ``failed`` gets the first NodeError of any of them; ``address`` is this node's, as the others reach it.
     """
 
-    def __init__(self, place: Place, say: Callable[[str], None]) -> None:
+    def __init__(self, place: JobPosition, say: Callable[[str], None]) -> None:
         self.place, self._say = place, say
         self.peers: dict[str, Peer] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -230,7 +230,7 @@ class Link:
         self.address: str = writer.get_extra_info("sockname")[0]
 
     @classmethod
-    async def open(cls, place: Place, seconds: float) -> Link:
+    async def open(cls, place: JobPosition, seconds: float) -> Link:
         """Call the head until it answers. Raises NodeError after ``seconds``."""
         end = asyncio.get_running_loop().time() + seconds
         for port in itertools.cycle(place.ports):
@@ -251,7 +251,7 @@ class Link:
                 await asyncio.sleep(0.5)
         raise NodeError(f"{place.node}: the head ({place.head}, ports {_list(place.ports)}) does not answer")
 
-    async def _greet(self, place: Place) -> None:
+    async def _greet(self, place: JobPosition) -> None:
         """Prove to the head that this node knows the key, and see that the head does. Raises ValueError, OSError."""
         proof = _proof(place.key, str((await anext(self._lines)).get("nonce")))
         await _send(self._writer, {"node": place.node, "proof": proof})

@@ -1,4 +1,4 @@
-"""This module does what every node of a job does before Ray starts, and all that nodes other than the head do."""
+"""The nodes of a job: what each does before Ray starts, and all that a node other than the head does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl.checks import check
 from rl.checks.data import check_tasks
 from rl.checks.machine import check_disk
 from rl.cluster.environment import set_up
-from rl.cluster.link import Link, NodeError, Place
+from rl.cluster.link import JobPosition, Link, NodeError
 from rl.cluster.network import node_address
 from rl.cluster.preflight import answer
 from rl.cluster.ray import RayNode
@@ -112,7 +112,7 @@ async def unless(guards: Iterable[asyncio.Future[Any]], work: Awaitable[T]) -> T
     return await task
 
 
-async def member(place: Place, config: DictConfig, run_dir: Path, low: list[str]) -> None:
+async def member(place: JobPosition, config: DictConfig, run_dir: Path, low: list[str]) -> None:
     """Run a node that is not the head until the head hangs up. Raises NodeError if the head cannot be reached.
 
     ``low``: lines for the user about this node.

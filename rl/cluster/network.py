@@ -1,4 +1,4 @@
-"""This module chooses the network interface of a node (``cluster.interface``) for Ray, gloo, NCCL, vLLM and verl."""
+"""The network interface of a node (``cluster.interface``) for Ray, gloo, NCCL, vLLM and verl."""
 
 from __future__ import annotations
 

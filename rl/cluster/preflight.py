@@ -1,4 +1,4 @@
-"""This module tests the nodes of a job before anything is loaded: their disks, and all-reduces between them.
+"""Tests of a job's nodes before anything is loaded: their disks, and all-reduces between them.
 
 The head orders, and every node does what is ordered (``Prober``): it writes and reads a file in the run directory,
 reads a part of the model, and takes part in all-reduces (``rl.cluster.probe``) with gloo and, on GPUs, with NCCL. The
@@ -56,8 +56,8 @@ class BadNodes(NodeError):
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A finding is what is wrong with a node. It ends the job if it ``fails``; else the node is only slow."""
+class NodeFinding:
+    """A node finding is what is wrong with a node. It ends the job if it ``fails``; else the node is only slow."""
 
     node: str
     what: str
@@ -261,7 +261,7 @@ class Ring:
 
     links: dict[Pair, Result]
     together: Result
-    findings: list[Finding]
+    findings: list[NodeFinding]
 
     def plain(self) -> dict[str, Result]:
         """Return the figures by name, for a file."""
@@ -303,7 +303,7 @@ async def probe_ring(ask: Ask, names: Sequence[str], backend: str, store: Order,
         (together,) = await test([names])
         if "error" in together:
             told = f"the all-reduce over all nodes fails ({backend}): {together['error']}"
-            findings.append(Finding(", ".join(names), told, True))
+            findings.append(NodeFinding(", ".join(names), told, True))
     return Ring(links, together, findings)
 
 
@@ -329,7 +329,9 @@ def without_good_link(names: Sequence[str], links: Mapping[Pair, Result], least:
     return [name for name in names if name not in good]
 
 
-def judge_links(names: Sequence[str], links: Mapping[Pair, Result], backend: str, least: float | None) -> list[Finding]:
+def judge_links(
+    names: Sequence[str], links: Mapping[Pair, Result], backend: str, least: float | None
+) -> list[NodeFinding]:
     """Return a finding for each node that has no good link.
 
     If no node has a good link, the cause cannot be told: there is one finding, whose node is "n1, n2".
@@ -345,30 +347,32 @@ def judge_links(names: Sequence[str], links: Mapping[Pair, Result], backend: str
     bad = without_good_link(names, links, least)
     if len(bad) == len(names):
         what = f"no all-reduce between them is good ({backend}): {told(next(iter(links.values())))}"
-        return [Finding(", ".join(bad), what, True)]
+        return [NodeFinding(", ".join(bad), what, True)]
     findings = []
     for name in bad:
         own = [(pair, one) for pair, one in links.items() if name in pair]
         pair, one = max(own, key=lambda item: item[1].get("gbs", 0.0))
         other = pair[0] if pair[1] == name else pair[1]
         fails = one.get("gbs", 0.0) < (least or 1e-9)
-        findings.append(Finding(name, f"all-reduce with {other} ({backend}): {told(one)}", fails))
+        findings.append(NodeFinding(name, f"all-reduce with {other} ({backend}): {told(one)}", fails))
     return findings
 
 
-def judge_disks(disks: Mapping[str, Result], least: float | None) -> list[Finding]:
+def judge_disks(disks: Mapping[str, Result], least: float | None) -> list[NodeFinding]:
     """Return the findings about the disks of nodes, whose figures are in MB/s."""
-    findings = [Finding(name, f"storage: {one['error']}", True) for name, one in disks.items() if "error" in one]
+    findings = [NodeFinding(name, f"storage: {one['error']}", True) for name, one in disks.items() if "error" in one]
     for what, where in (("write", "the run directory"), ("read", "the run directory"), ("model", "the model")):
         speeds = {name: one[what] for name, one in disks.items() if what in one}
         for name, speed in speeds.items():
             how = "writes to" if what == "write" else "reads"
             if least and speed < least:
                 told = f"{how} {where} at {speed:.0f} MB/s; cluster.min_storage_mbs is {least}"
-                findings.append(Finding(name, told, True))
+                findings.append(NodeFinding(name, told, True))
             elif speed < _limit(speeds.values(), None):
                 median = statistics.median(speeds.values())
-                findings.append(Finding(name, f"{how} {where} at {speed:.0f} MB/s; the others at {median:.0f}", False))
+                findings.append(
+                    NodeFinding(name, f"{how} {where} at {speed:.0f} MB/s; the others at {median:.0f}", False)
+                )
     return findings
 
 
@@ -384,7 +388,7 @@ def line(name: str, one: Result, rings: Mapping[str, Ring]) -> str:
     return f"{name}: {'; '.join(parts) or 'no figures'}"
 
 
-def finish(findings: Sequence[Finding], names: Sequence[str], exclude: bool, say: Callable[[str], None]) -> None:
+def finish(findings: Sequence[NodeFinding], names: Sequence[str], exclude: bool, say: Callable[[str], None]) -> None:
     """Say what was found, and raise BadNodes if the job must not go on.
 
     If more than half of several nodes are bad, the cause is not in the nodes, and none is to be excluded.

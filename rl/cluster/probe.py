@@ -1,4 +1,4 @@
-"""This program is one process of the all-reduces before a job (``rl.cluster.preflight``), or their store.
+"""One process of the all-reduces before a job (``rl.cluster.preflight``), or the store at which they meet.
 
     python -m rl.cluster.probe store            prints {"port"} and serves until its input ends
     python -m rl.cluster.probe gloo|nccl RANK   RANK: of this process on its node, and of its GPU

@@ -1,4 +1,4 @@
-"""This module starts and ends Ray on a node, and lets the head wait until all nodes have joined."""
+"""Ray on a node of a job: start it, end it, and let the head wait until all nodes have joined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from omegaconf import DictConfig
 
-from rl.cluster.link import ROLES, NodeError, Place
+from rl.cluster.link import ROLES, JobPosition, NodeError
 from rl.config.compose import workers_environment
 from rl.run.fork_server import ForkServer
 from rl.run.programs import end_processes, free_port, tied
@@ -31,7 +31,7 @@ _STOP_S = 12.0
 class RayNode:
     """A RayNode is Ray's processes on one node. Signals to the job's tasks miss them: they have their own session."""
 
-    def __init__(self, place: Place, config: DictConfig, logs: Path) -> None:
+    def __init__(self, place: JobPosition, config: DictConfig, logs: Path) -> None:
         self._place, self._config, self._logs = place, config, logs
         self._note = logs / "ray_dir"
         self._sockets = socket_directory(self._note, config.cluster.local_dir)

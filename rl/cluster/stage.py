@@ -1,4 +1,4 @@
-"""This module copies model and task files to a disk of the node, so that they are read from the shared disk once."""
+"""Copies of model and task files on a disk of the node, so that they are read from the shared disk once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module is a task of a SLURM job: ``srun ... python -m rl.cluster key=value ...``, a task per node.
+"""Train on the nodes of a SLURM job: ``srun ... python -m rl.cluster key=value ...``, a task per node.
 
 ``scripts/slurm/train.sbatch`` starts it, docs/cluster.md is the guide. The first task is the head:
 
@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from rl.checks import check_values
 from rl.cluster.head import UNAVAILABLE, StartStopped, head
 from rl.cluster.limits import raise_limits
-from rl.cluster.link import NodeError, Place
+from rl.cluster.link import JobPosition, NodeError
 from rl.cluster.member import member
 from rl.cluster.preflight import BadNodes, leave_out
 from rl.config.compose import ConfigError, compose
@@ -67,7 +67,7 @@ def sweep_line(file: Path, task: str | None) -> list[str]:
     return lines[int(task) - 1]
 
 
-async def _main(place: Place, config: DictConfig, overrides: list[str], run_dir: Path, low: list[str]) -> None:
+async def _main(place: JobPosition, config: DictConfig, overrides: list[str], run_dir: Path, low: list[str]) -> None:
     def say(text: str) -> None:
         print(f"cluster: {text}", flush=True)
 
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("overrides", nargs="*", help="as for rl.train")
     args = options.parse_args(argv)
     try:
-        place = Place.of(os.environ)
+        place = JobPosition.of(os.environ)
         more = sweep_line(args.sweep, place.array_task) if args.sweep else []
         overrides = [*args.overrides, *more]
         config = compose(overrides, check=check_values)

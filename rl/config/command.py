@@ -1,4 +1,4 @@
-"""This module reads the command line of the programs that take an experiment: overrides, ``--help``, ``--cfg job``."""
+"""The command line of the programs that take an experiment: overrides, ``--help``, ``--cfg job``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""This module composes the config from configs/ and defines the error for a config that cannot work."""
+"""The config, composed from configs/, and the error for a config that cannot work.
+
+The environment variables that the processes of a run need are here, too.
+"""
 
 import importlib.util
 import os

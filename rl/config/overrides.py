@@ -1,4 +1,4 @@
-"""This module composes a config, and says for every wrong override of a command line what was probably meant.
+"""Overrides of a command line: compose the config from them, and say of every wrong one what was probably meant.
 
 Hydra names only the first wrong one, mostly in a dozen lines about its search path.
 """

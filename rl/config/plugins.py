@@ -1,4 +1,4 @@
-"""This module finds what packages beside this one bring: agents, kinds of boxes, and config groups.
+"""Plug-ins: the agents, kinds of boxes and config groups that packages beside this one bring.
 
 In a config, a kind is a name of ours or ``module:attribute``. An entry point in the group ``claude_code_rl.configs``
 names a package with config groups: its folder ``agent/`` with ``mine.yaml`` makes ``agent=mine`` a choice.
@@ -38,7 +38,7 @@ def brought() -> list[Path]:
     return [Path(place) for spec in specs if spec for place in spec.submodule_search_locations or ()]
 
 
-class Brought(SearchPathPlugin):
+class PluginSearchPath(SearchPathPlugin):
     """Hydra searches the folders of other packages after its own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
@@ -47,4 +47,4 @@ class Brought(SearchPathPlugin):
             search_path.append("brought", f"file://{folder}")
 
 
-Plugins.instance().register(Brought)
+Plugins.instance().register(PluginSearchPath)

@@ -1,8 +1,8 @@
-"""This package lets verl run on a machine without an accelerator.
+"""Training on a CPU: what verl needs on a machine without an accelerator.
 
-verl imports it in every process (entry-point group ``verl.plugins``). That registers a platform named "cpu", which
-nothing selects unless ``VERL_PLATFORM=cpu``: on a GPU machine the import is cheap and changes nothing but the time
-that process groups have, if the config sets one (``run.collective_timeout_s``).
+verl imports this package in every process (entry-point group ``verl.plugins``). That registers a platform named "cpu",
+which nothing selects unless ``VERL_PLATFORM=cpu``: on a GPU machine the import is cheap and changes nothing but the
+time that process groups have, if the config sets one (``run.collective_timeout_s``).
 
 With ``VERL_PLATFORM=cpu`` it also replaces the rollout replica "vllm" by one whose weight sync works on vLLM's CPU back
 end, and repairs one argument of process groups (see ``_gloo_once``). The environment that a CPU run needs is

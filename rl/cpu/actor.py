@@ -1,4 +1,4 @@
-"""This module is the trainer's worker of separate_async, whose saved weights are copies on a CPU too."""
+"""The trainer's worker of separate_async: the weights that it saves are copies, on a CPU too."""
 
 from collections.abc import Callable
 

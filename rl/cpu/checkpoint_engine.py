@@ -1,8 +1,8 @@
-"""This module sends weights from the trainer to engines with devices of their own, over ZeroMQ in place of NCCL.
+"""Weight sync from the trainer to engines with devices of their own, over ZeroMQ in place of NCCL.
 
-verl imports it by its config key ``actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module``; the backend's
-name is ``zmq``. Only trainer.v1.trainer_mode=separate_async uses it. It is made for processes of one machine and models
-of a few million parameters: each engine gets a copy of its own, tensor by tensor.
+verl imports this module by its config key ``actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module``; the
+backend's name is ``zmq``. Only trainer.v1.trainer_mode=separate_async uses it. It is made for processes of one machine
+and models of a few million parameters: each engine gets a copy of its own, tensor by tensor.
 """
 
 import asyncio

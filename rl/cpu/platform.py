@@ -1,4 +1,4 @@
-"""This module is the platform "cpu": verl's device interface on a machine without an accelerator.
+"""The platform "cpu": verl's device interface on a machine without an accelerator.
 
 Each process sees one device, index 0, and it is the host. Ray is told of GPUs (``num_gpus``), because Ray hands out
 accelerator ids only for kinds that it knows, and verl places its workers by such an id: one for each of the trainer's,

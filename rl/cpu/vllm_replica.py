@@ -1,4 +1,4 @@
-"""This module is a vLLM replica whose weight sync works on vLLM's CPU back end.
+"""A vLLM replica for CPU runs, whose weight sync works on vLLM's CPU back end.
 
 vLLM repacks linear weights for the CPU after loading them, so verl's ``model.load_weights`` on the live model fails
 ("Parameter has no attribute weight_loader"). vLLM's own answer is ``reload_weights``: it restores the layout of a

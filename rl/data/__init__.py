@@ -1,1 +1,5 @@
-"""This package makes task files: it converts public sets (`convert`) and tries each task (`admit`). docs/data.md"""
+"""Task files: public sets are converted (`convert`), and each task is tried (`admit`) and measured (`probe`).
+
+`make` makes tasks of Python packages, `overlap` finds what tasks have in common, `select` chooses episodes.
+docs/data.md
+"""

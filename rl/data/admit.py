@@ -39,7 +39,7 @@ from rewards.verdict import Reason
 from rl.data import verdicts as report
 from rl.data.card import write_card
 from rl.data.rates import write_rows
-from rl.data.verdicts import Finding, Status
+from rl.data.verdicts import Finding, Judgement
 from rl.run.array_job import Shard
 from rl.run.journal import Journal, JournalError, Losses, LostError, Progress, estimate, read_journal, run_all
 from rl.run.screen import Screen, this_command
@@ -49,7 +49,7 @@ from rollout.sandbox.sealing import configuring
 
 
 @dataclass(frozen=True)
-class Plan:
+class AdmissionPlan:
     """A plan says how often and how the tasks of an admission are graded.
 
     boot: boots a box for grading.
@@ -100,7 +100,7 @@ def as_expected(record: Mapping[str, Any]) -> bool:
 
 async def grade_tasks(
     tasks: Sequence[Task],
-    plan: Plan,
+    plan: AdmissionPlan,
     journal: Journal,
     done: Callable[[dict[str, Any]], None] = lambda record: None,
     others: Sequence[Mapping[str, Any]] = (),
@@ -180,7 +180,7 @@ def _key(task: Task, settings: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def findings(tasks: Sequence[Task], plan: Plan, records: Iterable[Mapping[str, Any]]) -> list[Finding]:
+def findings(tasks: Sequence[Task], plan: AdmissionPlan, records: Iterable[Mapping[str, Any]]) -> list[Finding]:
     """Judge each task, in order, by the records of the plan's tries and settings."""
     by_task: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
@@ -195,7 +195,7 @@ def findings(tasks: Sequence[Task], plan: Plan, records: Iterable[Mapping[str, A
     return found
 
 
-def _not_passing(task: Task, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str | None:
+def _not_passing(task: Task, plan: AdmissionPlan, records: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the tests that did neither pass nor fail with the gold patch, as JSON; None if nobody wrote it."""
     key = task.instance_id, _key(task, plan.settings)
     gold = [one for one in records if (one["task"], one["key"]) == key and one["kind"] == "gold" and not one["infra"]]
@@ -212,7 +212,7 @@ def journals(out: Path) -> Iterator[Path]:
 
 
 def admit(
-    source: Path, out: Path, plan: Plan, screen: Screen, shard: Shard | None = None, merge: bool = False
+    source: Path, out: Path, plan: AdmissionPlan, screen: Screen, shard: Shard | None = None, merge: bool = False
 ) -> list[Finding]:
     """Grade the tasks of `source`, write `out` and the reports, and return the findings.
 
@@ -241,7 +241,7 @@ def admit(
         ("md", report.to_markdown(str(source), plan.tries, found, seconds)),
     ):
         files.write(out.with_name(f"{out.stem}.admission.{suffix}"), text)
-    admitted = {one.instance_id for one in found if one.status is Status.PASS}
+    admitted = {one.instance_id for one in found if one.status is Judgement.PASS}
     if admitted:
         known = [_not_passing(task, plan, records) for task in tasks if task.instance_id in admitted]
         write_rows(source, out, tasks, admitted, {"not_passing": known})
@@ -254,7 +254,7 @@ def admit(
 
 def _grade(
     tasks: Sequence[Task],
-    plan: Plan,
+    plan: AdmissionPlan,
     journal: Journal,
     others: Sequence[dict[str, Any]],
     screen: Screen,
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decides = {"sandbox": config.sandbox} | {
             key: config.grading[key] for key in ("timeout_s", "second_opinion", "needs_second_opinion", "drop")
         }
-        plan = Plan(
+        plan = AdmissionPlan(
             boot=kind_of(config.sandbox).boot(),
             tries=args.tries,
             jobs=args.jobs,
@@ -366,18 +366,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     screen.clear()
     counts = Counter(one.status for one in found)
-    print(", ".join(f"{counts[status]} {status}" for status in Status), flush=True)
+    print(", ".join(f"{counts[status]} {status}" for status in Judgement), flush=True)
     if shard:
-        return 1 if counts[Status.UNDECIDED] else 0
+        return 1 if counts[Judgement.UNDECIDED] else 0
     screen.next(*_next(args.out, counts))
-    return 0 if counts[Status.PASS] else 1
+    return 0 if counts[Judgement.PASS] else 1
 
 
-def _next(out: Path, counts: Counter[Status]) -> list[tuple[str, str]]:
+def _next(out: Path, counts: Counter[Judgement]) -> list[tuple[str, str]]:
     commands = [("why", f"less {out.with_name(f'{out.stem}.admission.md')}")]
-    if counts[Status.UNDECIDED]:
+    if counts[Judgement.UNDECIDED]:
         commands.append(("grade the undecided again", this_command()))
-    if counts[Status.PASS]:
+    if counts[Judgement.PASS]:
         commands.append(("train on them", f"{sys.orig_argv[0]} -m rl.train +experiment=NAME data.train_files=[{out}]"))
     return commands
 

@@ -1,4 +1,4 @@
-"""This module writes the card of a task file: what is in it, and what each of the commands that led to it did."""
+"""The card of a task file: what is in it, and what each of the commands that led to it did."""
 
 from __future__ import annotations
 

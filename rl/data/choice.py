@@ -1,6 +1,6 @@
-"""This module chooses episodes of runs by rules over what was measured of them. ``rl.data.select`` is its command.
+"""Choose episodes of runs by rules over what was measured of them. ``rl.data.select`` is the command for it.
 
-chosen = choose([Path(run)], Rules(resolved=True, best=1))
+chosen = choose([Path(run)], ChoiceRules(resolved=True, best=1))
 for record in chosen.records(): ...
 """
 
@@ -36,8 +36,8 @@ class SelectError(ValueError):
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Rules say which episodes are chosen. A rule that is None, False or empty is off.
+class ChoiceRules:
+    """These rules say which episodes are chosen. A rule that is None, False or empty is off.
 
     audited: no finding of the audit's checks 1 to 3 and 5. splits, models, instances (ids of tasks), repos: shell
     patterns, one of which must fit. labels, not_labels: such patterns of what people have said of episodes
@@ -70,9 +70,9 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """An entry is what is known of an episode while it is chosen. ``facts``: its figures and ``model``; ``path`` and
-    ``offset``: where its record is; ``said``, ``patch``: digests of what was sampled and of the patch."""
+class ChoiceEntry:
+    """A choice entry is what is known of an episode while it is chosen. ``facts``: its figures and ``model``; ``path``
+    and ``offset``: where its record is; ``said``, ``patch``: digests of what was sampled and of the patch."""
 
     facts: Line
     path: Path
@@ -112,16 +112,16 @@ class Entry:
 
 
 @dataclass
-class Chosen:
-    """Chosen are the episodes that the rules leave, in the order of the sources.
+class Choice:
+    """A Choice is the episodes that the rules leave, in the order of the sources.
 
     ``read``: by file, how many records could be read; ``damage``: lines about those that could not; ``taken``: (rule,
     number of episodes that it removed) in order; ``rates``: of the tasks that were measured and that fit ``rate`` and
     ``min_episodes``.
     """
 
-    rules: Rules
-    entries: list[Entry] = field(default_factory=list)
+    rules: ChoiceRules
+    entries: list[ChoiceEntry] = field(default_factory=list)
     read: dict[Path, int] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
     taken: list[tuple[str, int]] = field(default_factory=list)
@@ -133,14 +133,14 @@ class Chosen:
 
 
 def choose(
-    runs: Sequence[Path], rules: Rules, progress: Progress = lambda done, total: None, failed: bool = False
-) -> Chosen:
+    runs: Sequence[Path], rules: ChoiceRules, progress: Progress = lambda done, total: None, failed: bool = False
+) -> Choice:
     """Read what runs have recorded and apply the rules; only figures are kept in memory.
 
     progress: called with the bytes of records that were read and those of all. failed: keep the episodes that the
     infrastructure failed. Raises FileNotFoundError and SelectError.
     """
-    chosen = Chosen(rules)
+    chosen = Choice(rules)
     readers = [Reader(run.resolve(), damage=chosen.damage) for run in runs]
     sizes = {path: path.stat().st_size for reader in readers for path in reader.files()}
     done, said_of = 0, of_runs(reader.source for reader in readers)
@@ -163,20 +163,20 @@ def choose(
     return chosen
 
 
-def _entry(path: Path, offset: int, record: Record, rules: Rules, labels: Sequence[Label]) -> Entry:
+def _entry(path: Path, offset: int, record: Record, rules: ChoiceRules, labels: Sequence[Label]) -> ChoiceEntry:
     sound = not rules.audited or not any(True for check in (audit_tokens, audit_heard) for _ in check(record))
     facts = {**line(record), "model": record.model}
-    return Entry(facts, path, offset, said(record), hashlib.sha256(record.patch).digest(), sound, labels)
+    return ChoiceEntry(facts, path, offset, said(record), hashlib.sha256(record.patch).digest(), sound, labels)
 
 
 def paired(
-    entries: Iterable[Entry], part: Callable[[Entry, Entry], Made | None]
-) -> Iterator[tuple[Entry, Entry | None, Made | None]]:
+    entries: Iterable[ChoiceEntry], part: Callable[[ChoiceEntry, ChoiceEntry], Made | None]
+) -> Iterator[tuple[ChoiceEntry, ChoiceEntry | None, Made | None]]:
     """Pair each resolved episode with an unresolved one of its task, none of them twice; None for one without a match.
 
     part: returns what a pair gives, None if the two are no pair.
     """
-    tasks: dict[str, tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
+    tasks: dict[str, tuple[list[ChoiceEntry], list[ChoiceEntry]]] = defaultdict(lambda: ([], []))
     for entry in entries:
         if entry.graded:
             tasks[entry.task][not entry.facts["resolved"]].append(entry)
@@ -203,13 +203,13 @@ def said(record: Record) -> bytes:
     return digest.digest()
 
 
-_Step = Callable[[list[Entry]], Iterable[Entry]]
+_Step = Callable[[list[ChoiceEntry]], Iterable[ChoiceEntry]]
 
 
-def _steps(chosen: Chosen, rules: Rules, failed: bool) -> Iterator[tuple[str, _Step]]:
+def _steps(chosen: Choice, rules: ChoiceRules, failed: bool) -> Iterator[tuple[str, _Step]]:
     """Yield the rules that are on: the name of each, and what it leaves of entries."""
 
-    def only(fits: Callable[[Entry], object]) -> _Step:
+    def only(fits: Callable[[ChoiceEntry], object]) -> _Step:
         return lambda entries: filter(fits, entries)
 
     yield "there twice", lambda entries: _first(entries, lambda one: one.facts["episode"])
@@ -249,7 +249,7 @@ def _steps(chosen: Chosen, rules: Rules, failed: bool) -> Iterator[tuple[str, _S
         yield "--limit", lambda entries: _few(entries, rules.limit, lot, lambda one: "")
 
 
-def _labelled(entry: Entry, patterns: Sequence[str]) -> bool:
+def _labelled(entry: ChoiceEntry, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(one.label, pattern) for one in entry.labels for pattern in patterns)
 
 
@@ -261,13 +261,13 @@ PATTERNS = {
     "--repo": ("repos", "repo"),
 }
 # What two episodes have in common if one of them is enough.
-ALIKE: dict[str, Callable[[Entry], Any]] = {
+ALIKE: dict[str, Callable[[ChoiceEntry], Any]] = {
     "said": lambda one: (one.task, one.patch, one.said),
     "patch": lambda one: (one.task, one.patch),
 }
 
 
-def _first(entries: Iterable[Entry], key: Callable[[Entry], Any]) -> Iterator[Entry]:
+def _first(entries: Iterable[ChoiceEntry], key: Callable[[ChoiceEntry], Any]) -> Iterator[ChoiceEntry]:
     seen = set()
     for one in entries:
         if (found := key(one)) not in seen:
@@ -276,11 +276,11 @@ def _first(entries: Iterable[Entry], key: Callable[[Entry], Any]) -> Iterator[En
 
 
 def _few(
-    entries: Sequence[Entry],
+    entries: Sequence[ChoiceEntry],
     most: int | None,
-    order: Callable[[Entry], Any],
-    group: Callable[[Entry], str] = lambda one: one.task,
-) -> Iterator[Entry]:
+    order: Callable[[ChoiceEntry], Any],
+    group: Callable[[ChoiceEntry], str] = lambda one: one.task,
+) -> Iterator[ChoiceEntry]:
     """Yield at most ``most`` entries of each group, the first ones by ``order``, in the order of the entries."""
     groups = defaultdict(list)
     for one in entries:
@@ -289,6 +289,6 @@ def _few(
     return (one for one in entries if id(one) in kept)
 
 
-def _lot(seed: int, entry: Entry) -> bytes:
+def _lot(seed: int, entry: ChoiceEntry) -> bytes:
     """Return a key that depends on nothing but seed and episode, so that later additions change no other draw."""
     return hashlib.sha256(f"{seed}:{entry.facts['episode']}".encode()).digest()

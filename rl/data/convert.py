@@ -23,12 +23,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from rewards.patch import PatchError
 from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
 from rl.data.card import write_card
-from rl.data.fields import Refused, Row, Why, label
+from rl.data.fields import Row, RowError, Why, label
 from rl.data.filters import Selection, split
-from rl.data.patches import PatchError
-from rl.data.sets import SETS, Options
+from rl.data.sets import SETS, ConversionOptions
 from rl.data.source import SourceError, read_rows
 from rollout import program
 from rollout.files import replacing, write
@@ -49,7 +49,7 @@ class Refusal:
     detail: str
 
 
-def convert(rows: Iterable[Row], name: str, options: Options) -> tuple[list[dict[str, Any]], list[Refusal]]:
+def convert(rows: Iterable[Row], name: str, options: ConversionOptions) -> tuple[list[dict[str, Any]], list[Refusal]]:
     """Return the v5 rows of the set `name`, in its order and with lists as lists, and the rows that were refused."""
     converted: dict[str, dict[str, Any]] = {}
     refused = []
@@ -58,10 +58,10 @@ def convert(rows: Iterable[Row], name: str, options: Options) -> tuple[list[dict
             made: dict[str, Any] = {"difficulty": None, **SETS[name].convert(row, options), "set": name}
             _check(made)
             if made["instance_id"] in converted:
-                raise Refused(Why.TWICE)
+                raise RowError(Why.TWICE)
             converted[made["instance_id"]] = made
-        except (Refused, PatchError) as error:
-            refusal = error if isinstance(error, Refused) else Refused(Why.BAD_PATCH, str(error))
+        except (RowError, PatchError) as error:
+            refusal = error if isinstance(error, RowError) else RowError(Why.BAD_PATCH, str(error))
             known = label(row.get("instance_id")) or label(row.get("commit_hash")) or ""
             refused.append(Refusal(number, _line(known), refusal.why, _line(refusal.detail)))
     return list(converted.values()), refused
@@ -73,12 +73,12 @@ def _line(text: str) -> str:
 
 
 def _check(row: Row) -> None:
-    """Raise Refused for a row that the trainer would reject at load."""
+    """Raise RowError for a row that the trainer would reject at load."""
     try:
         Task.from_row(row, Path())
     except TaskError as error:
         why = Why.NO_PARSER if ": log_parser: " in str(error) else Why.INVALID
-        raise Refused(why, str(error).removeprefix(f"{row['instance_id']}: ")) from error
+        raise RowError(why, str(error).removeprefix(f"{row['instance_id']}: ")) from error
 
 
 def write_tasks(path: Path, rows: Sequence[Row], more: Iterable[str] = ()) -> None:
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipes: dict[str, Any] = {}
         if args.recipes:
             recipes = {str(row.get("instance_id")): row for row in read_rows(args.recipes, None, info.split)}
-        options = Options(recipes=recipes, regression=args.regression)
+        options = ConversionOptions(recipes=recipes, regression=args.regression)
         rows, refused = convert(read_rows(source, args.split, info.split), args.set, options)
         args.instance_ids = _ids(args.instance_ids)
         selection = Selection(**{field.name: getattr(args, field.name) for field in fields(Selection)})

@@ -1,4 +1,4 @@
-"""This module writes eval scripts in SWE-bench's format, for sets whose rows say how to test but have no script.
+"""Eval scripts in SWE-bench's format, for sets whose rows say how to test but have no script.
 
 A script runs in a fresh box after the patch was applied. It restores the test files from the image, applies the hidden
 test patch, and runs the tests between swebench's markers. It differs from the sets' own harnesses in two ways, because
@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from rl.data.patches import Change, changes
+from rl.data.patches import FileChange, changes
 
 WORKDIR = "/testbed"
 # The images keep the repository's dependencies in a conda environment named testbed. Some of SWE-rebench's have conda
@@ -58,7 +58,7 @@ def _hidden_tests(test_patch: str) -> list[str]:
     return [*lines, f"git apply -v - <<'{_END_OF_PATCH}'\n{body}{_END_OF_PATCH}"]
 
 
-def test_files(files: Iterable[Change]) -> list[str]:
+def test_files(files: Iterable[FileChange]) -> list[str]:
     """Return the files to pass to a test runner: those that exist after the patch and can contain tests."""
     from swebench.harness.constants import NON_TEST_EXTS
 

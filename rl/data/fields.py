@@ -1,4 +1,4 @@
-"""This module reads the fields of rows as other projects publish them, and refuses rows whose fields cannot be used."""
+"""Fields of rows as other projects publish them: read them, and refuse rows whose fields cannot be used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from rl.data.patches import Change, PatchError, changes
+from rewards.patch import PatchError
+from rl.data.patches import FileChange, changes
 
 Row = Mapping[str, Any]
 
@@ -31,7 +32,7 @@ class Why(StrEnum):
     TWICE = "instance_id_twice"
 
 
-class Refused(Exception):
+class RowError(Exception):
     """A row cannot be converted. `detail` is one line, and may be empty."""
 
     def __init__(self, why: Why, detail: str = "") -> None:
@@ -41,34 +42,34 @@ class Refused(Exception):
 
 
 def text(row: Row, name: str, why: Why) -> str:
-    """Return a text field. Raises Refused, with the reason `why`, if it is missing, blank or not a text."""
+    """Return a text field. Raises RowError, with the reason `why`, if it is missing, blank or not a text."""
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise Refused(why, f"{name} is {'empty' if isinstance(value, str) or value is None else type(value).__name__}")
+        raise RowError(why, f"{name} is {'empty' if isinstance(value, str) or value is None else type(value).__name__}")
     return value
 
 
 def structure(value: Any, why: Why, name: str) -> Row:
-    """Return a nested structure, which some copies of a set store as JSON text. Raises Refused, with the reason `why`,
+    """Return a nested structure, which some copies of a set store as JSON text. Raises RowError, with the reason `why`,
     if `value` is neither; `name` is its name in the message."""
     value = _decoded(value, why, name)
     if not isinstance(value, dict):
-        raise Refused(why, f"{name} is {'empty' if value is None else type(value).__name__}")
+        raise RowError(why, f"{name} is {'empty' if value is None else type(value).__name__}")
     return value
 
 
 def test_names(row: Row, name: str) -> list[str]:
     """Return a list of test names, which a row stores as a list or as its JSON text; null is an empty list.
 
-    Raises Refused for anything else, and if the list of failing tests is empty.
+    Raises RowError for anything else, and if the list of failing tests is empty.
     """
     value = _decoded(row.get(name), Why.BAD_TESTS, name)
     if value is None:
         value = []
     if not isinstance(value, list) or not all(isinstance(test, str) for test in value):
-        raise Refused(Why.BAD_TESTS, f"{name} is not a list of test names")
+        raise RowError(Why.BAD_TESTS, f"{name} is not a list of test names")
     if name == "FAIL_TO_PASS" and not value:
-        raise Refused(Why.NO_FAILING_TEST, "FAIL_TO_PASS is empty")
+        raise RowError(Why.NO_FAILING_TEST, "FAIL_TO_PASS is empty")
     return value
 
 
@@ -86,17 +87,17 @@ def label(value: Any) -> str | None:
     return str(value) if number else None
 
 
-def patched_files(row: Row, name: str, missing: Why) -> list[Change]:
-    """Return the files that the patch in a field changes. Raises Refused: the reason is `missing` for an empty field
+def patched_files(row: Row, name: str, missing: Why) -> list[FileChange]:
+    """Return the files that the patch in a field changes. Raises RowError: the reason is `missing` for an empty field
     and BAD_PATCH for a patch that cannot be read."""
     try:
         return changes(text(row, name, missing))
     except PatchError as error:
-        raise Refused(Why.BAD_PATCH, f"{name}: {error}") from error
+        raise RowError(Why.BAD_PATCH, f"{name}: {error}") from error
 
 
 def common_fields(row: Row) -> dict[str, Any]:
-    """Return the fields that all sets in SWE-bench's format have under the same names. Raises Refused."""
+    """Return the fields that all sets in SWE-bench's format have under the same names. Raises RowError."""
     instance_id = text(row, "instance_id", Why.NO_ID)
     patched_files(row, "patch", Why.NO_GOLD_PATCH)
     return {
@@ -117,4 +118,4 @@ def _decoded(value: Any, why: Why, name: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise Refused(why, f"{name} is not JSON: {error}") from error
+        raise RowError(why, f"{name} is not JSON: {error}") from error

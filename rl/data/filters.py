@@ -1,5 +1,4 @@
-"""This module selects the converted rows to write: filters, a seeded order, and a split that is stable when rows are
-added."""
+"""Which converted rows are written: filters, a seeded order, and a split that is stable when rows are added."""
 
 from __future__ import annotations
 

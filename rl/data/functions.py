@@ -23,7 +23,7 @@ from pathlib import Path
 from rl.checks.alike import in_verified
 from rl.data.card import write_card
 from rl.data.convert import write_tasks
-from rl.data.make.puzzles import Puzzle, apart, puzzles
+from rl.data.make.puzzles import FunctionPuzzle, apart, puzzles
 from rl.data.make.repositories import write_repositories
 from rl.data.make.sources import MakeError, name_of
 from rollout import files, program
@@ -44,8 +44,8 @@ def make(
     Raises MakeError if a split has no task, SandboxError, OSError.
     """
 
-    def made(specs: Sequence[str]) -> list[Puzzle]:
-        found: list[Puzzle] = []
+    def made(specs: Sequence[str]) -> list[FunctionPuzzle]:
+        found: list[FunctionPuzzle] = []
         for spec in specs:
             try:
                 some = puzzles(spec, out.with_name(f"{out.name}.packages"), seed)

@@ -1,4 +1,4 @@
-"""This module keeps what people say of episodes: labels and comments, in files beside a run's records.
+"""Labels and comments: what people say of episodes, in files beside a run's records.
 
 RUN/labels/<who>.<host>-<pid>.jsonl has a line per saying; each process appends to a file of its own, so several people
 may write at once and nothing is lost. Of what one person says of the same place, the last counts; an empty label and

@@ -1,4 +1,4 @@
-"""This module lists the files of a patch, reverses patches, and writes patches from R2E-Gym's parsed commits."""
+"""Git patches: the files that one changes, its reverse, and patches from R2E-Gym's parsed commits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import unidiff
 import unidiff.errors
+
+from rewards.patch import PatchError
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d{1,9}))? \+(\d+)(?:,(\d{1,9}))? @@(.*)", re.DOTALL)
 _HEADS = re.compile(r"diff --git a/(\S+) b/(\S+)")
@@ -24,19 +26,15 @@ _OPPOSITE = {
 }
 
 
-class PatchError(ValueError):
-    """A patch cannot be used. The message is one line."""
-
-
 @dataclass(frozen=True)
-class Change:
-    """A Change names a file that a patch changes. `old` is None if the patch creates it, `new` if it deletes it."""
+class FileChange:
+    """A FileChange names a file that a patch changes. `old` is None if the patch creates it, `new` if it deletes it."""
 
     old: str | None
     new: str | None
 
 
-def changes(patch: str) -> list[Change]:
+def changes(patch: str) -> list[FileChange]:
     """Return the files that a git patch changes. Raises PatchError, also if it lacks the content of binary files."""
     if re.search(r"^Binary files .* differ$", patch, re.MULTILINE):
         raise PatchError("the patch names binary files without their content")
@@ -46,7 +44,7 @@ def changes(patch: str) -> list[Change]:
         raise PatchError(f"the patch cannot be parsed: {' '.join(str(error).split())}") from error
     if not files:
         raise PatchError("the patch changes no file")
-    return [Change(_path(file.source_file, "a/"), _path(file.target_file, "b/")) for file in files]
+    return [FileChange(_path(file.source_file, "a/"), _path(file.target_file, "b/")) for file in files]
 
 
 def _path(name: str, prefix: str) -> str | None:

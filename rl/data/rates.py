@@ -1,4 +1,4 @@
-"""This module chooses tasks by their measured resolve rates, and writes them with their rates in columns."""
+"""Resolve rates of tasks, counted from graded episodes, and task files of chosen tasks with their rates in columns."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ import msgspec
 
 from rewards.task import Task, TaskError, load_tasks
 from rl.data.card import write_card
-from rl.data.choice import ALIKE, PATTERNS, Chosen, Rules, SelectError, choose
+from rl.data.choice import ALIKE, PATTERNS, Choice, ChoiceRules, SelectError, choose
 from rl.data.rates import write_rated
 from rl.run.screen import Screen
 from rollout import files, program
 from rollout.records import SELECTION, VERSION, CorruptRecordError, RecordWriter, payload_at
 
 
-def summary(chosen: Chosen) -> dict[str, Any]:
+def summary(chosen: Choice) -> dict[str, Any]:
     """Return what selection.json holds."""
     counts = Counter(entry.path for entry in chosen.entries)
     sources: dict[Path, dict[str, Any]] = {}
@@ -90,7 +90,7 @@ def _experiment(config: Path) -> dict[str, str]:
     return {"experiment": found[1] or found[2]} if found else {}
 
 
-def write(chosen: Chosen, told: Mapping[str, Any], out: Path) -> None:
+def write(chosen: Choice, told: Mapping[str, Any], out: Path) -> None:
     """Write a selection and its ``summary`` into the directory ``out``: a record file for each file of the sources, and
     selection.json. Raises CorruptRecordError if a record has changed since it was chosen."""
     places = defaultdict(list)
@@ -110,9 +110,9 @@ def write(chosen: Chosen, told: Mapping[str, Any], out: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     args = _parser().parse_args(arguments)
-    given: dict[str, Any] = {one.name: getattr(args, one.name) for one in fields(Rules)}
+    given: dict[str, Any] = {one.name: getattr(args, one.name) for one in fields(ChoiceRules)}
     given["ranges"] = dict(args.ranges)
-    rules = Rules(**given)
+    rules = ChoiceRules(**given)
 
     def run(screen: Screen) -> int:
         _check(args)
@@ -163,7 +163,7 @@ def _check(args: argparse.Namespace) -> None:
         raise SelectError(f"--out {out} {how}, or name another one")
 
 
-def _select(args: argparse.Namespace, rules: Rules, screen: Screen) -> int:
+def _select(args: argparse.Namespace, rules: ChoiceRules, screen: Screen) -> int:
     """Choose, show and write; return the exit status."""
     tasks = load_tasks(args.tasks) if args.tasks else []
     chosen = choose(args.runs, rules, lambda done, total: screen.show("reading", done >> 20, total >> 20, "MiB"))
@@ -200,7 +200,7 @@ def _select(args: argparse.Namespace, rules: Rules, screen: Screen) -> int:
     return 0
 
 
-def _write_tasks(source: Path, out: Path, tasks: Sequence[Task], chosen: Chosen) -> None:
+def _write_tasks(source: Path, out: Path, tasks: Sequence[Task], chosen: Choice) -> None:
     write_rated(source, out, tasks, chosen.rates)
     write_card(out, "chosen by rate", source, runs=sorted({str(path.parent) for path in chosen.read}))
 

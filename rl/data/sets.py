@@ -1,4 +1,7 @@
-"""This module converts rows of public sets to SWE-bench v5 rows. docs/data.md says where each fact comes from."""
+"""Public sets (SWE-bench, SWE-smith, SWE-Gym, SWE-rebench, R2E-Gym): convert their rows to SWE-bench v5 rows.
+
+docs/data.md says where each fact comes from.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.data.evalscript import bare_eval_script, eval_script, reinstall, test_files
-from rl.data.fields import Refused, Row, Why, commands, common_fields, label, patched_files, structure, test_names, text
+from rl.data.fields import (
+    Row,
+    RowError,
+    Why,
+    commands,
+    common_fields,
+    label,
+    patched_files,
+    structure,
+    test_names,
+    text,
+)
 from rl.data.patches import changes, from_commit, reverse
 
 
 @dataclass(frozen=True)
-class Options:
+class ConversionOptions:
     """The options settle what the rows alone leave open.
 
     recipes: v5 rows by instance id, which complete rows from before SWE-bench 5.
@@ -30,15 +44,15 @@ class Options:
 class SetInfo:
     """A public set has a name on the hub, a split that is usually taken, and a function that converts its rows.
 
-    The function returns a v5 row with lists as lists. It raises Refused or PatchError for a row that it cannot convert.
+    The function returns a v5 row with lists as lists. It raises RowError or PatchError for one that it cannot convert.
     """
 
     hub: str
     split: str
-    convert: Callable[[Row, Options], dict[str, Any]]
+    convert: Callable[[Row, ConversionOptions], dict[str, Any]]
 
 
-def swe_bench(row: Row, options: Options) -> dict[str, Any]:
+def swe_bench(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of SWE-bench or one of its subsets.
 
     Since version 5 a row is complete. An older one takes what it lacks from the v5 row of the same instance.
@@ -49,16 +63,16 @@ def swe_bench(row: Row, options: Options) -> dict[str, Any]:
     instance_id = text(row, "instance_id", Why.NO_ID)
     recipe = row if row.get("eval_script") else options.recipes.get(instance_id)
     if recipe is None or not recipe.get("eval_script"):
-        raise Refused(
+        raise RowError(
             Why.NO_RECIPE,
             "the row is from before SWE-bench 5 and has no eval_script; take the set's current revision, or name a "
             "file with v5 rows of these instances with --recipes",
         )
     if recipe.get("image_assets") not in (None, "", "{}", {}):
-        raise Refused(Why.UNSUPPORTED, "image_assets: the tests need binary files, which a text patch cannot carry")
+        raise RowError(Why.UNSUPPORTED, "image_assets: the tests need binary files, which a text patch cannot carry")
     script = text(recipe, "eval_script", Why.NO_RECIPE)
     if missing := [marker for marker in EVAL_MARKERS if marker not in script]:
-        raise Refused(Why.NO_RECIPE, f"eval_script has no {missing[0]!r}")
+        raise RowError(Why.NO_RECIPE, f"eval_script has no {missing[0]!r}")
     repo = text(row, "repo", Why.INVALID)
     return {
         **common_fields(row),
@@ -90,18 +104,18 @@ _GYM_COMMANDS = {
 _GYM_BEFORE = {"conan-io/conan": ["export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"]}
 
 
-def swe_gym(row: Row, options: Options) -> dict[str, Any]:
+def swe_gym(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of SWE-Gym. Rows have no recipe: SWE-Gym's fork of SWE-bench keeps one per repository."""
     instance_id = text(row, "instance_id", Why.NO_ID)
     repo = text(row, "repo", Why.INVALID)
     command = _GYM_COMMANDS.get(repo.lower())
     if command is None:
-        raise Refused(Why.NO_RECIPE, f"{repo} is not one of SWE-Gym's repositories")
+        raise RowError(Why.NO_RECIPE, f"{repo} is not one of SWE-Gym's repositories")
     test_patch = text(row, "test_patch", Why.BAD_PATCH)
     if repo.lower() == "python/mypy":  # its tests are cases in data files, selected by name
         cases = re.findall(r"\[case ([^\]]+)\]", test_patch)
         if not cases:
-            raise Refused(Why.NO_RECIPE, "the test patch names no [case ...] to run")
+            raise RowError(Why.NO_RECIPE, "the test patch names no [case ...] to run")
         command = f"{command} {shlex.quote(' or '.join(dict.fromkeys(cases)))}"
     else:
         command = f"{command} {_quoted_test_files(row)}"
@@ -115,16 +129,16 @@ def swe_gym(row: Row, options: Options) -> dict[str, Any]:
     }
 
 
-def swe_rebench(row: Row, options: Options) -> dict[str, Any]:
+def swe_rebench(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of SWE-rebench, which names its image, test command and parser."""
     config = structure(row.get("install_config"), Why.NO_RECIPE, "install_config")
     if "language" in row and not row.get("docker_image"):
-        raise Refused(
+        raise RowError(
             Why.UNSUPPORTED, "a row of SWE-rebench-V2, whose images keep the repository elsewhere than in /testbed"
         )
     tests = commands(config.get("test_cmd"))
     if not tests:
-        raise Refused(Why.NO_RECIPE, "install_config has no test_cmd")
+        raise RowError(Why.NO_RECIPE, "install_config has no test_cmd")
     test_patch = text(row, "test_patch", Why.BAD_PATCH)
     tests[-1] = f"{tests[-1]} {_quoted_test_files(row)}"
     meta = row.get("meta")
@@ -153,7 +167,7 @@ _SMITH_COMMANDS = {
 _SMITH_UNITTEST = ("tornadoweb__tornado", "un33k__python-slugify")
 
 
-def swe_smith(row: Row, options: Options) -> dict[str, Any]:
+def swe_smith(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of SWE-smith, whose `patch` makes the bug.
 
     The gold patch is the reverse of `patch`. The task's tree is the image's tree with the bug applied and, for the
@@ -163,7 +177,7 @@ def swe_smith(row: Row, options: Options) -> dict[str, Any]:
     # owner__repo.commit.kind__hash; the repository's name may contain dots
     parts = re.fullmatch(r"((.+?)__(.+))\.([0-9a-f]{8})\.[^.]+", instance_id)
     if not parts:
-        raise Refused(Why.NO_IMAGE, "the instance id is not owner__repo.commit.bug, which gives image and recipe")
+        raise RowError(Why.NO_IMAGE, "the instance id is not owner__repo.commit.bug, which gives image and recipe")
     key, owner, repo, commit = parts.groups()
     bug = text(row, "patch", Why.NO_GOLD_PATCH)
     failing, passing = (test_names(row, name) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
@@ -200,7 +214,7 @@ def _smith_command(key: str, failing: Sequence[str]) -> tuple[str, list[str], st
         return _SMITH_COMMANDS[key], [], "parse_log_django"
     files = sorted({test.split("::")[0] for test in failing})
     if strange := [file for file in files if not file.endswith(".py")]:
-        raise Refused(Why.NO_RECIPE, f"{strange[0]!r} is not a pytest file; only Python repositories are supported")
+        raise RowError(Why.NO_RECIPE, f"{strange[0]!r} is not a pytest file; only Python repositories are supported")
     # SWE-smith's parser reads pytest's verbose lines; swebench's reads the short summary, where -rap lists all tests.
     return f"{_SMITH_COMMANDS.get(key, _SMITH_PYTEST)} -rap", files, "parse_log_pytest"
 
@@ -233,25 +247,25 @@ _R2E_RENAME = (
 )
 
 
-def r2e_gym(row: Row, options: Options) -> dict[str, Any]:
+def r2e_gym(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of R2E-Gym.
 
     The image contains the tests and the script that runs them. The row has the expected results, and the gold patch
     as a parsed commit.
     """
     if not row.get("expected_output_json"):
-        raise Refused(Why.NO_FAILING_TEST, "no expected_output_json (R2E-Gym's copies of SWE-bench have none)")
+        raise RowError(Why.NO_FAILING_TEST, "no expected_output_json (R2E-Gym's copies of SWE-bench have none)")
     repo, commit = text(row, "repo_name", Why.INVALID), text(row, "commit_hash", Why.NO_ID)
     expected = structure(row["expected_output_json"], Why.BAD_TESTS, "expected_output_json")
     before = _r2e_results_before(row)
     should_pass = _r2e_passing(expected)
     failing = [name for name in should_pass if before.get(name) != "PASSED"]
     if not failing:
-        raise Refused(Why.NO_FAILING_TEST, "according to execution_result_content no test fails before the commit")
+        raise RowError(Why.NO_FAILING_TEST, "according to execution_result_content no test fails before the commit")
     parsed = structure(row.get("parsed_commit_content"), Why.NO_GOLD_PATCH, "parsed_commit_content")
     patch, base_commit = from_commit(parsed)
     if not patch:
-        raise Refused(Why.NO_GOLD_PATCH, "the commit changes no Python file except tests")
+        raise RowError(Why.NO_GOLD_PATCH, "the commit changes no Python file except tests")
     changes(patch)  # raises PatchError unless the result is a patch
     statement = text(row, "problem_statement", Why.NO_STATEMENT)
     issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", statement, re.DOTALL)
@@ -292,10 +306,10 @@ def _r2e_results_before(row: Row) -> dict[str, str]:
 
 
 def _quoted_test_files(row: Row) -> str:
-    """Return the files of the test patch that a test runner takes, as shell words. Raises Refused."""
+    """Return the files of the test patch that a test runner takes, as shell words. Raises RowError."""
     files = test_files(patched_files(row, "test_patch", Why.BAD_PATCH))
     if not files:
-        raise Refused(Why.NO_RECIPE, "the test patch has no file that could contain tests")
+        raise RowError(Why.NO_RECIPE, "the test patch has no file that could contain tests")
     return shlex.join(files)
 
 

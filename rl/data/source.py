@@ -1,4 +1,4 @@
-"""This module reads the rows of a public set as they were published, from files on this machine or from the hub.
+"""Read the rows of a public set as they were published, from files on this machine or from the hub.
 
 A file is .parquet, .jsonl or .json (a list of rows, or rows by instance id). A directory is laid out as a copy of a hub
 repository: data files that are named after their split, at the top or in data/.

@@ -1,4 +1,4 @@
-"""This module judges each task by its gradings in an admission, and writes the report for people and programs."""
+"""Judge each task by its gradings in an admission, and write the report for people and programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 Record = Mapping[str, Any]
 
 
-class Status(StrEnum):
+class Judgement(StrEnum):
     """Each member is a judgement of a task.
 
     PASS: the gold patch resolves it every time, and the untouched tree never does.
@@ -39,7 +39,7 @@ class Finding:
     """
 
     instance_id: str
-    status: Status
+    status: Judgement
     why: str
     gold: Mapping[str, int]
     empty: Mapping[str, int]
@@ -66,10 +66,10 @@ def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bo
     failures = Counter(f"{record['reason']}: {record['detail']}" for record in records if record["infra"])
     status, why = _judge(outcomes["gold"], outcomes["empty"], tries)
     if no_gold:
-        status, why = Status.BROKEN, "no gold patch"
-    elif status is Status.UNDECIDED:
+        status, why = Judgement.BROKEN, "no gold patch"
+    elif status is Judgement.UNDECIDED:
         why = "; ".join(failures) or "not graded"
-    elif status is not Status.PASS:
+    elif status is not Judgement.PASS:
         tails = (record["log_tail"] for record in graded if record["kind"] == "gold" and record["reason"])
         if lacks := {name for tail in tails for name in re.findall(r"No module named '([\w.]+)'", tail)}:
             why += f"; the box has no {', '.join(sorted(lacks))}: {_LACKS}"
@@ -86,18 +86,18 @@ def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bo
     )
 
 
-def _judge(gold: Counter[str], empty: Counter[str], tries: int) -> tuple[Status, str]:
+def _judge(gold: Counter[str], empty: Counter[str], tries: int) -> tuple[Judgement, str]:
     if 0 < gold["resolved"] < gold.total():
-        return Status.FLAKY, f"gold patch: {_times(gold)}"
+        return Judgement.FLAKY, f"gold patch: {_times(gold)}"
     if 0 < empty["resolved"] < empty.total():
-        return Status.FLAKY, f"no patch: {_times(empty)}"
+        return Judgement.FLAKY, f"no patch: {_times(empty)}"
     if gold and not gold["resolved"]:
-        return Status.BROKEN, f"gold patch: {_times(gold)}"
+        return Judgement.BROKEN, f"gold patch: {_times(gold)}"
     if empty["resolved"]:
-        return Status.BROKEN, "the tests pass without a patch"
+        return Judgement.BROKEN, "the tests pass without a patch"
     if gold.total() < tries or empty.total() < tries:
-        return Status.UNDECIDED, ""
-    return Status.PASS, ""
+        return Judgement.UNDECIDED, ""
+    return Judgement.PASS, ""
 
 
 def _times(outcomes: Counter[str]) -> str:
@@ -122,7 +122,7 @@ def to_markdown(source: str, tries: int, findings: Sequence[Finding], seconds: f
     times = [found.seconds for found in findings if found.seconds]
     median = statistics.median_high(times) if times else 0.0
     lines += ["", f"Grading time: {seconds:.0f} s in total; the median task takes {median:.1f} s per grading."]
-    for status in (Status.FLAKY, Status.BROKEN, Status.UNDECIDED):
+    for status in (Judgement.FLAKY, Judgement.BROKEN, Judgement.UNDECIDED):
         some = [found for found in findings if found.status is status]
         if some:
             lines += ["", f"## {status.capitalize()}", ""]
@@ -146,7 +146,7 @@ def to_markdown(source: str, tries: int, findings: Sequence[Finding], seconds: f
 
 def _counts(findings: Sequence[Finding]) -> dict[str, int]:
     counts = Counter(found.status for found in findings)
-    return {status.value: counts[status] for status in Status}
+    return {status.value: counts[status] for status in Judgement}
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

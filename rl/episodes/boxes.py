@@ -1,4 +1,4 @@
-"""This module tells the framework about each kind of box (``sandbox.kind``): a class per kind, all in ``KINDS``.
+"""The kinds of boxes (``sandbox.kind``), as the framework knows them: a class per kind, all in ``KINDS``.
 
 A class reads the config group ``sandbox`` of its kind; the boxes themselves are in the kind's folder below
 ``rollout/sandbox``. ``rl.boxes`` is its command.

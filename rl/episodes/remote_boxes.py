@@ -1,4 +1,4 @@
-"""This module boots the boxes in which patches are graded on other nodes of the Ray cluster: cluster.grading_resource.
+"""Boxes on other nodes of the Ray cluster, in which patches are graded: ``cluster.grading_resource``.
 
 Everything else stays as it is: the grader of ``rewards.grade`` runs beside the episode, and what it does with its box
 is done by a ``Host``, a Ray actor on a node that has the resource. Each process that plays episodes has its own hosts,

@@ -1,4 +1,7 @@
-"""This module makes the parts of episodes from a config. verl and vLLM are imported when the first policy is loaded."""
+"""The parts of episodes, made from a config: agent, boxes, rules, reward and policy.
+
+verl and vLLM are imported when the first policy is loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module composes and checks the config of an evaluation, and derives from it what identifies the evaluation."""
+"""The config of an evaluation: compose it, check it, and derive from it what identifies the evaluation."""
 
 from __future__ import annotations
 

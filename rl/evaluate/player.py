@@ -1,4 +1,4 @@
-"""This module keeps a directory of episodes, and plays those that it lacks.
+"""The player of episodes outside of training: it keeps a directory of them, and plays those that it lacks.
 
 An evaluation, a collection and the quickstart's warm start are such directories.
 

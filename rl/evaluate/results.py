@@ -1,4 +1,4 @@
-"""This module sums up an evaluation's episodes: results.json, predictions for SWE-bench, and tables for people."""
+"""The results of an evaluation: results.json, predictions for SWE-bench, and tables for people."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""This module is the program behind ``rl.evaluate`` and ``rollout.collect``: the two play episodes in the same way,
-and keep different things of them.
+"""The program behind ``rl.evaluate`` and ``rollout.collect``, which play episodes in the same way.
 
-A ``Purpose`` says which.
+They keep different things of them: a ``Purpose`` says which.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ async def play_all(
 async def _play(
     config: DictConfig,
     weights: Weights | None,
-    served: serve.Served | None,
+    served: serve.ServedModel | None,
     player: Player,
     wanted: Sequence[tuple[Task, int]],
     screen: Screen,

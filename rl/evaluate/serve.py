@@ -1,5 +1,4 @@
-"""This module prepares the policy to be evaluated: it starts a vLLM server, or asks an endpoint whether it is what the
-config says."""
+"""The policy to be evaluated: start a vLLM server, or ask an endpoint whether it is what the config says."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _ASK_S = 60.0
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A served model is what a vLLM server reports: the model's name, its directory or hub name (``root``), its
     longest context in tokens, and whether its logprobs are those of what it samples from (``processed``)."""
 
@@ -43,7 +42,7 @@ def start_server(model: str, max_context: int | None, serve: Any, log: Path, for
     return VllmServer(model, log, *arguments, *serve.args, forks=forks)
 
 
-async def ask_server(url: str, model: str | None, key: str | None) -> Served:
+async def ask_server(url: str, model: str | None, key: str | None) -> ServedModel:
     """Return what the vLLM server at ``url`` reports of ``model``, after sampling a few tokens from it.
 
     model: None for the only model that the server has. key: the server's API key. Raises ConfigError.
@@ -55,7 +54,7 @@ async def ask_server(url: str, model: str | None, key: str | None) -> Served:
         models = json.loads(text)["data"]
         # A LoRA adapter that a server has beside its model reports no length of its own.
         longest = max((one["max_model_len"] or 0 for one in models), default=0)
-        found = {one["id"]: Served(one["id"], one["root"], one["max_model_len"] or longest) for one in models}
+        found = {one["id"]: ServedModel(one["id"], one["root"], one["max_model_len"] or longest) for one in models}
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"endpoint: {url} is no vLLM server; use protocol=messages for other endpoints") from None
     names = ", ".join(map(repr, found)) or "nothing"

@@ -1,5 +1,4 @@
-"""This module makes the set-up of an evaluation's episodes, with the policy behind a vLLM server or another
-endpoint."""
+"""The set-up of an evaluation's episodes, whose policy is behind a vLLM server or another endpoint, or is a script."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from omegaconf import DictConfig
 from rl.config.compose import ConfigError
 from rl.episodes.setup import ENDPOINTS, load_policy, make_setup
 from rl.evaluate.config import endpoint_key, settings_of
-from rl.evaluate.serve import Served, ask_endpoint, ask_server
+from rl.evaluate.serve import ServedModel, ask_endpoint, ask_server
 from rl.run.vllm_server import SERVED_AS, VllmServer
 from rl.run.weights import Weights
 from rollout.episode import Setup
@@ -29,7 +28,7 @@ _HOSTED_CONTEXT = 200_000
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-async def ask(config: DictConfig) -> Served | None:
+async def ask(config: DictConfig) -> ServedModel | None:
     """Check that the endpoint answers and has the model, and return what it serves; None if a policy is evaluated.
 
     Sets ``config.model`` if it was null. Raises ConfigError.
@@ -38,13 +37,13 @@ async def ask(config: DictConfig) -> Served | None:
         return None
     if config.protocol in ENDPOINTS:
         await ask_endpoint(_endpoint(config))
-        return Served(config.model, "", _HOSTED_CONTEXT)
+        return ServedModel(config.model, "", _HOSTED_CONTEXT)
     served = await ask_server(config.endpoint, config.model, endpoint_key(config))
     config.model = served.name
     return served
 
 
-def model_of(config: DictConfig, weights: Weights | None, served: Served | None) -> str:
+def model_of(config: DictConfig, weights: Weights | None, served: ServedModel | None) -> str:
     """Return the directory or hub name of the policy's tokenizer; without ``protocol=tokens``, the model's name."""
     if config.protocol in ENDPOINTS:
         return config.model
@@ -76,7 +75,7 @@ def scripted_setup(config: DictConfig, model: str, name: str) -> Setup:
 async def token_setup(
     config: DictConfig,
     model: str,
-    served: Served | None,
+    served: ServedModel | None,
     server: VllmServer | None,
     name: str,
     stack: contextlib.AsyncExitStack,

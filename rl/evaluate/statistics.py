@@ -1,4 +1,4 @@
-"""This module estimates resolve rates with confidence intervals and compares two policies on the same tasks.
+"""Resolve rates with confidence intervals, pass@k, and the comparison of two policies on the same tasks.
 
 The tasks are the sample: episodes of one task are alike, so every interval is over tasks. All functions are closed
 forms or exact counts; none draws random numbers.

@@ -1,1 +1,1 @@
-"""This package measures a run and shows it to people: episode metrics, panels, samples and the load of the GPUs."""
+"""A run's metrics, measured and shown to people: episodes, steps, loggers, panels, samples, GPU utilization."""

@@ -1,4 +1,4 @@
-"""This module writes and reads the figures of a run's episodes and steps, in files of one JSON object per line:
+"""Figures of a run's episodes and steps: written to and read from files of one JSON object per line, and averaged.
 
 ``episode_metrics/<host>-<pid>.jsonl``
     a line per attempt, made from its record (``rollout.figures.line``) and written by the agent loop (``EpisodeLog``).

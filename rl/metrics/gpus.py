@@ -1,4 +1,4 @@
-"""This module measures how busy a run's GPUs are, by NVIDIA's own counters (NVML); nothing on machines without them.
+"""GPU utilization of a run, by NVIDIA's own counters (NVML); none on machines without them.
 
 One small Ray actor per node with GPUs asks NVML once a second for the share of time in which any kernel ran. That is an
 upper bound of how well a GPU is used: a low value always means that it is idle.

@@ -1,4 +1,4 @@
-"""This module keeps loggers (wandb, TensorBoard, ...) from ending a run: one that fails gets nothing more.
+"""Loggers (wandb, TensorBoard, ...) that cannot end a run: one that fails gets nothing more.
 
 All numbers are in metrics.jsonl, whatever becomes of a logger. When the run is started again, its loggers are, too.
 """

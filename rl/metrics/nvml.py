@@ -1,4 +1,4 @@
-"""This module asks NVIDIA's management library (NVML) for the GPUs of this machine."""
+"""The GPUs that this job may use, as NVIDIA's management library (NVML) reports them."""
 
 from __future__ import annotations
 

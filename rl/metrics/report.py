@@ -1,4 +1,4 @@
-"""This module draws the curves of runs, and writes a page about them; ``rl.report`` is its command."""
+"""Curves of runs as PNG pictures, and a report on runs as one HTML page; ``rl.report`` is the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module keeps what the trainer made of each sampled token: ``trained/<step>-<row>.zst`` in the run directory.
+"""Advantages, log-probabilities and entropies of the trainer, kept in the run directory: ``trained/<step>-<row>.zst``.
 
 A file has the rows of one batch: of each row its key in TransferQueue (``{group}_{session}_{row}``), its advantage, and
 the trainer's log-probabilities and entropies of the tokens with mask 1, in their order. A record has the engine's. The
@@ -43,8 +43,8 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Trained is what the trainer made of an episode: ``advantages`` by row, ``values`` by node of the tree."""
+class EpisodeTraining:
+    """This is what the trainer made of an episode: ``advantages`` by row, ``values`` by node of the tree."""
 
     advantages: dict[int, float]
     values: dict[int, Values]
@@ -101,7 +101,7 @@ def floats(values: Sequence[float]) -> bytes:
     return array("f", values).tobytes()
 
 
-def read(run_dir: Path, record: Record) -> Trained | None:
+def read(run_dir: Path, record: Record) -> EpisodeTraining | None:
     """Return what the trainer made of an episode; None if nothing was kept of it, or it does not fit the record."""
     session = _session(run_dir, record.episode) if (run_dir / "trained").is_dir() else ""
     if not session:
@@ -117,7 +117,7 @@ def read(run_dir: Path, record: Record) -> Trained | None:
     return None
 
 
-def _assigned(record: Record, rows: dict[int, Row]) -> Trained | None:
+def _assigned(record: Record, rows: dict[int, Row]) -> EpisodeTraining | None:
     """Give each reply its part of the row that trains it."""
     values: dict[int, Values] = {}
     for number, row in rows.items():
@@ -133,7 +133,7 @@ def _assigned(record: Record, rows: dict[int, Row]) -> Trained | None:
             at = end
         if at != len(logprobs):
             return None
-    return Trained({number: row.advantage for number, row in rows.items()}, values)
+    return EpisodeTraining({number: row.advantage for number, row in rows.items()}, values)
 
 
 def _session(run_dir: Path, episode: str) -> str:

@@ -1,9 +1,11 @@
-"""This package answers whether a config fits the cluster: ``python -m rl.plan +experiment=NAME key=value ...``
+"""The plan of a config: whether it fits the cluster, and how long a step takes.
 
-It calculates, on any machine: bytes on each GPU (with trainer.device=cpu: in this machine) by phase of a step, CPU
-memory, disk, boxes, tokens and time. The command prints tables and exits with 0, or with 2 and one line for each thing
-that does not fit and what to change. ``cluster.*`` says what a node has, ``plan.*`` what has to be assumed, from=RUN
-fits that to a run; docs/planning.md explains the figures.
+    python -m rl.plan +experiment=NAME key=value ...
+
+It can be calculated on any machine, and has bytes on each GPU (with trainer.device=cpu: in this machine) by phase of a
+step, CPU memory, disk, boxes, tokens and time. The command prints tables and exits with 0, or with 2 and one line for
+each thing that does not fit and what to change. ``cluster.*`` says what a node has, ``plan.*`` what has to be assumed,
+from=RUN fits that to a run; docs/planning.md explains the figures.
 ``rl.train`` makes the same check before it starts.
 """
 

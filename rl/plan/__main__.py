@@ -1,5 +1,7 @@
-"""This program prints the plan of a config: ``python -m rl.plan [from=RUN] +experiment=NAME key=value ...`` (see
-``rl.plan``). With from=RUN alone it is the run's own config."""
+"""Print the plan of a config: ``python -m rl.plan [from=RUN] +experiment=NAME key=value ...`` (see ``rl.plan``).
+
+With from=RUN alone it is the run's own config.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""This module plans a run without GPUs (``trainer.device=cpu``): a machine is planned as one GPU with its memory."""
+"""The plan of a run without GPUs (``trainer.device=cpu``): the machine counts as one GPU with its memory."""
 
 from __future__ import annotations
 

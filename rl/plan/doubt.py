@@ -1,4 +1,4 @@
-"""This module says how sure a plan's seconds are: what they would be if an assumption of ``plan.*`` were another.
+"""The uncertainty of a plan's seconds: what they would be if an assumption of ``plan.*`` were different.
 
 Assumptions are varied one at a time and taken to be independent: the logarithms of what they do to a figure add up like
 standard deviations. The ranges are judgement; docs/planning.md#how-sure says where they come from.

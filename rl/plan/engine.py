@@ -1,4 +1,4 @@
-"""This module estimates how fast an engine serves episodes, and how many of their contexts stay in its cache."""
+"""The engine's speed in a plan: how fast it serves episodes, and how many of their contexts stay in its KV cache."""
 
 from __future__ import annotations
 

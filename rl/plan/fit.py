@@ -1,4 +1,4 @@
-"""This module fits the constants of ``plan.*`` to a run: ``python -m rl.plan from=RUN ...``
+"""The constants of ``plan.*``, fitted to a run: ``python -m rl.plan from=RUN ...``.
 
 What episodes do is read from the records of the newest of them, speeds from the timings of steps. A run may be running.
 """
@@ -31,8 +31,8 @@ NEWEST = 512  # episodes that are read
 FEWEST = 8  # of which a spread says something
 
 
-class Fitted(NamedTuple):
-    """A Fitted is a constant of ``plan.*`` with the 10th and the 90th percentile of what it was fitted to: ``count``
+class FittedConstant(NamedTuple):
+    """A FittedConstant is one of ``plan.*`` with the 10th and the 90th percentile of what it was fitted to: ``count``
     episodes or steps."""
 
     key: str
@@ -43,7 +43,7 @@ class Fitted(NamedTuple):
     of: str
 
 
-def fitted(run: Path) -> list[Fitted]:
+def fitted(run: Path) -> list[FittedConstant]:
     """Return the constants that a run directory tells. Raises ConfigError if it tells none."""
     if not run.is_dir():
         raise ConfigError(f"from={run}: there is no such run directory")
@@ -55,7 +55,7 @@ def fitted(run: Path) -> list[Fitted]:
     return found
 
 
-def apply(config: DictConfig, found: Sequence[Fitted]) -> None:
+def apply(config: DictConfig, found: Sequence[FittedConstant]) -> None:
     """Replace the constants of ``config.plan``."""
     for one in found:
         config.plan[one.key] = round(one.value) if one.key == "first_prompt" else one.value
@@ -87,13 +87,13 @@ def _records(run: Path) -> Iterator[Record]:
                 yield record
 
 
-def _fit(key: str, values: Sequence[float], of: str, value: float | None = None) -> Fitted:
+def _fit(key: str, values: Sequence[float], of: str, value: float | None = None) -> FittedConstant:
     """Return a constant with the spread of its values; ``value``: what it is if not their mean."""
     cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]]
-    return Fitted(key, statistics.fmean(values) if value is None else value, cuts[0], cuts[-1], len(values), of)
+    return FittedConstant(key, statistics.fmean(values) if value is None else value, cuts[0], cuts[-1], len(values), of)
 
 
-def _of_means(steps: Sequence[dict[str, float]]) -> Iterator[Fitted]:
+def _of_means(steps: Sequence[dict[str, float]]) -> Iterator[FittedConstant]:
     """Yield what the means of steps tell where the episodes' records are not here: not what a turn reads."""
     told = [one for one in steps if one.get("episode/turns")]
     if not told:
@@ -103,14 +103,14 @@ def _of_means(steps: Sequence[dict[str, float]]) -> Iterator[Fitted]:
         yield _fit(key, [one[f"episode/{key}"] for one in told], "steps")
 
 
-def _of_episodes(records: Sequence[Record]) -> Iterator[Fitted]:
+def _of_episodes(records: Sequence[Record]) -> Iterator[FittedConstant]:
     figures, of = [line(record) for record in records], "episodes"
     turns = [float(one["turns"]) for one in figures]
     first = [float(_first_prompt(record)) for record in records]
     read = [one["tokens_context"] - start for one, start in zip(figures, first, strict=True)]
     sampled, total = [float(one["tokens_sampled"]) for one in figures], sum(turns)
 
-    def per_turn(key: str, values: Sequence[float]) -> Fitted:
+    def per_turn(key: str, values: Sequence[float]) -> FittedConstant:
         each = [max(0.0, value) / count for value, count in zip(values, turns, strict=True)]
         return _fit(key, each, of, max(0.0, sum(values)) / total)
 
@@ -128,7 +128,9 @@ def _of_episodes(records: Sequence[Record]) -> Iterator[Fitted]:
     if len(walls) >= FEWEST:
         deviation = statistics.stdev(walls)
         error = deviation / math.sqrt(2 * len(walls))
-        yield Fitted("spread", deviation, max(0.0, deviation - 1.3 * error), deviation + 1.3 * error, len(walls), of)
+        yield FittedConstant(
+            "spread", deviation, max(0.0, deviation - 1.3 * error), deviation + 1.3 * error, len(walls), of
+        )
         ended = [float(record.agent.get("status") == "timeout") for record in records]
         yield _fit("timeouts", ended, of)
 
@@ -144,7 +146,7 @@ def _first_prompt(record: Record) -> int:
     return 0
 
 
-def _of_steps(run: Path, steps: Sequence[dict[str, float]]) -> Iterator[Fitted]:
+def _of_steps(run: Path, steps: Sequence[dict[str, float]]) -> Iterator[FittedConstant]:
     if equal := [min(MOST_EQUAL, one["group/all_equal"]) for one in steps if "group/all_equal" in one]:
         yield _fit("all_equal_groups", equal, "steps")
     try:

@@ -1,4 +1,4 @@
-"""This module calculates CPU memory and disk of a node, and what checkpoints take on the disk of the run."""
+"""CPU memory and disk of a node in a plan, and what checkpoints take on the disk of the run."""
 
 from __future__ import annotations
 

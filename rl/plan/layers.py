@@ -1,4 +1,4 @@
-"""This module reads how a model's layers mix tokens: what a sequence takes of the engine's cache, and what it costs.
+"""A model's kinds of attention (full, sliding, linear): what a sequence takes of the engine's cache, and its FLOPs.
 
 Sizes of caches and states are those of vLLM 0.21 (MLAAttentionSpec, MambaStateShapeCalculator).
 """

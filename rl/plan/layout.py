@@ -1,4 +1,4 @@
-"""This module reads verl's keys once: how a config spreads trainer, engine and episodes over GPUs and nodes."""
+"""The layout of a config: how verl's keys spread trainer, engine and episodes over GPUs and nodes."""
 
 from __future__ import annotations
 

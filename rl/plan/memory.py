@@ -1,4 +1,4 @@
-"""This module calculates the bytes on each GPU in every phase of a step.
+"""GPU memory in a plan: the bytes on each GPU in every phase of a step; without GPUs, those in the machine's memory.
 
 docs/planning.md says what is counted, docs/measurements.md how far off each formula was where it could be measured.
 Sizes of sharded tensors are the mean over the shards.

@@ -1,4 +1,4 @@
-"""This module reads the sizes of a model from its config, on the meta device: no weights are loaded."""
+"""The sizes of a model, read from its config on the meta device: no weights are loaded."""
 
 from __future__ import annotations
 

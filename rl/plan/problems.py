@@ -1,4 +1,4 @@
-"""This module says in one line each what does not fit, which keys to change, and what fits but costs time."""
+"""The problems of a plan, a line each: what does not fit, with the keys to change, and what fits but costs time."""
 
 from __future__ import annotations
 

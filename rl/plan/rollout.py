@@ -1,4 +1,4 @@
-"""This module plays rollouts in simulated time: how long a step waits for its groups, and how many are played for it.
+"""Rollouts in simulated time: how long a step waits for its groups, and how many are played for it.
 
 The unit of time is the mean episode. Episodes take a lognormal time and wait for one of the boxes of their worker, in
 the order in which they were started; a group has ended when its last episode has. The rules that start groups are those
@@ -45,7 +45,7 @@ class Simulation:
         self._left: dict[int, int] = {}  # episodes of a group that have not ended
 
     def place(self, count: int) -> list[int]:
-        """Return the workers that play the next ``count`` groups: in turn (rl.train.groups.Spread)."""
+        """Return the workers that play the next ``count`` groups: in turn (rl.train.groups.SpreadManager)."""
         return [number % self.boxes.workers for number in range(self.played, self.played + count)]
 
     def start(self, count: int) -> None:

@@ -40,7 +40,7 @@ _Z99 = 2.3263  # of a normal distribution
 
 
 @dataclass(frozen=True)
-class Setting:
+class RoutingSetting:
     """A setting is the sizes and speeds of an engine's replicas; ``_HELP`` says what each field is."""
 
     replicas: int = 8
@@ -53,10 +53,10 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call comes ``after`` seconds: since the episode's last reply, or since its start. ``blocks``: names of the full
-    blocks of prompt and reply, of which the first ``asked`` are the prompt's. Equal blocks after equal blocks have
-    equal names. ``prompt`` and ``sampled`` are tokens."""
+class SimulatedCall:
+    """A simulated call comes ``after`` seconds: since the episode's last reply, or since its start. ``blocks``: names
+    of the full blocks of prompt and reply, of which the first ``asked`` are the prompt's. Equal blocks after equal
+    blocks have equal names. ``prompt`` and ``sampled`` are tokens."""
 
     after: float
     blocks: Sequence[Hashable]
@@ -66,26 +66,26 @@ class Call:
 
 
 @dataclass(eq=False)
-class Played:
+class SimulatedEpisode:
     """An episode to play: its group and its calls, one after another."""
 
     group: str
-    calls: list[Call]
+    calls: list[SimulatedCall]
     replica: int = -1  # where its last call was sent
 
 
 class Replica:
     """A replica keeps blocks, reads prompts and samples replies. Its times are in seconds since the start."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: RoutingSetting) -> None:
         self.setting = setting
         self.clock = self.spoken = 0.0  # spoken: tokens that a call has sampled that was there from the start
         self.unused: OrderedDict[Hashable, None] = OrderedDict()  # blocks that no call holds, the least recent first
         self.held: Counter[Hashable] = Counter()
-        self.waiting: deque[Played] = deque()
+        self.waiting: deque[SimulatedEpisode] = deque()
         self.reading: deque[list] = deque()  # [tokens left, episode]
-        self.sampling: list[tuple[float, int, Played]] = []
-        self.calls: dict[Played, Call] = {}  # those that are here
+        self.sampling: list[tuple[float, int, SimulatedEpisode]] = []
+        self.calls: dict[SimulatedEpisode, SimulatedCall] = {}  # those that are here
         self.hits = self.episodes = self.read = 0
 
     @property
@@ -93,7 +93,7 @@ class Replica:
         """Return the calls that are there, those that wait included."""
         return len(self.calls)
 
-    def cached(self, call: Call) -> int:
+    def cached(self, call: SimulatedCall) -> int:
         """Return how many of a prompt's first blocks are here."""
         low, high = 0, call.asked  # what is dropped first is the end of a row of blocks, so no block follows a gap
         while low < high:
@@ -102,7 +102,7 @@ class Replica:
             low, high = (middle, high) if name in self.unused or name in self.held else (low, middle - 1)
         return low
 
-    def send(self, one: Played, call: Call) -> None:
+    def send(self, one: SimulatedEpisode, call: SimulatedCall) -> None:
         """Take a call of an episode."""
         self.calls[one] = call
         self.waiting.append(one)
@@ -134,7 +134,7 @@ class Replica:
     def _pace(self) -> float:
         return (self.setting.step_ms + self.setting.each_ms * len(self.sampling)) / 1e3
 
-    def advance(self, time: float) -> Iterator[Played]:
+    def advance(self, time: float) -> Iterator[SimulatedEpisode]:
         """Go on to a time, which is not after ``due``; yield episodes whose replies are sampled then."""
         due, spent, self.clock = self.due(), time - self.clock, time
         if self.reading:
@@ -164,24 +164,24 @@ class Router:
         self.replicas, self.draw = replicas, random.Random(seed)
         self.homes: dict[str, int] = {}  # of groups
 
-    def anywhere(self, one: Played, call: Call) -> int:
+    def anywhere(self, one: SimulatedEpisode, call: SimulatedCall) -> int:
         """Choose at random."""
         return self.draw.randrange(len(self.replicas))
 
-    def fewest_calls(self, one: Played, call: Call) -> int:
+    def fewest_calls(self, one: SimulatedEpisode, call: SimulatedCall) -> int:
         """Choose the replica that has the fewest calls."""
         return self._least([replica.running for replica in self.replicas])
 
-    def fewest_episodes(self, one: Played, call: Call) -> int:
+    def fewest_episodes(self, one: SimulatedEpisode, call: SimulatedCall) -> int:
         """Choose the replica that has the fewest episodes, those that run their tools included."""
         return self._least([replica.episodes for replica in self.replicas])
 
-    def longest_prefix(self, one: Played, call: Call) -> int:
+    def longest_prefix(self, one: SimulatedEpisode, call: SimulatedCall) -> int:
         """Choose the replica that has most of the prompt, of those that do not have many calls."""
         free = self._not_busy([replica.running for replica in self.replicas])
         return min(free, key=lambda i: (-self.replicas[i].cached(call), self.replicas[i].running))
 
-    def together(self, one: Played, call: Call) -> int:
+    def together(self, one: SimulatedEpisode, call: SimulatedCall) -> int:
         """Choose the replica of the group's first episode, unless it has many."""
         home = self.homes.setdefault(one.group, self.fewest_episodes(one, call))
         free = self._not_busy([replica.episodes for replica in self.replicas])
@@ -199,7 +199,7 @@ class Router:
 class Way:
     """A way to choose a replica for a call. ``sticky``: only for an episode's first one; the others follow it."""
 
-    choose: Callable[[Router, Played, Call], int]
+    choose: Callable[[Router, SimulatedEpisode, SimulatedCall], int]
     sticky: bool
 
 
@@ -214,8 +214,8 @@ WAYS = {
 
 
 @dataclass
-class Found:
-    """A found play is shares of the prompts' tokens, seconds, and calls of the busiest replica by the mean one's."""
+class RoutingResult:
+    """A result is shares of the prompts' tokens, seconds, and calls of the busiest replica by the mean one's."""
 
     cached: float
     again: float
@@ -223,14 +223,14 @@ class Found:
     busiest: float
 
 
-def play(episodes: Sequence[Played], way: str, setting: Setting, seed: int = 0) -> Found:
+def play(episodes: Sequence[SimulatedEpisode], way: str, setting: RoutingSetting, seed: int = 0) -> RoutingResult:
     """Play episodes, so many at a time as there are boxes, in the given order."""
     replicas = [Replica(setting) for _ in range(setting.replicas)]
     router = Router(replicas, seed)
-    queue = deque(Played(one.group, one.calls) for one in episodes if one.calls)
-    asks: list[tuple[float, int, Played, int]] = []  # time, a number, episode, its next call
+    queue = deque(SimulatedEpisode(one.group, one.calls) for one in episodes if one.calls)
+    asks: list[tuple[float, int, SimulatedEpisode, int]] = []  # time, a number, episode, its next call
     prompts = new = number = 0
-    known, running = set[Hashable](), dict[Played, int]()
+    known, running = set[Hashable](), dict[SimulatedEpisode, int]()
     clock = peak = whole = 0.0
 
     def start(time: float) -> None:
@@ -271,46 +271,46 @@ def play(episodes: Sequence[Played], way: str, setting: Setting, seed: int = 0) 
             running[one] = at
             replicas[one.replica].send(one, call)
     hits = sum(replica.hits for replica in replicas)
-    return Found(hits / prompts, 1 - (hits + new) / prompts, clock, peak / whole if whole else 1.0)
+    return RoutingResult(hits / prompts, 1 - (hits + new) / prompts, clock, peak / whole if whole else 1.0)
 
 
 def drawn(
-    groups: int, n: int, setting: Setting, calls: float = 40, tail: float = 3, head: int = 11_700, task: int = 1_500,
-    read: int = 700, sampled: int = 250, tool_s: float = 2, seed: int = 0,
-) -> list[Played]:  # fmt: skip
+    groups: int, n: int, setting: RoutingSetting, calls: float = 40, tail: float = 3, head: int = 11_700,
+    task: int = 1_500, read: int = 700, sampled: int = 250, tool_s: float = 2, seed: int = 0,
+) -> list[SimulatedEpisode]:  # fmt: skip
     """Draw episodes: ``calls`` is the median, and ``tail`` how many times as many the 99th percentile has."""
-    draw, block, sigma, out = random.Random(seed), setting.block, math.log(tail) / _Z99, list[Played]()
+    draw, block, sigma, out = random.Random(seed), setting.block, math.log(tail) / _Z99, list[SimulatedEpisode]()
     for group in range(groups):
         for episode in range(n):
             count = max(1, round(draw.lognormvariate(math.log(calls), sigma)))
             names: list[Hashable] = [("head", i) for i in range(head // block)]
             names += [(group, i) for i in range(len(names), (head + task) // block)]
-            made, prompt = list[Call](), head + task
+            made, prompt = list[SimulatedCall](), head + task
             for _ in range(count):
                 says = max(1, round(draw.expovariate(1 / sampled)))
                 asked, whole = prompt // block, (prompt + says) // block
                 names += [(group, episode, i) for i in range(len(names), whole)]
-                made.append(Call(draw.expovariate(1 / tool_s), names[:whole], asked, prompt, says))
+                made.append(SimulatedCall(draw.expovariate(1 / tool_s), names[:whole], asked, prompt, says))
                 prompt += says + max(1, round(draw.expovariate(1 / read)))
-            out.append(Played(str(group), made))
+            out.append(SimulatedEpisode(str(group), made))
     return out
 
 
-def recorded(run: Path, setting: Setting) -> Iterator[Played]:
+def recorded(run: Path, setting: RoutingSetting) -> Iterator[SimulatedEpisode]:
     """Yield a run's episodes as they were recorded, in the order of their starts."""
     for record in sorted(Reader(run), key=lambda record: record.started):
         nodes = record.nodes
         replies = sorted((i for i, node in enumerate(nodes) if node.logprobs), key=lambda i: nodes[i].started)
-        calls, before = list[Call](), record.started
+        calls, before = list[SimulatedCall](), record.started
         for leaf in replies:
             path = path_of(nodes, leaf)
             sampled = nodes[leaf].length
             prompt = sum(nodes[i].length for i in path) - sampled
             names = _names([nodes[i] for i in path], setting.block)
             gap = max(0.0, nodes[leaf].started - before)
-            calls.append(Call(gap, names, prompt // setting.block, prompt, sampled))
+            calls.append(SimulatedCall(gap, names, prompt // setting.block, prompt, sampled))
             before = nodes[leaf].started + nodes[leaf].seconds
-        yield Played(record.task, calls)
+        yield SimulatedEpisode(record.task, calls)
 
 
 def _names(path: Sequence[NodeRecord], block: int) -> list[Hashable]:
@@ -326,13 +326,13 @@ def main() -> None:
     """Print a row for each way."""
     parser = program.parser("python -m rl.plan.routing", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directories of runs with records")
-    for name, value in vars(Setting()).items():
+    for name, value in vars(RoutingSetting()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{_HELP[name]} (default: {value})")
     parser.add_argument("--groups", type=int, default=32, help="that are drawn (default: 32)")
     parser.add_argument("--n", type=int, default=8, help="episodes of a drawn group (default: 8)")
     options = vars(parser.parse_args())
     runs, groups, n = options.pop("runs"), options.pop("groups"), options.pop("n")
-    setting = Setting(**options)
+    setting = RoutingSetting(**options)
     episodes = [one for run in runs for one in recorded(run, setting)] or drawn(groups, n, setting)
     print(f"{len(episodes)} episodes, {sum(len(one.calls) for one in episodes)} calls; {setting}")
     print("| replica of a call | cached | read again | seconds | busiest replica |")

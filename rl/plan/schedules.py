@@ -36,7 +36,7 @@ MODES = ("sync", "colocate_async", "separate_async")
 
 
 @dataclass(frozen=True)
-class Setting:
+class ScheduleSetting:
     """A setting is a run's sizes. Times are in minutes.
 
     groups: of a step, of n episodes each. room: episodes that all GPUs together serve at full speed; more of them are
@@ -58,8 +58,8 @@ class Setting:
 
 
 @dataclass
-class Played:
-    """A Played holds what some steps were: minutes of each, the share of the GPUs' time in which they did nothing, the
+class ScheduleResult:
+    """This is what some steps were: minutes of each, the share of the GPUs' time in which they did nothing, the
     lags of trained groups, in updates, how many groups were dropped, and the lengths of episodes."""
 
     minutes: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Played:
 
 
 @dataclass(order=True)
-class _Group:
+class _SimulatedGroup:
     ends: float  # on the engine's own clock, which all episodes share
     version: int = field(compare=False)
     lengths: list[float] = field(compare=False)
@@ -82,13 +82,13 @@ class _Engine:
     def __init__(self, room: float) -> None:
         self.room, self.clock, self.used = room, 0.0, 0.0
         self._ends: list[float] = []  # of single episodes
-        self.groups: list[_Group] = []
-        self.done: list[_Group] = []
+        self.groups: list[_SimulatedGroup] = []
+        self.done: list[_SimulatedGroup] = []
 
     def start(self, version: int, lengths: list[float]) -> None:
         for length in lengths:
             heapq.heappush(self._ends, self.clock + length)
-        heapq.heappush(self.groups, _Group(self.clock + max(lengths), version, lengths))
+        heapq.heappush(self.groups, _SimulatedGroup(self.clock + max(lengths), version, lengths))
 
     def serve(self, minutes: float = math.inf, until: int = 0) -> float:
         """Serve for some minutes, or until so many groups are done. Return how many minutes that took."""
@@ -105,20 +105,20 @@ class _Engine:
         return spent
 
 
-def play(mode: str, setting: Setting, steps: int, seed: int = 0) -> Played:
+def play(mode: str, setting: ScheduleSetting, steps: int, seed: int = 0) -> ScheduleResult:
     """Play some steps. Episodes that run at the end of a step go on in the next one, except in `sync`."""
     draw = random.Random(seed)
     sigma = math.log(setting.tail) / _Z99
     separate = mode == "separate_async"
     engine = _Engine(setting.room / 2 if separate else setting.room)
-    played = Played()
+    played = ScheduleResult()
     trained_minutes = 0.0
 
     def start(groups: int, version: int) -> None:
         for _ in range(groups):
             engine.start(version, [draw.lognormvariate(math.log(setting.median), sigma) for _ in range(setting.n)])
 
-    def take(groups: int, version: int) -> tuple[list[_Group], float]:
+    def take(groups: int, version: int) -> tuple[list[_SimulatedGroup], float]:
         """Wait until so many groups that are not too old are done; the oldest come first."""
         waited = 0.0
         while True:
@@ -158,12 +158,12 @@ def play(mode: str, setting: Setting, steps: int, seed: int = 0) -> Played:
 def main() -> None:
     """Print a row for each mode."""
     parser = program.parser("python -m rl.plan.schedules", __doc__)
-    for name, value in vars(Setting()).items():
+    for name, value in vars(ScheduleSetting()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{_HELP[name]} (default: {value})")
     parser.add_argument("--steps", type=int, default=60, help="how many are played (default: 60)")
     options = vars(parser.parse_args())
     steps = options.pop("steps")
-    setting = Setting(**options)
+    setting = ScheduleSetting(**options)
     if setting.groups % setting.updates:
         parser.error(f"--groups {setting.groups} is no multiple of --updates {setting.updates}")
     print(setting)

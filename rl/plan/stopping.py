@@ -1,4 +1,4 @@
-"""This module calculates what has to fit between a scheduler's warning and the end of a run (``rl.run.stop``)."""
+"""The grace of a run (``run.grace_s``): what has to fit between a scheduler's warning and its end (``rl.run.stop``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module prints a plan as tables."""
+"""A plan as printed tables, and a table of the constants that were fitted to a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl.plan.throughput import Pace
 
 if TYPE_CHECKING:
     from rl.plan import Plan
-    from rl.plan.fit import Fitted
+    from rl.plan.fit import FittedConstant
 
 
 def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None:
@@ -42,14 +42,14 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
         console.print(f"{fits}. Least room: {room}.", soft_wrap=True)
 
 
-def show_fitted(found: Sequence[Fitted], config: DictConfig, run: str, console: Console | None = None) -> None:
+def show_fitted(found: Sequence[FittedConstant], config: DictConfig, run: str) -> None:
     """Print the constants that were fitted to a run beside the config's."""
     right = [Column(name, justify="right") for name in ("config", "fitted", "10 to 90 %")]
     table = Table("plan.", *right, "of", title=f"constants, fitted to {run}")
     for one in found:
         now, value, low, high = (_short(number) for number in (config.plan[one.key], *one[1:4]))
         table.add_row(one.key, now, value, f"{low} to {high}", f"{one.count} {one.of}")
-    (console or Console(highlight=False)).print(table)
+    Console(highlight=False).print(table)
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""This module estimates tokens and seconds of a step from the speeds that ``plan.*`` assumes.
+"""Tokens and seconds of a step, estimated from the speeds that ``plan.*`` assumes.
 
 Until those speeds are measured (scripts/bench_gpu.py) the estimate serves to compare layouts and to tell whether a
 step takes minutes or hours.

@@ -1,4 +1,4 @@
-"""This module makes everything that the quickstart trains on: tasks, a policy, its warm start.
+"""Make everything that the quickstart trains on: tasks, a policy, its warm start.
 
 The warm start imitates episodes that a script plays through the real proxy with the real Claude Code. The rows are
 those of the session trees, token for token, not re-rendered text. The script chooses among the candidate edits at
@@ -34,6 +34,7 @@ from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
 from rl.config.command import read_command
 from rl.config.compose import compose
+from rl.data.make import hidden, repositories
 from rl.episodes.setup import load_policy, make_setup, training_settings
 from rl.evaluate.player import Player
 from rl.metrics.episodes import Line
@@ -211,7 +212,7 @@ def _alone(where: Path, screen: Screen) -> Generator[None]:
 
 def _fingerprint(config: DictConfig) -> str:
     digest, here = hashlib.sha256(), Path(__file__).parent
-    shared = [here.parent / "make" / name for name in ("hidden.py", "repositories.py")]
+    shared = [Path(str(module.__file__)) for module in (hidden, repositories)]
     for source in sorted([*here.glob("*.py"), *here.glob("*.jinja"), *shared]):
         digest.update(source.read_bytes())
     for part in (config.quickstart, config.agent, config.proxy):

@@ -1,4 +1,4 @@
-"""This module plays the episodes that the policy is warm-started on, without knowing the right answers.
+"""The script of the quickstart's warm start, which plays its episodes without knowing the right answers.
 
 A ``RepairScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``: it takes the text of a prompt and returns
 the text of a reply. It reads the module, names what the statement asks for, replaces the expression that it has read by

@@ -1,1 +1,1 @@
-"""This package looks after one training run: its directory, checkpoints, signals, deaths and progress on the screen."""
+"""The directory of a run, its checkpoints, signals, deaths and progress; starting programs; journals of other work."""

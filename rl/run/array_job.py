@@ -1,4 +1,4 @@
-"""This module cuts a batch into the parts of an array job."""
+"""The shards of an array job: a batch cut into parts of whole groups (3/16: the third of 16)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard is part ``number``, counted from 1, of a batch in ``count`` parts. Its text is "NUMBER/COUNT"."""
+    """A shard is part ``number``, counted from 1, of a batch in ``count`` parts. It is given as "3/16" and shown as
+    "3-of-16"."""
 
     number: int
     count: int

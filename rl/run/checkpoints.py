@@ -1,4 +1,4 @@
-"""This module decides which checkpoints of a run are complete, and removes the others.
+"""The checkpoints of a run: tell which are complete, and remove incomplete and old ones.
 
 verl writes a checkpoint in place: ``global_step_N/`` file by file, then a tracker file that names the step. A killed
 process or a full disk can leave either half written. So the trainer seals a checkpoint: when everything has reached the

@@ -1,4 +1,4 @@
-"""This module finds and makes the directory of a run, and holds it for one process.
+"""The directory of a run: find the one to continue or make a new one, and hold it for one process.
 
 Run directories are ``<run.root>/<trainer.experiment_name>/<date_time>``. Each holds ``run.json`` with a
 key, the hash of the composed config without its groups ``run`` and ``store``. ``open_run`` continues the newest

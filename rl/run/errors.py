@@ -1,4 +1,4 @@
-"""This module hands the last error of an agent loop to the trainer, which can then name it. Ray's log has all of it.
+"""The last error of an agent loop, handed to the trainer, which can then name it. Ray's log has all of it.
 
 Each process has a file of its own in ``errors/`` of the run directory, which may be on a disk that nodes share.
 """

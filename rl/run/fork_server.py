@@ -1,4 +1,4 @@
-"""This module is a fork server for Ray's workers on a CPU: what they all import is imported once.
+"""A fork server for Ray's workers on a CPU: what they all import is imported once.
 
 Ray starts a process for each actor of a run, and each imports torch, vLLM and verl: 10 to 20 seconds of a core, about
 eight times. With the runtime environment's ``py_executable`` set to ``ForkServer.executable``, Ray runs this file in

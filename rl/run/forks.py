@@ -1,7 +1,7 @@
-"""This module starts programs as forks of a process that has imported what they import.
+"""Programs started as forks of a process that has imported what they import.
 
 A vLLM server and verl's SFT trainer take half a minute of a core to import torch, vLLM and verl; for a model of a few
-million parameters that is most of what they do. It is for a CPU: a fork cannot use a GPU that its parent has touched.
+million parameters that is most of what they do. This is for a CPU: a fork cannot use a GPU that its parent has touched.
 The process that forks is ``multiprocessing``'s fork server, of which there is one in a process. It and the forks end
 with the process that made it.
 """

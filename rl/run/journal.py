@@ -1,4 +1,4 @@
-"""This module runs batches of independent work that survive being killed: a journal of attempts, workers, progress.
+"""Batches of independent work that survive being killed: a journal of attempts, workers, progress.
 
 A journal has one line of JSON per attempt. A line is written at once and counts when it has reached the disk. A process
 that is killed leaves at most one incomplete line, the last, which the next process cuts off; complete lines are never

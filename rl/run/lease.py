@@ -1,4 +1,4 @@
-"""This module keeps a run directory for one run at a time: on any disk, whichever machines share it.
+"""The lease of a run directory: one run holds it at a time, on any disk, whichever machines share it.
 
 The lease is the file ``run.lease`` in the directory; how such files are made, renewed and broken is in
 ``rollout.sandbox.lease``. It has a line for each process that holds it, with the process's name, a token, and the SLURM

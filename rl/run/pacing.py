@@ -15,9 +15,9 @@ class Deadline:
     agent. None, or fewer than ``LEAST`` episodes: ``most_s``. Each agent loop worker has its own, so the first step of
     a process has none. Half of the episodes would have to meet it before it moved the median."""
 
-    def __init__(self, times: float | None, most_s: float, last: int = 128) -> None:
+    def __init__(self, times: float | None, most_s: float) -> None:
         self.times, self.most_s = times, most_s
-        self._seconds: deque[float] = deque(maxlen=last)
+        self._seconds: deque[float] = deque(maxlen=128)
 
     def note(self, seconds: float) -> None:
         """Take the duration of an agent's run that has ended, whatever ended it."""

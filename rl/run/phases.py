@@ -1,4 +1,4 @@
-"""This module notes what the trainer is doing now in the run directory, for readers such as ``rl.run.progress``.
+"""The trainer's present phase (rollout, update, ...), noted in the run directory for readers (``rl.run.progress``).
 
 ``phase.json`` holds one ``Phase``. It is not synced to the disk: a stale phase does no harm.
 """

@@ -1,4 +1,4 @@
-"""This module helps to start other programs: free ports, an end together with this process, the last lines of a log."""
+"""Starting and ending other programs: free ports, an end together with this process, the last lines of a log."""
 
 import secrets
 import socket

@@ -1,4 +1,4 @@
-"""This module shows a training run to its user: a line per step, what is being done now, and how the run ended."""
+"""The progress of a training run on the screen: a line per step, what is being done now, and how the run ended."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""This module makes and removes what a run keeps outside its directory while it lives: sockets and temporary files."""
+"""Sockets and temporary files that a run keeps outside its directory while it lives: make and remove them."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""This module is what a program shows its user: events, what is being done now, and what to do next.
+"""The screen that a program shows its user: events, what is being done now, and what to do next.
 
     with Screen() as screen:
         screen.say("an event")                                         # a line that stays

@@ -1,4 +1,7 @@
-"""This module asks SLURM about the job in which this process runs. Outside of one nothing is known."""
+"""The SLURM job in which this process runs: its number, its end, whether it was requeued.
+
+Outside of one nothing is known.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""This module decides what SIGTERM and SIGUSR1 mean to the trainer's process.
+"""Signals to the trainer's process: what SIGTERM and SIGUSR1 mean, when it ends, and what is saved first.
 
 Schedulers send one of them some time before they kill (SLURM's ``--signal``, a preemption, a drained node). The first
 signal is a request: the trainer ends as soon as nothing is lost by it, saves a checkpoint and exits with ``STOPPED``.
@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARGIN_S = 90  # of a job's last seconds: for Ray's end and the script that requeues the job
 
 
-class Ended(KeyboardInterrupt):
+class RunEnded(KeyboardInterrupt):
     """Something outside the trainer ends the run.
 
     This is a KeyboardInterrupt because Ray and asyncio let no other exception out of a signal handler. Ray turns it
@@ -33,15 +33,15 @@ class Ended(KeyboardInterrupt):
     """
 
 
-class Stopped(Ended):
+class RunStopped(RunEnded):
     """The run ended with everything saved. The message is the signal's name."""
 
 
-class CutShort(Ended):
+class RunCutShort(RunEnded):
     """The run ended in the middle of a step; work since the last checkpoint is lost."""
 
 
-_reason: Ended | None = None
+_reason: RunEnded | None = None
 _grace_s: float = 0.0
 _allowed_s: float = 0.0  # what the job's end leaves of the grace
 _say: Callable[[str], None] = print
@@ -103,16 +103,16 @@ def enter_steps() -> None:
     _in_steps = True
 
 
-def end(how: Ended) -> NoReturn:
-    """Raise ``how`` and remember it as the reason. After ``Stopped`` nothing else can become the reason."""
+def end(how: RunEnded) -> NoReturn:
+    """Raise ``how`` and remember it as the reason. After ``RunStopped`` nothing else can become the reason."""
     global _reason
     _reason = how
-    if isinstance(how, Stopped):
+    if isinstance(how, RunStopped):
         signal.setitimer(signal.ITIMER_REAL, 0)
     raise how
 
 
-def reason() -> Ended | None:
+def reason() -> RunEnded | None:
     """Return what was raised by ``end``; None if it was not called."""
     return _reason
 
@@ -136,15 +136,15 @@ def _on_early(number: int, _frame: object) -> None:
 def _on_signal(number: int, _frame: object) -> None:
     global _asked, _allowed_s
     name = signal.Signals(number).name
-    if isinstance(_reason, Stopped):
+    if isinstance(_reason, RunStopped):
         return  # all is saved, and the process is about to end
     if _asked is not None:
         if number == signal.SIGTERM:
-            end(CutShort(f"a second signal ({name})"))
+            end(RunCutShort(f"a second signal ({name})"))
         return
     _asked = name
     if not _in_steps:
-        end(Stopped(name))
+        end(RunStopped(name))
     signal.setitimer(signal.ITIMER_REAL, _grace_s)
     _allowed_s, why = _grace_s, ""
     if (left := (_job_end() or 0) - time.time()) > 0 and (room := left - min(MARGIN_S, left / 5)) < _grace_s:
@@ -156,4 +156,4 @@ def _on_signal(number: int, _frame: object) -> None:
 
 def _on_alarm(*_: object) -> None:
     left = "" if _allowed_s == _grace_s else f", of which the job's end left {_allowed_s:.0f},"
-    end(CutShort(f"run.grace_s = {_grace_s:.0f} s{left} were not enough to finish and save"))
+    end(RunCutShort(f"run.grace_s = {_grace_s:.0f} s{left} were not enough to finish and save"))

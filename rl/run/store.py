@@ -1,7 +1,7 @@
-"""This module runs the program that sends the episodes of a run to a store, beside the run.
+"""Send the episodes of a run to a store while the run goes on, by a program beside it.
 
-It is a process of its own (``rl.store``) that reads the records: whatever becomes of it or of the store, the run does
-not wait, and what was not sent can be sent later.
+The program is a process of its own (``rl.store``) that reads the records: whatever becomes of it or of the store, the
+run does not wait, and what was not sent can be sent later.
 """
 
 import contextlib

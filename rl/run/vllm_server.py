@@ -1,4 +1,4 @@
-"""This module runs vLLM's HTTP server as a program of its own."""
+"""vLLM's HTTP server as a program of its own: start it, wait until it answers, and end it."""
 
 import contextlib
 import os

@@ -1,10 +1,10 @@
-"""This module ends a run with one clear line when a part of it has died.
+"""The watch over a run's processes: the run ends with one clear line when one of them has died.
 
 verl waits forever for the episodes of a worker that has died, and lets each episode find out by itself that no engine
 answers. When Ray's own head dies, Ray kills the trainer without a word. So
 
 - ``Watchdog``, a thread beside the trainer, asks every few seconds whether all actors of the run are alive and all
-  engines answer, and interrupts the trainer with ``Died`` if not;
+  engines answer, and interrupts the trainer with ``PartDied`` if not;
 - ``Witness``, a process forked before anything else, notices when the trainer itself disappears without a farewell
   (kill -9, out of memory, a fatal error inside Ray), says so on the user's screen and removes the run's sockets.
 """
@@ -25,13 +25,13 @@ from rl.run import stop
 from rollout.sandbox import directory
 
 PERIOD_S = 5
-END_S = 60  # for the trainer to end after Died was raised, Ray's shutdown included; then the process just exits
+END_S = 60  # for the trainer to end after PartDied was raised, Ray's shutdown included; then the process just exits
 ANSWER_S = 10  # for an engine to answer
 RAY_S = 2  # for Ray to learn that a process has ended
 DISMISSED = b"\0"
 
 
-class Died(stop.Ended):
+class PartDied(stop.RunEnded):
     """A part of the run has died; the message says which."""
 
 
@@ -63,7 +63,7 @@ class Watchdog(threading.Thread):
         self.join()
         if isinstance(error, Exception) and (cause := self.look()):
             self.last_words(cause)
-            stop.end(Died(cause))
+            stop.end(PartDied(cause))
 
     def look(self) -> str:
         """Return which part of the run has died; "" if none has."""
@@ -89,7 +89,7 @@ class Watchdog(threading.Thread):
         os._exit(1)
 
     def _interrupt(self, *_: object) -> None:
-        stop.end(Died(self.cause))
+        stop.end(PartDied(self.cause))
 
 
 def dead_actor() -> str:

@@ -1,4 +1,4 @@
-"""This module finds the weights that ``policy=...`` stands for, and merges them if they are a checkpoint's shards."""
+"""The weights that ``policy=...`` stands for: find them, and merge a checkpoint's shards or add an adapter."""
 
 from __future__ import annotations
 

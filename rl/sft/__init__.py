@@ -1,1 +1,1 @@
-"""This package fine-tunes on chosen episodes, once or in rounds (docs/fine-tuning.md)."""
+"""Fine-tuning on chosen episodes, once or in rounds (docs/fine-tuning.md)."""

@@ -1,4 +1,4 @@
-"""This module finds what is wrong with a fine-tuning's config before anything starts."""
+"""Checks of a fine-tuning's config: find all that is wrong before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl.checks.model import check_model, check_plan, check_toy
 from rl.checks.packages import check_packages
 from rl.config.compose import ConfigError, check_all
 from rl.config.overrides import nearest
-from rl.data.choice import Rules
+from rl.data.choice import ChoiceRules
 from rl.run.weights import adopt
 from rl.sft.other import check_environment
 from rl.traces.rows import PAIRS, ROWS, RowsError, check_columns
@@ -79,7 +79,7 @@ def _check_data(place: Path, config: DictConfig) -> None:
 
 
 def _check_rules(config: DictConfig) -> None:
-    known = [field.name for field in fields(Rules)]
+    known = [field.name for field in fields(ChoiceRules)]
     lines = [
         f"sft.select.{key}: there is no such rule; {nearest(key, known)}"
         for key in config.sft.select

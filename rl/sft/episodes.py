@@ -1,4 +1,4 @@
-"""This module makes rows and preference pairs of the records of episodes, and takes those that are given in files.
+"""Training rows and preference pairs, made of the records of episodes or given in files.
 
 A row is a training row of its record, with mask 1 on exactly the tokens that the policy sampled and that the agent has
 read; sub-agents and compacted threads have rows of their own. A pair is two replies of the policy to the same tokens,
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.verdict import Outcome
-from rl.data.choice import Rules, choose, paired
+from rl.data.choice import ChoiceRules, choose, paired
 from rl.traces.rows import PAIRS, ROWS, Row, RowsError, length, read, write
 from rollout.audit import audit_tokens
 from rollout.proxy.engine import TextCodec
@@ -158,7 +158,7 @@ def pairs_of(sources: Sequence[Path]) -> Iterator[Row]:
     """Yield the pairs of all sources, none that says the same as another. Raises FileNotFoundError."""
     seen = set()
     stored = functools.lru_cache(64)(record_at)
-    entries = choose(sources, Rules()).entries
+    entries = choose(sources, ChoiceRules()).entries
     for *_, pair in paired(entries, lambda a, b: parting(stored(a.path, a.offset), stored(b.path, b.offset))):
         if pair is not None and (key := tuple(map(tuple, pair))) not in seen:
             seen.add(key)

@@ -1,4 +1,4 @@
-"""This module fine-tunes a model on the episodes of directories, and says in a report what it was trained on.
+"""Fine-tune a model on the episodes of directories, and say in a report what it was trained on.
 
     DIR/rows.parquet        the rows, token for token
     DIR/model/, adapter/    the policy; with LoRA, model/ has the adapter in its weights

@@ -1,4 +1,4 @@
-"""This module fine-tunes with other programs than verl: LLaMA-Factory, and TRL for preferences.
+"""Fine-tuning with programs other than verl: LLaMA-Factory, and TRL for preferences (DPO).
 
 Both come from the environment that scripts/llamafactory.sh makes. An interrupted training of theirs begins anew.
 """

@@ -1,4 +1,4 @@
-"""This module fine-tunes in rounds: collect, select, fine-tune, evaluate.
+"""Fine-tuning in rounds: collect, select, fine-tune, evaluate.
 
     RUN/iteration_0/evaluation/           the policy as it is, on the held-out tasks
     RUN/iteration_N/collection/           the training tasks as the policy of the round before played them
@@ -25,7 +25,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rewards.task import Task, load_tasks
-from rl.data.choice import Rules, choose
+from rl.data.choice import ChoiceRules, choose
 from rl.data.select import summary, write
 from rl.evaluate.config import evaluation_of
 from rl.evaluate.run import Purpose, play_all
@@ -155,7 +155,7 @@ class _Rounds:
             rules: Any = OmegaConf.to_container(self.config.sft.select)
             budget = self.config.sft.budget
             left = None if budget is None else budget - self.spent(number - 1)
-            chosen = choose([self.place(number) / "collection"], Rules(limit=left, **rules))
+            chosen = choose([self.place(number) / "collection"], ChoiceRules(limit=left, **rules))
             told = summary(chosen)
             if not chosen.entries:
                 taken = ", ".join(f"{one['rule']} took {one['episodes']}" for one in told["taken"] if one["episodes"])

@@ -1,4 +1,4 @@
-"""This module does supervised fine-tuning on rows of exact token ids, with verl's SFT trainer.
+"""Supervised fine-tuning on rows of exact token ids, with verl's SFT trainer.
 
 verl is told the model, the engine and the devices of an experiment's actor, so what fits in training fits here.
 """

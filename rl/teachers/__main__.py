@@ -29,7 +29,7 @@ from rl.run.screen import Screen, ended
 from rl.teachers import outcome
 from rl.teachers.arguments import ask, teacher_of, told
 from rl.teachers.families import family_of
-from rl.traces.ingest.asking import Asked, Survey, limited
+from rl.traces.ingest.asking import AskingResult, Survey, limited
 from rl.traces.ingest.endpoints import Endpoint
 from rl.traces.ingest.evaluate import compared, shown
 from rl.traces.ingest.states import State
@@ -81,7 +81,7 @@ def teach(given: argparse.Namespace, screen: Screen) -> int:
     return told(asked, report["states"], screen, *made)
 
 
-def _report(survey: Survey, asked: Asked, out: Path) -> dict[str, Any]:
+def _report(survey: Survey, asked: AskingResult, out: Path) -> dict[str, Any]:
     source, limit = survey.source, survey.limit
     about = {
         one.name: {

@@ -1,4 +1,4 @@
-"""This module reads the teachers of a command line, and shows what asking them would cost."""
+"""Teachers on a command line (``--teacher``): read them, show what asking would cost, ask, and tell what came of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from rl.run.screen import Screen, this_command
-from rl.traces.ingest.asking import Asked, Survey, key_of
+from rl.traces.ingest.asking import AskingResult, Survey, key_of
 from rl.traces.ingest.endpoints import Endpoint
 
 _NUMBERS = {"price_in": float, "price_out": float, "temperature": float, "patience_s": float}
@@ -40,7 +40,7 @@ def teacher_of(text: str) -> Endpoint:
     return Endpoint(**values, key=key_of(given.get("key_env")))
 
 
-def ask(survey: Survey, directory: Path, most: float | None, screen: Screen) -> Asked:
+def ask(survey: Survey, directory: Path, most: float | None, screen: Screen) -> AskingResult:
     """Show what asking would cost, and ask (``Survey.ask``). Raises ValueError if there are prices, but no cap."""
     table = Table("teacher", "states", "input tokens, about", "cost, about", "at most")
     for one in survey.endpoints:
@@ -55,7 +55,7 @@ def ask(survey: Survey, directory: Path, most: float | None, screen: Screen) -> 
     return survey.ask(directory, most, screen)
 
 
-def told(asked: Asked, counts: Mapping[str, int], screen: Screen, *made: tuple[str, str]) -> int:
+def told(asked: AskingResult, counts: Mapping[str, int], screen: Screen, *made: tuple[str, str]) -> int:
     """Show how much came of it, what it has cost and what to do next; return the exit status: 1 if answers are missing.
 
     made: what was written, each after its label.

@@ -1,4 +1,4 @@
-"""This module tells which models are of one family. A teacher of the recorded model's own family teaches it little."""
+"""Families of models, told from their names. A teacher of the recorded model's own family teaches it little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module makes training data of teachers' answers: preference pairs, and replies to distil.
+"""Training data made of teachers' answers: preference pairs, and replies to distil.
 
 A state's majority is what more than half of the teachers that answered have replied: the same tools with the same
 arguments. If the student replied otherwise, its reply and a teacher's are a pair. Without such a majority a state gives

@@ -1,4 +1,4 @@
-"""This module is the format of what is trained on: parquet files of token ids, in rows or in preference pairs.
+"""Fine-tuning data: the format of parquet files of token ids, in rows (for SFT) or in preference pairs (for DPO).
 
 ``rl.sft.episodes`` makes them of episodes, and ``rl.ingest sft`` of recorded conversations and of teachers' replies.
 They are used as they are: nothing is decoded, templated or encoded again.

@@ -1,4 +1,6 @@
-"""This program trains a policy: ``python -m rl.train +experiment=quickstart key=value ...``
+"""Train a policy: check the config, open the run directory, start or join Ray, and run verl's trainer to its end.
+
+    python -m rl.train +experiment=quickstart key=value ...
 
 The screen shows our lines only: what is being started, one line per step, a table at the end. What verl, vLLM and Ray
 print goes to ``run.log`` in the run directory (``rl.run.directory`` says which directory that is and how the same
@@ -158,7 +160,7 @@ def train(
         try:
             ray.init(**options)
         except SystemExit:  # from Ray's own handler of SIGTERM
-            stop.end(stop.Stopped("SIGTERM"))
+            stop.end(stop.RunStopped("SIGTERM"))
         handle_signals(config, screen)  # in place of Ray's handler
         run_trainer(config, last_words)
     finally:
@@ -249,17 +251,17 @@ def report(failure: BaseException, run: Run, screen: Screen) -> int:
     if isinstance(failure, ConfigError):
         failure.tell()
         return 2
-    if isinstance(failure, stop.Stopped):
+    if isinstance(failure, stop.RunStopped):
         step = run.checkpoint_step
         after = f"after step {step}" if step else "before the first step"
         screen.say(f"stopped by {failure} {after}; the same command continues")
         screen.next(("continue", this_command()))
         return stop.STOPPED
-    if isinstance(failure, stop.CutShort):
+    if isinstance(failure, stop.RunCutShort):
         screen.say(f"ended at once: {failure}; {continues(run)}")
         screen.next(("continue", this_command()))
         return stop.CUT_SHORT
-    plain = isinstance(failure, KeyboardInterrupt) and not isinstance(failure, stop.Ended)
+    plain = isinstance(failure, KeyboardInterrupt) and not isinstance(failure, stop.RunEnded)
     # With Ray an error's text is pages of traceback, at whose end is the cause.
     cause = "interrupted" if plain else last_lines(str(failure), 3) or repr(failure)
     failed(f"{cause}; {continues(run)}", screen)
@@ -318,7 +320,7 @@ def main() -> None:
         start(config, run, screen, progress, witness, weights)
     except (Exception, KeyboardInterrupt) as error:
         failure = stop.reason() or error
-        if not isinstance(failure, stop.Stopped):
+        if not isinstance(failure, stop.RunStopped):
             with contextlib.suppress(OSError):  # the disk may be full
                 traceback.print_exc()
     finally:

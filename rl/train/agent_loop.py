@@ -1,4 +1,4 @@
-"""Here verl meets the episodes: a row of a batch comes in, training sequences go out.
+"""The agent loop, where verl meets the episodes: a row of a batch comes in, training sequences go out.
 
 verl makes one ``ClaudeCodeAgentLoop`` per episode inside its AgentLoopWorker actors. What the episodes of a worker
 share (proxy, parser, record file, task files) lives in one ``Worker`` per process.

@@ -1,4 +1,4 @@
-"""This module schedules training tasks by their measured resolve rates (``curriculum`` in the config).
+"""The curriculum: training tasks scheduled by their measured resolve rates (``curriculum`` in the config).
 
 A task that the policy always or never resolves teaches nothing. With ``curriculum.by_rate`` tasks of a middling rate
 are drawn more often than others, and solved ones are left out for some steps. Rates begin with those in the task file
@@ -151,7 +151,7 @@ class Curriculum:
         return int.from_bytes(digest[:6]) / 2**48
 
 
-class Scheduled(PPOTrainer):
+class CurriculumTrainer(PPOTrainer):
     """This mix-in goes before a ``PPOTrainer`` subclass: a ``Curriculum`` draws its training tasks."""
 
     curriculum: Curriculum | None = None

@@ -1,4 +1,4 @@
-"""This module gives verl the task files as training and validation data."""
+"""The task files as verl's training and validation data: one item per task, without its hidden tests."""
 
 from __future__ import annotations
 

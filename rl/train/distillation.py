@@ -1,4 +1,4 @@
-"""This module lets a teacher score all rows of an episode, for on-policy distillation (``+distill=on_policy``).
+"""On-policy distillation (``+distill=on_policy``): let a teacher score all rows of an episode.
 
 verl asks its teacher for the log-probabilities of an episode's last row only. An episode with sub-agents or a
 compaction has several rows, and a batch in which some rows lack that column cannot be trained on.
@@ -14,7 +14,7 @@ else:
     AgentLoopWorker = object
 
 
-class Scored(AgentLoopWorker):
+class ScoringWorker(AgentLoopWorker):
     """This mix-in goes before verl's agent loop worker: the teacher scores each row."""
 
     async def _agent_loop_postprocess(  # ty: ignore[incompatible-method-override]  as AgentLoopWorkerTQ
@@ -26,11 +26,11 @@ class Scored(AgentLoopWorker):
 
 
 def scored() -> type:
-    """Return verl's agent loop worker with ``Scored``, as an ordinary class; verl itself has it only as a Ray actor."""
+    """Return verl's agent loop worker with ``ScoringWorker``, as an ordinary class; verl has it only as a Ray actor."""
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ as Actor
 
     base = cast(Any, Actor).__ray_metadata__.modified_class.__ray_actor_class__
-    return type("ScoredAgentLoopWorker", (Scored, base), {})
+    return type("ScoredAgentLoopWorker", (ScoringWorker, base), {})
 
 
 def worker_class(config: DictConfig) -> Any | None:

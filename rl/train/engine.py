@@ -1,4 +1,4 @@
-"""This module makes verl's LLM client an engine of the proxy: token ids in, token ids and logprobs out."""
+"""verl's LLM client as an engine of the proxy: token ids in, token ids and logprobs out."""
 
 from __future__ import annotations
 

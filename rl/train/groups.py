@@ -1,8 +1,8 @@
-"""This module decides which groups are played for a step and who plays them: mix-ins for two classes of verl.
+"""Which groups a step plays, and who plays them: mix-ins for verl's replay buffer and its agent loop manager.
 
 Dynamic filtering (``algorithm.filter_groups``) replaces groups whose rewards are all equal. verl plays a batch, starts
 two groups for each one that it replaces, and gives small batches to the first workers. ``GroupBuffer`` keeps as many
-groups in flight as the step will probably need, from its start on; ``Spread`` gives groups to workers in turn.
+groups in flight as the step will probably need, from its start on; ``SpreadManager`` gives groups to workers in turn.
 ``rl.plan`` calculates a step's time with the same rule (``rl.run.pacing``).
 """
 
@@ -48,7 +48,7 @@ def alone(sessions: Iterable[str]) -> set[str]:
     return {session for session in episodes if size[group_of(session)] < 2}
 
 
-class Interrupted(Exception):
+class RolloutInterrupted(Exception):
     """A rollout was left before all of its episodes had ended."""
 
 
@@ -109,7 +109,7 @@ class GroupBuffer(ReplayBuffer):
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         if self.interrupts is not None and self.interrupts(partition_id):
-            raise Interrupted
+            raise RolloutInterrupted
         return super()._wait_for_next_poll(partition_id, last_debug_time)
 
     def _evict_terminal_groups(
@@ -172,7 +172,7 @@ class GroupBuffer(ReplayBuffer):
         return stale, filtered, failed, counts
 
 
-class Spread(AgentLoopManagerTQ):
+class SpreadManager(AgentLoopManagerTQ):
     """This mix-in goes before verl's agent loop manager: workers get groups in turn.
 
     verl cuts every batch of prompts into one piece per worker and begins with the first worker. Replacements come by
@@ -183,7 +183,7 @@ class Spread(AgentLoopManagerTQ):
         super().__init__(config, *args, **kwargs)
         self.agent_loop_workers_class: Any = worker_class(config) or self.agent_loop_workers_class
         if resource := config.cluster.episode_resource:
-            self.agent_loop_workers_class = _Beside(self.agent_loop_workers_class, resource)
+            self.agent_loop_workers_class = _NodeActors(self.agent_loop_workers_class, resource)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Give the groups to the workers, one each, and begin with the worker after the last one that got one."""
@@ -195,7 +195,7 @@ class Spread(AgentLoopManagerTQ):
             self.agent_loop_workers = self.agent_loop_workers[len(piece) :] + self.agent_loop_workers[: len(piece)]
 
 
-class _Beside:
+class _NodeActors:
     """This class starts Ray actors in turn on the nodes that have a resource, and ignores where their creator wants
     them."""
 
@@ -208,7 +208,7 @@ class _Beside:
 
 
 def manager_class() -> type[AgentLoopManagerTQ]:
-    """Return verl's agent loop manager with ``Spread``."""
+    """Return verl's agent loop manager with ``SpreadManager``."""
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ as Base
 
-    return type("SpreadAgentLoopManager", (Spread, Base), {})
+    return type("SpreadAgentLoopManager", (SpreadManager, Base), {})

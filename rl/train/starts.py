@@ -1,4 +1,4 @@
-"""This module ends a run that is started again and again without getting on.
+"""Requeues without progress: end a run that is started again and again without getting on.
 
 A job that requeues itself does so until someone looks: a time limit that is too short for a step and its checkpoint
 would cost a whole allocation. ``starts.json`` in the run directory holds, for the last starts since the one by hand,

@@ -1,4 +1,4 @@
-"""This module is verl's V1 trainer with our episodes: a mix-in for each of its modes, and the function that runs it.
+"""verl's V1 trainer with our episodes: a mix-in for each of its modes, and the function that runs it.
 
 The mix-in
 
@@ -42,8 +42,8 @@ from rl.metrics.samples import SampleReader, log_samples
 from rl.run import checkpoints, errors, phases, stop
 from rl.run.watch import Watchdog
 from rl.train import unfinished
-from rl.train.curriculum import Scheduled
-from rl.train.groups import GroupBuffer, Interrupted, alone, group_of, manager_class, session_of
+from rl.train.curriculum import CurriculumTrainer
+from rl.train.groups import GroupBuffer, RolloutInterrupted, alone, group_of, manager_class, session_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -117,7 +117,7 @@ def trainer_class(mode: str) -> "type[EpisodeTrainer]":
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     base = get_trainer_cls(mode)
-    return type(f"Episodes{base.__name__}", (EpisodeTrainer, Scheduled, base), {})
+    return type(f"Episodes{base.__name__}", (EpisodeTrainer, CurriculumTrainer, base), {})
 
 
 class EpisodeTrainer(PPOTrainer):
@@ -133,7 +133,7 @@ class EpisodeTrainer(PPOTrainer):
         self.gpus: Gpus | None = None
         self.training = False
         self.saved_step, self.saved_at = 0, time.monotonic()
-        self.kept: unfinished.Unfinished | None = None  # episodes of the first step, from an earlier start
+        self.kept: unfinished.UnfinishedStep | None = None  # episodes of the first step, from an earlier start
         self.draws: unfinished.Draws | None = None  # prompts of this step, where its rollout can be interrupted
         self.trained: set[str] = set()  # rows of this batch that count in the loss
         self.lone_groups = 0  # groups of this step that had one episode and were not replaced
@@ -205,7 +205,7 @@ class EpisodeTrainer(PPOTrainer):
         stop.enter_steps()
 
     def on_step_begin(self) -> None:
-        """End the run if a signal asked for it, with the step before this one saved. Raises rl.run.stop.Stopped."""
+        """End the run if a signal asked for it, with the step before this one saved. Raises rl.run.stop.RunStopped."""
         super().on_step_begin()
         if name := stop.asked():
             if self.saved_step < self.global_steps - 1:
@@ -214,7 +214,7 @@ class EpisodeTrainer(PPOTrainer):
                 self.on_sample_end()
                 self.global_steps -= 1
                 self._save_checkpoint()
-            stop.end(stop.Stopped(name))
+            stop.end(stop.RunStopped(name))
         if self.trainer_mode == "sync":
             # The loader's state is that of its live iterator.
             self.position = copy.deepcopy(self.train_dataloader.state_dict())
@@ -226,10 +226,10 @@ class EpisodeTrainer(PPOTrainer):
             self.kept = None  # later steps have other weights
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> "KVBatchMeta":
-        """Take a step as verl does. Raises rl.run.stop.Stopped if a signal asks to end while episodes are played."""
+        """Take a step as verl does. Raises rl.run.stop.RunStopped if a signal asks to end while episodes are played."""
         try:
             batch = super().step(metrics, timing_raw)
-        except Interrupted:
+        except RolloutInterrupted:
             self._stop_in_rollout()
         self.unrecorded = batch, metrics
         return batch
@@ -273,7 +273,7 @@ class EpisodeTrainer(PPOTrainer):
         stop.say(f"step {step}: {kept.episodes} episodes are done and kept; the resumed run plays the others")
         name = stop.asked()
         assert name is not None
-        stop.end(stop.Stopped(name))
+        stop.end(stop.RunStopped(name))
 
     def on_sample_begin(self) -> None:
         """Note that episodes are being played."""
@@ -327,7 +327,7 @@ class EpisodeTrainer(PPOTrainer):
             return {}  # time until the kill is for the checkpoint; the resumed run validates (`complete` of rl.train)
         try:
             values = super()._validate()
-        except Interrupted:
+        except RolloutInterrupted:
             self._end_episodes()
             return {}
         values.update(run_metrics.fold(self.episodes.take("val"), "val", getattr(self.val_dataset, "labels", ())))
@@ -467,7 +467,7 @@ def run_trainer(config: DictConfig, last_words: Callable[[str], None]) -> None:
     saves a start of Python and an import of verl.
 
     Raises:
-        rl.run.watch.Died: an actor or an engine of the run has died.
+        rl.run.watch.PartDied: an actor or an engine of the run has died.
     """
     import transfer_queue as tq
     from verl.trainer.ppo.v1 import trainer_base

@@ -1,4 +1,4 @@
-"""This module keeps the episodes of an interrupted rollout, so that the resumed run plays only the others.
+"""The episodes of an interrupted rollout, kept so that the resumed run plays only the others.
 
 ``unfinished/`` in the run directory holds ``groups.json``, which is written last, and a file of training rows for each
 group. The groups are in the order in which verl's data loader drew their prompts. The checkpoint beside them has the
@@ -31,10 +31,10 @@ Row = tuple[str, dict[str, Any], dict[str, Any]]  # key, tags and fields in Tran
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group is a prompt that was drawn. ``task`` is its place in the data set, ``status`` TransferQueue's (running,
-    finished, failure) or ``REPLACED``, ``sessions`` the keys of the episodes that have rows. ``reward`` is that of all
-    episodes of a replaced group."""
+class DrawnGroup:
+    """A drawn group is a prompt that was drawn. ``task`` is its place in the data set, ``status`` TransferQueue's
+    (running, finished, failure) or ``REPLACED``, ``sessions`` the keys of the episodes that have rows. ``reward`` is
+    that of all episodes of a replaced group."""
 
     uid: str
     task: int
@@ -49,12 +49,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class UnfinishedStep:
     """This is what is kept of the step after the checkpoint of step ``after``. ``lost`` and ``ended`` are the counts of
     ``rl.train.groups.GroupBuffer``, which decide how many groups a step starts."""
 
     after: int
-    groups: list[Group]
+    groups: list[DrawnGroup]
     lost: float = 0.0
     ended: float = 0.0
 
@@ -70,13 +70,13 @@ class Unfinished:
         return group is not None and (group.status != "running" or session in group.sessions)
 
 
-def load(run_dir: Path, after: int) -> Unfinished | None:
+def load(run_dir: Path, after: int) -> UnfinishedStep | None:
     """Return what is kept of the step after the checkpoint of step ``after``; None if there is nothing."""
     path = _directory(run_dir) / "groups.json"
     if not path.exists():
         return None
     values = json.loads(path.read_text())
-    kept = Unfinished(**values | {"groups": [Group(**group) for group in values["groups"]]})
+    kept = UnfinishedStep(**values | {"groups": [DrawnGroup(**group) for group in values["groups"]]})
     return kept if kept.after == after else None
 
 
@@ -94,7 +94,7 @@ def drop(run_dir: Path) -> None:
         path.unlink()
 
 
-def write(run_dir: Path, kept: Unfinished, rows: Callable[[Group], list[Row]]) -> None:
+def write(run_dir: Path, kept: UnfinishedStep, rows: Callable[[DrawnGroup], list[Row]]) -> None:
     """Write what is kept; ``rows`` returns those of a group. A kill in between leaves what was there before."""
     import torch
 
@@ -109,7 +109,7 @@ def write(run_dir: Path, kept: Unfinished, rows: Callable[[Group], list[Row]]) -
         path.unlink()
 
 
-def read_rows(run_dir: Path, group: Group) -> list[Row]:
+def read_rows(run_dir: Path, group: DrawnGroup) -> list[Row]:
     """Return the rows of a group."""
     import torch
 
@@ -129,7 +129,7 @@ class Draws:
         metric: by which verl's buffer compares rewards (``algorithm.filter_groups.metric``).
     """
 
-    def __init__(self, run_dir: Path, step: int, kept: Unfinished | None, metric: str) -> None:
+    def __init__(self, run_dir: Path, step: int, kept: UnfinishedStep | None, metric: str) -> None:
         self.run_dir, self.step, self.metric = run_dir, step, metric
         self.left = list(kept.groups) if kept else []  # groups whose prompts have not been drawn again
         self.drawn: dict[str, int] = {}  # the prompts' places in the data set, by group
@@ -168,7 +168,7 @@ class Draws:
             return None
         return tensordict_utils.index_select_tensor_dict(batch, played) if len(played) < len(batch) else batch
 
-    def _again(self, task: int, in_part: bool) -> Group | None:
+    def _again(self, task: int, in_part: bool) -> DrawnGroup | None:
         """Return what is kept of the next group, which plays ``task``. ``in_part``: single episodes can be kept."""
         if self.left and self.left[0].task != task:
             logger.warning("the data have changed: %d groups of the interrupted step are played again", len(self.left))
@@ -176,7 +176,7 @@ class Draws:
         old = self.left.pop(0) if self.left else None
         return old if old and (in_part or old.status != "running") else None
 
-    def _rows(self, group: Group) -> list[Row]:
+    def _rows(self, group: DrawnGroup) -> list[Row]:
         import torch
 
         if group.status != REPLACED:
@@ -187,7 +187,7 @@ class Draws:
         }
         return [(f"{session}_0", {"status": "success"}, fields) for session in group.sessions]
 
-    def keep(self, replaced: Mapping[str, tuple[list[str], float]], lost: float, ended: float) -> Unfinished:
+    def keep(self, replaced: Mapping[str, tuple[list[str], float]], lost: float, ended: float) -> UnfinishedStep:
         """Write all episodes of the step that have ended, and return what is kept.
 
         Args:
@@ -207,14 +207,14 @@ class Draws:
         for uid, task in self.drawn.items():
             sessions = list(dict.fromkeys(map(session_of, keys.get(uid, []))))
             if uid in replaced:
-                groups.append(Group(uid, task, REPLACED, *replaced[uid]))
+                groups.append(DrawnGroup(uid, task, REPLACED, *replaced[uid]))
             elif items[uid]["status"] in ("finished", "failure"):
-                groups.append(Group(uid, task, items[uid]["status"], sessions))
+                groups.append(DrawnGroup(uid, task, items[uid]["status"], sessions))
             else:
-                groups.append(Group(uid, task, "running", sessions))
-        kept = Unfinished(self.step - 1, [*groups, *self.left], lost, ended)
+                groups.append(DrawnGroup(uid, task, "running", sessions))
+        kept = UnfinishedStep(self.step - 1, [*groups, *self.left], lost, ended)
 
-        def fetch(group: Group) -> list[Row]:
+        def fetch(group: DrawnGroup) -> list[Row]:
             if group.uid not in self.drawn:
                 return read_rows(self.run_dir, group)
             return [(key, rows[key], _fields(key)) for key in keys[group.uid]]

@@ -1,4 +1,4 @@
-"""This module writes the pages as files that any web server shows, with nothing of ours running: ``--bundle``.
+"""Write the viewer's pages as files that any web server shows, with nothing of ours running (``--bundle``).
 
 A page is made by the handler that serves it, from the first page on along its links. The templates leave out what only
 a server can do where ``Library.static`` says so: finding, searching, filters, labels, exports, comparisons of episodes.

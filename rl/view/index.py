@@ -1,4 +1,4 @@
-"""This module keeps an index over the record files of a run: of each episode its figures, and where its record is.
+"""An index over the record files of a run: of each episode its figures, and where its record is.
 
 A file of records is only ever appended to, so the index is built once and then extended by what is new. It is kept in a
 cache file outside of the run, and checked against the files before it is believed. A torn tail (or a frame that is just
@@ -35,9 +35,9 @@ def caches() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-view"
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """An entry is one attempt: the record's ``file`` (below the run) and ``offset``, and its figures. It equals only
-    itself.
+class IndexEntry(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """An index entry is one attempt: the record's ``file`` (below the run) and ``offset``, and its figures. It equals
+    only itself.
 
     ``facts`` are those of ``rollout.figures.line``, and ``model``, ``attempt``, ``started`` (Unix seconds),
     ``agent`` (how it ended), ``verdict`` (the reason, or resolved) and ``patch`` (a digest, empty for no patch).
@@ -53,8 +53,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, eq=False):
         return self.facts["episode"]
 
 
-class _Read(msgspec.Struct):
-    """A _Read says how far a file was read: up to ``end``. ``last``: where the last frame that was read begins;
+class _FileState(msgspec.Struct):
+    """A _FileState says how far a file was read: up to ``end``. ``last``: where the last frame that was read begins;
     ``header``: that frame's header."""
 
     end: int = 0
@@ -63,8 +63,8 @@ class _Read(msgspec.Struct):
 
 
 class _Cache(msgspec.Struct, tag=_FORM, tag_field="form"):
-    read: dict[str, _Read]
-    entries: list[Entry]
+    read: dict[str, _FileState]
+    entries: list[IndexEntry]
     damage: list[str]
 
 
@@ -82,13 +82,13 @@ class Index:
         self.source = source.resolve()
         self.base = self.source.parent if self.source.is_file() else self.source
         Reader(self.source).files()
-        self.entries: list[Entry] = []
+        self.entries: list[IndexEntry] = []
         self.torn: list[str] = []
         self.damage: list[str] = []
         self._done = self._total = 0  # bytes of records: those that were read, and those of all files
         self.stopped = False  # ends an extension that is under way
-        self._read: dict[str, _Read] = {}
-        self._named: dict[str, Entry] = {}
+        self._read: dict[str, _FileState] = {}
+        self._named: dict[str, IndexEntry] = {}
         self._saved = 0
         self._lock = threading.Lock()
         name = hashlib.sha256(os.fsencode(self.source)).hexdigest()[:24]
@@ -119,7 +119,7 @@ class Index:
         read, name = self._of(path), self._name(path)
         for offset, end, payload in reader.payloads(path, read.end):
             try:
-                self._add(Entry(name, offset, facts(decode(payload, f"{path}, offset {offset}"))))
+                self._add(IndexEntry(name, offset, facts(decode(payload, f"{path}, offset {offset}"))))
             except (CorruptRecordError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 told = isinstance(error, CorruptRecordError)
                 self.damage.append(str(error) if told else f"{path}, offset {offset}: no episode ({error!r})")
@@ -129,7 +129,7 @@ class Index:
                 break
         read.header = _header(path, read.last)
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: IndexEntry) -> None:
         if self._named.setdefault(entry.name, entry) is entry:
             self.entries.append(entry)
 
@@ -138,15 +138,15 @@ class Index:
         """Return which part of the bytes of all records was read."""
         return self._done / self._total if self._total else 1.0
 
-    def find(self, episode: str) -> Entry | None:
+    def find(self, episode: str) -> IndexEntry | None:
         """Return the entry of an episode."""
         return self._named.get(episode)
 
-    def record(self, entry: Entry) -> Record:
+    def record(self, entry: IndexEntry) -> Record:
         """Read the record of an entry. Raises CorruptRecordError and OSError."""
         return record_at(self.base / entry.file, entry.offset)
 
-    def having(self, entries: list[Entry], query: Query) -> Iterator[Entry | None]:
+    def having(self, entries: list[IndexEntry], query: Query) -> Iterator[IndexEntry | None]:
         """Iterate over the entries in whose record the query finds its text; None for each other one."""
         place, unpack = functools.cache(self.base.joinpath), zstandard.ZstdDecompressor()
         for entry in entries:
@@ -192,12 +192,12 @@ class Index:
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self.base))
 
-    def _of(self, path: Path) -> _Read:
-        return self._read.setdefault(self._name(path), _Read())
+    def _of(self, path: Path) -> _FileState:
+        return self._read.setdefault(self._name(path), _FileState())
 
 
 def facts(record: Record) -> dict[str, Any]:
-    """Return the figures of an attempt, see ``Entry``."""
+    """Return the figures of an attempt, see ``IndexEntry``."""
     figures = line(record)
     return figures | {
         "model": record.model,

@@ -1,4 +1,4 @@
-"""This module holds what the pages show: the runs with their indices, and the episodes that were looked at last."""
+"""The library behind the pages: the runs with their indices, and the episodes that were looked at last."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from rl.metrics.trained import Trained
+from rl.metrics.trained import EpisodeTraining
 from rl.metrics.trained import read as read_trained
-from rl.view.index import Entry, Index
-from rl.view.runs import Run, advantages, by_deviation, group
-from rl.view.tokens import Texts, Tree, Vocabulary, tree, vocabulary
-from rl.view.turns import Reading, read
+from rl.view.index import Index, IndexEntry
+from rl.view.runs import RunView, advantages, by_deviation, group
+from rl.view.tokens import Texts, TreeMap, Vocabulary, tree, vocabulary
+from rl.view.turns import EpisodeReading, read
 from rollout.records import CorruptRecordError, Record
 
 _KEPT = 4  # episodes in memory; one of 100,000 tokens takes some tens of MB
@@ -23,16 +23,16 @@ class NotFound(LookupError):
 
 
 @dataclass
-class Episode:
-    """An episode is one record with all that is made of it when it is shown."""
+class EpisodeView:
+    """An episode view is one record with all that is made of it when it is shown."""
 
-    run: Run
-    entry: Entry
+    run: RunView
+    entry: IndexEntry
     record: Record
     words: Vocabulary
 
     @cached_property
-    def reading(self) -> Reading:
+    def reading(self) -> EpisodeReading:
         """Return what a person reads of it."""
         return read(self.record, self._masked)
 
@@ -42,7 +42,7 @@ class Episode:
         return Texts(self.record, self.words)
 
     @cached_property
-    def tree(self) -> Tree:
+    def tree(self) -> TreeMap:
         """Return the map of its tree."""
         return tree(self.record, self._masked and self.record.overlong)
 
@@ -51,12 +51,12 @@ class Episode:
         return bool(self.run.setting("episode.mask_overlong", False))
 
     @cached_property
-    def trained(self) -> Trained | None:
+    def trained(self) -> EpisodeTraining | None:
         """Return what the trainer made of it, None if that was not kept."""
         return read_trained(self.run.dir, self.record)
 
     @property
-    def group(self) -> list[Entry]:
+    def group(self) -> list[IndexEntry]:
         """Return the attempts on its task at its step, itself included."""
         facts = self.entry.facts
         return group(self.run.index.entries, facts["task"], facts["split"], facts["step"])
@@ -76,9 +76,9 @@ class Library:
 
     def __init__(self, sources: Sequence[Path], cache: Path | None, model: Path | None = None, who: str = "") -> None:
         """Open the runs; nothing is read before ``refresh``. Raises FileNotFoundError."""
-        self.runs: list[Run] = []
+        self.runs: list[RunView] = []
         for source in sources:
-            self.runs.append(Run(Index(source, cache), {run.key for run in self.runs}))
+            self.runs.append(RunView(Index(source, cache), {run.key for run in self.runs}))
         self.model, self.who, self.static = model, who, False
         self._opened = lru_cache(_KEPT)(self._open)
 
@@ -96,7 +96,7 @@ class Library:
         for run in self.runs:
             run.index.save()
 
-    def run(self, key: str | None) -> Run:
+    def run(self, key: str | None) -> RunView:
         """Return a run by its name in links; the first one if that is not given. Raises NotFound."""
         for run in self.runs:
             if key in (None, run.key):
@@ -107,7 +107,7 @@ class Library:
         """Return the vocabulary of a policy, which records name by its directory."""
         return vocabulary(self.model or Path(model))
 
-    def episode(self, of: str | None, name: str | None) -> Episode:
+    def episode(self, of: str | None, name: str | None) -> EpisodeView:
         """Return an episode by its run and name. Raises NotFound."""
         run = self.run(of)
         entry = run.index.find(name or "")
@@ -118,6 +118,6 @@ class Library:
         except (CorruptRecordError, OSError) as error:
             raise NotFound(f"the record of {name} cannot be read: {error}") from error
 
-    def _open(self, run: Run, entry: Entry) -> Episode:
+    def _open(self, run: RunView, entry: IndexEntry) -> EpisodeView:
         record = run.index.record(entry)
-        return Episode(run, entry, record, self.words(record.model))
+        return EpisodeView(run, entry, record, self.words(record.model))

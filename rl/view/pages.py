@@ -1,5 +1,7 @@
-"""This module makes the pages. A handler takes the library and a request's query, and returns a ``Page``; it reads no
-file by itself."""
+"""The viewer's pages: a handler takes the library and a request's query, and returns a ``Page``.
+
+A handler reads no file by itself.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from rl.evaluate.compare import compare as compared
 from rl.metrics.report import summary
 from rl.view import render, runs
 from rl.view import search as finding
-from rl.view.index import Entry
-from rl.view.library import Episode, Library, NotFound
+from rl.view.index import IndexEntry
+from rl.view.library import EpisodeView, Library, NotFound
 from rl.view.render import url
-from rl.view.runs import FilterError, Run
+from rl.view.runs import FilterError, RunView
 from rl.view.tokens import MOST, improbable, tilted, tokens
 from rl.view.turns import Turn
 
@@ -69,7 +71,7 @@ def _number(query: Query, key: str, default: int = 0) -> int:
     return number
 
 
-def _episode(library: Library, query: Query, which: str = "id", run: str = "run") -> Episode:
+def _episode(library: Library, query: Query, which: str = "id", run: str = "run") -> EpisodeView:
     return library.episode(query.get(run), query.get(which))
 
 
@@ -97,18 +99,18 @@ def run_page(library: Library, query: Query) -> Page:
     )  # fmt: skip
 
 
-def _causes(entries: Sequence[Entry]) -> list[tuple[str, int, bool]]:
+def _causes(entries: Sequence[IndexEntry]) -> list[tuple[str, int, bool]]:
     """Return (reason, episodes, whether it is the infrastructure's) of what was not resolved."""
     found = Counter((one.facts["reason"], one.facts["infra"]) for one in entries if one.facts["reason"])
     return [(reason, count, infra) for (reason, infra), count in found.most_common()]
 
 
-def _graded(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+def _graded(entries: Sequence[IndexEntry]) -> dict[str, list[IndexEntry]]:
     """Return the graded episodes by task."""
     return runs.grouped((one for one in entries if not one.facts["infra"]), lambda one: one.facts["task"])
 
 
-def _tasks(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def _tasks(entries: Sequence[IndexEntry]) -> list[dict[str, Any]]:
     """Return a row per task, those with most attempts first; among equals, those whose rate is nearest to one half."""
     rows: list[dict[str, Any]] = []
     for task, members in _graded(entries).items():
@@ -125,7 +127,7 @@ def curves_json(library: Library, query: Query) -> Page:
     return _json(runs.curves({run.key: run.metrics() for run in _runs(library, named)}))
 
 
-def _runs(library: Library, query: Query) -> list[Run]:
+def _runs(library: Library, query: Query) -> list[RunView]:
     """Return the runs that a link names, one per line of ``run``, or as ``a`` and ``b``."""
     named = query["run"].split("\n") if "run" in query else [query[key] for key in ("a", "b") if key in query]
     return [library.run(name) for name in dict.fromkeys(named)][:_SIDE] or library.runs[:_SIDE]
@@ -204,9 +206,9 @@ def label(library: Library, query: Query) -> Page:
     return _json([asdict_of(said) for said in one.run.labels.read().get(one.entry.name, [])])
 
 
-def _counterparts(library: Library, one: Episode) -> list[tuple[str, str]]:
+def _counterparts(library: Library, one: EpisodeView) -> list[tuple[str, str]]:
     """Return what an episode can be put beside: its task at its run's first and last step, and last in other runs."""
-    facts, found = one.entry.facts, list[tuple[str, Run, Entry]]()
+    facts, found = one.entry.facts, list[tuple[str, RunView, IndexEntry]]()
     for run in library.runs[:_SIDE]:
         mine = run.attempts(facts["task"])
         if run is one.run:
@@ -219,11 +221,11 @@ def _counterparts(library: Library, one: Episode) -> list[tuple[str, str]]:
     return [(label, url("/compare", a=other.name, arun=run.key, **here)) for label, run, other in found]
 
 
-def _tests(one: Episode) -> list[runs.HiddenTest]:
+def _tests(one: EpisodeView) -> list[runs.HiddenTest]:
     return runs.hidden_tests({"result": one.record.verdict})
 
 
-def _beside(one: Episode) -> tuple[Entry | None, Entry | None]:
+def _beside(one: EpisodeView) -> tuple[IndexEntry | None, IndexEntry | None]:
     members = one.group
     at = next((n for n, member in enumerate(members) if member.name == one.entry.name), 0)
     return members[at - 1] if at else None, members[at + 1] if at + 1 < len(members) else None
@@ -251,7 +253,7 @@ def token_page(library: Library, query: Query) -> Page:
     )  # fmt: skip
 
 
-def _node(library: Library, query: Query) -> tuple[Episode, int]:
+def _node(library: Library, query: Query) -> tuple[EpisodeView, int]:
     one, node = _episode(library, query), _number(query, "node")
     if node >= len(one.record.nodes):
         raise NotFound(f"the episode has no node {node}")
@@ -287,7 +289,7 @@ def raw(library: Library, query: Query) -> Page:
     return Page(text, "text/plain")
 
 
-def _turn(one: Episode, query: Query) -> Turn:
+def _turn(one: EpisodeView, query: Query) -> Turn:
     number = _number(query, "turn")
     if not 0 < number <= len(one.reading.turns):
         raise NotFound(f"the episode has no turn {number}")
@@ -357,7 +359,7 @@ def compare_runs(library: Library, query: Query) -> Page:
     )  # fmt: skip
 
 
-def _results(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+def _results(entries: Sequence[IndexEntry]) -> dict[str, dict[str, Any]]:
     """Return, by task, the graded episodes of the run's held-out split if it has one, else of all splits."""
     mine = [one for one in entries if one.facts["split"] == "val"] or entries
     made: dict[str, dict[str, Any]] = {}
@@ -370,7 +372,7 @@ def _results(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
 def search(library: Library, query: Query) -> Page:
     """Search the text of all episodes of one run after the other, the newest first."""
     wanted, only, start = query.get("q", ""), query.get("run", ""), _number(query, "from")
-    found: list[tuple[Run, Entry]] = []
+    found: list[tuple[RunView, IndexEntry]] = []
     looked = total = 0
     asked, end = finding.Query(wanted, library.words), time.monotonic() + _SEARCH_S
     for run in [library.run(only)] if only else library.runs:

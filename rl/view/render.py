@@ -1,4 +1,4 @@
-"""This module fills the templates. All values are escaped; what has no template of its own is written as text."""
+"""HTML from the viewer's templates: all values are escaped, and what has no template of its own is written as text."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _environment() -> jinja2.Environment:
     return made
 
 
-def _patch(data: bytes | str | None) -> list[texts.FileDiff]:
+def _patch(data: bytes | str | None) -> list[texts.DiffView]:
     return texts.patch(data.decode("utf-8", "replace") if isinstance(data, bytes) else data or "")
 
 

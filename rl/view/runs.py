@@ -1,4 +1,4 @@
-"""This module reads what a run has besides its records: config, metrics, task files; and makes tables of all of it."""
+"""A run's tables and curves for the pages, made of its records' figures, its config, metrics and task files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl.data.labels import Labels
 from rl.metrics.episodes import Line, fold, read_jsonl
 from rl.metrics.panels import SECTIONS
 from rl.run import phases
-from rl.view.index import Entry, Index
+from rl.view.index import Index, IndexEntry
 from rollout.sandbox import lease
 
 BINS = 10  # of the histogram of rewards
@@ -24,8 +24,8 @@ Kind = TypeVar("Kind")
 _EPSILON = 1e-6  # verl's, added to the standard deviation of a group
 
 
-class Run:
-    """A run is what the pages show of one directory. ``key``: its name in links, which no other run has."""
+class RunView:
+    """A run view is what the pages show of one directory. ``key``: its name in links, which no other run has."""
 
     def __init__(self, index: Index, known: Container[str] = ()) -> None:
         self.index, self.dir = index, index.base
@@ -81,7 +81,7 @@ class Run:
             told[step] |= fold(lines, "episode" if split == "train" else "val")
         return [{"step": step, **values} for step, values in sorted(told.items())]
 
-    def attempts(self, task: str) -> list[Entry]:
+    def attempts(self, task: str) -> list[IndexEntry]:
         """Return the attempts of a task."""
         return [one for one in self.index.entries if one.facts["task"] == task]
 
@@ -126,12 +126,12 @@ def grouped(found: Iterable[Kind], key: Callable[[Kind], Any]) -> dict[Any, list
     return groups
 
 
-def by_step(entries: Iterable[Entry]) -> dict[tuple[str, int], list[Line]]:
+def by_step(entries: Iterable[IndexEntry]) -> dict[tuple[str, int], list[Line]]:
     """Return the figures of episodes by (split, step)."""
     return grouped((one.facts for one in entries), lambda line: (line["split"], line["step"]))
 
 
-def steps(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+def steps(entries: Iterable[IndexEntry]) -> list[dict[str, Any]]:
     """Return a row per step and split, the newest first: counts and means of graded episodes."""
     rows = []
     for (split, step), lines in sorted(by_step(entries).items(), key=lambda one: (-one[0][1], one[0][0])):
@@ -157,7 +157,7 @@ class Bin:
     height: float  # share of the largest bin
 
 
-def histogram(entries: Iterable[Entry]) -> list[Bin]:
+def histogram(entries: Iterable[IndexEntry]) -> list[Bin]:
     """Return the rewards of graded episodes in ``BINS`` bins; or one for each reward if there are fewer."""
     values = sorted(float(one.facts["reward"]) for one in entries if one.facts["reward"] is not None)
     if not values:
@@ -172,12 +172,12 @@ def histogram(entries: Iterable[Entry]) -> list[Bin]:
     return [Bin(low + n * width, low + (n + 1) * width, counts[n], counts[n] / most) for n in range(BINS)]
 
 
-def group(entries: Iterable[Entry], task: str, split: str, step: int) -> list[Entry]:
+def group(entries: Iterable[IndexEntry], task: str, split: str, step: int) -> list[IndexEntry]:
     """Return the attempts of a task at a step."""
     return [one for one in entries if _group_of(one.facts) == (task, split, step)]
 
 
-def advantages(members: Sequence[Entry], by_deviation: bool) -> dict[str, float]:
+def advantages(members: Sequence[IndexEntry], by_deviation: bool) -> dict[str, float]:
     """Return GRPO's advantage of each graded episode of a group, by name: the reward less the group's mean.
 
     by_deviation: divided by the standard deviation. A group with fewer than two episodes has none, nor has one that is
@@ -193,7 +193,7 @@ def advantages(members: Sequence[Entry], by_deviation: bool) -> dict[str, float]
     return {name: (reward - mean) / scale for name, reward in rewards.items()}
 
 
-def taught_nothing(members: Sequence[Entry]) -> str:
+def taught_nothing(members: Sequence[IndexEntry]) -> str:
     """Return why GRPO learns nothing from a group, in a sentence; "" if it does, or is not trained on."""
     if any(one.facts["split"] != "train" for one in members):
         return ""
@@ -210,7 +210,7 @@ def taught_nothing(members: Sequence[Entry]) -> str:
     return f"This group taught nothing: all its episodes have the same reward, and none resolved the task ({why})."
 
 
-def by_deviation(run: Run) -> bool:
+def by_deviation(run: RunView) -> bool:
     """Tell whether the run divides advantages by the group's deviation."""
     return bool(run.setting("algorithm.norm_adv_by_std_in_grpo", True))
 
@@ -255,7 +255,7 @@ class FilterError(ValueError):
     """A filter cannot be read. The message is one line."""
 
 
-def chosen(entries: Sequence[Entry], query: dict[str, str]) -> list[Entry]:
+def chosen(entries: Sequence[IndexEntry], query: dict[str, str]) -> list[IndexEntry]:
     """Return the entries that a query asks for, in its order.
 
     Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
@@ -309,7 +309,7 @@ def _bounds(key: str, text: str) -> tuple[float, float]:
         raise FilterError(f"{key}={text}: not a number or a range such as 3, 3:, :8 or 3:8") from None
 
 
-def values_of(entries: Iterable[Entry]) -> dict[str, list[str]]:
+def values_of(entries: Iterable[IndexEntry]) -> dict[str, list[str]]:
     """Return what there is to choose from: splits, verdicts, repositories, flags and so on."""
     facts = [one.facts for one in entries]
     return {

@@ -1,4 +1,4 @@
-"""This module finds a text in everything that an episode has (what was said, answered, read, graded), or in many."""
+"""Search one episode or many for a text, in everything that was said, answered, read and graded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from rl.view.texts import excerpt
 from rl.view.tokens import Texts, Vocabulary
-from rl.view.turns import COMPACTED, Reading, composed
+from rl.view.turns import COMPACTED, EpisodeReading, composed
 from rollout.records import Record
 
 MOST = 300  # hits that are shown
@@ -33,7 +33,7 @@ class Hit:
     after: str
 
 
-def find(reading: Reading, texts: Texts, wanted: str) -> tuple[list[Hit], int]:
+def find(reading: EpisodeReading, texts: Texts, wanted: str) -> tuple[list[Hit], int]:
     """Return the first hits, in the order of time, and how many there are. Case does not matter.
 
     A passage that is in a text as people read it, and also in the tokens of that text, counts as one hit.
@@ -50,7 +50,9 @@ def find(reading: Reading, texts: Texts, wanted: str) -> tuple[list[Hit], int]:
     return found, count
 
 
-def _everything(reading: Reading, texts: Texts, pattern: re.Pattern[str]) -> Iterator[tuple[str, int, int, int, str]]:
+def _everything(
+    reading: EpisodeReading, texts: Texts, pattern: re.Pattern[str]
+) -> Iterator[tuple[str, int, int, int, str]]:
     """Yield (what, turn, place, node, text); the node is -1 where the text is not in the tree."""
     answered: set[int] = set()  # turns with a hit in a result, which the next one reads
     seen: set[int] = set()

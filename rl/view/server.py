@@ -1,4 +1,4 @@
-"""This module serves the pages over HTTP: read-only, on the loopback interface unless told otherwise.
+"""The HTTP server of the pages: read-only but for labels, on the loopback interface unless told otherwise.
 
 Episodes are hostile text. Every answer has a content-security policy that allows nothing but this server's own files,
 no inline script or style among them. On loopback a request must name this machine, so that no other site's page can

@@ -17,10 +17,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rl.view.index import Entry, Index, caches
+from rl.view.index import Index, IndexEntry, caches
 from rl.view.runs import FilterError, chosen
 from rl.view.texts import cut
-from rl.view.turns import Part, Reading, Turn, read
+from rl.view.turns import EpisodeReading, Part, Turn, read
 from rollout import program
 from rollout.records import CorruptRecordError
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if index.damage else 0
 
 
-def fitting(entries: Sequence[Entry], words: Sequence[str]) -> list[Entry]:
+def fitting(entries: Sequence[IndexEntry], words: Sequence[str]) -> list[IndexEntry]:
     """Return the episodes that have all words in their lines; NAME=VALUE is a filter of the viewer's list. Raises
     FilterError."""
     query = dict(word.split("=", 1) for word in words if "=" in word)
@@ -65,7 +65,7 @@ def fitting(entries: Sequence[Entry], words: Sequence[str]) -> list[Entry]:
     return [one for one in entries if id(one) in kept and all(word in " ".join(_cells(one)).lower() for word in plain)]
 
 
-def listing(entries: Sequence[Entry]) -> Iterator[str]:
+def listing(entries: Sequence[IndexEntry]) -> Iterator[str]:
     """Yield a line per episode below a heading, in columns."""
     rows = [_HEAD, *map(_cells, entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
@@ -73,7 +73,7 @@ def listing(entries: Sequence[Entry]) -> Iterator[str]:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _cells(entry: Entry) -> tuple[str, ...]:
+def _cells(entry: IndexEntry) -> tuple[str, ...]:
     one = entry.facts
     reward = "-" if one["reward"] is None else f"{one['reward']:.3g}"
     figures = [str(one[name]) for name in ("turns", "rows", "tokens_sampled")] + [str(round(one["wall_s"]))]
@@ -81,7 +81,7 @@ def _cells(entry: Entry) -> tuple[str, ...]:
     return entry.name, one["split"], str(one["step"]), one["verdict"], reward, *figures, flags
 
 
-def episode(reading: Reading) -> Iterator[str]:
+def episode(reading: EpisodeReading) -> Iterator[str]:
     """Yield the lines of an episode as a person reads it."""
     record = reading.record
     yield f"{record.episode}  task {record.task}  {record.split} step {record.step}  attempt {record.attempt}"

@@ -1,4 +1,4 @@
-"""This module makes hostile text readable: terminal sequences, invisible marks, great lengths; and it shows diffs."""
+"""Make hostile text readable (terminal sequences, invisible marks, great lengths), and show diffs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HEAD, TAIL = 12_000, 4_000  # characters of a long text that a page shows
+_AROUND = 60  # characters before and after a hit
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Bidirectional and invisible marks: they can make a line read as what it is not.
 _MARKS = re.compile("[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]")
@@ -48,8 +49,8 @@ def cut(text: Any, head: int = HEAD, tail: int = TAIL) -> Cut:
 
 
 @dataclass
-class FileDiff:
-    """A FileDiff is a file's part of a patch: (kind, text) of its lines, kind being add, del, hunk, meta or same."""
+class DiffView:
+    """A DiffView is a file's part of a patch: (kind, text) of its lines, kind being add, del, hunk, meta or same."""
 
     name: str
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -65,14 +66,14 @@ class FileDiff:
         return sum(kind == "del" for kind, _ in self.lines)
 
 
-def patch(text: str) -> list[FileDiff]:
+def patch(text: str) -> list[DiffView]:
     """Return the files of a git patch, whatever is in it."""
-    found: list[FileDiff] = []
+    found: list[DiffView] = []
     body = False
     for line in text.splitlines():
         if line.startswith("diff --git ") or not found:
             name = re.sub(r"^diff --git (?:a/)?(.*?) (?:b/)?\S*$", r"\1", line)
-            found.append(FileDiff(clean(name)))
+            found.append(DiffView(clean(name)))
             body = False
         kind = "meta"
         if line.startswith("@@"):
@@ -107,8 +108,9 @@ def _compared(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str
             yield from (("add", f"+{clean(one)}") for one in after[c:d])
 
 
-def excerpt(text: str, at: int, length: int, around: int = 60) -> tuple[str, str, str]:
+def excerpt(text: str, at: int, length: int) -> tuple[str, str, str]:
     """Return what stands before a hit, the hit, and what stands after it, in one line."""
-    parts = text[max(0, at - around) : at], text[at : at + length], text[at + length : at + length + around]
+    end = at + length
+    parts = text[max(0, at - _AROUND) : at], text[at:end], text[end : end + _AROUND]
     before, hit, after = (clean(one).replace("\n", "\u21b5") for one in parts)
     return before, hit, after

@@ -1,4 +1,4 @@
-"""This module shows tokens inside of the session tree: which were shared, which branched, and which were trained on."""
+"""An episode's tokens in the session tree: which were shared, which branched, and which were trained on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from rl.metrics.trained import Trained
+from rl.metrics.trained import EpisodeTraining
 from rollout.records import NodeRecord, Record, pack_ids, unpack_floats, unpack_ids
 
 MOST = 2000  # tokens of a node that are sent at once
@@ -100,8 +100,8 @@ def vocabulary(model: Path) -> Vocabulary:
 
 
 @dataclass
-class Place:
-    """A place is a node in the map. ``start`` and ``end``: its tokens in its path; ``lane``: its line in the map.
+class MapNode:
+    """A map node is a node that is drawn. ``start`` and ``end``: its tokens in its path; ``lane``: its line in the map.
 
     ``rows``: training rows that train it; ``ends``: rows that end with it; ``masked``: none of these has a
     mask of 1. ``x``, ``y``, ``width``: in the map's units.
@@ -132,26 +132,26 @@ class Place:
 
 
 @dataclass
-class Tree:
-    """A tree is the map of an episode. ``edges``: (x, y of the parent's end, y of the branch); ``longest``: tokens."""
+class TreeMap:
+    """This is the map of an episode. ``edges``: (x, y of the parent's end, y of the branch); ``longest``: tokens."""
 
-    places: list[Place]
+    places: list[MapNode]
     edges: list[tuple[float, float, float]]
     longest: int
     width: float
     height: float
 
 
-def tree(record: Record, masked: bool = False, width: float = 1000.0) -> Tree:
+def tree(record: Record, masked: bool = False, width: float = 1000.0) -> TreeMap:
     """Lay out the session tree: one line per branch, tokens from left to right, what is shared drawn once. masked: the
     run trains on none of its rows."""
     nodes = record.nodes
-    places: list[Place] = []
+    places: list[MapNode] = []
     for number, node in enumerate(nodes):
         parent = node.parent if node.parent < number else -1
         start = places[parent].end if parent >= 0 else 0
         end, sampled = start + node.length, node.logprobs is not None
-        places.append(Place(number, parent, start, end, sampled, node.delivered, masked))
+        places.append(MapNode(number, parent, start, end, sampled, node.delivered, masked))
     for number, row in enumerate(record.rows):
         known = [node for node in row.nodes if 0 <= node < len(places)]  # the audit says what is wrong with others
         for node in known:
@@ -169,10 +169,10 @@ def tree(record: Record, masked: bool = False, width: float = 1000.0) -> Tree:
         for one in places
         if one.parent >= 0 and places[one.parent].lane != one.lane
     ]
-    return Tree(places, edges, longest, width, lanes * _LANE)
+    return TreeMap(places, edges, longest, width, lanes * _LANE)
 
 
-def _lanes(places: list[Place]) -> int:
+def _lanes(places: list[MapNode]) -> int:
     """Give each node a line: the child on the longest path stays on its parent's. Return how many lines there are."""
     depth = [one.end for one in places]
     children: dict[int, list[int]] = {}
@@ -224,7 +224,9 @@ class Token:
         return None if self.entropy is None else min(_SHADES - 1, int(self.entropy / 0.4))
 
 
-def tokens(record: Record, node: int, words: Vocabulary, trained: Trained | None, start: int = 0) -> list[Token]:
+def tokens(
+    record: Record, node: int, words: Vocabulary, trained: EpisodeTraining | None, start: int = 0
+) -> list[Token]:
     """Return at most ``MOST`` tokens of a node from ``start`` on."""
     one = record.nodes[node]
     ids = unpack_ids(one.ids[4 * start : 4 * (start + MOST)])
@@ -268,7 +270,7 @@ def improbable(record: Record, words: Vocabulary) -> list[Jump]:
     )
 
 
-def tilted(record: Record, words: Vocabulary, trained: Trained | None) -> list[Jump]:
+def tilted(record: Record, words: Vocabulary, trained: EpisodeTraining | None) -> list[Jump]:
     """Return the sampled tokens whose probabilities in trainer and rollout differ most; empty where that is unknown."""
     if trained is None:
         return []

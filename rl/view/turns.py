@@ -1,4 +1,4 @@
-"""This module makes of a record what a person reads: turns with their texts, calls, results and sub-agents. It is pure.
+"""An episode as a person reads it, made of its record without I/O: turns with texts, calls, results and sub-agents.
 
 A turn is one reply: a point of the episode's trace, or, where not even messages were kept of a hosted model, what the
 agent's own events tell.
@@ -103,8 +103,8 @@ class Turn:
 
 
 @dataclass
-class Reading:
-    """A reading is an episode as a person reads it.
+class EpisodeReading:
+    """An episode reading is an episode as a person reads it.
 
     ``turns`` are all, in the order of time; ``main`` those that are not shown inside of others. ``findings``: of the
     audit, without the check of texts; ``ending``: what the agent said of its own end.
@@ -121,7 +121,7 @@ class Reading:
         return ((turn, *one) for turn in self.turns for one in turn.texts())
 
 
-def read(record: Record, mask_overlong: bool = False) -> Reading:
+def read(record: Record, mask_overlong: bool = False) -> EpisodeReading:
     """Return what a person reads of an episode. mask_overlong: the run leaves out episodes that a limit ended."""
     findings = [*audit_tokens(record), *audit_heard(record)]
     try:
@@ -140,7 +140,7 @@ def read(record: Record, mask_overlong: bool = False) -> Reading:
         turn.untrained = _why(record, turn, mask_overlong)
     if found.silent or not found.points:
         _answer(record, turns)
-    return Reading(record, turns, _nested(turns), findings, _ending(record))
+    return EpisodeReading(record, turns, _nested(turns), findings, _ending(record))
 
 
 def composed(record: Record) -> Iterator[str]:

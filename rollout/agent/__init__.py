@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollout.agent.kept import Kept, keep
+from rollout.agent.kept import AgentOutput, keep
 from rollout.sandbox import ExecResult, Sandbox
 
 _OUTPUT_CAP = 64 << 20  # bytes: an agent's event stream repeats every tool result
@@ -45,7 +45,7 @@ class AgentRun:
     detail: str
     events: list[dict[str, Any]]
     replies: frozenset[str] | None = None
-    kept: Kept | None = None
+    kept: AgentOutput | None = None
 
 
 class Agent(Protocol):

@@ -1,4 +1,4 @@
-"""This module runs Claude Code as an agent, headless. It is written against version 2.1.
+"""Claude Code as an agent, headless: its command line, environment, files and result, as of version 2.1.
 
 The environment is built from nothing and points at the episode's proxy session only; no variable of the trainer's
 process reaches the agent.

@@ -1,4 +1,4 @@
-"""This module reads event streams: lines of JSON that an agent prints, in the form of Claude Code's stream-json.
+"""An agent's event stream: lines of JSON that it prints, in the form of Claude Code's stream-json.
 
 Any process in the box can write to such a stream, so it is hostile input. ``read`` keeps what a record can hold; the
 other functions take any event that it returns, and those of records, whatever is in them.

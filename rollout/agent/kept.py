@@ -1,4 +1,4 @@
-"""This module keeps what an agent's process leaves behind: its output, and its own files.
+"""Keep what an agent's process leaves behind: its output, and its own files.
 
 All of it is hostile input: the policy's commands can write to the output and change the files. Files are read by a
 program in the box; its output is capped, and no path that it names may lead out of the directory they are put in.
@@ -27,8 +27,8 @@ done
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Kept is what a process left: its output, its own files by their paths relative to HOME, and what is missing."""
+class AgentOutput:
+    """This is what a process left: its output, its own files by their paths relative to HOME, and what is missing."""
 
     stdout: bytes
     stderr: bytes
@@ -36,7 +36,7 @@ class Kept:
     problems: Sequence[str] = ()
 
 
-async def keep(box: Sandbox, done: ExecResult, places: Sequence[str]) -> Kept:
+async def keep(box: Sandbox, done: ExecResult, places: Sequence[str]) -> AgentOutput:
     """Return what a process that has ended left in ``box``. places: files and folders in HOME. Raises SandboxError."""
     problems = ["the middle of the agent's output, which is too long"] if done.truncated else []
     files: dict[str, bytes] = {}
@@ -46,7 +46,7 @@ async def keep(box: Sandbox, done: ExecResult, places: Sequence[str]) -> Kept:
         files, whole = unpack(read.stdout)
         if read.timed_out or read.truncated or not whole:
             problems.append("some of the agent's own files, which are too large or were tampered with")
-    return Kept(done.stdout, done.stderr, files, problems)
+    return AgentOutput(done.stdout, done.stderr, files, problems)
 
 
 def unpack(data: bytes) -> tuple[dict[str, bytes], bool]:

@@ -1,8 +1,8 @@
-"""This program proves from a run's episode records that the trainer received exactly what was sampled.
+"""Prove from a run's episode records that the trainer received exactly what was sampled.
 
     python -m rollout.audit RUN
 
-It checks every record with code that shares nothing with the session tree:
+Every record is checked with code that shares nothing with the session tree:
 
 1. Each call of the engine is what it was when it crossed the engine's border: prompt ids (the path of its node),
    sampled ids, log-probabilities and weight versions reproduce the seal that was made there.

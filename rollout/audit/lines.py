@@ -1,4 +1,4 @@
-"""This module has the lines of a run's files that tell of episodes, each by its episode."""
+"""What a run's metrics and journals say of each episode, found by its name and compared with its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module tells whether what an agent ran is what was sampled.
+"""Tool input: tell whether what an agent ran is what was sampled.
 
 Claude Code puts the input of its own tools into the form in which they take it, and reports that form. A hook can
 change it once more (``updatedInput``), which only the events of hooks tell (``--include-hook-events``).

@@ -1,4 +1,4 @@
-"""This program serves the model of a vLLM server to any number of Claude Codes. docs/proxy.md
+"""Serve the model of a vLLM server to any number of Claude Codes. docs/proxy.md
 
     python -m vllm.entrypoints.openai.api_server --model DIR --host 127.0.0.1 --port 8000
     python -m rollout.proxy --engine http://127.0.0.1:8000 --model DIR --tool-parser qwen3_coder --port 8080
@@ -21,7 +21,7 @@ import uvloop
 
 from rollout import program
 from rollout.proxy.parsers import FORMATS
-from rollout.proxy.standalone import EngineRefused, Options, StandAlone
+from rollout.proxy.standalone import EngineRefused, ProxyOptions, StandAlone
 
 if TYPE_CHECKING:
     from rollout.recording import Recording
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--record {directory}: {error.strerror}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    status = uvloop.run(_serve(Options(**options), host, port, recording))
+    status = uvloop.run(_serve(ProxyOptions(**options), host, port, recording))
     if recording is not None:
         recording.close()
     sys.stdout.flush()
@@ -91,7 +91,7 @@ def _recording(directory: Path, model: str) -> Recording:
     return Recording(directory, model)
 
 
-async def _serve(options: Options, host: str, port: int, recording: Recording | None) -> int:
+async def _serve(options: ProxyOptions, host: str, port: int, recording: Recording | None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,4 +1,4 @@
-"""This module turns content blocks of the Anthropic Messages format into text and chat messages."""
+"""Content blocks of the Anthropic Messages format, turned into text and chat messages."""
 
 from __future__ import annotations
 

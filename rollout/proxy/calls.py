@@ -1,4 +1,4 @@
-"""This module keeps what was said as it went over the wire, within a limit of bytes. It does no I/O.
+"""The calls and texts of a session, kept as they went over the wire, within a limit of bytes; no I/O.
 
 Of a call that the policy answers, the session tree has the messages (``tree.Node.says``); of a forwarded call, there is
 nothing but its messages.

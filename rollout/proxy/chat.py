@@ -1,4 +1,4 @@
-"""This module forwards calls to an endpoint of OpenAI's chat completions, which it translates to and from Messages.
+"""Forward calls to an endpoint of OpenAI's chat completions, translating them to and from Anthropic's Messages.
 
 Nothing that a model said or is told is changed: texts stay as they are, to the last blank; thinking goes both ways
 (``reasoning_content``), and so do images, parallel calls and the ids of calls. Calls whose arguments are no JSON object

@@ -1,4 +1,4 @@
-"""This module limits what clients can take of a server: its connections, their time, and the lines of its log.
+"""Limits on what clients can take of a server: its connections, their time, and the lines of its log.
 
 An operating system gives a process only so many descriptors. If one client can open them all, nobody else is served.
 """

@@ -1,4 +1,4 @@
-"""This module defines what is counted of a session."""
+"""What is counted of a session: calls, their times, and what became of requests and replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module finds out which replies their clients have read.
+"""Delivered replies: find out which ones their clients have read.
 
 When the kernel has taken a reply, the client may still have gone without reading it. Two things prove that it was read,
 without the client's help:

@@ -1,4 +1,4 @@
-"""This module encodes texts exactly as a Hugging Face tokenizer does, in less time.
+"""Encode texts exactly as a Hugging Face tokenizer does, in less time.
 
 A tokenizer cuts a text at its control tokens first, and encodes what stands between two of them by itself. So the ids
 of a prompt's head, which has the system prompt and the tools, do not depend on what comes after it, and are computed

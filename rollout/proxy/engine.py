@@ -1,4 +1,4 @@
-"""This module defines what a session asks of an inference engine: prompt ids in, sampled ids and logprobs out.
+"""The protocol between a session and an inference engine: prompt ids in, sampled ids and logprobs out.
 
 Implementations are ``VllmHttpEngine`` (a vLLM server), ``rollout.replay.ReplayEngine`` (a recorded episode),
 ``ScriptedEngine`` below, and, in ``rl/``, verl's rollout client.
@@ -57,7 +57,7 @@ _BEGUN = 4
 
 
 @dataclass(eq=False)
-class _Begun:
+class _PromptState:
     """This is a prompt and, once it is sampled, the reply to it. ``digest``: a hash of the first ``hashed`` ids."""
 
     ids: list[int]
@@ -75,7 +75,7 @@ class Seals:
     """
 
     def __init__(self) -> None:
-        self._begun: list[_Begun] = []
+        self._begun: list[_PromptState] = []
 
     def prompt(self, context: Node) -> list[int]:
         """Return the ids of a context's path. Nobody may change them; ``make`` takes the list back."""
@@ -89,7 +89,7 @@ class Seals:
                 begun.ids += context.ids
                 break
         else:
-            begun = _Begun(untracked(context.path_ids()))
+            begun = _PromptState(untracked(context.path_ids()))
         begun.context, begun.answered = context, False
         self._begun = [*self._begun[1 - _BEGUN :], begun]
         return begun.ids
@@ -103,7 +103,7 @@ class Seals:
         """
         begun = next((b for b in self._begun if b.ids is prompt_ids and not b.answered), None)
         if begun is None or begun.context is None or len(prompt_ids) != begun.context.length:
-            begun = _Begun(prompt_ids)  # it was not made here, too many are in use, or an engine has added to it
+            begun = _PromptState(prompt_ids)  # it was not made here, too many are in use, or an engine has added to it
         begun.digest.update(array("i", prompt_ids[begun.hashed :]))
         whole = begun.digest.copy()
         whole.update(returned := array("i", done.ids))
@@ -190,7 +190,7 @@ def call_seed(seed: int, prompt_ids: Sequence[int], before: int) -> int:
     """Derive the seed of one call from the episode's ``seed``, the prompt, and ``before``. The result has 63 bits.
 
     ``before`` tells calls with the same prompt apart: the number of earlier replies to such a request and, from bit 32
-    on, which of the prompt's requests (``Asked``) it is. Calls with other prompts do not matter.
+    on, which of the prompt's requests (``SamplingTerms``) it is. Calls with other prompts do not matter.
     """
     data = array("Q", (seed, before, *prompt_ids)).tobytes()
     # Engines take a signed 64-bit integer.

@@ -1,4 +1,4 @@
-"""This module compares a session's tokens with those of the model's own chat template, before an episode is played.
+"""Compare a session's tokens with those of the model's own chat template, before an episode is played.
 
 A session encodes each message once, after what was sampled; the template encodes a conversation as a whole. Where they
 differ, the policy is trained on prompts that nothing else would give it.

@@ -1,4 +1,4 @@
-"""This module forwards calls to another endpoint: side calls in training, all calls when a hosted model is evaluated.
+"""Forward calls to another endpoint: side calls in training, all calls when a hosted model is evaluated.
 
 The request is sent on as it came, except for the model's name, and the reply is returned byte for byte, except for an
 id that is missing or was there before. Nothing of either enters the session tree. The endpoint's key belongs to the

@@ -1,4 +1,4 @@
-"""This module keeps the garbage collector from stopping all sessions at once.
+"""Keep the garbage collector from stopping all sessions at once.
 
 A full collection visits every item of every container. It would stop all sessions for a tenth of a second and more, to
 find hardly anything: numbers are no part of a cycle, what was imported stays, and a session has no cycles

@@ -1,4 +1,4 @@
-"""This module keeps the texts in a conversation from becoming control tokens.
+"""Control tokens spelled out in a conversation's texts: keep them from being encoded as control tokens.
 
 A chat template writes control tokens between messages, and a tokenizer finds them in any text. So a file in a
 repository that spells them could forge turns of the policy, calls or thinking. ``Marks`` puts placeholders where

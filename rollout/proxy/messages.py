@@ -1,4 +1,4 @@
-"""This module reads requests in the Anthropic Messages wire format. It does no I/O.
+"""Requests in the Anthropic Messages wire format, read as spans and as chat messages; no I/O.
 
 A request's conversation is represented in two forms:
 
@@ -9,8 +9,8 @@ A request's conversation is represented in two forms:
 * *Chat messages* are what a chat template renders (OpenAI's roles: system, user, assistant, tool).
 
 Every request repeats the whole conversation, so most of each body has been seen before, byte for byte. Messages are
-cut out of the body without being decoded (``msgspec.Raw``). ``Seen`` remembers, by a hash of a message's bytes, what
-decoding it gave, so that only new messages are decoded.
+cut out of the body without being decoded (``msgspec.Raw``). A ``MessageMemory`` remembers what decoding a
+message gave, by a hash of its bytes, so that only new messages are decoded.
 
 The format is documented at https://docs.anthropic.com/en/api/messages; details follow what Claude Code 2.1 sends.
 """
@@ -201,8 +201,8 @@ class _Before:
 _RECENT = 4
 
 
-class Seen:
-    """Seen remembers what decoding the messages of one session gave, in a few dozen bytes per message.
+class MessageMemory:
+    """A MessageMemory remembers what decoding the messages of one session gave, in a few dozen bytes per message.
 
     The keys are hashes of the messages' bytes. A dictionary that has ``limit`` entries is emptied before the next one
     is added; after that, messages are decoded again, which costs time but changes no result.
@@ -254,12 +254,12 @@ class Seen:
         self._recent = [*kept[1 - _RECENT :], now]
 
 
-def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation:
+def conversation(request: WireRequest, seen: MessageMemory | None = None) -> Conversation:
     """Cut a request into spans: adjacent messages of one side are one span, however the client splits them.
 
     Raises RequestError, which names the field that is wrong.
     """
-    seen = seen or Seen()
+    seen = seen or MessageMemory()
     digests = request.digests
     starts, identities, assistant = [0], list[Identity](), False
     fresh: dict[int, WireMessage] = {}
@@ -291,7 +291,7 @@ def conversation(request: WireRequest, seen: Seen | None = None) -> Conversation
     return Conversation(_head(request), spans)
 
 
-def _side(request: WireRequest, index: int, fresh: dict[int, WireMessage], seen: Seen) -> bool:
+def _side(request: WireRequest, index: int, fresh: dict[int, WireMessage], seen: MessageMemory) -> bool:
     """Decode a message, which is also put into ``fresh``; return whether it is the assistant's."""
     message = fresh[index] = decoded(WireMessage, request.messages[index], f"messages[{index}]")
     check_blocks(message.content, f"messages[{index}].content")
@@ -357,7 +357,7 @@ def text_key(text: str) -> bytes:
     return _digest(["assistant", "" if said == _NO_CONTENT else said])
 
 
-def _span(span: Span, digests: Sequence[bytes], seen: Seen) -> Span:
+def _span(span: Span, digests: Sequence[bytes], seen: MessageMemory) -> Span:
     digest = digests[0] if len(digests) == 1 else hashed(b"".join(digests))
     known = seen.spans.get(digest)
     if known is None:

@@ -1,4 +1,4 @@
-"""This module holds the Prometheus metrics of the stand-alone proxy."""
+"""The Prometheus metrics of the stand-alone proxy."""
 
 from __future__ import annotations
 

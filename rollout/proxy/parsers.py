@@ -1,4 +1,4 @@
-"""This module parses sampled text into content blocks, with vLLM's reasoning and tool parsers made strict.
+"""Parse sampled text into content blocks, with vLLM's reasoning and tool parsers made strict.
 
 vLLM's tool parsers are written to get something out of any text: from a call without an end they read as much as there
 is, and they drop junk between arguments and text after a call. In training that is wrong for two reasons: the agent
@@ -33,8 +33,8 @@ _KEPT = 256
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A Parsed is what a reply says.
+class ParsedReply:
+    """A ParsedReply is what a reply says.
 
     ``blocks``: thinking, text and tool_use blocks (the last without ids), in the order in which they were sampled;
     white space that stands alone between them is left out. ``malformed``: the reply has a call that cannot be read.
@@ -52,7 +52,7 @@ class ReplyParser(Protocol):
         """Return the string with which ``make_parser`` makes the same parser."""
         ...
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
         """Parse one reply. ``tools`` are those that the agent offered, in chat form; without any there are no calls."""
         ...
 
@@ -64,8 +64,8 @@ def make_parser(spec: str, tokenizer: Any) -> ReplyParser:
 
 
 @dataclass(frozen=True)
-class Format:
-    """A Format says what well-formed calls look like.
+class CallFormat:
+    """A CallFormat says what well-formed calls look like.
 
     ``section`` matches one or more whole calls with the markers around them, ``call`` one of these calls. ``call`` has
     the groups ``name`` (of the tool) and ``json`` (the arguments, which are then decoded here) if the format allows
@@ -119,18 +119,20 @@ def _format(
     around: tuple[str, str] = ("", ""),
     key: str | None = None,
     lines: bool = False,
-) -> Format:
+) -> CallFormat:
     first, last = (re.escape(marker) for marker in around)
     section = rf"{first}\s*(?:{re.sub(r'[?]P<(name|json)>', '?:', call)}\s*)+{last}" if first else call
-    return Format(re.compile(section), re.compile(call), re.compile(key) if key else None, (*starts,), (*ends,), lines)
+    return CallFormat(
+        re.compile(section), re.compile(call), re.compile(key) if key else None, (*starts,), (*ends,), lines
+    )
 
 
-def _json_calls(start: str, end: str) -> Format:
+def _json_calls(start: str, end: str) -> CallFormat:
     # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     return _format(rf"{re.escape(start)}{_up_to(end)}{re.escape(end)}", [start], [end])
 
 
-def _qwen_xml(start: str, end: str, lines: bool = True) -> Format:
+def _qwen_xml(start: str, end: str, lines: bool = True) -> CallFormat:
     # <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
     value = _up_to("</parameter>", "<parameter=", "</function>")
     call = (
@@ -146,7 +148,7 @@ def _qwen_xml(start: str, end: str, lines: bool = True) -> Format:
     return replace(found, plain=re.compile(plain))
 
 
-def _glm() -> Format:
+def _glm() -> CallFormat:
     # <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     value = _up_to("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
     key = r"[^<>\s]+"
@@ -155,7 +157,7 @@ def _glm() -> Format:
     return _format(call, ["<tool_call>"], ["</tool_call>"], key=pair(f"({key})", f"({value})"))
 
 
-def _kimi() -> Format:
+def _kimi() -> CallFormat:
     # One section of <|tool_call_begin|>functions.NAME:N<|tool_call_argument_begin|>{...}<|tool_call_end|>
     part = "<|tool_call_{}|>".format
     around = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -165,7 +167,7 @@ def _kimi() -> Format:
     return _format(call, [around[0], part("begin")], [around[1], part("end")], around=around)
 
 
-def _deepseek(inside: str) -> Format:
+def _deepseek(inside: str) -> CallFormat:
     # One section of calls; ``inside`` is what stands between a call's markers.
     begin, end, separator = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
     around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -175,7 +177,7 @@ def _deepseek(inside: str) -> Format:
     return _format(call, [around[0], begin], [around[1], end], around=around)
 
 
-def _minimax() -> Format:
+def _minimax() -> CallFormat:
     # One section of <invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>
     value = _up_to("</parameter>", "<parameter name=", "</invoke>", "<invoke name=", "</minimax:tool_call>")
     parameter = '<parameter name="{}">{}</parameter>'.format
@@ -194,7 +196,7 @@ _ARGUMENT = re.compile(r"<parameter=([^>]+)>([^<]*)</parameter>")
 
 
 # The keys are the names of vLLM's tool parsers. docs/models.md says which model families use which format.
-FORMATS: dict[str, Callable[[], Format]] = {
+FORMATS: dict[str, Callable[[], CallFormat]] = {
     "deepseek_v3": lambda: _deepseek("function{sep}{name}\n```json\n{arguments}"),
     "deepseek_v31": lambda: _deepseek("{name}{sep}{arguments}"),
     "glm45": _glm,
@@ -237,22 +239,22 @@ class VllmReplyParser:
         self._reader([])("")  # so that a tokenizer that does not fit is an error now, not at the first call
         self._thinking = _Thinking(reasoning_parser, self._tokenizer) if reasoning_parser else None
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
         """Implement ReplyParser.parse."""
         thinking, rest = self._thinking.split(text, self._format.starts) if self._thinking else ("", text)
         # Anthropic's format has no blocks of only white space.
         before: list[Block] = [{"type": "thinking", "thinking": thinking}] if thinking.strip() else []
         if rest is None:  # the reply was cut while the policy was still thinking
             wanted = bool(tools) and any(start in thinking for start in self._format.starts)
-            return Parsed(before or [{"type": "text", "text": text}], wanted)
+            return ParsedReply(before or [{"type": "text", "text": text}], wanted)
         whole: list[Block] = [{"type": "text", "text": rest}] if rest.strip() or not before else []
         if not tools or not self._format.wants_call(rest):
-            return Parsed([*before, *whole])
+            return ParsedReply([*before, *whole])
         try:
-            return Parsed([*before, *self._read(rest, tools)])
+            return ParsedReply([*before, *self._read(rest, tools)])
         except Exception as error:  # vLLM's parsers may fail in any way on what a policy makes up
             log.debug("malformed tool call: %s: %s", type(error).__name__, error)
-            return Parsed([*before, *whole], malformed=True)
+            return ParsedReply([*before, *whole], malformed=True)
 
     def _read(self, text: str, tools: Sequence[dict[str, Any]]) -> list[Block]:
         """Return text and calls in their order. Raises an exception of any type if the text is malformed."""
@@ -353,7 +355,7 @@ def _is_string(schema: Any) -> bool:
 _TYPED = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref"})
 
 
-def _read_plain(text: str, format: Format, strings: dict[str, frozenset[str]]) -> list[Block] | None:
+def _read_plain(text: str, format: CallFormat, strings: dict[str, frozenset[str]]) -> list[Block] | None:
     """Return the blocks that ``VllmReplyParser._read`` would return, or None if only vLLM's parser (0.2 ms) can tell.
 
     The blocks are certain if every "<" belongs to a whole call, and every argument is a string, according to its tool's

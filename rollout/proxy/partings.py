@@ -1,4 +1,4 @@
-"""This module cuts spans between their blocks, where a client has joined a reply of ours with something else."""
+"""Cut spans between their blocks, where a client has joined a reply of ours with something else."""
 
 from __future__ import annotations
 

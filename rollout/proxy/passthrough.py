@@ -1,4 +1,4 @@
-"""This module is a proxy without a policy of its own: it forwards every call to an Anthropic Messages endpoint.
+"""A proxy without a policy of its own: every call is forwarded to an endpoint of Messages or chat completions.
 
 It is used to evaluate hosted and frozen models. Tokens are not known here: sessions have counters but an empty tree,
 so their episodes have no training rows.

@@ -1,4 +1,4 @@
-"""This module encodes chat messages with the policy's chat template, each message once.
+"""Encode chat messages with the policy's chat template, each message once.
 
 What stands between two turns differs from one model family to the next. verl has one builder per family
 (``verl.utils.tokenizer.continuous_token``) that encodes only what is appended to a conversation. It is the only part
@@ -47,7 +47,7 @@ class Renderer(Protocol):
         ...
 
 
-def _builder(tokenizer: Any, model_type: str, template: str, template_args: dict[str, Any]) -> Any:
+def _builder(tokenizer: Any, model_type: str, template: str) -> Any:
     """Return verl's builder for ``model_type`` (from config.json), or the one that the template seems to need."""
     from verl.utils.tokenizer.continuous_token_wiring import (
         ContinuousTokenModelFamily,
@@ -59,8 +59,8 @@ def _builder(tokenizer: Any, model_type: str, template: str, template_args: dict
     alike = [kind for mark, kind in _ALIKE.items() if mark in template]
     for kind in [model_type] * known + alike:
         with contextlib.suppress(ValueError):  # its control tokens are missing, or it is for pictures
-            return create_continuous_token_builder(tokenizer, hf_model_type=kind, chat_template_kwargs=template_args)
-    return create_continuous_token_builder(tokenizer, hf_model_type="", chat_template_kwargs=template_args)
+            return create_continuous_token_builder(tokenizer, hf_model_type=kind)
+    return create_continuous_token_builder(tokenizer, hf_model_type="")
 
 
 def generation_config(model: str) -> dict[str, Any]:
@@ -203,14 +203,13 @@ class ChatTemplateRenderer:
     ``fits.check_fits`` to say. Raises ValueError if the template fails.
     """
 
-    def __init__(self, tokenizer: Any, model_type: str, template_args: dict[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, model_type: str) -> None:
         from verl.utils.tokenizer.chat_template import apply_chat_template
         from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 
         self.tokenizer = tokenizer
         self.marks = Marks(tokenizer)
         self._encoder = Encoder(tokenizer)
-        self._template_args = template_args or {}
         template = str(tokenizer.chat_template)
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
@@ -220,7 +219,7 @@ class ChatTemplateRenderer:
         except Exception as error:  # jinja's and the template's own have no common class
             raise ValueError(f"the model's chat template fails: {error}") from error
         prepared = _prepared(tokenizer, self._form, self.marks, self._encoder)
-        self.builder = _builder(prepared, model_type, template, self._template_args)
+        self.builder = _builder(prepared, model_type, template)
         # Other builders write themselves what stands between the token that closes a turn and the next turn.
         own = type(self.builder) is not ContinuousTokenBuilder
         self._between = [] if own or not self.closing else self.encode(between)
@@ -228,7 +227,7 @@ class ChatTemplateRenderer:
         plain = type(self.builder).build_initial_tokens is ContinuousTokenBuilder.build_initial_tokens
         self._render: Any = None
         if plain:
-            self._render = functools.partial(apply_chat_template, prepared, tokenize=False, **self._template_args)
+            self._render = functools.partial(apply_chat_template, prepared, tokenize=False)
             self._by_comparison = self.builder.render_delta_token_id
             self.builder.render_delta_token_id = self._added
         self._ids_are_written = any(word in template for word in ("tool_call_id", ".id", "'id'", '"id"'))
@@ -237,7 +236,7 @@ class ChatTemplateRenderer:
     def text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], **options: Any) -> str:
         """Return a conversation as the model's own chat template writes it. Raises whatever the template does."""
         said = [self._form(message) for message in messages]
-        return self.tokenizer.apply_chat_template(said, tools=tools, tokenize=False, **self._template_args, **options)
+        return self.tokenizer.apply_chat_template(said, tools=tools, tokenize=False, **options)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokenizer's ids of a text of the template's."""

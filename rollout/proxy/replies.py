@@ -1,6 +1,6 @@
-"""This module writes replies in the Anthropic Messages wire format, as one JSON body or as server-sent events.
+"""Replies in the Anthropic Messages wire format, as one JSON body or as server-sent events; no I/O.
 
-It does no I/O. The format is documented at https://docs.anthropic.com/en/api/messages-streaming.
+The format is documented at https://docs.anthropic.com/en/api/messages-streaming.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module issues session secrets that prove by themselves that this process issued them.
+"""Session secrets that prove by themselves that this process issued them.
 
 A secret is ``ID.MAC``: a random id and its message authentication code. The holder of a closed session's secret can be
 told that it is closed (410) without a list of all closed sessions, and a guess is refused before anything is looked up.

@@ -1,4 +1,4 @@
-"""This module is the HTTP server of the sessions: POST /v1/messages (streamed or not) and /v1/messages/count_tokens.
+"""The HTTP server of the sessions: POST /v1/messages (streamed or not) and /v1/messages/count_tokens.
 
 One application listens on a TCP port, where the episode's secret (``Authorization: Bearer`` or ``x-api-key``) selects
 the session, and on one unix socket per episode, for agents without any network. The secret is checked on both. A

@@ -22,11 +22,11 @@ from rollout import SIDE_MODEL
 from rollout.proxy.calls import Talk
 from rollout.proxy.counters import Counters
 from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec, call_seed
-from rollout.proxy.messages import Conversation, RequestError, Seen, WireRequest, conversation
+from rollout.proxy.messages import Conversation, MessageMemory, RequestError, WireRequest, conversation
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
 from rollout.proxy.texts import NoRoom, Room, within
-from rollout.proxy.tree import Asked, Match, Node, Place, Tree, routed
+from rollout.proxy.tree import Match, Node, Prompt, SamplingTerms, Tree, routed
 
 if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modules import
     from rollout.proxy.forward import SideEndpoint
@@ -93,9 +93,9 @@ class Session:
         self.talk = Talk()
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
-        self._seen, self._seals = Seen(), Seals()
-        self._asks: dict[Asked, Asked] = {}  # one object for all calls that ask for the same
-        self._asked: dict[int, list[Asked]] = {}  # index of a context node -> all that was asked for there
+        self._seen, self._seals = MessageMemory(), Seals()
+        self._asks: dict[SamplingTerms, SamplingTerms] = {}  # one object for all calls that ask for the same
+        self._asked: dict[int, list[SamplingTerms]] = {}  # index of a context node -> all that was asked for there
         self._failed: set[str] = set()  # message ids of generations that left no reply
         self._generations: dict[str, _Generation] = {}  # those in progress, by message id
         self._counted: tuple[Any, list[int], bytes] | None = None  # what count() encoded last: key, ids, says
@@ -132,7 +132,7 @@ class Session:
         known = {node.reply.id for node in self.tree.nodes if node.reply is not None}
         self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
-    async def ahead(self, request: WireRequest) -> Place:
+    async def ahead(self, request: WireRequest) -> Prompt:
         """Find a request's place and, if the request adds much, encode that. Large work is done in a thread, so that
         other sessions are answered meanwhile.
 
@@ -158,7 +158,7 @@ class Session:
         finally:
             self.counters.overhead_s += time.perf_counter() - began
 
-    def prepare(self, request: WireRequest, retry: bool, place: Place | None = None) -> Call:
+    def prepare(self, request: WireRequest, retry: bool, place: Prompt | None = None) -> Call:
         """Match a request with the tree and encode what is new in it, as far as ``ahead`` has not done so (``place``).
 
         ``retry``: whether the client marks the request as a retry. Raises RequestError.
@@ -192,12 +192,12 @@ class Session:
         stop = tuple(stop for stop in request.stop_sequences or () if stop)
         # If the client forbids tools for this reply, what looks like a call stays text.
         tools = () if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools
-        asked = self._asks.setdefault(asked := Asked(side, limit, stop, bool(tools)), asked)
+        asked = self._asks.setdefault(asked := SamplingTerms(side, limit, stop, bool(tools)), asked)
         call = Call(self, context, tools, asked, self._message_id(context, asked, retry))
         self.counters.overhead_s += time.perf_counter() - began
         return call
 
-    def _message_id(self, context: Node, asked: Asked, retry: bool) -> str:
+    def _message_id(self, context: Node, asked: SamplingTerms, retry: bool) -> str:
         """Return the id of the reply that a request gets: one that was or is being sampled for it, or else a new one.
 
         A reply that never reached its client is sent again. Besides, a retry gets the reply to a request like it if
@@ -228,7 +228,7 @@ class Session:
             return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
         return self.tree.replies(self._main)
 
-    def count(self, request: WireRequest, place: Place | None = None) -> int:
+    def count(self, request: WireRequest, place: Prompt | None = None) -> int:
         """Return the number of prompt tokens of a request without adding it to the tree.
 
         ``place``: what ``ahead`` has found. Raises RequestError.
@@ -250,11 +250,11 @@ class Session:
     def _count_unread(self) -> None:
         self.counters.unread_replies = sum(node.sent and not node.delivered for node in self.tree.nodes)
 
-    def _place(self, request: WireRequest) -> Place:
+    def _place(self, request: WireRequest) -> Prompt:
         talk = conversation(request, self._seen)
-        return Place(talk, self.tree.match(talk.head.key, talk.spans))
+        return Prompt(talk, self.tree.match(talk.head.key, talk.spans))
 
-    def _find(self, request: WireRequest, place: Place | None, left: threading.Event | None = None) -> Place:
+    def _find(self, request: WireRequest, place: Prompt | None, left: threading.Event | None = None) -> Prompt:
         """Find a request's place in the tree and encode what is new in it. ``left``: set when nobody wants it any more.
 
         This may run in a thread: all that it does to the tree is to mark replies as delivered. Raises RequestError.
@@ -472,7 +472,7 @@ class Call:
     session: Session
     context: Node
     tools: tuple[dict[str, Any], ...]
-    asked: Asked
+    asked: SamplingTerms
     message_id: str
 
     async def reply(self) -> Node:

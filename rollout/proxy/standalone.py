@@ -1,4 +1,4 @@
-"""This module is the proxy as a program of its own, between any Claude Code and any vLLM server.
+"""The stand-alone proxy: a program of its own, between any Claude Code and any vLLM server.
 
 Nobody opens sessions here, so a session is identified by what a request carries: the client's token and its Claude
 Code session (a header, or else the user id in the body). A session is opened at its first request. It is closed when
@@ -50,8 +50,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options are the command-line options of the stand-alone proxy.
+class ProxyOptions:
+    """ProxyOptions are the command-line options of the stand-alone proxy.
 
     ``engine``: the URL of a vLLM server. ``model``: the directory or hub name of its tokenizer, config and chat
     template. ``tool_parser`` and ``reasoning_parser``: vLLM's names. ``token``: the only one that is accepted; None
@@ -107,7 +107,9 @@ class StandAlone(ProxyServer):
     ``keep`` is called in a thread with each session that was closed. It may raise OSError.
     """
 
-    def __init__(self, options: Options, *, ping_s: float = 5.0, keep: Callable[[Session], None] | None = None) -> None:
+    def __init__(
+        self, options: ProxyOptions, *, ping_s: float = 5.0, keep: Callable[[Session], None] | None = None
+    ) -> None:
         super().__init__(ping_s=ping_s, metrics=Metrics())
         self.options = options
         self._keep = keep
@@ -343,7 +345,7 @@ def _user_id(body: bytes) -> str:
     return metadata.user_id if metadata is not None else ""
 
 
-def load_policy(options: Options) -> Callable[[Engine, int], Policy]:
+def load_policy(options: ProxyOptions) -> Callable[[Engine, int], Policy]:
     """Import everything that is slow to import (vLLM, verl, transformers) and load the tokenizer.
 
     Returns a function that makes the policy from an engine and the longest context in tokens.

@@ -1,4 +1,4 @@
-"""This module takes long texts in pieces, between which other threads get their turn, and limits their tokens."""
+"""Take long texts in pieces, between which other threads get their turn, and limit their tokens."""
 
 from __future__ import annotations
 

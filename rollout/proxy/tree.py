@@ -23,8 +23,8 @@ from rollout.proxy.replies import Reply
 from rollout.proxy.texts import squeezed
 
 
-class Asked(NamedTuple):
-    """An Asked is what a request asks for besides its conversation; only requests that agree in it share a reply.
+class SamplingTerms(NamedTuple):
+    """SamplingTerms are what a request asks for besides its conversation; only requests that agree in it share a reply.
 
     ``side``: on the agent's slot for a small model. ``max_tokens`` and ``stop``: as they apply to the reply.
     ``tools``: whether it may call tools.
@@ -60,7 +60,7 @@ class Node:
     exact: bytes = b""
     says: bytes = b""
     head: bytes = b""
-    asked: Asked | None = None
+    asked: SamplingTerms | None = None
     logprobs: list[float] | None = None
     reply: Reply | None = None
     text: str = ""
@@ -138,8 +138,8 @@ class Match:
 
 
 @dataclass
-class Place:
-    """A Place is where a request joins the tree, with the ``ids`` of what is new in it, None before it is encoded."""
+class Prompt:
+    """A Prompt is where a request joins the tree, with the ``ids`` of what is new in it, None before it is encoded."""
 
     talk: Conversation
     match: Match

@@ -1,4 +1,4 @@
-"""This module is the client of a plain vLLM server, with which the proxy also works outside of training."""
+"""A plain vLLM server as an engine, over HTTP: with it the proxy also works outside of training."""
 
 from __future__ import annotations
 

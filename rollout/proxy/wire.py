@@ -1,9 +1,9 @@
-"""This module decodes requests in the Anthropic Messages wire format. It does no I/O.
+"""Decode requests in the Anthropic Messages wire format; no I/O.
 
 Every request repeats the whole conversation, so most of each body has been seen before, byte for byte. Messages are
-cut out of the body without being decoded (``msgspec.Raw``); ``messages.Seen`` knows which are new. While a JSON text
-is decoded, no other session is answered, whatever thread does it. That takes long only if there are many values in it,
-so a text with too many is refused.
+cut out of the body without being decoded (``msgspec.Raw``); ``messages.MessageMemory`` knows which are new. While a
+JSON text is decoded, no other session is answered, whatever thread does it. That takes long only if there are many
+values in it, so a text with too many is refused.
 
 The format is documented at https://docs.anthropic.com/en/api/messages; details follow what Claude Code 2.1 sends.
 """

@@ -1,4 +1,4 @@
-"""This package runs programs in sandboxes; this module says what an episode and the grader may ask of one.
+"""Sandboxes (boxes), in which programs run, and their protocol: what an episode and the grader may ask of one.
 
 A sandbox is one private copy of a task's repository plus a HOME and a temporary directory, with a way to run programs
 in it. It is booted for one use and closed after it: `close` ends every process in it and deletes every file of it, and

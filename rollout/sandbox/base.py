@@ -1,4 +1,4 @@
-"""This module holds what the kinds of box have in common: the life of an exec, paths, mounts."""
+"""What the kinds of box have in common: the life of an exec, paths, mounts."""
 
 from __future__ import annotations
 

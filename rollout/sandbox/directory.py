@@ -1,4 +1,4 @@
-"""This module makes boxes whose files are directories of this machine, whatever runs the programs in them.
+"""Boxes whose files are directories of this machine, whatever runs the programs in them.
 
 A process that is killed before it could close its sandboxes leaves their directories behind, and sometimes a program.
 `sweep` ends and deletes what is left; every process calls it before it boots its first sandbox, and finds what others
@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 
 from rollout.sandbox import PATCH_CAP, Limits, SandboxError, exhausted, failed, files
 from rollout.sandbox.base import BaseSandbox
-from rollout.sandbox.ignored import Ignored
+from rollout.sandbox.ignored import IgnoredPaths
 from rollout.sandbox.treediff import Directory, Origin, patch_between
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class DirectorySandbox(BaseSandbox):
 
         def patch() -> bytes:
             origin, now = self._origin(), Directory(os.fsencode(tree))
-            with Ignored(origin, scratch / "ignored") as ignored:
+            with IgnoredPaths(origin, scratch / "ignored") as ignored:
                 return patch_between(origin, now, scratch / "git", PATCH_CAP, ignored)
 
         try:

@@ -1,4 +1,4 @@
-"""This module handles the files of a sandbox from outside it.
+"""Read, write and delete the files of a sandbox from outside it.
 
 The agent may have put a symbolic link anywhere, so no path is opened by its whole name: every component is opened
 relative to the one before, and none of them may be a link.

@@ -1,4 +1,4 @@
-"""This module finds the changed files that a task's snapshot itself ignores; they are left out of a patch.
+"""Changed files that a task's snapshot itself ignores, and that are therefore left out of a patch.
 
 What a build leaves behind (`build/`, `node_modules/`, a virtual environment) is no part of a solution, and would make a
 patch too large. The rules are those of the snapshot: the agent's edited `.gitignore` files, its `.git/info/exclude` and
@@ -25,7 +25,7 @@ _GIT = ("git", "-c", f"core.excludesFile={os.devnull}")
 _FIELDS = 4  # of git's answer: file, line, pattern, path
 
 
-class Ignored:
+class IgnoredPaths:
     """These are the paths that are left out of a patch from `origin`; `in` asks about one.
 
     scratch: a directory for this class alone; the caller deletes it. To be used in a `with` statement. Raises
@@ -40,7 +40,7 @@ class Ignored:
         self._git: subprocess.Popen[bytes] | None = None
         self._asked = 0
 
-    def __enter__(self) -> Ignored:
+    def __enter__(self) -> IgnoredPaths:
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""This module makes locks on a disk that several machines share; a lock does not outlive the death of its holder.
+"""Leases: locks on a disk that several machines share. A lock does not outlive the death of its holder.
 
 A lease is a file that names its holder and whose time the holder renews. Making a file that must not exist yet and
 renaming one are atomic on every shared file system (NFS from version 3, Lustre, GPFS, BeeGFS, CephFS). `flock` is not

@@ -1,4 +1,4 @@
-"""This module names a process so that others can tell whether it is certainly gone.
+"""Name a process so that others can tell whether it is certainly gone.
 
 The name has machine, boot, process namespace, id and start time. What may outlive its owner carries it: a container, a
 lease on a shared disk.

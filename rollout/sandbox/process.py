@@ -1,4 +1,4 @@
-"""This module runs one child process with bounded output and bounded time, and leaves nothing of it behind."""
+"""Run one child process with bounded output and bounded time, and leave nothing of it behind."""
 
 from __future__ import annotations
 

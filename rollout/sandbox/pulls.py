@@ -1,4 +1,4 @@
-"""This module says where images are pulled from, and how long a pull waits for a registry that refuses for now."""
+"""Pulling images: from where, and how long a pull waits for a registry that refuses for now."""
 
 from __future__ import annotations
 

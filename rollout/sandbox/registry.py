@@ -1,4 +1,4 @@
-"""This module asks a registry how large images are, without pulling them (the registry API, version 2).
+"""Ask a registry how large images are, without pulling them (the registry API, version 2).
 
 Docker Hub counts such a question as a pull, so only a sample is asked about: `estimate`.
 """
@@ -28,14 +28,14 @@ _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """An Estimate is the size of images in bytes, compressed as in transfer, and how many of them were asked about."""
+class TransferEstimate:
+    """This is the size of images in bytes, compressed as in transfer, and how many of them were asked about."""
 
     compressed: int
     asked: int
 
 
-def estimate(images: Sequence[str], ask: Callable[[str], dict[str, int]], sample: int = 20) -> Estimate:
+def estimate(images: Sequence[str], ask: Callable[[str], dict[str, int]], sample: int = 20) -> TransferEstimate:
     """Estimate the size of images from a sample. A layer that several images of the sample share is counted only once.
 
     ask: returns the `layers` of an image. Raises OSError if not even one image can be asked about.
@@ -55,7 +55,7 @@ def estimate(images: Sequence[str], ask: Callable[[str], dict[str, int]], sample
         asked += 1
     shared = sum(size for digest, size in sizes.items() if seen[digest] > 1)
     own = sum(size for digest, size in sizes.items() if seen[digest] == 1)
-    return Estimate(shared + own * len(images) // max(asked, 1), asked)
+    return TransferEstimate(shared + own * len(images) // max(asked, 1), asked)
 
 
 def layers(image: str, pulls: Pulls) -> dict[str, int]:

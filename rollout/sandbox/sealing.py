@@ -1,4 +1,4 @@
-"""This module holds what is common to boxes that start from a task's image: sealing, preparation ahead, eviction.
+"""Sealing, preparation ahead and eviction of task images: what all boxes that start from an image have in common.
 
 A sealed image is the task's image with one commit in place of its history (`seal.sh`): no parents, later commits, tags,
 remotes, reflogs or unreachable objects. How an image is run, stored and removed is the business of each kind.

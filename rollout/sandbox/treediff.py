@@ -1,4 +1,4 @@
-"""This module makes a git patch between two directory trees; whoever wrote the second cannot influence how.
+"""Make a git patch between two directory trees; whoever wrote the second cannot influence how.
 
 The trees are compared as bytes: nothing of the second tree says how (no index, attributes, filters, ignore files or
 hooks). Only the files that differ are written as objects to a scratch repository, and one `git diff-tree` there prints
@@ -32,7 +32,7 @@ LINK, _EXECUTABLE, _PLAIN, _TREE = 0o120000, 0o100755, 0o100644, 0o40000
 Entry = tuple[int, bytes]  # git mode, raw object id
 
 
-class Tree(Protocol):
+class FileTree(Protocol):
     """A tree has the files and links that belong in a patch (see `counts`)."""
 
     @property
@@ -43,7 +43,7 @@ class Tree(Protocol):
         """Return the contents of a file, or where a link points."""
 
 
-class Origin(Tree, Protocol):
+class Origin(FileTree, Protocol):
     """An origin is the tree that a patch starts from: a task's snapshot, which no agent has written to."""
 
     def index(self) -> bytes | None:
@@ -51,7 +51,7 @@ class Origin(Tree, Protocol):
 
 
 def patch_between(
-    old: Tree, new: Tree, scratch: Path, max_bytes: int, ignored: Container[bytes] = frozenset()
+    old: FileTree, new: FileTree, scratch: Path, max_bytes: int, ignored: Container[bytes] = frozenset()
 ) -> bytes:
     """Return the patch that turns `old` into `new` (apply it with `git apply`), b"" if nothing differs.
 

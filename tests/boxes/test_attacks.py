@@ -134,7 +134,7 @@ async def test_hooks_and_tests_are_dropped(
     left = RULES.screen(task, patch)
     assert tuple(sorted(left.dropped)) == attack.dropped
     assert {path for file in left.files for path in file.paths} <= {"evil.py"}  # whose grading is below
-    monkeypatch.setattr(Rules, "screen", lambda rules_, task, patch: rules.Screened(patches.split(patch), (), ()))
+    monkeypatch.setattr(Rules, "screen", lambda rules_, task, patch: rules.ScreenedPatch(patches.split(patch), (), ()))
     verdict = await graded(kind, task, patch, Rules())
     assert verdict.outcome is Outcome.RESOLVED, verdict  # a real attack, where no rule stops it
 

@@ -41,7 +41,7 @@ def test_the_own_group_and_those_above(membership: str, root: str, expected: lis
     assert cgroup.own_and_above(membership, OTHER) == []
 
 
-class Played:
+class ScriptedMachine:
     """Directories that play three groups, one in the other: the last is this process's."""
 
     def __init__(self, top: Path) -> None:
@@ -64,11 +64,11 @@ class Played:
 
 
 @pytest.fixture
-def played(tmp_path: Path) -> Played:
-    return Played(tmp_path / "groups")
+def played(tmp_path: Path) -> ScriptedMachine:
+    return ScriptedMachine(tmp_path / "groups")
 
 
-def test_the_nearest_group_that_can_have_children_with_limits(played: Played) -> None:
+def test_the_nearest_group_that_can_have_children_with_limits(played: ScriptedMachine) -> None:
     scope, above, top = played.groups
     assert cgroup.choose(played.groups) == (scope, "")
     assert (scope / "cgroup.subtree_control").read_text() == "+memory +pids"
@@ -80,7 +80,7 @@ def test_the_nearest_group_that_can_have_children_with_limits(played: Played) ->
     assert cgroup.choose(played.groups) == (top, "")
 
 
-def test_why_there_is_none(played: Played) -> None:
+def test_why_there_is_none(played: ScriptedMachine) -> None:
     scope, above, top = played.groups
     assert cgroup.choose([]) == (None, "this process is in no control group of version 2")
     played.full(scope)
@@ -94,7 +94,7 @@ def test_why_there_is_none(played: Played) -> None:
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory.high"])
-def test_boxes_do_not_escape_the_limit_of_a_run(played: Played, name: str) -> None:
+def test_boxes_do_not_escape_the_limit_of_a_run(played: ScriptedMachine, name: str) -> None:
     scope, above, _ = played.groups
     played.full(scope)
     (above / name).write_text("1000000\n")  # that of a group which is chosen holds for what is in it

@@ -21,7 +21,7 @@ from tests.integration.claude_kit import Listener, call, in_turn
 from tests.integration.proxy.test_claude_code import repair, setup
 from tests.integration.proxy.test_claude_threads import agent
 from tests.kit import CharTokenizer
-from tests.store_kit import HOSTILE, RandomEngine, Said, Told, calls_in, parsed
+from tests.store_kit import HOSTILE, RandomEngine, Told, TracedCall, calls_in, parsed
 
 Script = Callable[[str], str]
 
@@ -76,7 +76,7 @@ async def _play(proxy: ProxyServer, listener: Listener, task: Task, number: int,
     heard = _reported(episode.agent.events)
     for request, (reply, blocks), drawn in zip(sent, heard.items(), engine.said, strict=True):
         _as_sampled(blocks, drawn[1])
-        told.calls[reply] = Said(request.body["messages"], request.body["system"], False, blocks, *drawn)
+        told.calls[reply] = TracedCall(request.body["messages"], request.body["system"], False, blocks, *drawn)
     # What the next request says that the agent has done is what it was told to do.
     done = [one for said in told.calls.values() for one in calls_in(said.reply)]
     last = [one for said in told.calls.values() for message in said.messages for one in calls_in(message["content"])]

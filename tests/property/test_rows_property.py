@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rewards.task import Task, TaskError, load_tasks
 from rl.data.convert import convert, write_tasks
 from rl.data.filters import Selection, split
-from rl.data.sets import SETS, Options
+from rl.data.sets import SETS, ConversionOptions
 from tests import datasets
 from tests.unit.test_data_sets import MAKE
 
@@ -110,7 +110,7 @@ def test_every_row_is_a_task_or_is_refused_in_a_line(name: str, data: st.DataObj
     rows = data.draw(st.lists(_rows(name), min_size=1, max_size=2))
     recipes = {"acme__calc-7": datasets.swe_bench()} if data.draw(st.booleans()) else {}
     regression = data.draw(st.sampled_from(["all", "same-files"]))
-    made, refused = convert(rows, name, Options(recipes=recipes, regression=regression))
+    made, refused = convert(rows, name, ConversionOptions(recipes=recipes, regression=regression))
     assert len(made) + len(refused) == len(rows)
     assert all(_is_a_line(one.detail) and _is_a_line(one.instance_id) for one in refused)
     json.dumps([vars(one) for one in refused]).encode()

@@ -17,7 +17,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from rollout import SIDE_MODEL
-from rollout.proxy.messages import Seen, Spans, conversation
+from rollout.proxy.messages import MessageMemory, Spans, conversation
 from rollout.proxy.replies import Reply, reply_json
 from rollout.proxy.session import Call, Session
 from rollout.proxy.tree import Match, Node, Tree
@@ -257,7 +257,7 @@ def test_a_request_is_in_the_same_place_whatever_was_asked_before(
     calls: list[tuple[list[tuple[str, str]], str, str, bool]],
 ) -> None:
     """Prompts and replies are often alike, or nearly."""
-    tree, seen = CheckedTree(), Seen()
+    tree, seen = CheckedTree(), MessageMemory()
     for before, content, said, delivered in calls:
         texts = [*(text for turn in before for text in turn), content]
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rollout.sandbox.ignored import Ignored
+from rollout.sandbox.ignored import IgnoredPaths
 from rollout.sandbox.treediff import Directory, patch_between
 
 _names = st.sampled_from(["a", "b", "a.b", "a-b", "a0", "é", "sp ace", 'quo"te', "-x", "new\nline"])
@@ -75,7 +75,7 @@ def test_a_rule_for_directories_does_not_name_a_link_in_place_of_one(tmp_path: P
     (tmp_path / "old" / "b").mkdir(parents=True)
     (tmp_path / "old" / ".gitignore").write_text("b/\n")
     (tmp_path / "old" / "b" / ".gitignore").write_text("c\n")
-    with Ignored(Directory(os.fsencode(tmp_path / "old")), tmp_path) as ignored:
+    with IgnoredPaths(Directory(os.fsencode(tmp_path / "old")), tmp_path) as ignored:
         assert b"b/d" in ignored and b"b" not in ignored and b"b/c" in ignored
 
 
@@ -102,7 +102,7 @@ def test_what_git_ignores_is_ignored(old: dict, new: dict, rules: dict[str, list
             subprocess.run(add, check=True, env=env)
         _write(base / "new", new)
         origin, now = (Directory(os.fsencode(base / name)) for name in ("old", "new"))
-        with Ignored(origin, base) as ignored:
+        with IgnoredPaths(origin, base) as ignored:
             found = {path for path in now.files if path in ignored}
         for path in origin.files:  # git reads rules from its work tree
             if os.path.basename(path) == b".gitignore" and _fits(base / "new", os.fsdecode(path)):

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rl.cluster.head import Signals, StartStopped, check_job, head
-from rl.cluster.link import Link, Listener, NodeError, Place
+from rl.cluster.link import JobPosition, Link, Listener, NodeError
 from rl.cluster.member import check_node, judge, prepare_node, unless
 from rl.cluster.ray import answers, check_gpus, joined
 from rl.cluster.stage import copy, stage
@@ -38,21 +38,21 @@ TASK = {
 }
 
 
-def place(node: str, nodes: int, port: int, key: str = "secret") -> Place:
-    return Place(0 if node == "n1" else 1, nodes, [nodes], node, "7", 0, None, "127.0.0.1", [port], key)
+def place(node: str, nodes: int, port: int, key: str = "secret") -> JobPosition:
+    return JobPosition(0 if node == "n1" else 1, nodes, [nodes], node, "7", 0, None, "127.0.0.1", [port], key)
 
 
 def test_a_task_reads_its_place_from_slurm() -> None:
-    found = Place.of(TASK)
+    found = JobPosition.of(TASK)
     assert (found.rank, found.nodes, found.node, found.job, found.attempt) == (1, 3, "n2", "10042", 0)
-    again = Place.of(TASK | {"SLURM_RESTART_COUNT": "2"})
+    again = JobPosition.of(TASK | {"SLURM_RESTART_COUNT": "2"})
     assert again.attempt == 2 and again.job == found.job
     assert len(found.ports) == 8 and not set(again.ports) & set(found.ports), "a taken port is not met again"
     assert all(20000 <= port < 32000 for port in (*found.ports, *again.ports))
-    in_array = Place.of(TASK | {"SLURM_ARRAY_JOB_ID": "10041", "SLURM_ARRAY_TASK_ID": "3"})
+    in_array = JobPosition.of(TASK | {"SLURM_ARRAY_JOB_ID": "10041", "SLURM_ARRAY_TASK_ID": "3"})
     assert in_array.job == "10041_3" and in_array.array_task == "3"
     assert found.role is None and found.plays
-    beside = Place.of(TASK | {f"SLURM_JOB_NUM_NODES_HET_GROUP_{part}": "1" for part in range(3)})
+    beside = JobPosition.of(TASK | {f"SLURM_JOB_NUM_NODES_HET_GROUP_{part}": "1" for part in range(3)})
     assert [replace(beside, rank=rank).role for rank in range(3)] == ["training", "episodes", "grading"]
     assert [replace(beside, rank=rank).plays for rank in range(3)] == [False, True, True]
     assert beside.resources == ["cluster.episode_resource=episodes", "cluster.grading_resource=grading"]
@@ -60,7 +60,7 @@ def test_a_task_reads_its_place_from_slurm() -> None:
     assert [replace(two, rank=rank).role for rank in range(2)] == ["training", "episodes"]
     assert two.resources == ["cluster.episode_resource=episodes"] and found.resources == []
     with pytest.raises(ConfigError, match=r"SLURMD_NODENAME is not set.*train\.sbatch"):
-        Place.of({name: value for name, value in TASK.items() if name != "SLURMD_NODENAME"})
+        JobPosition.of({name: value for name, value in TASK.items() if name != "SLURMD_NODENAME"})
 
 
 def test_a_node_that_plays_no_episodes_needs_neither_the_agent_nor_boxes(

@@ -17,7 +17,7 @@ from rollout.proxy import connections, server
 from rollout.proxy.connections import EACH, Tally
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
-from rollout.proxy.standalone import Options, StandAlone
+from rollout.proxy.standalone import ProxyOptions, StandAlone
 from tests.kit import HELLO, QueueEngine, char_policy
 
 LONG = 60  # seconds to wait for what takes milliseconds on an idle machine
@@ -202,7 +202,7 @@ async def test_whatever_bytes_come_without_a_token_make_no_line_of_log(
     monkeypatch.setattr(connections, "_HEAD_S", 0.3)
     told = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    proxy = StandAlone(Options("http://127.0.0.1:9", "m", "hermes", token="right"))
+    proxy = StandAlone(ProxyOptions("http://127.0.0.1:9", "m", "hermes", token="right"))
     proxy.policy = char_policy(QueueEngine("hello"))
     await proxy.start()
     answers = await asyncio.gather(

@@ -19,7 +19,7 @@ from rl.checks.numbers import check_curriculum
 from rl.config.compose import ConfigError
 from rl.data.rates import Rate, write_rated
 from rl.metrics.episodes import EpisodeLog
-from rl.train.curriculum import Curriculum, Rule, Scheduled
+from rl.train.curriculum import Curriculum, CurriculumTrainer, Rule
 from rl.train.dataset import TaskDataset
 from tests.unit.test_task import row, write
 
@@ -141,7 +141,7 @@ class Base:
         metrics["verl"] = 1
 
 
-class Trainer(Scheduled, Base): ...  # type: ignore[misc]
+class Trainer(CurriculumTrainer, Base): ...  # type: ignore[misc]
 
 
 def test_the_loader_of_a_trainer_draws_by_the_episodes_of_its_run(tmp_path: Path) -> None:

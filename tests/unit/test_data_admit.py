@@ -26,8 +26,8 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import Task, load_tasks
-from rl.data.admit import Plan, findings, grade_tasks, main
-from rl.data.verdicts import Status, finding, to_markdown
+from rl.data.admit import AdmissionPlan, findings, grade_tasks, main
+from rl.data.verdicts import Judgement, finding, to_markdown
 from rl.quickstart.tasks import make_tasks
 from rl.run.array_job import Shard
 from rl.run.journal import Journal, JournalError, Losses, LostError, estimate
@@ -141,29 +141,29 @@ GOOD = [record("gold", None), record("empty", "tests_failed")]
 @pytest.mark.parametrize(
     ("records", "status", "why"),
     [
-        ([*GOOD, *GOOD], Status.PASS, ""),
-        ([*GOOD, record("gold", None), record("empty", "log_unparsable")], Status.PASS, ""),
-        ([*GOOD, record("gold", "tests_failed"), record("empty", "tests_failed")], Status.FLAKY, "gold patch"),
-        ([*GOOD, record("gold", None), record("empty", None)], Status.FLAKY, "no patch"),
+        ([*GOOD, *GOOD], Judgement.PASS, ""),
+        ([*GOOD, record("gold", None), record("empty", "log_unparsable")], Judgement.PASS, ""),
+        ([*GOOD, record("gold", "tests_failed"), record("empty", "tests_failed")], Judgement.FLAKY, "gold patch"),
+        ([*GOOD, record("gold", None), record("empty", None)], Judgement.FLAKY, "no patch"),
         (
             [record("gold", "test_timeout")] * 2 + [record("empty", "tests_failed")] * 2,
-            Status.BROKEN,
+            Judgement.BROKEN,
             "test_timeout 2x",
         ),
         (
             [record("gold", "tests_failed", log_tail="E  ModuleNotFoundError: No module named 'numpy.linalg'\n")],
-            Status.BROKEN,
+            Judgement.BROKEN,
             "tests_failed 1x; the box has no numpy.linalg: a task brings the packages that it needs",
         ),
-        ([record("gold", None), record("empty", None)] * 2, Status.BROKEN, "pass without a patch"),
-        (GOOD, Status.UNDECIDED, "not graded"),
-        ([*GOOD, record("gold", None), record("empty", "no_space", infra=True)], Status.UNDECIDED, "no_space: d"),
+        ([record("gold", None), record("empty", None)] * 2, Judgement.BROKEN, "pass without a patch"),
+        (GOOD, Judgement.UNDECIDED, "not graded"),
+        ([*GOOD, record("gold", None), record("empty", "no_space", infra=True)], Judgement.UNDECIDED, "no_space: d"),
         # An infrastructure failure does not hide what is certain without it.
-        ([record("gold", "tests_failed"), record("gold", "no_space", infra=True)], Status.BROKEN, "tests_failed 1x"),
-        ([*GOOD, *GOOD, record("empty", "no_space", infra=True)], Status.PASS, ""),
+        ([record("gold", "tests_failed"), record("gold", "no_space", infra=True)], Judgement.BROKEN, "tests_failed 1x"),
+        ([*GOOD, *GOOD, record("empty", "no_space", infra=True)], Judgement.PASS, ""),
     ],
 )
-def test_a_task_is_judged_by_its_records(records: list[dict[str, Any]], status: Status, why: str) -> None:
+def test_a_task_is_judged_by_its_records(records: list[dict[str, Any]], status: Judgement, why: str) -> None:
     found = finding("t", records, tries=2)
     assert found.status is status and why in found.why
     assert sum(found.failures.values()) == sum(r["infra"] for r in records)
@@ -183,7 +183,7 @@ def test_the_report_names_what_a_local_work_tree_carries_for_an_agent(tmp_path: 
 
 
 def test_a_task_without_gold_patch_is_broken() -> None:
-    assert finding("t", [], tries=1, no_gold=True).status is Status.BROKEN
+    assert finding("t", [], tries=1, no_gold=True).status is Judgement.BROKEN
 
 
 @pytest.fixture(scope="module")
@@ -323,11 +323,11 @@ async def test_an_engine_that_ends_on_the_way_ends_the_admission(made: Path, tmp
         return await boot_local(task.snapshot, isolation="none")
 
     journal = Journal(tmp_path / "j")
-    plan = Plan(boot, tries=30, jobs=1, timeout_s=60, infra_retries=0)
+    plan = AdmissionPlan(boot, tries=30, jobs=1, timeout_s=60, infra_retries=0)
     with pytest.raises(LostError, match="last 9 attempts were lost for one cause, no_engine: no container engine"):
         await grade_tasks(tasks, plan, journal)
     assert boots == 11 and [one["infra"] for one in journal.records] == [False] * 2 + [True] * 9
-    assert {found.status for found in findings(tasks, plan, journal.records)} == {Status.UNDECIDED}
+    assert {found.status for found in findings(tasks, plan, journal.records)} == {Judgement.UNDECIDED}
     journal.close()
 
 
@@ -342,7 +342,7 @@ async def test_tasks_of_an_image_follow_each_other_and_a_wrong_one_is_graded_onc
         return await boot_local(task.snapshot, isolation="none")
 
     journal = Journal(tmp_path / "j")
-    plan = Plan(boot, tries=2, jobs=1, timeout_s=60, infra_retries=0)
+    plan = AdmissionPlan(boot, tries=2, jobs=1, timeout_s=60, infra_retries=0)
     await grade_tasks([twin, first, wrong, third, fourth], plan, journal)
     journal.close()
     order = ["twin", fourth.instance_id, first.instance_id, wrong.instance_id, third.instance_id]
@@ -381,11 +381,11 @@ async def test_infrastructure_failures_are_retried_and_say_nothing_about_a_task(
         return await boot_local(task.snapshot, isolation="none")
 
     journal = Journal(tmp_path / "j")
-    plan = Plan(boot, tries=1, jobs=3, timeout_s=60, infra_retries=2)
+    plan = AdmissionPlan(boot, tries=1, jobs=3, timeout_s=60, infra_retries=2)
     await grade_tasks(tasks, plan, journal)
     first, second = findings(tasks, plan, journal.records)
-    assert first.status is Status.PASS and sum(first.failures.values()) == 2
-    assert second.status is Status.UNDECIDED and "no_space" in second.why and second.gold == second.empty == {}
+    assert first.status is Judgement.PASS and sum(first.failures.values()) == 2
+    assert second.status is Judgement.UNDECIDED and "no_space" in second.why and second.gold == second.empty == {}
     assert boots[tasks[1].instance_id] == 3  # its other grading was not tried
     # The next run grades only what is undecided.
     before = boots[tasks[0].instance_id]

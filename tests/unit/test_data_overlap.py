@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.checks.alike import Found, in_verified, overlaps
+from rl.checks.alike import Overlap, in_verified, overlaps
 from rl.data import overlap
 from rl.data.convert import write_tasks
 
@@ -51,7 +51,7 @@ def test_each_kind_is_found() -> None:
         ("t-verified", "verified", "django/django"),
         ("t-package", "verified", "pypi/requests"),
     ]
-    assert found[0] == Found("t-same", "diff", "h-1", 1.0)
+    assert found[0] == Overlap("t-same", "diff", "h-1", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards.task import load_tasks
-from rl.data.choice import Rules, SelectError, choose
+from rl.data.choice import ChoiceRules, SelectError, choose
 from rl.data.select import main
 from rl.evaluate.statistics import wilson
 from rl.quickstart.tasks import make_tasks
@@ -52,7 +52,7 @@ def names(run: Path) -> list[str]:
 
 
 def chosen(run: Path, **rules: Any) -> list[str]:
-    return [entry.facts["episode"] for entry in choose([run], Rules(**rules)).entries]
+    return [entry.facts["episode"] for entry in choose([run], ChoiceRules(**rules)).entries]
 
 
 SOME = [
@@ -96,7 +96,7 @@ def test_what_was_not_graded_is_neither_resolved_nor_unresolved(tmp_path: Path) 
 )
 def test_each_rule(rules: dict[str, Any], left: str, tmp_path: Path) -> None:
     write(tmp_path, *SOME)
-    found = choose([tmp_path], Rules(**rules))
+    found = choose([tmp_path], ChoiceRules(**rules))
     assert "".join(entry.facts["episode"] for entry in found.entries) == left
     assert sum(count for _, count in found.taken) == len(SOME) - len(left)
 
@@ -119,8 +119,8 @@ def test_best_orders_by_reward_flags_turns_and_tokens(tmp_path: Path) -> None:
 def test_lots_do_not_depend_on_what_else_is_there(tmp_path: Path) -> None:
     write(tmp_path / "a", *(episode(f"a{n}", f"t{n % 3}") for n in range(30)))
     write(tmp_path / "b", *(episode(f"b{n}", f"u{n % 3}") for n in range(30)))
-    alone = choose([tmp_path / "a"], Rules(per_task=2, seed=3)).entries
-    both = choose([tmp_path / "b", tmp_path / "a"], Rules(per_task=2, seed=3)).entries
+    alone = choose([tmp_path / "a"], ChoiceRules(per_task=2, seed=3)).entries
+    both = choose([tmp_path / "b", tmp_path / "a"], ChoiceRules(per_task=2, seed=3)).entries
     assert len(both) == 12 and [one.facts for one in both[6:]] == [one.facts for one in alone]
     assert {one.facts["episode"] for one in alone} != set(chosen(tmp_path / "a", per_task=2, seed=4))
     assert len(chosen(tmp_path / "a", limit=7)) == 7
@@ -155,7 +155,7 @@ def test_rules_only_take_and_what_is_left_fits(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         run = Path(name)
         write(run, *(episode(f"e{n}", task, reward, turns=turns) for n, (task, reward, turns) in enumerate(drawn)))
-        rules = Rules(ranges={"turns": (1, 4)}, best=cap, limit=most, rate=(-0.5, 0.9))
+        rules = ChoiceRules(ranges={"turns": (1, 4)}, best=cap, limit=most, rate=(-0.5, 0.9))
         found = choose([run], rules)
         left = [entry.facts for entry in found.entries]
         assert len(left) + sum(count for _, count in found.taken) == len(drawn)
@@ -306,7 +306,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_record_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     path = write(tmp_path, episode("a"))
-    found = choose([tmp_path], Rules())
+    found = choose([tmp_path], ChoiceRules())
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(CorruptRecordError, match="has changed since it was read"):
         list(found.records())
@@ -345,4 +345,4 @@ def test_tasks_are_chosen_by_their_measured_rates(tmp_path: Path, capfd: pytest.
 def test_an_unknown_figure_is_an_error_also_in_the_api(tmp_path: Path) -> None:
     write(tmp_path, episode("a"))
     with pytest.raises(SelectError, match="there is no such figure"):
-        choose([tmp_path], Rules(ranges={"x": (0, 1)}))
+        choose([tmp_path], ChoiceRules(ranges={"x": (0, 1)}))

@@ -21,7 +21,7 @@ from rewards.verdict import Outcome, Reason
 from rl.data.convert import convert
 from rl.data.fields import Why
 from rl.data.patches import changes, from_commit, reverse
-from rl.data.sets import SETS, Options
+from rl.data.sets import SETS, ConversionOptions
 from rollout.sandbox.local.box import boot_local
 from tests import datasets
 from tests.sandboxes import BWRAP
@@ -39,14 +39,14 @@ MAKE: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def mapped(name: str, **changes_: Any) -> dict[str, Any]:
-    options = Options(recipes={}, **changes_.pop("options", {}))
+    options = ConversionOptions(recipes={}, **changes_.pop("options", {}))
     rows, refused = convert([MAKE[name](**changes_)], name, options)
     assert not refused, refused
     return rows[0]
 
 
-def refused_as(name: str, options: Options | None = None, **changes_: Any) -> tuple[Why, str]:
-    rows, refused = convert([MAKE[name](**changes_)], name, options or Options(recipes={}))
+def refused_as(name: str, options: ConversionOptions | None = None, **changes_: Any) -> tuple[Why, str]:
+    rows, refused = convert([MAKE[name](**changes_)], name, options or ConversionOptions(recipes={}))
     assert not rows and len(refused) == 1 and "\n" not in refused[0].detail
     return refused[0].why, refused[0].detail
 
@@ -78,11 +78,11 @@ def test_fields_that_a_v5_row_may_leave_out_follow_swebenchs_rules() -> None:
 
 def test_a_row_from_before_v5_takes_its_recipe_from_the_v5_row() -> None:
     old = datasets.swe_bench_4(problem_statement="Said otherwise.", FAIL_TO_PASS='["misspelt"]')
-    rows, refused = convert([old], "swe-bench", Options(recipes={"acme__calc-7": datasets.swe_bench()}))
+    rows, refused = convert([old], "swe-bench", ConversionOptions(recipes={"acme__calc-7": datasets.swe_bench()}))
     assert not refused
     assert rows[0]["problem_statement"] == "Said otherwise." and rows[0]["FAIL_TO_PASS"] == datasets.FAILING
     assert rows[0]["eval_script"] == datasets.swe_bench()["eval_script"]
-    rows, refused = convert([old], "swe-bench", Options(recipes={}))
+    rows, refused = convert([old], "swe-bench", ConversionOptions(recipes={}))
     assert not rows and refused[0].why is Why.NO_RECIPE and "--recipes" in refused[0].detail
 
 
@@ -215,7 +215,7 @@ def test_an_r2e_row_in_which_nothing_failed_before_is_refused() -> None:
 
 
 def test_a_second_row_of_an_instance_is_refused() -> None:
-    rows, refused = convert([datasets.swe_bench(), datasets.swe_bench()], "swe-bench", Options(recipes={}))
+    rows, refused = convert([datasets.swe_bench(), datasets.swe_bench()], "swe-bench", ConversionOptions(recipes={}))
     assert len(rows) == 1 and [(r.number, r.instance_id, r.why) for r in refused] == [(1, "acme__calc-7", Why.TWICE)]
 
 

@@ -88,7 +88,7 @@ async def vllm(**models: int) -> AsyncIterator[str]:
 
 async def test_a_vllm_server_is_asked_for_its_models_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     async with vllm(one=512) as url:
-        assert await serve.ask_server(url, None, None) == serve.Served("one", "/models/one", 512, False)
+        assert await serve.ask_server(url, None, None) == serve.ServedModel("one", "/models/one", 512, False)
         with pytest.raises(ConfigError, match=r"model: http.* has no 'two'; it serves 'one'"):
             await serve.ask_server(url, "two", None)
     async with vllm(sure=512) as url:
@@ -289,8 +289,8 @@ def test_shards_play_all_tasks_and_a_merge_sums_them_up(
     """Two parts, each in a process of its own on a cluster; what the second has lost, the whole command plays."""
     script = Script(lambda task, sample: RESOLVED if task.instance_id != tasks[0].instance_id else FAILED)
 
-    async def ask(_: Any) -> serve.Served:
-        return serve.Served("m", "", 1000)
+    async def ask(_: Any) -> serve.ServedModel:
+        return serve.ServedModel("m", "", 1000)
 
     monkeypatch.setattr(player, "play", script)
     monkeypatch.setattr(setup, "ask", ask)

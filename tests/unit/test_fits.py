@@ -16,7 +16,7 @@ from rl.quickstart.policy import make_tokenizer
 from rollout.proxy.fits import check_fits
 from rollout.proxy.parsers import FORMATS
 from rollout.proxy.render import ChatTemplateRenderer, end_ids, end_note, generation_config, turn_end, turn_ends
-from rollout.proxy.standalone import Options, load_policy
+from rollout.proxy.standalone import ProxyOptions, load_policy
 from tests.check_kit import composed, good_config
 from tests.kit import saved_again
 from tests.unit.test_render import glm
@@ -118,7 +118,7 @@ def test_every_start_looks(config: DictConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{model}: proxy.tool_parser=hermes .* take mimo or qwen3_coder"):
         check_family(config)
     with pytest.raises(ValueError, match=r"proxy\.tool_parser=hermes"):
-        load_policy(Options("http://127.0.0.1:9", str(model), "hermes"))
+        load_policy(ProxyOptions("http://127.0.0.1:9", str(model), "hermes"))
 
 
 @pytest.mark.parametrize("by", ["only its generation_config.json names", "no file of it names"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rewards.task import Task
 from rl.data.make.functions import Function, alone
-from rl.data.make.puzzles import CHECK, FILE, Puzzle, apart, puzzle_of
+from rl.data.make.puzzles import CHECK, FILE, FunctionPuzzle, apart, puzzle_of
 from rl.data.make.swaps import Swap, swaps
 from rl.traces.collect.expert import Edit, _command
 
@@ -130,7 +130,7 @@ FUNCTION = Function("thing-1.0", "MIT", "thing.py", "clamp", SOURCE, CASES)
 
 
 @pytest.fixture
-def puzzle() -> Puzzle:
+def puzzle() -> FunctionPuzzle:
     found = puzzle_of(FUNCTION, BROKEN, FIX, GOT, [["0", "0", "5", "0"], None])
     assert found is not None
     return found
@@ -148,7 +148,7 @@ Observed: returns `-1`
 Expected: returns `0`"""
 
 
-def test_a_puzzle_reports_one_call_and_hides_others(puzzle: Puzzle, tmp_path: Path):
+def test_a_puzzle_reports_one_call_and_hides_others(puzzle: FunctionPuzzle, tmp_path: Path):
     assert puzzle.statement == REPORT
     assert (puzzle.failing, puzzle.passing) == ((("clamp(0, 0)", "0"),), (("clamp(5)", "4"),))
     assert puzzle.visible == (("clamp(-3)", "0"),)
@@ -196,7 +196,9 @@ def test_results_that_the_hidden_tests_take_for_equal_show_no_bug():
         (SOURCE.replace("return low", "return low + (x < -2)"), 1, "clamp(-3) gives 1, not 0"),
     ],
 )
-def test_the_check_says_which_call_is_wrong(source: str, status: int, said: str, puzzle: Puzzle, tmp_path: Path):
+def test_the_check_says_which_call_is_wrong(
+    source: str, status: int, said: str, puzzle: FunctionPuzzle, tmp_path: Path
+):
     for name, text in {**puzzle.files(), FILE: source}.items():
         (tmp_path / name).write_text(text)
     command = [sys.executable, *CHECK.split()[1:]]
@@ -204,7 +206,7 @@ def test_the_check_says_which_call_is_wrong(source: str, status: int, said: str,
     assert (done.returncode, (done.stdout + done.stderr).strip()) == (status, said)
 
 
-def test_what_is_held_out_is_not_trained_on(puzzle: Puzzle):
+def test_what_is_held_out_is_not_trained_on(puzzle: FunctionPuzzle):
     """Neither a function of the same name or source, nor a change or a report that is nearly the same."""
     cases = tuple((call.replace("clamp", "limit"), want) for call, want in CASES)
     near = Function("other-1", "MIT", "a.py", "limit", SOURCE.replace("clamp", "limit"), cases)

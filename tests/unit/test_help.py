@@ -76,7 +76,6 @@ def test_programs_of_the_packages_end_by_one_function() -> None:
 
 def test_plain_text() -> None:
     assert plain("It reads ``a.b`` and `c`,\n``d\ne``.\n\nMore.\n") == "It reads a.b and c,\nd\ne.\n\nMore."
-    assert plain("One.\n\nTwo.\n\nThree.", paragraphs=2) == "One.\n\nTwo."
     assert plain("  a `b`\n  c\n") == "  a b\n  c"
     assert plain(None) == ""
 

@@ -27,7 +27,7 @@ from rollout.proxy import server, standalone
 from rollout.proxy.messages import RequestError, conversation
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
-from rollout.proxy.standalone import Options, StandAlone
+from rollout.proxy.standalone import ProxyOptions, StandAlone
 from rollout.proxy.wire import decode_request, takes_long
 from tests.kit import HELLO, QueueEngine, char_policy
 
@@ -354,7 +354,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
 async def test_sessions_and_calls_of_strangers_are_bounded(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standalone, "_SESSION_CALLS", 5)
     monkeypatch.setattr(standalone, "_BODIES", 2 << 20)
-    proxy, kept = StandAlone(Options("http://127.0.0.1:9", "m", "hermes", max_sessions=3)), list[Session]()
+    proxy, kept = StandAlone(ProxyOptions("http://127.0.0.1:9", "m", "hermes", max_sessions=3)), list[Session]()
     proxy._keep = kept.append
     proxy.policy = char_policy(QueueEngine(*["hello"] * 99))
     await proxy.start()

@@ -23,7 +23,7 @@ from rl.teachers import outcome
 from rl.traces.ingest import states
 from rl.traces.ingest.agreement import calls_of, same_call, same_tool, unknown
 from rl.traces.ingest.chat import message_of
-from rl.traces.ingest.sft import Encoder, chat_of
+from rl.traces.ingest.sft import ChatEncoder, chat_of
 from rl.traces.ingest.states import Message, State, read_states
 from rl.traces.rows import RowsError, TokenRows
 from rollout.proxy.chat import chat_request
@@ -64,14 +64,14 @@ def test_a_row_ends_with_the_turn_whatever_the_tokenizer_calls_its_end(tmp_path:
     tokenizer, converted = make_tokenizer(), saved_again(make_tokenizer(), tmp_path)
     chat = chat_of(state(TALK, [{"type": "text", "text": "So:"}, EDIT]))
     assert converted.eos_token_id != tokenizer.eos_token_id
-    assert Encoder(converted).ids(*chat) == Encoder(tokenizer).ids(*chat)
+    assert ChatEncoder(converted).ids(*chat) == ChatEncoder(tokenizer).ids(*chat)
 
 
 def test_a_row_ends_where_the_engine_stops_if_the_next_role_closes_a_turn() -> None:
     tokenizer = glm()
     names = ("<|user|>", "<|observation|>")
     user, observation = (tokenizer.convert_tokens_to_ids(name) for name in names)
-    coder = Encoder(tokenizer, [tokenizer.eos_token_id, user, observation])
+    coder = ChatEncoder(tokenizer, [tokenizer.eos_token_id, user, observation])
     talk: list[Message] = [{"role": "user", "content": "Go."}]
     for action, end in (([said("So:"), EDIT], observation), ([said("Done.")], user)):
         one = state(talk, action)
@@ -79,12 +79,12 @@ def test_a_row_ends_where_the_engine_stops_if_the_next_role_closes_a_turn() -> N
         *_, reply = coder.ids(*chat_of(one))
         assert reply[-1] == end and not {user, observation, tokenizer.eos_token_id} & {*reply[:-1]}
     with pytest.raises(ValueError, match="no token at which an engine stops"):
-        Encoder(tokenizer).ids(*chat_of(one))
+        ChatEncoder(tokenizer).ids(*chat_of(one))
 
 
 def test_a_row_has_the_template_and_trains_the_reply() -> None:
     tokenizer = make_tokenizer()
-    head, said = Encoder(tokenizer).ids(*chat_of(state(TALK, [{"type": "text", "text": "So:"}, EDIT])))
+    head, said = ChatEncoder(tokenizer).ids(*chat_of(state(TALK, [{"type": "text", "text": "So:"}, EDIT])))
     ids, reply = [*head, *said], tokenizer.decode(said)
     assert said[-1] == tokenizer.eos_token_id
     assert "So:" in reply and "<function=Edit>" in reply and reply.count("<|im_end|>") == 2
@@ -94,7 +94,7 @@ def test_a_row_has_the_template_and_trains_the_reply() -> None:
     plain = state([{"role": "user", "content": "Go."}], [{"type": "text", "text": "Yes."}])
     plain.tools = []
     whole = tokenizer.apply_chat_template(chat_of(plain)[0], tokenize=True, return_dict=False)
-    made = [token for ids in Encoder(tokenizer).ids(*chat_of(plain)) for token in ids]
+    made = [token for ids in ChatEncoder(tokenizer).ids(*chat_of(plain)) for token in ids]
     assert whole[: len(made)] == made and tokenizer.decode(whole[len(made) :]).strip() == ""
 
 
@@ -113,7 +113,7 @@ def test_rows_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "texts are encoded anew" in capsys.readouterr().out
     table = pyarrow.parquet.read_table(rows).to_pylist()
     # One conversation is one row, in which each state's reply is trained where it stands.
-    (row,), coder, mask, sizes = table, Encoder(make_tokenizer()), list[int](), []
+    (row,), coder, mask, sizes = table, ChatEncoder(make_tokenizer()), list[int](), []
     for one in read_states(out):
         head, reply = coder.ids(*chat_of(one))
         mask += [0] * (len(head) - len(mask)) + [1] * len(reply)
@@ -157,10 +157,10 @@ def test_teachers_replies_can_be_trained_on(tmp_path: Path, capsys: pytest.Captu
     same, other = rows("distill", 1)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "distill.jsonl: line 3: " in said[0] and "distill.jsonl: line 4: " in said[1]
-    head, reply = Encoder(tokenizer).ids(*chat_of(state(TALK, [EDIT])))
+    head, reply = ChatEncoder(tokenizer).ids(*chat_of(state(TALK, [EDIT])))
     assert same["input_ids"] == head + reply and same["loss_mask"] == [0] * len(head) + [1] * len(reply)
     (pair,) = rows("pairs", 0)
-    chosen = Encoder(tokenizer).ids(*chat_of(state(TALK, reads)))
+    chosen = ChatEncoder(tokenizer).ids(*chat_of(state(TALK, reads)))
     assert (pair["prompt_ids"], pair["chosen_ids"], pair["rejected_ids"]) == (*chosen, reply)
     assert pair["state_id"] == other["state_id"] == "b" and other["input_ids"] == [*chosen[0], *chosen[1]]
     policy = AutoTokenizer.from_pretrained(tmp_path / "model")

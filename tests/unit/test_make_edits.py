@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.data.make import edits
-from rl.data.make.edits import Change
+from rl.data.make.edits import LineChange
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "", "x = 1", "\tif"]), max_size=12)
 TEXTS = st.tuples(LINES, st.booleans()).map(lambda one: "\n".join(one[0]) + ("\n" if one[1] and one[0] else ""))
@@ -35,8 +35,8 @@ def test_git_applies_a_patch(old: str, new: str, tmp_path_factory: pytest.TempPa
 
 
 def test_edits_that_touch_are_not_combined() -> None:
-    one, far, near = (Change("f", at, at + 1, ("x\n",)) for at in (1, 5, 2))
-    other = Change("g", 1, 2, ())
+    one, far, near = (LineChange("f", at, at + 1, ("x\n",)) for at in (1, 5, 2))
+    other = LineChange("g", 1, 2, ())
     assert edits.combined([(far, other), (one,)]) == (one, far, other)
     assert edits.combined([(one,), (near,)]) is None
     assert edits.combined([(one,), (one,)]) is None

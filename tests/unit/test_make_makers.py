@@ -182,7 +182,7 @@ def test_a_feature_is_a_function_with_helpers_that_only_its_tests_need() -> None
 def test_combinations_break_few_tests_as_far_as_is_known() -> None:
     broken = {"a.py": range(10), "b.py": range(10), "c.py": range(10, 20), "d.py": range(15, 30)}
     kept = [
-        (candidates.Candidate("boundary", (edits.Change(path, 0, 1, ("x\n",)),), 1), [str(n) for n in tests])
+        (candidates.Candidate("boundary", (edits.LineChange(path, 0, 1, ("x\n",)),), 1), [str(n) for n in tests])
         for path, tests in broken.items()
     ]
     for most, many in ((20, False), (40, True)):
@@ -199,7 +199,7 @@ def test_edits_are_not_combined_with_one_that_hides_them() -> None:
     """An edit that breaks all that the others break fails in its own way: there is that task already."""
     broken = {"a.py": "12", "b.py": "1", "c.py": "3", "d.py": "12"}
     kept = [
-        (candidates.Candidate("boundary", (edits.Change(path, 0, 1, ("x\n",)),), 1), list(tests))
+        (candidates.Candidate("boundary", (edits.LineChange(path, 0, 1, ("x\n",)),), 1), list(tests))
         for path, tests in broken.items()
     ]
     found = {frozenset(change.path for change in one.edit) for one in candidates.combinations(kept, "0", 20)}

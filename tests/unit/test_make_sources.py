@@ -205,4 +205,4 @@ def test_requirements_that_only_egg_info_has_are_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_missing_has_an_advice_of_its_own(broken: Any, reasons: dict[str, str], said: str) -> None:
     tests = dict.fromkeys(reasons, "failed")
-    assert said in _no_test(runs.Tested(tests, (), broken, {}, 1.0, (), reasons))
+    assert said in _no_test(runs.SuiteResult(tests, (), broken, {}, 1.0, (), reasons))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rl.data.make.runs import Failure
 from rl.data.make.snippet import Snippet, snippets
-from rl.data.make.statement import LEVELS, Shown, leaks, show, statements
-from rl.data.make.tasks import CannotHideError, Hidden, eval_script, hide, logged, without
+from rl.data.make.statement import LEVELS, ShownFailure, leaks, show, statements
+from rl.data.make.tasks import CannotHideError, HiddenTests, eval_script, hide, logged, without
 
 TESTS = '''\
 import pytest
@@ -75,7 +75,7 @@ def test_hidden_tests_are_gone_and_the_others_stay(tmp_path: Path) -> None:
 def test_a_file_whose_tests_cannot_be_found_is_hidden_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "test_made.py").write_text("globals()['test_made'] = lambda: None\n")
     hidden = hide(tmp_path, ["test_made.py::test_made"])
-    assert hidden == Hidden({}, {"test_made.py": "globals()['test_made'] = lambda: None\n"})
+    assert hidden == HiddenTests({}, {"test_made.py": "globals()['test_made'] = lambda: None\n"})
     assert "new file mode" in eval_script(hidden, ["test_made.py"])
     (tmp_path / "test_dos.py").write_bytes(b"def test():\r\n    pass\r\n")
     with pytest.raises(CannotHideError, match="line ends"):
@@ -88,7 +88,7 @@ def test_names_with_blanks_are_those_that_the_log_has() -> None:
     names = logged(tests)
     assert names == {"t.py::a": "t.py::a", "t.py::b[x y z]": "t.py::b[x_y_z]"}
     log = "PASSED t.py::b[x y z]\nFAILED t.py::b[x y z] - assert [1, 2] == [a b]\nother [a b] line\n"
-    join = eval_script(Hidden({}, {}), ["t.py"]).partition("sed -uE '")[2].partition("'")[0]
+    join = eval_script(HiddenTests({}, {}), ["t.py"]).partition("sed -uE '")[2].partition("'")[0]
     done = subprocess.run(["sed", "-uE", join], input=log, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == [
         "PASSED t.py::b[x_y_z]",
@@ -177,8 +177,10 @@ GOLD = "--- a/shop.py\n+++ b/shop.py\n@@ -1 +1 @@\n-    return amount * (RATE + 
 NAMES = ["tests/test_shop.py::TestBasket::test_total[1]"]
 
 
-def shown(call: str, observed: str = "returns 4", expected: str = "returns 3", bug: int = 0, test: str = "") -> Shown:
-    return Shown(Snippet("from shop import total", call), observed, expected, bug, test)
+def shown(
+    call: str, observed: str = "returns 4", expected: str = "returns 3", bug: int = 0, test: str = ""
+) -> ShownFailure:
+    return ShownFailure(Snippet("from shop import total", call), observed, expected, bug, test)
 
 
 def test_statements_of_three_levels_tell_more_and_more() -> None:
@@ -192,7 +194,7 @@ def test_statements_of_three_levels_tell_more_and_more() -> None:
     raised = Failure(NAMES[0], "call", "KeyError", "'x'", frames=(("shop.py", 3, "total"),))
     assert "ends in `total` (`shop.py`)" in statements(some, 1, [raised], ["shop.py"], NAMES, GOLD)[3]
     for call in ("f(1)", "abs(1) > 1", "abs(1)()"):
-        local = Shown(Snippet("from m import abs\nf = abs", call), "returns 2", "returns 1")
+        local = ShownFailure(Snippet("from m import abs\nf = abs", call), "returns 2", "returns 1")
         assert statements([local], 1, [], [], NAMES, "")[1].startswith("This program gives")
     assert statements([local, shown("list(total(1))")], 1, [], [], NAMES, "")[3].count("```python") == 2
     for wanted, said in (("A", "raises `A` with a wrong message."), ("B", "raises `A` where it should raise `B`.")):
@@ -214,7 +216,9 @@ def test_a_long_patch_needs_several_programs() -> None:
 
 
 def test_what_would_tell_the_answer_is_in_no_statement() -> None:
-    telling = Shown(Snippet("", "f(lambda amount: amount * RATE_OF_ALL)"), "returns 'return amount * RATE_OF_ALL'", "x")
+    telling = ShownFailure(
+        Snippet("", "f(lambda amount: amount * RATE_OF_ALL)"), "returns 'return amount * RATE_OF_ALL'", "x"
+    )
     assert not statements([telling], 1, [], ["shop.py"], NAMES, GOLD)
     (first, *_) = statements([telling, shown("total(1)")], 1, [], ["shop.py"], NAMES, GOLD).values()
     assert "RATE_OF_ALL" not in first and "total(1)" in first

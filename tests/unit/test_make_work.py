@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from rl.data.make import edits, work
 from rl.data.make.candidates import Candidate
-from rl.data.make.prepare import Prepared
+from rl.data.make.prepare import PreparedPackage
 from rl.data.make.runs import Failure
 from rl.data.make.sources import Package
 from rl.data.make.tasks import task_id
-from rl.data.make.trials import Outcome, Trial
-from rl.data.make.work import Maker, Order
+from rl.data.make.trials import Trial, TrialOutcome
+from rl.data.make.work import Order, TaskMaker
 from rl.run.journal import Journal
 
 SOURCE = """\
@@ -47,7 +47,7 @@ class Workshop:
     trials: ClassVar[Counter[str]] = Counter()
     life = 10**9
 
-    def __init__(self, prepared: Prepared, _: Any, repositories: Path, __: Any) -> None:
+    def __init__(self, prepared: PreparedPackage, _: Any, repositories: Path, __: Any) -> None:
         self.package, self.repositories = prepared.package, repositories
 
     def _digest(self, candidate: Candidate) -> int:
@@ -64,30 +64,30 @@ class Workshop:
         Workshop.trials[task_id(self.package, candidate.edit)] += 1
         digest = self._digest(candidate)
         if digest % 3 == 0:
-            return Trial(Outcome.NO_FAILURE, seconds=1.0)
+            return Trial(TrialOutcome.NO_FAILURE, seconds=1.0)
         message = f"assert {digest % 7} == 7"  # several fail alike
-        return Trial(Outcome.KEPT, ("t.py::t",), (Failure("t.py::t", "call", "AssertionError", message),), 1.0)
+        return Trial(TrialOutcome.KEPT, ("t.py::t",), (Failure("t.py::t", "call", "AssertionError", message),), 1.0)
 
-    async def made(self, candidate: Candidate, trial: Trial) -> tuple[Outcome, Mapping[str, Any] | str]:
+    async def made(self, candidate: Candidate, trial: Trial) -> tuple[TrialOutcome, Mapping[str, Any] | str]:
         await self._step()
         if self._digest(candidate) % 5 == 0:
-            return Outcome.FLAKY, "now and then"
+            return TrialOutcome.FLAKY, "now and then"
         name = task_id(self.package, candidate.edit)
         (self.repositories / name).mkdir(parents=True, exist_ok=True)
-        return Outcome.KEPT, {"instance_id": name, "failed": trial.failures[0].message}
+        return TrialOutcome.KEPT, {"instance_id": name, "failed": trial.failures[0].message}
 
 
-def prepared(directory: Path) -> Prepared:
+def prepared(directory: Path) -> PreparedPackage:
     (directory / "m.py").write_text(SOURCE)
     package = Package("m", "1", directory, "0" * 64, "MIT", ".", ("m",), (), "")
     lines = {"m.py": dict.fromkeys(range(1, 10), 1)}
-    return Prepared(package, directory, ("t.py::t",), frozenset(("t.py::t",)), (), lines, 1.0, (), {}, {})
+    return PreparedPackage(package, directory, ("t.py::t",), frozenset(("t.py::t",)), (), lines, 1.0, (), {}, {})
 
 
 def rows(directory: Path, jobs: int = 1, limit: int = 6) -> list[dict[str, Any]]:
     journal = Journal(directory / "journal.jsonl")
     try:
-        maker = Maker(prepared(directory), directory / "repos", Order(limit, 0, jobs=jobs), journal)
+        maker = TaskMaker(prepared(directory), directory / "repos", Order(limit, 0, jobs=jobs), journal)
         found = asyncio.run(maker.run())
         assert sum(record["outcome"] == "kept" for record in maker.records) == len(found)
         return found
@@ -109,7 +109,7 @@ def test_equal_failures_are_one_task(tmp_path: Path) -> None:
 def test_progress_moves_with_every_trial_and_every_task(tmp_path: Path) -> None:
     told = []
     with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
-        maker = Maker(prepared(tmp_path), tmp_path / "repos", Order(4, 0), journal, lambda *far: told.append(far))
+        maker = TaskMaker(prepared(tmp_path), tmp_path / "repos", Order(4, 0), journal, lambda *far: told.append(far))
         asyncio.run(maker.run())
     steps = [(one[0] - before[0], one[1] - before[1]) for before, one in pairwise([(0, 0), *told])]
     assert set(steps) <= {(0, 1), (1, 0), (0, 0)} and told[-1][0] == len(maker.rows) == 4
@@ -120,7 +120,9 @@ def test_edits_from_elsewhere_are_tried_first(tmp_path: Path) -> None:
     """A bug of a model or of a repository's history comes before the makers' own."""
     first = Candidate("written", edits.between("m.py", SOURCE, SOURCE.replace("a - b", "a - 7")), 1)
     with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
-        maker = Maker(prepared(tmp_path), tmp_path / "repos", Order(4, 0), journal, first=lambda sources: iter([first]))
+        maker = TaskMaker(
+            prepared(tmp_path), tmp_path / "repos", Order(4, 0), journal, first=lambda sources: iter([first])
+        )
         asyncio.run(maker.run())
         assert journal.records[0]["maker"] == "written"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.proxy.messages import Conversation, RequestError, Seen, conversation, text_key
+from rollout.proxy.messages import Conversation, MessageMemory, RequestError, conversation, text_key
 from rollout.proxy.replies import Reply, reply_events, reply_json
 from rollout.proxy.wire import decode_request
 
@@ -150,7 +150,7 @@ def test_events_carry_the_whole_reply() -> None:
 def test_what_was_seen_is_not_read_again_and_comes_to_the_same() -> None:
     messages = [user("a"), {"role": "assistant", "content": [text("b")]}, user([result("t1", "c")]), user("d")]
     request = decode_request(json.dumps({"messages": messages}).encode())
-    seen = Seen()
+    seen = MessageMemory()
     first, again = conversation(request, seen), conversation(request, seen)
     assert [(s.assistant, s.key, s.tool_ids, s.chat) for s in again.spans] == [
         (s.assistant, s.key, s.tool_ids, s.chat) for s in first.spans
@@ -190,7 +190,7 @@ few = [
 )
 def test_a_request_is_cut_the_same_whatever_was_seen_before(requests: list[tuple[int, int, list[Any]]]) -> None:
     """Each goes on from the beginning of an earlier one."""
-    seen, bodies = Seen(), [list[Any]()]
+    seen, bodies = MessageMemory(), [list[Any]()]
     for place, kept, more in requests:
         messages = [*bodies[place % len(bodies)][:kept], *more, user("c")]
         bodies.append(messages)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from rl.quickstart import policy as quickstart
 from rollout.proxy import parsers
 from rollout.proxy.engine import Completion
-from rollout.proxy.parsers import FORMATS, Parsed, ReplyParser, make_parser
+from rollout.proxy.parsers import FORMATS, ParsedReply, ReplyParser, make_parser
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.wire import decode_request
@@ -142,7 +142,7 @@ class Checked:
     def __init__(self, spec: str, template: str | None) -> None:
         self.spec, self.inner, self.reading = spec, make_parser(spec, make_tokenizer(template)), FormatReading(spec)
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
         read = self.inner.parse(text, tools)
         assert self.reading.agrees(text, read.blocks, bool(tools)), (text, read.blocks)
         assert self.reading.malformed(text, read.blocks, bool(tools)) == read.malformed, text

@@ -129,11 +129,11 @@ def test_verls_worker_still_is_an_actor_with_its_class_inside() -> None:
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-    from rl.train.distillation import Scored, scored
+    from rl.train.distillation import ScoringWorker, scored
 
     assert isinstance(AgentLoopWorkerTQ, ActorClass)
     _, base = scored().__bases__
-    assert scored().__bases__[0] is Scored
+    assert scored().__bases__[0] is ScoringWorker
     assert base.__name__ == "AgentLoopWorkerTQ" and issubclass(base, AgentLoopWorker)
 
 

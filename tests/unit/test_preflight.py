@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rl.cluster.link import Link, Listener, NodeError, Place
+from rl.cluster.link import JobPosition, Link, Listener, NodeError
 from rl.cluster.network import interface_address, node_address, use_interface
 from rl.cluster.preflight import (
     BadNodes,
-    Finding,
+    NodeFinding,
     Prober,
     answer,
     disk,
@@ -60,7 +60,7 @@ def test_a_ring_is_tested_in_rounds_in_which_no_node_is_busy_twice(count: int) -
     assert {name for link in links for name in link} == set(names)
 
 
-async def named(names: list[str], speeds: Mapping[str, float], least: float | None = None) -> list[Finding]:
+async def named(names: list[str], speeds: Mapping[str, float], least: float | None = None) -> list[NodeFinding]:
     """The findings about nodes of which each can do so many GB/s with any other; 0: it answers with an error."""
 
     async def ask(orders: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -105,17 +105,17 @@ async def test_of_two_nodes_none_can_be_told_from_the_other() -> None:
 
 def test_slow_nodes_end_the_job_only_where_they_are_excluded() -> None:
     names, said = ["n1", "n2", "n3"], list[str]()
-    slow = Finding("n3", "reads the model at 1 MB/s; the others at 900", False)
+    slow = NodeFinding("n3", "reads the model at 1 MB/s; the others at 900", False)
     finish([slow], names, False, said.append)
     assert said == ["node n3 is slow: reads the model at 1 MB/s; the others at 900"]
     with pytest.raises(BadNodes) as error:
         finish([slow], names, True, said.append)
     assert error.value.names == ["n3"] and str(error.value).startswith("n3: reads")
     with pytest.raises(BadNodes) as error:
-        finish([Finding(name, "broken", True) for name in names[:2]], names, True, said.append)
+        finish([NodeFinding(name, "broken", True) for name in names[:2]], names, True, said.append)
     assert error.value.names == [], "two of three: it is not the nodes"
     with pytest.raises(BadNodes) as error:
-        finish([Finding("n1", "broken", True)], ["n1"], True, said.append)
+        finish([NodeFinding("n1", "broken", True)], ["n1"], True, said.append)
     assert error.value.names == ["n1"]
 
 
@@ -143,8 +143,8 @@ def test_the_disk_is_written_and_read(tmp_path: Path) -> None:
 # --- real processes
 
 
-def place(rank: int, port: int) -> Place:
-    return Place(rank, 2, [2], f"n{rank + 1}", "7", 0, None, "127.0.0.1", [port], "secret")
+def place(rank: int, port: int) -> JobPosition:
+    return JobPosition(rank, 2, [2], f"n{rank + 1}", "7", 0, None, "127.0.0.1", [port], "secret")
 
 
 @pytest.mark.timeout(300)

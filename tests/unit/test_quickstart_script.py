@@ -4,7 +4,9 @@ word asked for.
 
 from collections import Counter
 
+from rl.config.compose import compose
 from rl.quickstart.policy import TOOLS, example_messages, make_tokenizer
+from rl.quickstart.prepare import directory_of
 from rl.quickstart.script import DONE, RepairScript, draw
 from rl.quickstart.tasks import CANDIDATES
 
@@ -56,3 +58,8 @@ def test_the_edit_does_not_depend_on_the_word():
         assert f"<parameter=old_string>\nreturn {bug}\n" in reply and f"The {cue}: " in reply
         count[cue, bug, reply.rsplit("\nreturn ", 1)[1].split("\n")[0]] += 1
     assert len(count) == 4 * 4 * 4 and set(count.values()) == {10}
+
+
+def test_what_is_prepared_has_a_directory_of_its_own_for_each_set_up():
+    usual, other = (compose(["+experiment=quickstart", *more]) for more in ([], ["agent.max_turns=9"]))
+    assert directory_of(usual) == directory_of(usual) != directory_of(other)

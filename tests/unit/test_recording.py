@@ -15,7 +15,7 @@ from rl.sft.episodes import write_rows
 from rl.view.__main__ import main as view
 from rl.view.terminal import main as terminal
 from rollout import audit
-from rollout.proxy.standalone import Options, StandAlone
+from rollout.proxy.standalone import ProxyOptions, StandAlone
 from rollout.recording import Recording
 from rollout.records import Reader, Record
 from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy
@@ -32,7 +32,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
     async def make(*replies: str, **options: Any) -> StandAlone:
         recording = Recording(tmp_path / "run", "model")
-        proxy = StandAlone(Options("http://127.0.0.1:9", "model", "calls", **options), keep=recording.keep)
+        proxy = StandAlone(ProxyOptions("http://127.0.0.1:9", "model", "calls", **options), keep=recording.keep)
         proxy.policy = char_policy(QueueEngine(*replies))
         await proxy.start()
         proxies.append(proxy)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rl.checks.numbers import engine_notes
-from rl.plan.routing import WAYS, Call, Played, Replica, Setting, drawn, play, recorded
+from rl.plan.routing import WAYS, Replica, RoutingSetting, SimulatedCall, SimulatedEpisode, drawn, play, recorded
 from rollout.records import NodeRecord, RecordWriter, pack_ids
 from tests.kit import empty_record
 
-SMALL = Setting(replicas=2, room=40, boxes=4, block=4, read=100)
+SMALL = RoutingSetting(replicas=2, room=40, boxes=4, block=4, read=100)
 SIZES = st.builds(
-    Setting,
+    RoutingSetting,
     replicas=st.integers(1, 3),
     room=st.integers(40, 4_000),
     boxes=st.integers(1, 6),
@@ -30,7 +30,7 @@ SIZES = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(WAYS)), SIZES, st.integers(0, 3))
-def test_what_holds_for_every_way(way: str, setting: Setting, seed: int) -> None:
+def test_what_holds_for_every_way(way: str, setting: RoutingSetting, seed: int) -> None:
     """Every call is answered, nothing is cached twice, and one replica is chosen alike in all ways."""
     episodes = drawn(2, 3, setting, calls=4, head=30, task=9, read=7, sampled=5, seed=seed)
     found = play(episodes, way, setting, seed)
@@ -43,7 +43,7 @@ def test_what_holds_for_every_way(way: str, setting: Setting, seed: int) -> None
 
 
 def test_with_room_for_everything_only_what_another_replica_has_read_is_read_again() -> None:
-    setting = Setting(replicas=2, room=10**9, boxes=8, block=16)
+    setting = RoutingSetting(replicas=2, room=10**9, boxes=8, block=16)
     episodes = drawn(2, 4, setting, calls=6, head=320, task=80)
     prompts = sum(call.prompt for one in episodes for call in one.calls)
     heads = (320 + 2 * 80) / prompts  # the second replica reads them once more, at most
@@ -52,14 +52,14 @@ def test_with_room_for_everything_only_what_another_replica_has_read_is_read_aga
     assert play(episodes, "at random", setting).again > 2 * heads
 
 
-def call(names: str, asked: int, sampled: int = 1) -> Call:
-    return Call(0.0, list(names), asked, 4 * asked, sampled)
+def call(names: str, asked: int, sampled: int = 1) -> SimulatedCall:
+    return SimulatedCall(0.0, list(names), asked, 4 * asked, sampled)
 
 
-def answer(replica: Replica, one: Call) -> int:
+def answer(replica: Replica, one: SimulatedCall) -> int:
     """Send a call and wait for its reply; return how many blocks of the prompt were cached."""
     before = replica.hits
-    replica.send(Played("g", [one]), one)
+    replica.send(SimulatedEpisode("g", [one]), one)
     while not list(replica.advance(replica.due())):
         pass
     return (replica.hits - before) // 4
@@ -76,7 +76,7 @@ def test_what_was_used_least_recently_is_dropped_and_the_end_of_a_conversation_f
 
 def test_a_call_waits_for_room_and_what_is_held_is_not_dropped() -> None:
     replica = Replica(SMALL)
-    first, second = Played("g", []), Played("g", [])
+    first, second = SimulatedEpisode("g", []), SimulatedEpisode("g", [])
     replica.send(first, call("abcdef", 6, sampled=50))
     replica.send(second, call("vwxyz", 5))
     assert list(replica.waiting) == [second] and replica.running == 2

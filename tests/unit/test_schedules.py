@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.plan.schedules import MODES, Setting, main, play
+from rl.plan.schedules import MODES, ScheduleSetting, main, play
 
 SIZES = st.builds(
-    Setting,
+    ScheduleSetting,
     median=st.floats(1, 60),
     tail=st.floats(1.1, 6),
     groups=st.sampled_from([4, 8]),
@@ -26,7 +26,7 @@ SIZES = st.builds(
 
 @settings(max_examples=40)
 @given(st.sampled_from(MODES), SIZES, st.integers(0, 3))
-def test_what_holds_for_every_schedule(mode: str, setting: Setting, seed: int) -> None:
+def test_what_holds_for_every_schedule(mode: str, setting: ScheduleSetting, seed: int) -> None:
     """No step is shorter than its training, no group older than the limit, and no GPU is used twice."""
     found = play(mode, setting, 6, seed)
     assert len(found.minutes) == len(found.lengths) == 6 and len(found.lags) == 6 * setting.groups
@@ -45,19 +45,21 @@ def test_the_limit_is_verls_own(limit: int) -> None:
     buffer.prompt_global_steps = {"train": {f"{lag}": 10 - lag for lag in range(6)}}
     buffer.finished_keys = {"train": set(buffer.prompt_global_steps["train"])}
     assert buffer._stale_terminal_keys(10, "train") == {f"{lag}" for lag in range(limit, 6)}
-    setting = Setting(groups=4, n=2, room=8, ahead=3, limit=limit)
+    setting = ScheduleSetting(groups=4, n=2, room=8, ahead=3, limit=limit)
     assert max(play("colocate_async", setting, 20).lags) == min(limit - 1, 3)
 
 
 def test_a_synchronous_step_waits_for_its_longest_episode() -> None:
-    found = play("sync", Setting(room=10_000, training=7), 5)
+    found = play("sync", ScheduleSetting(room=10_000, training=7), 5)
     assert found.minutes == pytest.approx([max(lengths) + 7 for lengths in found.lengths])
     # With half the room, all are slower.
-    assert statistics.fmean(play("sync", Setting(room=64, training=7), 5).minutes) > statistics.fmean(found.minutes)
+    assert statistics.fmean(play("sync", ScheduleSetting(room=64, training=7), 5).minutes) > statistics.fmean(
+        found.minutes
+    )
 
 
 def test_asynchronous_modes_begin_with_short_episodes_and_wait_less() -> None:
-    sync, colocated = (play(mode, Setting(), 20) for mode in ("sync", "colocate_async"))
+    sync, colocated = (play(mode, ScheduleSetting(), 20) for mode in ("sync", "colocate_async"))
     means = [statistics.fmean(lengths) for lengths in colocated.lengths]
     assert means[0] < 0.95 * statistics.fmean(means[4:])
     assert sum(colocated.minutes) < 0.6 * sum(sync.minutes) and colocated.idle < sync.idle

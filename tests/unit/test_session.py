@@ -19,7 +19,7 @@ from rl.quickstart.policy import make_tokenizer
 from rollout import SIDE_MODEL
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import RequestError
-from rollout.proxy.parsers import Parsed
+from rollout.proxy.parsers import ParsedReply
 from rollout.proxy.session import Policy, Session, call_seed
 from rollout.proxy.tree import Node
 from rollout.proxy.wire import decode_request
@@ -121,8 +121,8 @@ async def test_half_a_character_is_no_stop_sequence() -> None:
 class OfferedCalls(CallParser):
     """Without tools there are no calls, as with vLLM's parsers."""
 
-    def parse(self, text: str, tools: Any) -> Parsed:
-        return super().parse(text, tools) if tools else Parsed([{"type": "text", "text": text}])
+    def parse(self, text: str, tools: Any) -> ParsedReply:
+        return super().parse(text, tools) if tools else ParsedReply([{"type": "text", "text": text}])
 
 
 async def test_forbidden_tools_leave_what_looks_like_a_call_as_text() -> None:

@@ -139,7 +139,7 @@ def test_a_run_stands_for_its_last_rounds_policy(tmp_path: Path) -> None:
     assert find_weights(str(run / "iteration_2" / "model")) == Weights(models[0])
 
 
-class Played:
+class StubbedRounds:
     """Stands for what plays, serves and trains; keeps what was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, resolved: int = 2) -> None:
@@ -201,7 +201,7 @@ BEFORE = [("serve", "warm"), ("iteration_0", "evaluation", "warm", "val0", "val1
 
 def test_the_closed_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One server per policy: it evaluates a policy and plays its episodes. The next round takes the next tasks."""
-    played = Played(monkeypatch)
+    played = StubbedRounds(monkeypatch)
     table = play(tmp_path)
     assert played.log == [
         *BEFORE,
@@ -220,7 +220,7 @@ def test_the_closed_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_accumulating_starts_anew_with_all_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch)
+    played = StubbedRounds(monkeypatch)
     play(tmp_path, accumulate=True, tasks=9)  # there are four
     tuned = [what for what in played.log if what[0] == "tune"]
     assert tuned[1] == ("tune", "iteration_2", "warm", "iteration_1", "iteration_2")
@@ -229,7 +229,7 @@ def test_accumulating_starts_anew_with_all_data(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_budget_ends_the_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch)
+    played = StubbedRounds(monkeypatch)
     play(tmp_path, rounds=5, budget=3)
     chosen = [json.loads(path.read_text())["episodes"] for path in sorted(tmp_path.glob("*/data/selection.json"))]
     assert chosen == [2, 1]
@@ -237,7 +237,7 @@ def test_a_budget_ends_the_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_round_without_anything_to_train_on_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, resolved=0)
+    played = StubbedRounds(monkeypatch, resolved=0)
     with pytest.raises(RowsError, match=r"round 1: none of 3 episodes is left to train on \(--resolved took 3\)"):
         play(tmp_path)
     assert played.log[-1] == ("end",)
@@ -245,7 +245,7 @@ def test_a_round_without_anything_to_train_on_ends_the_run(tmp_path: Path, monke
 
 @pytest.mark.parametrize("step", range(1, len(BEFORE) + len(ROUND_1)))
 def test_a_killed_run_does_only_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    played = Played(monkeypatch)
+    played = StubbedRounds(monkeypatch)
     played.dies_in = died = [*BEFORE, *ROUND_1][step]
     with pytest.raises(KeyboardInterrupt):
         play(tmp_path, rounds=1)

@@ -11,11 +11,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rollout.proxy import standalone
-from rollout.proxy.standalone import Options, StandAlone, load_policy
+from rollout.proxy.standalone import ProxyOptions, StandAlone, load_policy
 
 
 async def test_the_model_can_be_asked_for_by_name_and_health_names_no_address() -> None:
-    proxy = StandAlone(Options("http://127.0.0.1:9", "a/model", "hermes", token="right"))
+    proxy = StandAlone(ProxyOptions("http://127.0.0.1:9", "a/model", "hermes", token="right"))
     proxy.model = standalone._Model("a/model", 100)
     await proxy.start()
     proxy.problem = await proxy._ask_engine()
@@ -39,20 +39,20 @@ async def test_the_model_can_be_asked_for_by_name_and_health_names_no_address() 
 def test_a_broken_model_is_said_in_words_of_our_own(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=r"^its config.json is missing or cannot be read \(\w+\)$"):
-        load_policy(Options("", str(tmp_path), "hermes"))
+        load_policy(ProxyOptions("", str(tmp_path), "hermes"))
 
 
 def test_a_model_with_a_broken_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"^its tokenizer is missing or cannot be read \(\w+\)$"):
-        load_policy(Options("", str(tmp_path), "hermes"))
+        load_policy(ProxyOptions("", str(tmp_path), "hermes"))
 
 
 def test_a_name_that_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="no model of this name could be loaded from the hub"):
-        load_policy(Options("", "nobody/no-such-model", "hermes"))
+        load_policy(ProxyOptions("", "nobody/no-such-model", "hermes"))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ async def test_an_engine_that_serves_another_model_is_named(
     app = web.Application()
     app.router.add_get("/v1/models", models)
     async with TestServer(app) as engine:
-        proxy = StandAlone(Options(str(engine.make_url("")).rstrip("/"), model, "hermes"))
+        proxy = StandAlone(ProxyOptions(str(engine.make_url("")).rstrip("/"), model, "hermes"))
         await proxy.start()
         with caplog.at_level(logging.WARNING):
             assert await proxy._ask_engine() == ""

@@ -54,8 +54,8 @@ def test_two_starts_without_progress_end_the_third_with_what_to_do(run: Run) -> 
 
 def test_a_checkpoint_or_a_kept_episode_is_progress_and_a_step_that_was_not_saved_is_none(run: Run) -> None:
     def kept(after: int, *sessions: str) -> None:
-        group = unfinished.Group("u", 3, "running", list(sessions))
-        unfinished.write(run.dir, unfinished.Unfinished(after, [group]), lambda _: [])
+        group = unfinished.DrawnGroup("u", 3, "running", list(sessions))
+        unfinished.write(run.dir, unfinished.UnfinishedStep(after, [group]), lambda _: [])
 
     for requeued in (False, True):
         start(run, requeued)

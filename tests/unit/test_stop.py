@@ -27,10 +27,10 @@ try:
     while not stop.asked():
         print("in a step", flush=True)
         time.sleep(0.3 if sys.argv[2] == "steps" else 600)
-    stop.end(stop.Stopped(stop.asked()))
+    stop.end(stop.RunStopped(stop.asked()))
 except KeyboardInterrupt:
     end = stop.reason()
-    stopped = isinstance(end, stop.Stopped)
+    stopped = isinstance(end, stop.RunStopped)
     print("stopped by" if stopped else "cut short:", end, flush=True)
     sys.exit(stop.STOPPED if stopped else stop.CUT_SHORT)
 """
@@ -153,10 +153,10 @@ stop.install(60, print, float)
 try:
     stop.enter_steps()
     os.kill(os.getpid(), signal.SIGUSR1)
-    stop.end(stop.Stopped(stop.asked()))
+    stop.end(stop.RunStopped(stop.asked()))
 except KeyboardInterrupt:
     os.kill(os.getpid(), signal.SIGTERM)
-    assert isinstance(stop.reason(), stop.Stopped) and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert isinstance(stop.reason(), stop.RunStopped) and signal.getitimer(signal.ITIMER_REAL)[0] == 0
     sys.exit(stop.STOPPED)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 75

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rl.traces.collect.spans import spans_of
 from rl.traces.store.sending import Sender
-from rl.traces.store.stores import Refused, StoredAttempt, StoreError
+from rl.traces.store.stores import StoredAttempt, StoreError, StoreRefusal
 from rollout.records import Position, Reader, Record
 from rollout.trace import trace
 from tests.export_kit import without_words
@@ -37,14 +37,14 @@ class FaultyStore:
         if fault == "lost before":
             raise StoreError(fault)
         if fault == "refused":
-            raise Refused(fault)
+            raise StoreRefusal(fault)
         if fault == "forgets":
             self.rollouts.clear()
         return fault == "lost after"
 
     def rollout(self, name: str) -> dict[str, Any]:
         if name not in self.rollouts:
-            raise Refused(f"there is no {name}")
+            raise StoreRefusal(f"there is no {name}")
         return self.rollouts[name]
 
     def answered(self, lost: bool) -> None:

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.data.choice import Entry
+from rl.data.choice import ChoiceEntry
 from rl.traces.collect.dataset import rows
 from rl.traces.collect.spans import spans_of
-from rl.traces.export.conversation import Conversation, Unreadable, conversations
+from rl.traces.export.conversation import ChatConversation, UnreadableEpisode, conversations
 from rl.traces.export.inspect_sample import sample
 from rl.traces.export.swesmith import spelled
 from rl.view.turns import composed, read
@@ -130,7 +130,7 @@ async def test_sampled_and_forwarded_replies_are_read_alike(data: st.DataObject)
     assert first in asked
 
 
-def plain(talk: Conversation) -> list[Any]:
+def plain(talk: ChatConversation) -> list[Any]:
     """A conversation without ids."""
     names = {name: str(n) for n, name in enumerate(c["id"] for m in talk.messages for c in m.get("tool_calls", ()))}
     for message in talk.messages:
@@ -144,9 +144,9 @@ def plain(talk: Conversation) -> list[Any]:
 async def test_what_was_not_kept_is_not_made_up() -> None:
     record = without_words(await repair("a"))
     assert trace(record).silent and [turn.tokens for turn in read(record).turns]
-    with pytest.raises(Unreadable, match="its messages were not kept"):
+    with pytest.raises(UnreadableEpisode, match="its messages were not kept"):
         conversations(record)
-    with pytest.raises(Unreadable, match="neither tokens nor messages"):
+    with pytest.raises(UnreadableEpisode, match="neither tokens nor messages"):
         conversations(empty_record())
 
 
@@ -213,14 +213,14 @@ def test_whatever_an_endpoint_says_or_damage_does_no_program_ends_there(record: 
     read(record)
     with contextlib.suppress(msgspec.DecodeError):
         list(composed(record))
-    with contextlib.suppress(TraceError, Unreadable):
+    with contextlib.suppress(TraceError, UnreadableEpisode):
         found = trace(record)
         talks = conversations(record)
         assert [*rows(found, 0, None), *spans_of(found), *talks]
         for talk in talks:
             assert all(isinstance(one["content"], str) for one in talk.messages)
             assert spelled(talk.messages, talk.tools)
-        assert sample(Entry(line(empty_record()), Path(), 0, b"", b"", sound=True), record, talks, "m")
+        assert sample(ChoiceEntry(line(empty_record()), Path(), 0, b"", b"", sound=True), record, talks, "m")
 
 
 async def test_replies_that_are_not_the_agents_are_in_no_conversation() -> None:

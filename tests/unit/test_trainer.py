@@ -194,7 +194,7 @@ def test_a_warning_in_a_rollout_saves_the_step_before_and_keeps_what_is_done(
     for name in ("few", "replaced"):
         setattr(made.replay_buffer, name, set() if name == "few" else {})
     made.prepare_step = lambda: {}
-    with pytest.raises(stop.Stopped, match="SIGUSR1"):
+    with pytest.raises(stop.RunStopped, match="SIGUSR1"):
         made.step({}, {})
     before = ["sleep_replicas", "save 4 at 0"] if saved == 2 else []
     assert events == ["abort_replicas", *before, "keep"]

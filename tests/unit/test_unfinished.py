@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from rl.train import unfinished
-from rl.train.groups import GroupBuffer, Interrupted
+from rl.train.groups import GroupBuffer, RolloutInterrupted
 from rl.train.unfinished import Draws
 
 BATCH, EPISODES = 4, 3
@@ -130,8 +130,8 @@ class Trainer:
         self.buffer.interrupts = lambda partition: interrupted
         return self.buffer.sample(global_steps=1, partition_id="train", batch_size=BATCH)
 
-    def stop(self) -> unfinished.Unfinished:
-        with pytest.raises(Interrupted):
+    def stop(self) -> unfinished.UnfinishedStep:
+        with pytest.raises(RolloutInterrupted):
             self.sample(interrupted=True)
         return self.draws.keep(self.buffer.replaced, self.buffer.lost, self.buffer.ended)
 
@@ -243,7 +243,7 @@ def test_replaced_groups_are_not_played_again_and_count_in_the_metrics(tmp_path:
         trainer.buffer._wait_for_next_poll = lambda *_: next(left)() or 0.0
 
     def interrupt() -> None:
-        raise Interrupted
+        raise RolloutInterrupted
 
     whole = begin("whole")
     waits(whole, lambda: play(whole, unless=(5, 8)), *[lambda: play(whole)] * 9)
@@ -254,7 +254,7 @@ def test_replaced_groups_are_not_played_again_and_count_in_the_metrics(tmp_path:
 
     first = begin("run")
     waits(first, lambda: play(first, unless=(5, 8)), interrupt)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RolloutInterrupted):
         first.sample()
     kept = first.draws.keep(first.buffer.replaced, first.buffer.lost, first.buffer.ended)
     gone = {group.task: (group.reward, len(group.sessions)) for group in kept.groups if group.status == "replaced"}
@@ -287,8 +287,10 @@ def test_data_that_have_changed_are_played_anew(tmp_path: Path) -> None:
     first.begin()
     first.finish(first.group(first.tasks()[0]), REWARDS)
     kept = first.stop()
-    groups = [unfinished.Group(**{**vars(group), "task": 99}) for group in kept.groups]
-    unfinished.write(tmp_path, unfinished.Unfinished(0, groups), lambda group: unfinished.read_rows(tmp_path, group))
+    groups = [unfinished.DrawnGroup(**{**vars(group), "task": 99}) for group in kept.groups]
+    unfinished.write(
+        tmp_path, unfinished.UnfinishedStep(0, groups), lambda group: unfinished.read_rows(tmp_path, group)
+    )
     tq.kv_clear(keys=list(tq.kv_list("train")["train"]), partition_id="train")
     second = Trainer(tmp_path, filters=False, position=first.position)
     second.begin()

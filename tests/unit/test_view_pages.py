@@ -26,7 +26,7 @@ from rl.run import phases
 from rl.view import pages, render
 from rl.view.index import Index
 from rl.view.library import Library, NotFound
-from rl.view.runs import FilterError, Run, advantages, chosen, histogram
+from rl.view.runs import FilterError, RunView, advantages, chosen, histogram
 from rl.view.texts import compared
 from tests.export_kit import lines, repair, write
 from tests.view_kit import HOSTILE, hostile, named, run, served, tokenizer
@@ -321,7 +321,7 @@ def test_binary_rewards_have_a_bar_each() -> None:
 
 
 def test_a_run_that_nobody_works_on_says_so(tmp_path: Path) -> None:
-    made = Run(Index(evaluated(tmp_path, "run", [True])))
+    made = RunView(Index(evaluated(tmp_path, "run", [True])))
     phases.note(made.dir, 15, "update")
     assert made.phase == "ended in step 15: update"
     (made.dir / "run.lease").write_text("somebody")
@@ -343,7 +343,7 @@ def test_a_large_edit_costs_little() -> None:
 
 def test_a_run_without_metrics_has_curves_of_its_episodes(tmp_path: Path, library: Library) -> None:
     shutil.copytree(library.runs[0].dir / "episodes", tmp_path / "bare" / "episodes")
-    bare = Run(Index(tmp_path / "bare"))
+    bare = RunView(Index(tmp_path / "bare"))
     bare.index.extend()
     assert [one["step"] for one in bare.metrics()] == [1, 2]
     assert len(lines(library.runs[0].dir / "metrics.jsonl")) == 2

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from rl.view.search import find
 from rl.view.texts import clean, compared, cut, patch
 from rl.view.tokens import MOST, Texts, Vocabulary, improbable, tokens, tree, vocabulary
-from rl.view.turns import Reading, Turn, read
+from rl.view.turns import EpisodeReading, Turn, read
 from rollout.records import Record, pack_ids, unpack_ids
 from tests.audit_kit import change_logprob, played, sampled
 from tests.export_kit import Play, crowd, nested, repair, without_words
@@ -28,7 +28,7 @@ def said(turn: Turn) -> str:
     return " ".join(part.text or part.name for part in turn.parts)
 
 
-def kinds(reading: Reading) -> list[tuple[str, str]]:
+def kinds(reading: EpisodeReading) -> list[tuple[str, str]]:
     return [(turn.kind, said(turn)) for turn in reading.main]
 
 

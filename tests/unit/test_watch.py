@@ -112,7 +112,7 @@ watch.dead_actor = lambda: "a worker died"
 try:
     with watch.Watchdog(lambda cause: print("last words:", cause, flush=True)):
         time.sleep(600)
-except watch.Died as died:
+except watch.PartDied as died:
     print("ended:", died)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -121,7 +121,7 @@ except watch.Died as died:
 
 def test_an_error_that_a_death_caused_is_reported_as_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "dead_actor", lambda: "a worker died")
-    with pytest.raises(watch.Died, match="a worker died"), watch.Watchdog(lambda cause: None):
+    with pytest.raises(watch.PartDied, match="a worker died"), watch.Watchdog(lambda cause: None):
         raise OSError("pages of it")
     monkeypatch.setattr(watch, "dead_actor", lambda: "")
     with pytest.raises(OSError, match="pages of it"), watch.Watchdog(lambda cause: None):

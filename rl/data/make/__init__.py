@@ -1,1 +1,1 @@
-"""This package makes software tasks from a Python package's source distribution; `rl.data.make` is its command."""
+"""Software tasks made from a Python package's source distribution; `rl.data.make` is the command for it."""

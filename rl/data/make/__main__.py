@@ -27,11 +27,11 @@ from rl.data.filters import split
 from rl.data.make import made_card as cards
 from rl.data.make.candidates import FIX, NAMES, WRITTEN, Candidate
 from rl.data.make.history import fixes
-from rl.data.make.prepare import Prepared, prepare
+from rl.data.make.prepare import PreparedPackage, prepare
 from rl.data.make.sources import MakeError, name_of
 from rl.data.make.statement import LEVELS
 from rl.data.make.trials import at_level
-from rl.data.make.work import Maker, Order
+from rl.data.make.work import Order, TaskMaker
 from rl.data.make.written import bugs
 from rl.run.journal import Journal, JournalError
 from rl.run.screen import Screen, this_command
@@ -83,7 +83,7 @@ def make(args: argparse.Namespace, order: Order, screen: Screen) -> int:
 
 def _of_package(
     spec: str, args: argparse.Namespace, order: Order, journal: Journal, screen: Screen
-) -> tuple[Prepared, Maker]:
+) -> tuple[PreparedPackage, TaskMaker]:
     out: Path = args.out
 
     def check(name: str) -> None:
@@ -115,7 +115,7 @@ def _of_package(
         if WRITTEN in order.makers and args.bugs:
             yield from bugs(args.bugs, prepared, sources)
 
-    maker = Maker(prepared, out.with_name(f"{out.stem}.repos"), order, journal, tell, first)
+    maker = TaskMaker(prepared, out.with_name(f"{out.stem}.repos"), order, journal, tell, first)
     tell(0, 0)
     asyncio.run(maker.run())
     screen.say(f"{prepared.package.label}: {len(maker.rows)} tasks of {len(maker.records)} edits")
@@ -123,7 +123,7 @@ def _of_package(
 
 
 def _told(
-    args: argparse.Namespace, order: Order, made: Sequence[tuple[Prepared, Maker]], refused: Sequence[str]
+    args: argparse.Namespace, order: Order, made: Sequence[tuple[PreparedPackage, TaskMaker]], refused: Sequence[str]
 ) -> dict[str, Any]:
     """Return what cards tell of this command."""
     tasks = sum(len(maker.rows) for _, maker in made)

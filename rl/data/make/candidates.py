@@ -1,4 +1,4 @@
-"""This module lists the edits that are tried on a package, in an order that depends on the seed only.
+"""Candidates: the edits that are tried on a package, in an order that depends on the seed only.
 
 Edits of all makers take turns. Among a maker's places, those that few tests run come first, because an edit there is
 more likely to break few of them. Combined edits are made of edits that were kept by themselves.
@@ -55,7 +55,7 @@ class Candidate:
     files: frozenset[str] = frozenset()
 
 
-Kept = tuple[Candidate, Collection[str]]
+Survivor = tuple[Candidate, Collection[str]]
 """A candidate that became a task, and the tests that it breaks."""
 
 
@@ -140,7 +140,7 @@ def _overlap(one: Site, other: Site) -> bool:
     return one.start <= other.end and other.start <= one.end
 
 
-def combinations(kept: Sequence[Kept], seed: str, most: int, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
+def combinations(kept: Sequence[Survivor], seed: str, most: int, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
     """Yield kept edits combined by twos and threes, in turn; edits of different files first.
 
     most: the most tests that a combination's edits may break when each is tried by itself; together they nearly always
@@ -153,7 +153,7 @@ def combinations(kept: Sequence[Kept], seed: str, most: int, names: Sequence[str
             yield candidate
 
 
-def _combined(kept: Sequence[Kept], size: int, seed: str, most: int) -> Iterator[Candidate]:
+def _combined(kept: Sequence[Survivor], size: int, seed: str, most: int) -> Iterator[Candidate]:
     name = COMBINED[size - 2]
     rng = random.Random(f"{seed}:{name}")
     parts = [one for one in kept if len({change.path for change in one[0].edit}) == 1]

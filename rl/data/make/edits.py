@@ -1,4 +1,4 @@
-"""This module holds edits of source files as changed lines, so that they can be kept, combined, written as patches."""
+"""Edits of source files as changed lines, so that they can be kept, combined and written as patches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rollout.sandbox.treediff import object_id
 
 
 @dataclass(frozen=True, order=True)
-class Change:
-    """A change replaces the lines start to end (from 0, end not included) of one file.
+class LineChange:
+    """A line change replaces the lines start to end (from 0, end not included) of one file.
 
     lines: the new ones, with their line ends.
     """
@@ -23,7 +23,7 @@ class Change:
     lines: tuple[str, ...]
 
 
-Edit = tuple[Change, ...]
+Edit = tuple[LineChange, ...]
 """An edit: changes in the order of path and line, none of which overlap."""
 
 
@@ -36,13 +36,13 @@ def between(path: str, old: str, new: str) -> Edit:
         before, after = before[:-tail], after[:-tail]
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     return tuple(
-        Change(path, same + start, same + end, tuple(after[first:last]))
+        LineChange(path, same + start, same + end, tuple(after[first:last]))
         for kind, start, end, first, last in matcher.get_opcodes()
         if kind != "equal"
     )
 
 
-def applied(edit: Iterable[Change], files: Mapping[str, str]) -> dict[str, str]:
+def applied(edit: Iterable[LineChange], files: Mapping[str, str]) -> dict[str, str]:
     """Return the texts of the files that an edit changes, after it. files: the texts before, by path."""
     changed: dict[str, list[str]] = {}
     for change in sorted(edit, reverse=True):  # from the end, so that line numbers stay true
@@ -97,4 +97,4 @@ def to_json(edit: Edit) -> list[list[object]]:
 
 def from_json(values: Sequence[Sequence]) -> Edit:
     """Return the edit that `to_json` wrote."""
-    return tuple(Change(path, start, end, tuple(lines)) for path, start, end, lines in values)
+    return tuple(LineChange(path, start, end, tuple(lines)) for path, start, end, lines in values)

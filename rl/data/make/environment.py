@@ -1,4 +1,4 @@
-"""This module makes the environment in which a package's tests run: a virtual environment of wheels, beside the source.
+"""The environment in which a package's tests run: a virtual environment of wheels, beside the source.
 
 It is the directory `.venv` of each task's snapshot. pip installs wheels only, which runs nothing of theirs. The package
 itself is not installed: a `.pth` file names the work tree, so there is no second copy of its code to read the answer

@@ -1,4 +1,4 @@
-"""This module takes small functions out of Python packages, with what calls of them return in the packages' own tests.
+"""Small functions taken out of Python packages, with what calls of them return in the packages' own tests.
 
 A function comes with what it needs of its module, and only if that is little: other functions, constants, the standard
 library. Docstrings, comments and annotations are left out, and the rest is written in one way (``ast.unparse``). All
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.data.make.prepare import SUITE_S, Prepared
+from rl.data.make.prepare import SUITE_S, PreparedPackage
 from rl.data.make.runs import Bench, NoResultError
 
 _MOST_LINES, _LONGEST_LINE, _LONGEST = 40, 110, 1600
@@ -39,12 +39,12 @@ class Function:
     cases: Cases
 
 
-def harvest(prepared: Prepared) -> list[Function]:
+def harvest(prepared: PreparedPackage) -> list[Function]:
     """Return a package's functions that can stand alone, in the order of the package. Raises SandboxError."""
     return asyncio.run(_harvested(prepared))
 
 
-async def _harvested(prepared: Prepared) -> list[Function]:
+async def _harvested(prepared: PreparedPackage) -> list[Function]:
     package = prepared.package
     trees = dict(_modules(prepared))
     names = {path: [one.name for one in _plain_functions(tree)] for path, tree in trees.items()}
@@ -76,7 +76,7 @@ def _kept(function: Function, said: Sequence[str] | None) -> Function | None:
     return replace(function, cases=cases) if len(cases) >= _FEWEST_CALLS else None
 
 
-def _modules(prepared: Prepared) -> Iterator[tuple[str, ast.Module]]:
+def _modules(prepared: PreparedPackage) -> Iterator[tuple[str, ast.Module]]:
     for path in prepared.package.sources():
         try:
             yield path, ast.parse((prepared.package.tree / path).read_bytes())
@@ -154,10 +154,10 @@ def _bare(statement: ast.stmt) -> ast.stmt:
 
 def bare(source: str) -> str:
     """Return a source without docstrings, comments and annotations. Raises SyntaxError, ValueError, RecursionError."""
-    return ast.unparse(ast.fix_missing_locations(_Bare().visit(ast.parse(source))))
+    return ast.unparse(ast.fix_missing_locations(_AnnotationRemover().visit(ast.parse(source))))
 
 
-class _Bare(ast.NodeTransformer):
+class _AnnotationRemover(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self._strip(node).returns = None
         return node

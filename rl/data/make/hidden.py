@@ -1,4 +1,4 @@
-"""This module writes the eval scripts of tasks whose hidden tests are calls of one function."""
+"""Eval scripts of tasks whose hidden tests are calls of one function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module takes bugs from a git repository of one's own: commits that fixed something with a test, undone at HEAD.
+"""Bugs from a git repository of one's own: commits that fixed something with a test, undone at HEAD.
 
 Nothing but the files of HEAD and the changes of its commits is read; hooks, filters and settings of the repository do
 not run.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl.data.make import edits
 from rl.data.make.candidates import FIX, Candidate
-from rl.data.make.prepare import Prepared
+from rl.data.make.prepare import PreparedPackage
 from rl.data.make.repositories import git
 from rl.data.make.sources import git_of
 
@@ -21,7 +21,7 @@ _LARGEST = 200  # lines that a commit changes in code
 _DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-renames", "--src-prefix=a/", "--dst-prefix=b/")
 
 
-def fixes(repository: Path, prepared: Prepared, sources: Mapping[str, str]) -> Iterator[Candidate]:
+def fixes(repository: Path, prepared: PreparedPackage, sources: Mapping[str, str]) -> Iterator[Candidate]:
     """Yield the undoing of each commit that changed code and tests, newest first, as far as it fits HEAD's code.
 
     prepared: made of the repository's HEAD. sources: the texts of files that may be changed. A test of the commit's own

@@ -1,4 +1,4 @@
-"""This module writes the card of a task file: what it was made of, by which makers, and how much was tried for it."""
+"""The part of a card that is about made tasks: their packages and makers, and how much was tried for them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.data.make.prepare import Prepared
-from rl.data.make.trials import Outcome
+from rl.data.make.prepare import PreparedPackage
+from rl.data.make.trials import TrialOutcome
 
 _REASONS = 5  # of a package that are in the document
 
 
-def of_package(prepared: Prepared, records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict:
+def of_package(
+    prepared: PreparedPackage, records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> dict:
     """Return what a card says of one package. records: {"maker", "outcome"} of all candidates that were tried."""
     package = prepared.package
     return {
@@ -37,7 +39,7 @@ def of_package(prepared: Prepared, records: Sequence[Mapping[str, Any]], rows: S
 def by_maker(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """Return how many candidates of each maker were tried and kept."""
     tried = Counter(record["maker"] for record in records)
-    kept = Counter(record["maker"] for record in records if record["outcome"] == Outcome.KEPT)
+    kept = Counter(record["maker"] for record in records if record["outcome"] == TrialOutcome.KEPT)
     return {maker: {"tried": tried[maker], "kept": kept[maker]} for maker in sorted(tried)}
 
 
@@ -52,13 +54,16 @@ def summary(card: Mapping[str, Any]) -> dict[str, Any]:
     groups: dict[str, Counter[str]] = {"single": Counter(), "combined": Counter()}
     for maker, counts in makers.items():
         groups["combined" if maker.startswith("combine") else "single"].update(counts)
-    broke = sum(outcomes[one] for one in (Outcome.KEPT, Outcome.FLAKY, Outcome.NOT_HIDDEN, Outcome.MISGRADED))
+    broke = sum(
+        outcomes[one]
+        for one in (TrialOutcome.KEPT, TrialOutcome.FLAKY, TrialOutcome.NOT_HIDDEN, TrialOutcome.MISGRADED)
+    )
     return {
         "tasks": sum(package["tasks"] for package in card["packages"]),
         "outcomes": dict(outcomes),
         "makers": {maker: dict(counts) for maker, counts in sorted(makers.items())},
         "yield": {kind: round(c["kept"] / c["tried"], 3) if c["tried"] else None for kind, c in groups.items()},
-        "flake_rate": round(outcomes[Outcome.FLAKY] / broke, 4) if broke else None,
+        "flake_rate": round(outcomes[TrialOutcome.FLAKY] / broke, 4) if broke else None,
     }
 
 

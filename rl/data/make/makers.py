@@ -1,4 +1,4 @@
-"""This module holds the thirteen makers that SWE-smith has too: plain edits of a syntax tree.
+"""Makers of bugs: the thirteen that SWE-smith has too, plain edits of a syntax tree.
 
 Each is a function from a node and its place (`rl.data.make.sites`) to the node that replaces it, None where it does not
 apply. `rl.data.make.mistakes` has the makers of mistakes that people make.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from rl.data.make.sites import Place, Replacement, maker
+from rl.data.make.sites import Replacement, SiteContext, maker
 
 _COMPARISONS: dict[type[cst.BaseCompOp], tuple[type[cst.BaseCompOp], ...]] = {
     cst.Equal: (cst.NotEqual,),
@@ -41,7 +41,7 @@ _ARITHMETIC: dict[type[cst.BaseBinaryOp], tuple[type[cst.BaseBinaryOp], ...]] = 
 
 
 @maker(cst.ClassDef)
-def remove_bases(node: cst.ClassDef, place: Place) -> Replacement | None:
+def remove_bases(node: cst.ClassDef, place: SiteContext) -> Replacement | None:
     """Take one of its base classes from a class."""
     if not node.bases:
         return None
@@ -53,13 +53,13 @@ def remove_bases(node: cst.ClassDef, place: Place) -> Replacement | None:
 
 
 @maker(cst.FunctionDef)
-def remove_function(node: cst.FunctionDef, place: Place) -> Replacement | None:
+def remove_function(node: cst.FunctionDef, place: SiteContext) -> Replacement | None:
     """Remove a method. (If a module lost a function, mostly nothing could be imported.)"""
     return cst.RemoveFromParent() if place.is_method(node) else None
 
 
 @maker(cst.ClassDef)
-def shuffle_methods(node: cst.ClassDef, place: Place) -> Replacement | None:
+def shuffle_methods(node: cst.ClassDef, place: SiteContext) -> Replacement | None:
     """Put the methods of a class into another order."""
     if not isinstance(node.body, cst.IndentedBlock):
         return None
@@ -71,7 +71,7 @@ def shuffle_methods(node: cst.ClassDef, place: Place) -> Replacement | None:
 
 
 @maker(cst.If)
-def invert_if(node: cst.If, place: Place) -> Replacement | None:
+def invert_if(node: cst.If, place: SiteContext) -> Replacement | None:
     """Swap the branches of a condition."""
     if isinstance(node.orelse, cst.Else):
         return node.with_changes(body=node.orelse.body, orelse=node.orelse.with_changes(body=node.body))
@@ -79,7 +79,7 @@ def invert_if(node: cst.If, place: Place) -> Replacement | None:
 
 
 @maker(cst.IndentedBlock)
-def shuffle_lines(node: cst.IndentedBlock, place: Place) -> Replacement | None:
+def shuffle_lines(node: cst.IndentedBlock, place: SiteContext) -> Replacement | None:
     """Exchange two neighbouring statements."""
     body = list(node.body)
     pairs = [at for at in range(len(body) - 1) if not is_docstring(body[at]) and not _leaves(body[at + 1])]
@@ -96,14 +96,14 @@ def _leaves(statement: cst.CSTNode) -> bool:
 
 
 @maker(cst.SimpleStatementLine)
-def remove_assignment(node: cst.SimpleStatementLine, place: Place) -> Replacement | None:
+def remove_assignment(node: cst.SimpleStatementLine, place: SiteContext) -> Replacement | None:
     """Remove an assignment."""
     gone = len(node.body) == 1 and isinstance(node.body[0], cst.Assign | cst.AugAssign | cst.AnnAssign)
     return cst.RemoveFromParent() if gone else None
 
 
 @maker(cst.If)
-def remove_conditional(node: cst.If, place: Place) -> Replacement | None:
+def remove_conditional(node: cst.If, place: SiteContext) -> Replacement | None:
     """Remove an `if` with what depends on it, or only its condition."""
     if isinstance(place.parent(node), cst.If):  # an elif
         return None
@@ -113,19 +113,19 @@ def remove_conditional(node: cst.If, place: Place) -> Replacement | None:
 
 
 @maker(cst.For, cst.While)
-def remove_loop(node: cst.For | cst.While, place: Place) -> Replacement | None:
+def remove_loop(node: cst.For | cst.While, place: SiteContext) -> Replacement | None:
     """Remove a loop."""
     return cst.RemoveFromParent()
 
 
 @maker(cst.With, cst.Try)
-def remove_wrapper(node: cst.With | cst.Try, place: Place) -> Replacement | None:
+def remove_wrapper(node: cst.With | cst.Try, place: SiteContext) -> Replacement | None:
     """Remove a `with` or a `try`; what it was around remains."""
     return unwrapped(node.body)
 
 
 @maker(cst.BinaryOperation)
-def break_chains(node: cst.BinaryOperation, place: Place) -> Replacement | None:
+def break_chains(node: cst.BinaryOperation, place: SiteContext) -> Replacement | None:
     """Cut the end off a chain of operations, or its beginning."""
     if isinstance(node.left, cst.BinaryOperation):
         return with_parentheses_of(node.left, node)
@@ -133,7 +133,7 @@ def break_chains(node: cst.BinaryOperation, place: Place) -> Replacement | None:
 
 
 @maker(cst.Integer, cst.Float, cst.SimpleString, cst.Name)
-def change_constants(node: cst.BaseExpression, place: Place) -> Replacement | None:
+def change_constants(node: cst.BaseExpression, place: SiteContext) -> Replacement | None:
     """Change a number, a text or a truth value."""
     if isinstance(node, cst.Name):
         return node.with_changes(value={"True": "False", "False": "True"}[node.value]) if is_truth(node) else None
@@ -149,7 +149,7 @@ def change_constants(node: cst.BaseExpression, place: Place) -> Replacement | No
 
 
 @maker(cst.Comparison, cst.BinaryOperation, cst.BooleanOperation)
-def change_operator(node: cst.BaseExpression, place: Place) -> Replacement | None:
+def change_operator(node: cst.BaseExpression, place: SiteContext) -> Replacement | None:
     """Change an operator."""
     if isinstance(node, cst.BooleanOperation):
         other = cst.Or if isinstance(node.operator, cst.And) else cst.And
@@ -164,7 +164,7 @@ def change_operator(node: cst.BaseExpression, place: Place) -> Replacement | Non
 
 
 @maker(cst.BinaryOperation, cst.Comparison)
-def swap_operands(node: cst.BinaryOperation | cst.Comparison, place: Place) -> Replacement | None:
+def swap_operands(node: cst.BinaryOperation | cst.Comparison, place: SiteContext) -> Replacement | None:
     """Exchange the two sides of an operator."""
     if isinstance(node, cst.BinaryOperation):
         return node.with_changes(left=node.right, right=node.left)

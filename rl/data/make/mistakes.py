@@ -1,4 +1,7 @@
-"""This module has the makers of mistakes that people make: limits, arguments, errors, caches, defaults, agreements."""
+"""Makers of mistakes that people make: limits, arguments, errors, caches, defaults, agreements, conditions.
+
+`drop_function` makes none: it leaves the body of a function to be written anew.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rl.data.make.makers import is_docstring, is_truth, like, negated, positional
-from rl.data.make.sites import Place, Replacement, maker
+from rl.data.make.sites import Replacement, SiteContext, maker
 
 _LIMITS: dict[type[cst.BaseCompOp], type[cst.BaseCompOp]] = {
     cst.LessThan: cst.LessThanEqual,
@@ -17,7 +20,7 @@ _LIMITS: dict[type[cst.BaseCompOp], type[cst.BaseCompOp]] = {
 
 
 @maker(cst.Comparison)
-def boundary(node: cst.Comparison, place: Place) -> Replacement | None:
+def boundary(node: cst.Comparison, place: SiteContext) -> Replacement | None:
     """Include a limit, or no longer include it."""
     targets = [one.operator for one in node.comparisons if type(one.operator) in _LIMITS]
     if not targets:
@@ -27,7 +30,7 @@ def boundary(node: cst.Comparison, place: Place) -> Replacement | None:
 
 
 @maker(cst.Slice, cst.Index, cst.Call)
-def off_by_one(node: cst.Slice | cst.Index | cst.Call, place: Place) -> Replacement | None:
+def off_by_one(node: cst.Slice | cst.Index | cst.Call, place: SiteContext) -> Replacement | None:
     """Make a slice, an index, a range or a length one too long or too short."""
     if isinstance(node, cst.Slice):
         sides = [side for side in ("lower", "upper") if getattr(node, side) is not None]
@@ -49,7 +52,7 @@ def off_by_one(node: cst.Slice | cst.Index | cst.Call, place: Place) -> Replacem
     return None
 
 
-def _one_off(value: cst.BaseExpression, place: Place) -> cst.BaseExpression:
+def _one_off(value: cst.BaseExpression, place: SiteContext) -> cst.BaseExpression:
     if isinstance(value, cst.Integer):
         number = value.evaluated_value + place.rng.choice([-1, 1])
         return cst.Integer(str(number if number >= 0 else 1))
@@ -62,7 +65,7 @@ def _one_off(value: cst.BaseExpression, place: Place) -> cst.BaseExpression:
 
 
 @maker(cst.Call)
-def swap_arguments(node: cst.Call, place: Place) -> Replacement | None:
+def swap_arguments(node: cst.Call, place: SiteContext) -> Replacement | None:
     """Exchange two arguments of a call."""
     numbers = [number for number in positional(node.args) if number + 1 in positional(node.args)]
     if not numbers:
@@ -77,7 +80,7 @@ def swap_arguments(node: cst.Call, place: Place) -> Replacement | None:
 
 
 @maker(cst.Call)
-def lose_argument(node: cst.Call, place: Place) -> Replacement | None:
+def lose_argument(node: cst.Call, place: SiteContext) -> Replacement | None:
     """Drop a keyword argument."""
     numbers = [number for number, one in enumerate(node.args) if one.keyword is not None]
     if not numbers:
@@ -87,7 +90,7 @@ def lose_argument(node: cst.Call, place: Place) -> Replacement | None:
 
 
 @maker(cst.SimpleStatementLine, cst.ExceptHandler)
-def lose_exception(node: cst.SimpleStatementLine | cst.ExceptHandler, place: Place) -> Replacement | None:
+def lose_exception(node: cst.SimpleStatementLine | cst.ExceptHandler, place: SiteContext) -> Replacement | None:
     """Swallow an error: it is no longer raised, or no longer told to the caller."""
     if isinstance(node, cst.SimpleStatementLine):
         raises = len(node.body) == 1 and isinstance(node.body[0], cst.Raise)
@@ -98,7 +101,7 @@ def lose_exception(node: cst.SimpleStatementLine | cst.ExceptHandler, place: Pla
 
 
 @maker(cst.FunctionDef)
-def stale_cache(node: cst.FunctionDef, place: Place) -> Replacement | None:
+def stale_cache(node: cst.FunctionDef, place: SiteContext) -> Replacement | None:
     """Keep a result and return it again, although what it was computed from has changed."""
     parameters = node.params.params
     if node.asynchronous or not isinstance(node.body, cst.IndentedBlock) or not parameters or node.decorators:
@@ -134,7 +137,7 @@ def _only(branch: cst.If) -> cst.CSTNode:
 
 
 @maker(cst.FunctionDef)
-def wrong_default(node: cst.FunctionDef, place: Place) -> Replacement | None:
+def wrong_default(node: cst.FunctionDef, place: SiteContext) -> Replacement | None:
     """Change the default of a parameter."""
     defaults = [
         param.default
@@ -157,7 +160,7 @@ def wrong_default(node: cst.FunctionDef, place: Place) -> Replacement | None:
 
 
 @maker(cst.SimpleString, cst.Return)
-def broken_invariant(node: cst.SimpleString | cst.Return, place: Place) -> Replacement | None:
+def broken_invariant(node: cst.SimpleString | cst.Return, place: SiteContext) -> Replacement | None:
     """Rename a key that another module relies on, or return a pair the wrong way round."""
     if isinstance(node, cst.SimpleString):
         value = node.raw_value
@@ -173,14 +176,14 @@ def broken_invariant(node: cst.SimpleString | cst.Return, place: Place) -> Repla
 
 
 @maker(cst.BooleanOperation)
-def lose_condition(node: cst.BooleanOperation, place: Place) -> Replacement | None:
+def lose_condition(node: cst.BooleanOperation, place: SiteContext) -> Replacement | None:
     """Forget one of two conditions."""
     kept = place.rng.choice([node.left, node.right])
     return kept.with_changes(lpar=node.lpar, rpar=node.rpar) if node.lpar and not kept.lpar else kept
 
 
 @maker(cst.Name)
-def wrong_variable(node: cst.Name, place: Place) -> Replacement | None:
+def wrong_variable(node: cst.Name, place: SiteContext) -> Replacement | None:
     """Use another variable of the function."""
     function, parent = place.function(node), place.parent(node)
     named = cst.Attribute | cst.Param | cst.AssignTarget | cst.Annotation | cst.FunctionDef
@@ -201,7 +204,7 @@ def wrong_variable(node: cst.Name, place: Place) -> Replacement | None:
 
 
 @maker(cst.If, cst.While)
-def lose_negation(node: cst.If | cst.While, place: Place) -> Replacement | None:
+def lose_negation(node: cst.If | cst.While, place: SiteContext) -> Replacement | None:
     """Forget a `not`."""
     if isinstance(node.test, cst.UnaryOperation) and isinstance(node.test.operator, cst.Not):
         return node.with_changes(test=negated(node.test))
@@ -220,6 +223,6 @@ def without_body(node: cst.FunctionDef) -> cst.FunctionDef | None:
 
 
 @maker(cst.FunctionDef)
-def drop_function(node: cst.FunctionDef, place: Place) -> Replacement | None:
+def drop_function(node: cst.FunctionDef, place: SiteContext) -> Replacement | None:
     """Leave only the head and the docstring of a function: its body has to be written anew."""
     return None if m.findall(node, m.Yield()) and node.asynchronous else without_body(node)

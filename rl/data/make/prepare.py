@@ -1,4 +1,4 @@
-"""This module prepares a package once: its source, its environment, and what its tests do without any bug.
+"""Prepare a package once: its source, its environment, and what its tests do without any bug.
 
 The result is a directory that appears whole or not at all, so that a command that was killed does not begin anew.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.data.make import environment, sources
 from rl.data.make.edits import Edit
-from rl.data.make.runs import Bench, NoResultError, Tested
+from rl.data.make.runs import Bench, NoResultError, SuiteResult
 from rl.data.make.sources import MakeError, Package
 from rollout import files
 
@@ -30,8 +30,8 @@ _FORMAT = 2  # of what is kept
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A Prepared is a package from which tasks can be made.
+class PreparedPackage:
+    """A PreparedPackage is one from which tasks can be made.
 
     venv: its environment. order: its tests, in the order of the bits of `lines`. stable: those that passed each time.
     flaky: those with different outcomes. lines: bits of stable tests that run a line, by file and line. seconds: of
@@ -69,7 +69,7 @@ def prepare(
     requires: Sequence[str] = (),
     copies: bool = False,
     tell: Callable[..., object] = lambda what, done=None, total=None: None,
-) -> Prepared:
+) -> PreparedPackage:
     """Fetch a package, make its environment and run its tests; or read what an earlier call has left in `directory`.
 
     spec: NAME==VERSION, or the path of a source distribution. requires: what its tests need besides what it declares.
@@ -118,9 +118,9 @@ def _measured(package: Package, directory: Path, tell: Callable[..., object]) ->
     """Run the tests of the untouched tree and return what is to be kept of it. Raises MakeError, SandboxError."""
     own = package.sources()
 
-    async def runs() -> list[Tested]:
+    async def runs() -> list[SuiteResult]:
         bench = Bench(directory / "tree", directory / "venv")
-        done: list[Tested] = []
+        done: list[SuiteResult] = []
         while len(done) < _RUNS:
             tell("running its tests", len(done), _RUNS)
             done.append(await bench.tests({}, timeout_s=SUITE_S, sources=[] if done else own))
@@ -154,7 +154,7 @@ def _measured(package: Package, directory: Path, tell: Callable[..., object]) ->
     }
 
 
-def _no_test(run: Tested) -> str:
+def _no_test(run: SuiteResult) -> str:
     """Return why no test of a package can be used, and what to do."""
     said = [why.strip().splitlines()[-1] for _, why in run.broken if why.strip()]
     reasons = Counter([*said, *run.reasons.values()])
@@ -166,10 +166,10 @@ def _no_test(run: Tested) -> str:
     return f"none of its {len(run.tests)} tests passes each time: {worst}; choose another package"
 
 
-def _read(package: Package, home: Path, kept: dict[str, Any]) -> Prepared:
+def _read(package: Package, home: Path, kept: dict[str, Any]) -> PreparedPackage:
     stable = frozenset(kept["stable"])
     usable = sum(1 << number for number, test in enumerate(kept["order"]) if test in stable)
-    return Prepared(
+    return PreparedPackage(
         package=package,
         venv=home / "venv",
         order=tuple(kept["order"]),

@@ -1,4 +1,4 @@
-"""This module makes repair tasks of functions: one word or operator exchanged for its counterpart (``swaps``).
+"""Repair tasks of functions, in each of which one word or operator is exchanged for its counterpart (``swaps``).
 
 The repository of such a task is ``module.py`` and ``check.py``, which makes a few calls and says which of them is
 wrong. The hidden tests are other calls, chosen so that every exchange after which one of these calls is wrong fails one
@@ -21,7 +21,7 @@ from rl.data.make.functions import Function, harvest, observed
 from rl.data.make.prepare import prepare
 from rl.data.make.runs import Bench
 from rl.data.make.snippet import Snippet
-from rl.data.make.statement import Shown, statements
+from rl.data.make.statement import ShownFailure, statements
 from rl.data.make.swaps import Swap, swaps
 
 FILE = "module.py"
@@ -84,8 +84,8 @@ Case = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Puzzle:
-    """A puzzle is one task before it is written.
+class FunctionPuzzle:
+    """A puzzle of a function is one task before it is written.
 
     ``fix``: the swap of ``source`` that repairs it. ``shown``: the case of the statement, and what the call gives
     instead (``returns VALUE`` or ``raises ERROR``). ``visible``: more cases of check.py. ``failing``, ``passing``:
@@ -104,7 +104,7 @@ class Puzzle:
     def statement(self) -> str:
         """Return what the agent is told: the bug as somebody reports it who has seen it; "" if that tells all."""
         (call, want), got = self.shown
-        example = Shown(Snippet(f"from module import {self.function.name}", call), got, f"returns {want}")
+        example = ShownFailure(Snippet(f"from module import {self.function.name}", call), got, f"returns {want}")
         return statements([example], 1, (), (), (), self.patch()).get(2, "")
 
     def files(self) -> dict[str, str]:
@@ -142,20 +142,20 @@ class Puzzle:
         }
 
 
-def puzzles(spec: str, directory: Path, seed: int) -> list[Puzzle]:
+def puzzles(spec: str, directory: Path, seed: int) -> list[FunctionPuzzle]:
     """Return the puzzles of NAME==VERSION. directory: keeps packages. Raises MakeError, SandboxError."""
     prepared = prepare(spec, directory, copies=True)
     functions = harvest(prepared)
     bench = Bench(prepared.package.tree, prepared.venv)
     rng = random.Random(f"{seed}:{spec}")
 
-    async def all_of() -> list[Puzzle]:
+    async def all_of() -> list[FunctionPuzzle]:
         return [puzzle for one in functions for puzzle in await puzzles_of(one, bench, rng)]
 
     return asyncio.run(all_of())
 
 
-async def puzzles_of(function: Function, bench: Bench, rng: random.Random) -> list[Puzzle]:
+async def puzzles_of(function: Function, bench: Bench, rng: random.Random) -> list[FunctionPuzzle]:
     """Return the puzzles of a function. bench: boxes to run it in. Raises SandboxError."""
     places = swaps(function.source)
     if not _FEWEST_SWAPS <= len(places) <= _MOST_SWAPS:
@@ -166,7 +166,7 @@ async def puzzles_of(function: Function, bench: Bench, rng: random.Random) -> li
     repairs = {swap: [(one, one.applied(source)) for one in swaps(source)] for swap, source in wrong.items()}
     sources = [source for swap in places for source in (wrong[swap], *(text for _, text in repairs[swap]))]
     answers = dict(zip(sources, (await observed(bench, [(sources, calls)]))[0], strict=True))
-    found: list[Puzzle] = []
+    found: list[FunctionPuzzle] = []
     for swap in places:
         others = [answers[text] for _, text in repairs[swap] if text != function.source]
         fix = [one for one, text in repairs[swap] if text == function.source]
@@ -178,7 +178,7 @@ async def puzzles_of(function: Function, bench: Bench, rng: random.Random) -> li
 
 def puzzle_of(
     function: Function, source: str, fix: Swap, got: Sequence[str], others: Sequence[Sequence[str] | None]
-) -> Puzzle | None:
+) -> FunctionPuzzle | None:
     """Return the puzzle with cases that tell the right repair from the others, None if there are none.
 
     got: what the function with the bug gives. others: what it gives after each other repair; None: it does not run.
@@ -200,7 +200,7 @@ def puzzle_of(
             chosen[telling[0]] = None
     of = function.cases
     said = got[shown] if got[shown].startswith("raises ") else f"returns {got[shown]}"
-    puzzle = Puzzle(
+    puzzle = FunctionPuzzle(
         function,
         source,
         fix,
@@ -222,10 +222,10 @@ def _equal(one: str, other: str) -> bool:
         return False
 
 
-def apart(train: Sequence[Puzzle], heldout: Sequence[Puzzle]) -> list[Puzzle]:
+def apart(train: Sequence[FunctionPuzzle], heldout: Sequence[FunctionPuzzle]) -> list[FunctionPuzzle]:
     """Return the training puzzles that are not nearly the same as a held-out one."""
 
-    def rows(puzzles: Iterable[Puzzle]) -> list[dict[str, str]]:
+    def rows(puzzles: Iterable[FunctionPuzzle]) -> list[dict[str, str]]:
         return [
             {
                 "instance_id": str(number),

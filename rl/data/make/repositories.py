@@ -1,4 +1,4 @@
-"""This module writes git repositories whose commits have the same ids whenever and wherever they are made."""
+"""Git repositories whose commits have the same ids whenever and wherever they are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module runs a package's tests in boxes, and reads what they did.
+"""Run a package's tests in boxes, and read what they did.
 
 The code of a package and of its tests is hostile: it runs in bubblewrap's boxes only, which have no network and see
 the package's own tree and environment. What comes back is checked before it is used.
@@ -45,8 +45,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Tested:
-    """A Tested is what the tests did. tests: passed, failed or other, by name. broken: what could not be collected.
+class SuiteResult:
+    """This is what the tests did. tests: passed, failed or other, by name. broken: what could not be collected.
 
     lines: bits of the tests (in the order of `tests`) that run a line, by file and line. seconds: of the whole box.
     calls: (file, function, call, result) of watched functions, the last two as source. reasons: why tests did not pass.
@@ -77,7 +77,7 @@ class Bench:
     """
 
     def __init__(self, tree: Path, venv: Path) -> None:
-        self._tree, self._venv = tree, venv
+        self._tree = tree
         coverage = importlib.util.find_spec("coverage")
         if coverage is None or not coverage.submodule_search_locations:
             raise MakeError("the package coverage is not installed; run make setup")
@@ -112,7 +112,7 @@ class Bench:
         sources: Sequence[str] = (),
         calls: Mapping[str, Sequence[str]] | None = None,
         most: int = 0,
-    ) -> Tested:
+    ) -> SuiteResult:
         """Run the tests on the tree with these files changed.
 
         only: the names of the tests; None runs all. sources: files whose lines are recorded. calls: functions whose
@@ -159,7 +159,7 @@ class Bench:
         return said
 
 
-def _checked(result: Any, seconds: float) -> Tested:
+def _checked(result: Any, seconds: float) -> SuiteResult:
     """Return a result that a box has written, with every value of the right type. Raises what wrong ones raise."""
     tests = {_name(test): _one_of(outcome) for test, outcome in result["tests"].items()}
     failures = tuple(
@@ -181,7 +181,7 @@ def _checked(result: Any, seconds: float) -> Tested:
     }
     calls = tuple((_name(path), _name(name), _name(call), _name(said)) for path, name, call, said in result["calls"])
     reasons = {_name(test): _name(why) for test, why in result["reasons"].items()}
-    return Tested(tests, failures, broken, lines, seconds, calls, reasons)
+    return SuiteResult(tests, failures, broken, lines, seconds, calls, reasons)
 
 
 def _three(values: Sequence[str]) -> tuple[str, str, str]:

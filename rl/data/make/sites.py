@@ -1,4 +1,4 @@
-"""This module finds the places of a file at which makers can plant a bug, and plants one.
+"""Find the places of a file at which makers can plant a bug, and plant one.
 
 A maker is a small function from a node of a concrete syntax tree (libcst) to what takes its place, or None where it
 does not apply. Everything else of the file stays as it was written, to the last blank. Only places that tests run are
@@ -20,8 +20,8 @@ Replacement = cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place is where a maker is asked for a bug.
+class SiteContext:
+    """This is what a maker is told of the place where it is asked for a bug.
 
     rng: the source of all randomness of an edit. tests: bits of the tests that run each line (from 1). shared: names
     and keys that another module of the package uses, too.
@@ -48,7 +48,7 @@ class Place:
         return block is not None and isinstance(self.parents.get(block), cst.ClassDef)
 
 
-Make = Callable[[Any, Place], Replacement | None]
+Make = Callable[[Any, SiteContext], Replacement | None]
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class File:
             and (isinstance(site.node, cst.FunctionDef | cst.ClassDef) or self.place("").function(site.node))
         ]
 
-    def place(self, seed: str) -> Place:
+    def place(self, seed: str) -> SiteContext:
         """Return what a maker is given beside the node."""
-        return Place(random.Random(seed), self._parents, self._shared)
+        return SiteContext(random.Random(seed), self._parents, self._shared)
 
     def planted(self, maker: Maker, site: Site, seed: str) -> str | None:
         """Return the source with a bug at a site; None if the maker has none for it, or the result is not Python."""

@@ -1,4 +1,4 @@
-"""This module finds the smallest program that shows a failure: the call that a failing test makes, and what it needs.
+"""The smallest program that shows a failure: the call that a failing test makes, and what it needs.
 
 The program is cut out of the test's source: the expression that failed, the statements before it that its names need,
 imports. Variables that were plain values are written as such, so that nothing of the test's parameters or fixtures is
@@ -123,10 +123,10 @@ def _alone(module: ast.Module, around: ast.ClassDef | None, function: ast.Functi
         elif not isinstance(one, ast.FunctionDef):
             before.append(one)
     body = ast.Module([*before, *start, *function.body], [])
-    return ast.fix_missing_locations(_Without("self", "cls").visit(body)).body
+    return ast.fix_missing_locations(_QualifierRemover("self", "cls").visit(body)).body
 
 
-class _Without(ast.NodeTransformer):
+class _QualifierRemover(ast.NodeTransformer):
     """This makes plain names of the attributes of these names, but not of a test case's own methods."""
 
     def __init__(self, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""This module fetches a package's source distribution and reads what it says about itself. Nothing of it is run.
+"""Fetch a package's source distribution and read what it says about itself. Nothing of it is run.
 
 pip would run a package's build to download its source, so the index is asked here, with pip's own settings.
 """

@@ -1,4 +1,4 @@
-"""This module states the problem of a task: what goes wrong, as it is reported by somebody who has only seen it happen.
+"""The problem statement of a task: what goes wrong, as somebody reports it who has only seen it happen.
 
 Everything in a statement was observed: what short programs give with the bug and without it. The edit that made the bug
 is used for one thing only: to check that nothing of it is said.
@@ -31,8 +31,8 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A Shown is a failure that a program shows. observed, expected: ``returns VALUE`` or ``raises ERROR``. bug: which
+class ShownFailure:
+    """A ShownFailure is one that a program shows. observed, expected: ``returns VALUE`` or ``raises ERROR``. bug: which
     one of a combination it is, from 0. test: the function whose code the program is, a name without parameters."""
 
     snippet: Snippet
@@ -48,7 +48,7 @@ async def show(
     mended: Sequence[Mapping[str, str]],
     failures: Sequence[Failure],
     tests: Mapping[str, str],
-) -> list[Shown]:
+) -> list[ShownFailure]:
     """Return programs that show one bug each: they answer as without any bug if this one is mended, and only then.
 
     broken: the files with all bugs. mended: for each bug, the files with all the others. tests: the sources of the
@@ -60,7 +60,7 @@ async def show(
         for one in snippets(tests[path], failure) if path in tests else ():
             found.setdefault(one.text, (failure.test.partition("[")[0], one))
     left = _in_turn(sorted(found.values(), key=lambda one: len(one[1].text)), lambda one: one[0])
-    shown: list[Shown] = []
+    shown: list[ShownFailure] = []
     counts = [0] * len(mended)
     while left and min(counts) < _MOST_SHOWN:
         now, left = left[:_AT_ONCE], left[_AT_ONCE:]
@@ -78,12 +78,12 @@ async def show(
             )
             if told and len(mends) == 1 and counts[mends[0]] < _MOST_SHOWN:
                 counts[mends[0]] += 1
-                shown.append(Shown(one, observed, expected, mends[0], test))
+                shown.append(ShownFailure(one, observed, expected, mends[0], test))
     return shown
 
 
 def statements(
-    shown: Sequence[Shown],
+    shown: Sequence[ShownFailure],
     bugs: int,
     failures: Sequence[Failure],
     sources: Sequence[str],
@@ -157,7 +157,7 @@ def _callee(snippet: Snippet) -> str:
     return name if imported and len(name) < 60 and name.replace(".", "").isidentifier() else ""
 
 
-def _brief(one: Shown) -> str:
+def _brief(one: ShownFailure) -> str:
     name = _callee(one.snippet)
     subject = f"`{name}()`" if name else "This program"
     raised = re.match(r"raises (\w+)", one.observed)
@@ -172,7 +172,7 @@ def _brief(one: Shown) -> str:
     return f"{subject} gives a wrong result."
 
 
-def _example(one: Shown, level: int) -> str:
+def _example(one: ShownFailure, level: int) -> str:
     observed = f"Observed: {_said(one.observed)}\n" if level > 1 else ""
     return f"```python\n{one.snippet.text}\n```\n\n{observed}Expected: {_said(one.expected)}"
 

@@ -1,4 +1,4 @@
-"""This module finds the places of a source at which a word or an operator can be exchanged for its counterpart.
+"""Swaps: the places of a source at which a word or an operator can be exchanged for its counterpart.
 
 An exchange undoes itself: a place that has a bug is repaired by exchanging it again. So the places of a file are also
 all the repairs that an agent can try, and one of them is right. A place is identified by its text and the word after

@@ -1,4 +1,4 @@
-"""This module writes a task: a snapshot with the bug and without the tests that show it, and the row that grades it."""
+"""A made task: its snapshot with the bug and without the tests that show it, and the script that grades it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CannotHideError(ValueError):
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenTests:
     """Hidden tests are files as the agent gets them, and as the eval script makes them.
 
     kept: texts by path, of files that lose some of their tests. whole: the files with all tests, by path.
@@ -46,7 +46,7 @@ class Hidden:
     whole: Mapping[str, str]
 
 
-def hide(tree: Path, tests: Iterable[str]) -> Hidden:
+def hide(tree: Path, tests: Iterable[str]) -> HiddenTests:
     """Take tests out of their files; a file in which one cannot be found is left out as a whole.
 
     tests: pytest's names. Raises CannotHideError.
@@ -65,20 +65,20 @@ def hide(tree: Path, tests: Iterable[str]) -> Hidden:
             raise CannotHideError(f"{path}: has line ends that no eval script can write")
         if (left := without(whole[path], names)) is not None:
             kept[path] = left
-    return Hidden(kept, whole)
+    return HiddenTests(kept, whole)
 
 
 def without(source: str, names: Collection[tuple[str, ...]]) -> str | None:
     """Return a module without these functions, named with their classes; None if one of them is not in it."""
     try:
-        taking = _Take(names)
+        taking = _FunctionRemover(names)
         module = cst.parse_module(source).visit(taking)
     except (cst.ParserSyntaxError, RecursionError):
         return None
     return module.code if taking.taken == set(names) else None
 
 
-class _Take(cst.CSTTransformer):
+class _FunctionRemover(cst.CSTTransformer):
     """This takes functions out of a module, and classes that are left without any statement."""
 
     def __init__(self, names: Collection[tuple[str, ...]]) -> None:
@@ -106,7 +106,7 @@ class _Take(cst.CSTTransformer):
         return cst.RemoveFromParent()
 
 
-def eval_script(hidden: Hidden, test_files: Collection[str]) -> str:
+def eval_script(hidden: HiddenTests, test_files: Collection[str]) -> str:
     """Return the script that brings the hidden tests back and runs the tests of these files."""
     made = sorted(set(hidden.whole) - set(hidden.kept))
     lines = ["#!/bin/bash", "set -uxo pipefail", 'git config --global --add safe.directory "$PWD"']
@@ -138,7 +138,9 @@ def task_id(package: Package, edit: Edit) -> str:
     return f"pypi__{package.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-def write_snapshot(package: Package, venv: Path, broken: Mapping[str, str], hidden: Hidden, directory: Path) -> str:
+def write_snapshot(
+    package: Package, venv: Path, broken: Mapping[str, str], hidden: HiddenTests, directory: Path
+) -> str:
     """Write the repository that an agent gets, in one step, and return its only commit.
 
     broken: the files with the bug. Files that stay as they are share their disk space with the package's. Raises

@@ -1,4 +1,4 @@
-"""This module tries an edit: does it break a few tests, each time, and does it make a task that is graded right?"""
+"""Try an edit: see that it breaks a few tests, each time, and that it makes a task that is graded right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rewards.task import Task
 from rewards.verdict import Verdict
 from rl.data.make import edits
 from rl.data.make.candidates import COMBINED, FEATURE, FIX, WRITTEN, Candidate
-from rl.data.make.prepare import Prepared
+from rl.data.make.prepare import PreparedPackage
 from rl.data.make.runs import Bench, Failure, NoResultError, slow
 from rl.data.make.statement import LEVELS, show, statements
 from rl.data.make.tasks import CannotHideError, eval_script, hide, logged, task_id, write_snapshot
@@ -28,7 +28,7 @@ MOST_BROKEN = 20
 """A task's edit breaks at most so many tests."""
 
 
-class Outcome(StrEnum):
+class TrialOutcome(StrEnum):
     """Each member is what became of a candidate. docs/data.md explains them."""
 
     KEPT = "kept"
@@ -47,7 +47,7 @@ class Outcome(StrEnum):
 class Trial:
     """A trial is what an edit did to the tests that run it. outcome: KEPT if it is worth a task."""
 
-    outcome: Outcome
+    outcome: TrialOutcome
     failed: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
     seconds: float = 0.0
@@ -76,13 +76,13 @@ class Trial:
             )
             for one in values["failures"]
         ]
-        return cls(Outcome(values["outcome"]), tuple(values["failed"]), tuple(failures), values["seconds"])
+        return cls(TrialOutcome(values["outcome"]), tuple(values["failed"]), tuple(failures), values["seconds"])
 
 
 class Workshop:
     """A workshop tries edits of one package, and makes tasks of them below a directory."""
 
-    def __init__(self, prepared: Prepared, sources: Mapping[str, str], repositories: Path, rules: Rules) -> None:
+    def __init__(self, prepared: PreparedPackage, sources: Mapping[str, str], repositories: Path, rules: Rules) -> None:
         """Take sources: texts of the package's files by path; and rules: what of a patch is graded in training."""
         self.prepared, self.sources = prepared, sources
         self._bench = Bench(prepared.package.tree, prepared.venv)
@@ -93,7 +93,7 @@ class Workshop:
         """Run the tests that run the edit. Raises SandboxError, MakeError."""
         began = time.monotonic()
 
-        def ended(outcome: Outcome, failed: Sequence[str] = (), failures: Sequence[Failure] = ()) -> Trial:
+        def ended(outcome: TrialOutcome, failed: Sequence[str] = (), failures: Sequence[Failure] = ()) -> Trial:
             return Trial(outcome, tuple(failed), tuple(failures), round(time.monotonic() - began, 2))
 
         only = self.prepared.names(candidate.tests)
@@ -101,16 +101,16 @@ class Workshop:
         try:
             run = await self._bench.tests(broken, only=only, most=MOST_BROKEN + 1, timeout_s=self._timeout_s)
         except NoResultError:
-            return ended(Outcome.NO_RESULT)
+            return ended(TrialOutcome.NO_RESULT)
         if run.broken:
-            return ended(Outcome.COLLECTION)
+            return ended(TrialOutcome.COLLECTION)
         if candidate.files.isdisjoint(test.partition("::")[0] for test in run.failed) and candidate.files:
-            return ended(Outcome.NO_FAILURE)
+            return ended(TrialOutcome.NO_FAILURE)
         if not run.failed or len(run.failed) > MOST_BROKEN:
-            return ended(Outcome.TOO_MANY if run.failed else Outcome.NO_FAILURE)
-        return ended(Outcome.KEPT, sorted(run.failed), sorted(run.failures, key=lambda one: one.test))
+            return ended(TrialOutcome.TOO_MANY if run.failed else TrialOutcome.NO_FAILURE)
+        return ended(TrialOutcome.KEPT, sorted(run.failed), sorted(run.failures, key=lambda one: one.test))
 
-    async def made(self, candidate: Candidate, trial: Trial) -> tuple[Outcome, dict[str, Any] | str]:
+    async def made(self, candidate: Candidate, trial: Trial) -> tuple[TrialOutcome, dict[str, Any] | str]:
         """Repeat the failure and write the task; returns its row, or why there is none.
 
         Raises SandboxError, MakeError, OSError, subprocess.CalledProcessError.
@@ -120,24 +120,24 @@ class Workshop:
         try:
             run = await self._bench.tests(broken, only=only, timeout_s=self._timeout_s)
         except NoResultError as error:
-            return Outcome.FLAKY, str(error)
+            return TrialOutcome.FLAKY, str(error)
         if run.failed != set(trial.failed):
-            return Outcome.FLAKY, f"{len(run.failed)} tests failed, {len(trial.failed)} before"
+            return TrialOutcome.FLAKY, f"{len(run.failed)} tests failed, {len(trial.failed)} before"
         try:
             return await self._task(candidate, trial, broken)
         except CannotHideError as error:
-            return Outcome.NOT_HIDDEN, str(error)
+            return TrialOutcome.NOT_HIDDEN, str(error)
 
     async def _task(
         self, candidate: Candidate, trial: Trial, broken: Mapping[str, str]
-    ) -> tuple[Outcome, dict[str, Any] | str]:
+    ) -> tuple[TrialOutcome, dict[str, Any] | str]:
         package, tree = self.prepared.package, self.prepared.package.tree
         hidden = hide(tree, trial.failed)
         test_files = {test.partition("::")[0] for test in [*trial.failed, *self.prepared.names(candidate.tests)]}
         names = logged(test for test in self.prepared.order if test.partition("::")[0] in test_files)
         failing = [names[test] for test in trial.failed if test in names]
         if not failing:
-            return Outcome.NOT_HIDDEN, "the names of the failing tests cannot be read from a log"
+            return TrialOutcome.NOT_HIDDEN, "the names of the failing tests cannot be read from a log"
         passing = [names[test] for test in names if test in self.prepared.stable - set(trial.failed)]
         gold = edits.patch(broken, {path: self.sources[path] for path in broken})
         parts = candidate.parts or (candidate.edit,)
@@ -146,7 +146,7 @@ class Workshop:
         shown = await show(self._bench, broken, mended, trial.failures, hidden.whole)
         texts = statements(shown, len(parts), trial.failures, package.sources(), trial.failed, gold)
         if not texts:
-            return Outcome.NOT_SHOWN, f"{len(parts)} bugs, {len({one.bug for one in shown})} shown by programs"
+            return TrialOutcome.NOT_SHOWN, f"{len(parts)} bugs, {len({one.bug for one in shown})} shown by programs"
         name = task_id(package, candidate.edit)
         commit = write_snapshot(package, self.prepared.venv, broken, hidden, self._repositories / name)
         row: dict[str, Any] = {
@@ -170,8 +170,8 @@ class Workshop:
             "shown": str(len(shown)),
         }
         if wrong := await self._misgraded(Task.from_row(row, self._repositories.parent)):
-            return Outcome.MISGRADED, wrong
-        return Outcome.KEPT, row
+            return TrialOutcome.MISGRADED, wrong
+        return TrialOutcome.KEPT, row
 
     async def _misgraded(self, task: Task) -> str:
         """Return what is wrong with how a task is graded, "" if nothing. (The tests fail for the third time here.)"""

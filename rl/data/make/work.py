@@ -1,4 +1,4 @@
-"""This module makes the tasks of one package: it tries candidates in order until there are as many as were asked for.
+"""Make the tasks of one package: try candidates in order until there are as many tasks as were asked for.
 
 Candidates are tried in waves, several at a time. What becomes of each is decided in their order, so the result depends
 on the seed only and not on how fast boxes are. Every trial and every task is in the journal before it counts.
@@ -18,11 +18,11 @@ from typing import Any
 
 from rewards.rules import Rules
 from rl.data.make import edits
-from rl.data.make.candidates import NAMES, Candidate, Kept, combinations, parsed, singles
-from rl.data.make.prepare import Prepared
+from rl.data.make.candidates import NAMES, Candidate, Survivor, combinations, parsed, singles
+from rl.data.make.prepare import PreparedPackage
 from rl.data.make.sources import Package
 from rl.data.make.tasks import task_id
-from rl.data.make.trials import MOST_BROKEN, Outcome, Trial, Workshop
+from rl.data.make.trials import MOST_BROKEN, Trial, TrialOutcome, Workshop
 from rl.run.journal import Journal, run_all
 
 _WAVE = 12  # candidates; it decides results, so it does not depend on the machine
@@ -53,12 +53,12 @@ def editable(package: Package, rules: Rules) -> dict[str, str]:
     return texts
 
 
-class Maker:
-    """A maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each of them."""
+class TaskMaker:
+    """A task maker makes the tasks of one prepared package. It calls ``tell(tasks, trials)`` after each of them."""
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedPackage,
         repositories: Path,
         order: Order,
         journal: Journal,
@@ -95,7 +95,7 @@ class Maker:
         """Return the rows of the tasks. Raises SandboxError, MakeError, JournalError, OSError."""
         files = await asyncio.to_thread(parsed, self._sources, self._prepared.lines)
         seed = f"{self._order.seed}:{self._prepared.package.label}"
-        kept: list[Kept] = []
+        kept: list[Survivor] = []
         combined = any(name.startswith("combine") for name in self._order.makers)
         quota = self._order.limit - int(self._order.limit * _SHARE) * combined
         stream = itertools.chain(self._first(self._sources), singles(files, seed, self._order.makers))
@@ -104,7 +104,7 @@ class Maker:
         await self._until(stream, self._order.limit, kept)  # if combinations did not give enough
         return self.rows
 
-    async def _until(self, stream: Iterator[Candidate], limit: int, kept: list[Kept]) -> None:
+    async def _until(self, stream: Iterator[Candidate], limit: int, kept: list[Survivor]) -> None:
         """Try candidates until there are `limit` tasks, and add those that became tasks to `kept`."""
         while len(self.rows) < limit and (wave := await asyncio.to_thread(_next, stream)):
             trials: dict[int, Trial] = {}
@@ -117,27 +117,27 @@ class Maker:
             new = []
             for number, candidate in enumerate(wave):
                 trial = trials[number]
-                equal = trial.outcome is Outcome.KEPT and trial.signature() in self._signatures
+                equal = trial.outcome is TrialOutcome.KEPT and trial.signature() in self._signatures
                 self._signatures.add(trial.signature())
-                if trial.outcome is not Outcome.KEPT or equal:
-                    self._count(candidate, Outcome.EQUAL if equal else trial.outcome)
+                if trial.outcome is not TrialOutcome.KEPT or equal:
+                    self._count(candidate, TrialOutcome.EQUAL if equal else trial.outcome)
                 else:
                     new.append((candidate, trial))
             while new and (room := limit - len(self.rows)) > 0:
                 now, new = new[:room], new[room:]
                 for (candidate, trial), (outcome, made) in zip(now, await self._tasks(now), strict=True):
                     self._count(candidate, outcome)
-                    if outcome is Outcome.KEPT:
+                    if outcome is TrialOutcome.KEPT:
                         self.rows.append(made)
                         kept.append((candidate, trial.failed))
 
-    async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[Outcome, Any]]:
+    async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[TrialOutcome, Any]]:
         """Make tasks from trials, in any order; return what became of each, in the order of ``pieces``."""
-        made: dict[int, tuple[Outcome, Any]] = {}
+        made: dict[int, tuple[TrialOutcome, Any]] = {}
 
         async def one(piece: tuple[int, tuple[Candidate, Trial]]) -> None:
             made[piece[0]] = await self._task(*piece[1])
-            self._moved(made[piece[0]][0] is Outcome.KEPT, 0)
+            self._moved(made[piece[0]][0] is TrialOutcome.KEPT, 0)
 
         await run_all(enumerate(pieces), self._order.jobs, one)
         return [made[number] for number in range(len(pieces))]
@@ -150,11 +150,11 @@ class Maker:
         self._append(name, "tried", candidate, {"trial": trial.to_json()})
         return trial
 
-    async def _task(self, candidate: Candidate, trial: Trial) -> tuple[Outcome, Any]:
+    async def _task(self, candidate: Candidate, trial: Trial) -> tuple[TrialOutcome, Any]:
         name = task_id(self._prepared.package, candidate.edit)
         record = self._made.get(name)
-        if record and (record["outcome"] != Outcome.KEPT or (self._repositories / name).is_dir()):
-            return Outcome(record["outcome"]), record["made"]
+        if record and (record["outcome"] != TrialOutcome.KEPT or (self._repositories / name).is_dir()):
+            return TrialOutcome(record["outcome"]), record["made"]
         began = time.monotonic()
         outcome, made = await self._workshop.made(candidate, trial)
         more = {"outcome": outcome, "made": made, "seconds": round(time.monotonic() - began, 2)}
@@ -170,7 +170,7 @@ class Maker:
         self._so_far = [self._so_far[0] + tasks, self._so_far[1] + trials]
         self._tell(*self._so_far)
 
-    def _count(self, candidate: Candidate, outcome: Outcome) -> None:
+    def _count(self, candidate: Candidate, outcome: TrialOutcome) -> None:
         self.records.append({"maker": candidate.maker, "outcome": str(outcome)})
 
 

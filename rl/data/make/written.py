@@ -1,4 +1,4 @@
-"""This module has another model write bugs: it asks for a function with a mistake in it, and checks what it gets.
+"""Bugs written by another model: it is asked for a function with a mistake in it, and its reply is checked.
 
 `rl.teachers.bugs` asks; `rl.data.make --bugs` tries the edits as all others.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from rl.data.make import edits
 from rl.data.make.candidates import FEW, WRITTEN, Candidate, parsed
 from rl.data.make.edits import Edit
-from rl.data.make.prepare import Prepared
+from rl.data.make.prepare import PreparedPackage
 from rl.data.make.sites import MAKERS
 from rl.data.make.sources import MakeError
 
@@ -50,7 +50,7 @@ class Question:
         return f"{self.path}:{self.start}"
 
 
-def questions(prepared: Prepared, sources: Mapping[str, str], seed: str, most: int) -> list[Question]:
+def questions(prepared: PreparedPackage, sources: Mapping[str, str], seed: str, most: int) -> list[Question]:
     """Return functions that tests run, those that few tests run first. sources: files that may be changed."""
     found = []
     for path, file in parsed(sources, prepared.lines).items():
@@ -107,13 +107,13 @@ def _parts(text: str) -> _Parts:
     return _Parts(ast.dump(function), docstring, body, comments)
 
 
-def to_line(prepared: Prepared, edit: Edit, model: str) -> str:
+def to_line(prepared: PreparedPackage, edit: Edit, model: str) -> str:
     """Return a bug as a line of a file that `bugs` reads."""
     about = {"package": prepared.package.label, "sha256": prepared.package.sha256, "model": model}
     return json.dumps({**about, "edit": edits.to_json(edit)}) + "\n"
 
 
-def bugs(path: Path, prepared: Prepared, sources: Mapping[str, str]) -> Iterator[Candidate]:
+def bugs(path: Path, prepared: PreparedPackage, sources: Mapping[str, str]) -> Iterator[Candidate]:
     """Yield the bugs that a file has for a package. Raises MakeError if it is not a file of `rl.teachers.bugs`."""
     try:
         for line in path.read_text().splitlines():

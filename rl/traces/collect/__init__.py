@@ -1,1 +1,1 @@
-"""This package plays tasks without training and keeps all that an episode says (docs/traces.md)."""
+"""Play tasks without training, and keep all that an episode says (docs/traces.md)."""

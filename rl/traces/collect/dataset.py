@@ -1,4 +1,4 @@
-"""This module makes the rows of a Hugging Face dataset from an episode: one per reply."""
+"""The rows of a Hugging Face dataset, made from an episode: one per reply that the agent has read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module plays the episodes that a policy is warm-started on: an expert that reads, edits, checks and tries again.
+"""The expert that plays the episodes a policy is warm-started on: it reads, edits, checks and tries again.
 
 The expert has the gold patch of its task, but finds it by trying: a share of its tries are the gold edit, the others
 exchange a word or an operator of what it has read (``rl.data.make.swaps``). If it has a command that checks, it runs

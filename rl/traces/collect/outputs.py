@@ -1,4 +1,4 @@
-"""This module writes what a collection keeps of each episode, and says which parts of it are missing.
+"""The files that a collection keeps of each episode: write them, and say which parts are missing.
 
     traces/<instance_id>/epoch_<n>/
         stream.jsonl      the agent's raw output, its event stream
@@ -32,7 +32,7 @@ from rl.traces.collect import dataset
 from rl.traces.collect.spans import spans_of
 from rollout.agent import Status
 from rollout.agent.events import message_id, read
-from rollout.agent.kept import Kept
+from rollout.agent.kept import AgentOutput
 from rollout.episode import Episode, Setup
 from rollout.figures import journal_line
 from rollout.records import Record
@@ -82,7 +82,7 @@ class Collection(Purpose):
         ]
 
     def _write(self, place: Path, episode: Episode, found: Trace, secrets: list[bytes]) -> None:
-        kept = Kept(b"", b"") if episode.agent is None or episode.agent.kept is None else episode.agent.kept
+        kept = AgentOutput(b"", b"") if episode.agent is None or episode.agent.kept is None else episode.agent.kept
         about = {name: value for name, value in journal_line(found.record).items() if name != "patch"}
         spans = b"".join(json.dumps(span).encode() + b"\n" for span in spans_of(found))
         data = {

@@ -1,4 +1,4 @@
-"""This module writes an episode as spans, in the form that agentlightning's adapters read (version 0.3.0).
+"""An episode as spans, in the form that agentlightning's adapters read (version 0.3.0).
 
 A reply is two spans that share ``gen_ai.response.id``: ``raw_gen_ai_request`` has the values as Python literals, as
 agentlightning's LLMProxy reports them, and ``openai.chat.completion`` has them as attributes. The verdict and the

@@ -1,1 +1,1 @@
-"""This package exports episodes as data in other programs' formats (docs/traces.md)."""
+"""Export episodes as data in other programs' formats (docs/traces.md)."""

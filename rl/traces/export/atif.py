@@ -1,4 +1,4 @@
-"""This module writes trajectories in the Agent Trajectory Interchange Format, ATIF v1.8, with token ids and logprobs.
+"""Write trajectories in the Agent Trajectory Interchange Format (ATIF v1.8), with token ids and logprobs.
 
 An episode is a file. Sub-agents are embedded in it; what comes after a compaction is a file of its own, to which the
 one before points.
@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from rl.data.choice import Entry
-from rl.traces.export.conversation import Conversation, tokens
+from rl.data.choice import ChoiceEntry
+from rl.traces.export.conversation import ChatConversation, tokens
 from rl.traces.export.sink import Sink
-from rl.traces.export.source import Source
+from rl.traces.export.source import ExportSource
 from rollout.proxy.messages import ChatMessage
 from rollout.records import Record
 from rollout.trace import Point, Trace
@@ -24,7 +24,7 @@ VERSION = "ATIF-v1.8"
 _LONGEST = 200  # characters of an episode's name in that of a file
 
 
-def write(source: Source, out: Sink) -> None:
+def write(source: ExportSource, out: Sink) -> None:
     """Write a file per main conversation, and an index of them, trajectories.jsonl."""
     for entry, talks in source.talks():
         made = [trajectory(entry, talk, f"{number}") for number, talk in enumerate(talks)]
@@ -45,14 +45,14 @@ def _calls(made: dict[str, Any]) -> set[str]:
     return {call["tool_call_id"] for step in made["steps"] for call in step.get("tool_calls", ())}
 
 
-def _file(entry: Entry, number: int) -> str:
+def _file(entry: ChoiceEntry, number: int) -> str:
     name = quote(entry.facts["episode"], safe="")
     if len(name) > _LONGEST:
         name = f"{name[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
     return name + (f".cont-{number}" if number else "") + ".json"
 
 
-def trajectory(entry: Entry, talk: Conversation, name: str) -> dict[str, Any]:
+def trajectory(entry: ChoiceEntry, talk: ChatConversation, name: str) -> dict[str, Any]:
     """Return a conversation as a trajectory, as plain JSON. ``name``: tells it from others of its episode."""
     record, steps = talk.trace.record, list[dict[str, Any]]()
     for place, message in enumerate(talk.messages):
@@ -85,7 +85,7 @@ def trajectory(entry: Entry, talk: Conversation, name: str) -> dict[str, Any]:
     }
 
 
-def _step(talk: Conversation, place: int, message: ChatMessage) -> dict[str, Any]:
+def _step(talk: ChatConversation, place: int, message: ChatMessage) -> dict[str, Any]:
     point = talk.replies.get(place)
     if message["role"] != "assistant":
         # A result without its call is the user's: observations belong to the agent's steps.

@@ -1,4 +1,4 @@
-"""This module makes conversations, which are chat messages in OpenAI's form, from an episode's trace.
+"""Conversations, which are chat messages in OpenAI's form, made from an episode's trace.
 
 A conversation is one training row: a chain of replies in which each prompt extends the one before it, so the main
 thread, each sub-agent, and what follows a compaction are conversations of their own. Its replies are those that were
@@ -16,12 +16,12 @@ from rollout.records import Record
 from rollout.trace import Point, Trace, chat_of, ends, system_of, trace
 
 
-class Unreadable(ValueError):
+class UnreadableEpisode(ValueError):
     """The messages of an episode cannot be told. The message is one line."""
 
 
 @dataclass
-class Conversation:
+class ChatConversation:
     """A conversation has messages in chat form: role, content (a text), and for the assistant reasoning_content and
     tool_calls, whose arguments are objects.
 
@@ -39,13 +39,13 @@ class Conversation:
     caller: str
 
 
-def conversations(record: Record) -> list[Conversation]:
-    """Return the conversations of an episode, in the order in which they ended. Raises Unreadable and TraceError."""
+def conversations(record: Record) -> list[ChatConversation]:
+    """Return an episode's conversations, in the order in which they ended. Raises UnreadableEpisode and TraceError."""
     found = trace(record)
     if not found.points:
-        raise Unreadable("it has neither tokens nor messages")
+        raise UnreadableEpisode("it has neither tokens nor messages")
     if found.silent:
-        raise Unreadable("its messages were not kept, as in all training runs before version 4 of the format")
+        raise UnreadableEpisode("its messages were not kept, as in all training runs before version 4 of the format")
     lost = record.verdict["outcome"] == Outcome.INFRA_FAILURE  # it trains nothing
     rows = ends(found.points, {*range(len(found.points))}) if lost else found.rows
     return [_conversation(found, row) for row in rows if row]
@@ -59,7 +59,7 @@ def tokens(point: Point) -> tuple[tuple[int, int, int], int]:
     return (read[0], read[1], read[2]), written
 
 
-def _conversation(found: Trace, row: list[int]) -> Conversation:
+def _conversation(found: Trace, row: list[int]) -> ChatConversation:
     last = found.points[max(row)]
     messages = system_of(last)
     replies: dict[int, Point] = {}
@@ -77,4 +77,4 @@ def _conversation(found: Trace, row: list[int]) -> Conversation:
         about = {"name": one.get("name"), "description": one.get("description") or "", "parameters": given}
         tools.append({"type": "function", "function": about})
     fresh = [place for place, point in replies.items() if point.number in row]
-    return Conversation(found, messages, tools, replies, fresh, last.kind, last.caller)
+    return ChatConversation(found, messages, tools, replies, fresh, last.kind, last.caller)

@@ -1,4 +1,4 @@
-"""This module writes logs for Inspect's viewer (inspect_ai 0.3, version 2 of its format), with a sample per episode.
+"""Write logs for Inspect's viewer (inspect_ai 0.3, version 2 of its format), with a sample per episode.
 
 A log is a zip of JSON: a file per sample, and summaries.json and header.json, which are about all of them.
 """
@@ -15,12 +15,12 @@ from statistics import fmean
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
-from rl.data.choice import Entry
+from rl.data.choice import ChoiceEntry
 from rl.run.weights import name_of
-from rl.traces.export.conversation import Conversation
+from rl.traces.export.conversation import ChatConversation
 from rl.traces.export.inspect_sample import Json, clock, sample
 from rl.traces.export.sink import Sink
-from rl.traces.export.source import Source
+from rl.traces.export.source import ExportSource
 from rollout import files
 from rollout.program import shown
 from rollout.records import Record
@@ -30,7 +30,7 @@ _SHORT = 1000  # characters of a prompt in the list of samples
 _LISTED = ("id", "epoch", "target", "metadata", "scores", "model_usage", "started_at", "completed_at", "total_time")
 
 
-def write(source: Source, out: Sink) -> None:
+def write(source: ExportSource, out: Sink) -> None:
     """Write a log for each run, split and model, of at most SAMPLES episodes."""
     logs: dict[tuple[Path, str, str], _Log] = {}
     for entry, talks in source.talks():
@@ -62,7 +62,7 @@ class _Log:
         self._file = f"{clock(first.started)[:19].replace(':', '-')}+00-00_{task}_{self._id}.eval"
         self._zip = ZipFile(out.directory / self._file, "w", ZIP_DEFLATED)
 
-    def add(self, entry: Entry, record: Record, talks: list[Conversation]) -> None:
+    def add(self, entry: ChoiceEntry, record: Record, talks: list[ChatConversation]) -> None:
         """Add an episode. The episodes of a task are its epochs."""
         task = shown(entry.task)
         self._epochs[task] += 1

@@ -1,4 +1,4 @@
-"""This module makes samples of Inspect's logs from episodes, as plain JSON.
+"""The samples of Inspect's logs, made from episodes as plain JSON.
 
 A sample has the messages of the last main conversation, and as events every reply and call of all conversations. A
 sub-agent's are in a span, inside of that of the agent that started it, and so are those of a side call. The messages
@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rl.data.choice import Entry
-from rl.traces.export.conversation import Conversation, tokens
+from rl.data.choice import ChoiceEntry
+from rl.traces.export.conversation import ChatConversation, tokens
 from rollout.agent import Status
 from rollout.program import shown
 from rollout.proxy.blocks import ChatMessage
@@ -32,7 +32,7 @@ def clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def sample(entry: Entry, record: Record, talks: list[Conversation], model: str) -> Json:
+def sample(entry: ChoiceEntry, record: Record, talks: list[ChatConversation], model: str) -> Json:
     """Return an episode as a sample, without its id and epoch. An infrastructure failure has an error and no score."""
     facts, verdict, spent = entry.facts, record.verdict, record.timing.get("total", 0.0)
     made = _Events(record, talks, model)
@@ -70,7 +70,7 @@ class _Events:
     ``messages``: to which they refer; ``used``: all tokens; ``last``: the agent's last reply, as a model's output.
     """
 
-    def __init__(self, record: Record, talks: list[Conversation], model: str) -> None:
+    def __init__(self, record: Record, talks: list[ChatConversation], model: str) -> None:
         self._record, self._model = record, model
         self._events: list[tuple[int, Json]] = []  # with the number of the reply, by which they are in order
         self.messages: list[Json] = []
@@ -97,7 +97,7 @@ class _Events:
         """Return the events in the order in which the replies began."""
         return [event for _, event in sorted(self._events, key=lambda one: one[0])]
 
-    def _talk(self, talk: Conversation, span: str | None) -> None:
+    def _talk(self, talk: ChatConversation, span: str | None) -> None:
         start, tools = len(self.messages), [_tool(one["function"]) for one in talk.tools]
         self.messages += [_message(one, self._model) for one in talk.messages]
         for place in talk.fresh:

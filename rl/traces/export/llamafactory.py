@@ -1,4 +1,4 @@
-"""This module writes data sets for LLaMA-Factory (0.9.5), with dataset_info.json and train.yaml.
+"""Write data sets for LLaMA-Factory (0.9.5), with dataset_info.json and train.yaml.
 
 Its loader drops what it does not like with a warning only, so rows have the one form that survives it: a reply is a
 ``gpt`` turn whose text ends with its calls as <tool_call> blocks, and what comes between two replies is one turn. Its
@@ -15,10 +15,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl.config.compose import compose
-from rl.data.choice import Entry
-from rl.traces.export.conversation import Conversation
+from rl.data.choice import ChoiceEntry
+from rl.traces.export.conversation import ChatConversation
 from rl.traces.export.sink import Sink
-from rl.traces.export.source import Source
+from rl.traces.export.source import ExportSource
 from rl.traces.export.trl import alike, parting
 from rollout.proxy.blocks import ChatMessage
 
@@ -27,7 +27,7 @@ _COLUMNS = {"messages": "conversations", "system": "system", "tools": "tools"}
 _RESULTS = "\n</tool_response>\n<tool_response>\n"
 
 
-def write_sharegpt(source: Source, out: Sink) -> None:
+def write_sharegpt(source: ExportSource, out: Sink) -> None:
     """Write a row per conversation. All its replies are trained on."""
     for entry, talks in source.talks():
         for talk in talks:
@@ -35,7 +35,7 @@ def write_sharegpt(source: Source, out: Sink) -> None:
     _finish(source, out, {"formatting": "sharegpt", "columns": _COLUMNS})
 
 
-def write_ranking(source: Source, out: Sink) -> None:
+def write_ranking(source: ExportSource, out: Sink) -> None:
     """Write a row per pair: what both have in common, and the first reply in which they differ."""
 
     def same(one: list[ChatMessage], other: list[ChatMessage]) -> bool:
@@ -79,7 +79,7 @@ def said(message: ChatMessage) -> str:
     return text + "\n".join(part for part in (message["content"], *calls) if part)
 
 
-def _rest(entry: Entry, talk: Conversation) -> dict[str, Any]:
+def _rest(entry: ChoiceEntry, talk: ChatConversation) -> dict[str, Any]:
     first = talk.messages[0]
     return {
         "system": first["content"] if first["role"] == "system" else "",
@@ -88,11 +88,11 @@ def _rest(entry: Entry, talk: Conversation) -> dict[str, Any]:
     }
 
 
-def _file(source: Source) -> str:
+def _file(source: ExportSource) -> str:
     return f"{source.data_set}.jsonl"
 
 
-def _finish(source: Source, out: Sink, info: dict[str, Any]) -> None:
+def _finish(source: ExportSource, out: Sink, info: dict[str, Any]) -> None:
     place = out.directory / "dataset_info.json"
     known = json.loads(place.read_text()) if place.exists() else {}  # of an export that is appended to
     known[source.data_set] = {"file_name": _file(source), **info}

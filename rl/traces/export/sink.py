@@ -1,4 +1,4 @@
-"""This module writes an export: rows into files of a directory that appears whole or not at all."""
+"""The directory of an export: rows are written into its files, and it appears whole or not at all."""
 
 from __future__ import annotations
 

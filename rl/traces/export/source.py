@@ -1,12 +1,12 @@
-"""This module reads what is exported: the episodes of runs, one in memory at a time, and their conversations."""
+"""The episodes of runs that are exported, one in memory at a time, and their conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rl.data.choice import Chosen, Entry, Progress, paired
-from rl.traces.export.conversation import Conversation, Unreadable, conversations
+from rl.data.choice import Choice, ChoiceEntry, Progress, paired
+from rl.traces.export.conversation import ChatConversation, UnreadableEpisode, conversations
 from rollout.proxy.blocks import ChatMessage
 from rollout.trace import TraceError
 
@@ -14,7 +14,7 @@ KINDS = {"main": ("main",), "agents": ("main", "agent"), "all": ("main", "agent"
 
 
 @dataclass
-class Source:
+class ExportSource:
     """A source is the episodes that are exported, and how.
 
     ``threads``: a key of KINDS; ``thinking``: whether it is exported; ``name``: the user's, of the data set or the
@@ -22,7 +22,7 @@ class Source:
     exported; ``exported``: the names of the others; ``progress``: is called with how many were read, of all.
     """
 
-    chosen: Chosen
+    chosen: Choice
     threads: str = "agents"
     thinking: bool = True
     name: str = ""
@@ -36,11 +36,11 @@ class Source:
         """Return the name of LLaMA-Factory's data set."""
         return self.name or "episodes"
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ChoiceEntry]:
         """Return the episodes that were not exported before."""
         return [one for one in self.chosen.entries if one.facts["episode"] not in self.skip]
 
-    def talks(self) -> Iterator[tuple[Entry, list[Conversation]]]:
+    def talks(self) -> Iterator[tuple[ChoiceEntry, list[ChatConversation]]]:
         """Iterate over episodes with their conversations of the kinds that are wanted. One without any is left out,
         unless the infrastructure failed it: that it has failed is what there is to say."""
         entries = self.entries()
@@ -50,13 +50,13 @@ class Source:
                 self.exported.append(entry.facts["episode"])
                 yield entry, found
 
-    def of(self, entry: Entry) -> list[Conversation]:
+    def of(self, entry: ChoiceEntry) -> list[ChatConversation]:
         """Return the conversations of an episode; without any, ``left_out`` says why."""
         try:
             made = conversations(entry.record())
             found = [one for one in made if one.kind in KINDS[self.threads]]
             why = "none of its conversations is wanted" if made else "it has no reply that is trained on"
-        except (Unreadable, TraceError) as error:
+        except (UnreadableEpisode, TraceError) as error:
             found, why = [], str(error)
         if not found and not entry.facts["infra"]:
             self.left_out.append(f"{entry.path}, offset {entry.offset}: {entry.facts['episode']}: {why}")
@@ -67,21 +67,21 @@ class Source:
 
     def pairs(
         self, same: Callable[[list[ChatMessage], list[ChatMessage]], bool]
-    ) -> Iterator[tuple[Entry, Conversation, Conversation]]:
+    ) -> Iterator[tuple[ChoiceEntry, ChatConversation, ChatConversation]]:
         """Iterate over pairs of a resolved and an unresolved episode of a task: the entry of the first, and the first
         main conversations of both.
 
         Both must have begun with the same prompt and tools, and must not be the same: ``same`` compares their messages.
         An episode without a match is left out, with a line.
         """
-        known: dict[int, list[Conversation]] = {}
+        known: dict[int, list[ChatConversation]] = {}
 
-        def main(entry: Entry) -> list[Conversation]:
+        def main(entry: ChoiceEntry) -> list[ChatConversation]:
             if id(entry) not in known:
                 known[id(entry)] = [talk for talk in self.of(entry) if talk.kind == "main"]
             return known[id(entry)]
 
-        def part(better: Entry, worse: Entry) -> tuple[Conversation, Conversation] | None:
+        def part(better: ChoiceEntry, worse: ChoiceEntry) -> tuple[ChatConversation, ChatConversation] | None:
             if not (main(better) and main(worse)):
                 return None
             chosen, rejected = main(better)[0], main(worse)[0]
@@ -97,6 +97,6 @@ class Source:
                 self.left_out.append(f"{better.path}: {better.facts['episode']}: {why}")
 
 
-def beginning(talk: Conversation) -> object:
+def beginning(talk: ChatConversation) -> object:
     """Return what a conversation begins with: the messages before the first reply, and the tools."""
     return talk.messages[: min(talk.replies)], talk.tools

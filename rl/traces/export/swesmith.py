@@ -1,5 +1,7 @@
-"""This module writes rows as SWE-smith's collect_trajs does in its style xml: {messages, instance_id, resolved, model,
-traj_id, patch}. Calls are in the text of a reply, results are user messages.
+"""Write rows in SWE-smith's format, as its collect_trajs does in the style xml.
+
+A row is {messages, instance_id, resolved, model, traj_id, patch}. Calls are in the text of a reply, results are user
+messages.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from typing import Any
 
 from rl.run.weights import name_of
 from rl.traces.export.sink import Sink
-from rl.traces.export.source import Source
+from rl.traces.export.source import ExportSource
 from rollout.proxy.blocks import ChatMessage
 
 
-def write(source: Source, out: Sink) -> None:
+def write(source: ExportSource, out: Sink) -> None:
     """Write a line per conversation."""
     for entry, talks in source.talks():
         for number, talk in enumerate(talks):

@@ -1,4 +1,4 @@
-"""This module writes plain messages, and data sets for TRL."""
+"""Write data sets for TRL (conversations, single replies, preference pairs), and plain messages."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 import msgspec
 
-from rl.data.choice import Entry
-from rl.traces.export.conversation import Conversation
+from rl.data.choice import ChoiceEntry
+from rl.traces.export.conversation import ChatConversation
 from rl.traces.export.sink import Sink
-from rl.traces.export.source import Source
+from rl.traces.export.source import ExportSource
 from rollout.proxy.blocks import ChatMessage
 
 FILE = "train.parquet"
 
 
-def about(entry: Entry, talk: Conversation) -> dict[str, Any]:
+def about(entry: ChoiceEntry, talk: ChatConversation) -> dict[str, Any]:
     """Return the columns that say which conversation of which episode a row is."""
     names = ("episode", "task", "repo", "model", "resolved", "reward", "flags")
     facts = {name: entry.facts[name] for name in names}
     return facts | {"thread": talk.kind, "labels": msgspec.to_builtins(entry.labels)}
 
 
-def write_messages(source: Source, out: Sink) -> None:
+def write_messages(source: ExportSource, out: Sink) -> None:
     """Write a line per conversation, with messages and tools in OpenAI's form. ``sampled``: the places of the replies
     that are to be trained on; the others are context, or trained on in a row before."""
     for entry, talks in source.talks():
@@ -32,18 +32,18 @@ def write_messages(source: Source, out: Sink) -> None:
             out.row("messages.jsonl", row)
 
 
-def _columns(entry: Entry, talk: Conversation) -> dict[str, Any]:
+def _columns(entry: ChoiceEntry, talk: ChatConversation) -> dict[str, Any]:
     return {"tools": json.dumps(talk.tools, ensure_ascii=False), "episode": entry.facts["episode"]}
 
 
-def write_trl(source: Source, out: Sink) -> None:
+def write_trl(source: ExportSource, out: Sink) -> None:
     """Write a row per conversation: ``messages`` and ``tools``."""
     for entry, talks in source.talks():
         for talk in talks:
             out.table_row(FILE, {"messages": talk.messages, **_columns(entry, talk)}, ("messages",))
 
 
-def write_prompt_completion(source: Source, out: Sink) -> None:
+def write_prompt_completion(source: ExportSource, out: Sink) -> None:
     """Write a row per reply: the completion is that reply alone, so that nothing else is trained on."""
     for entry, talks in source.talks():
         for talk in talks:
@@ -52,7 +52,7 @@ def write_prompt_completion(source: Source, out: Sink) -> None:
                 out.table_row(FILE, row, ("prompt", "completion"))
 
 
-def write_preference(source: Source, out: Sink) -> None:
+def write_preference(source: ExportSource, out: Sink) -> None:
     """Write a row per pair: what both begin with, and how each goes on to its end."""
     for better, chosen, rejected in source.pairs(alike):
         place = parting(chosen.messages, rejected.messages)

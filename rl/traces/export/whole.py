@@ -1,4 +1,4 @@
-"""This module copies what runs have made of an episode beside its record: session files, and patches as predictions."""
+"""Export Claude Code's session files as they are, and the patches of episodes as SWE-bench's predictions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from rl.data.choice import Entry
+from rl.data.choice import ChoiceEntry
 from rl.data.select import about
 from rl.run.weights import name_of
 from rl.traces.export.sink import ExportError, Sink
-from rl.traces.export.source import Source
+from rl.traces.export.source import ExportSource
 
 _CARD = """---
 tags: [agent-traces, claude-code]
@@ -22,7 +22,7 @@ publish them: they hold prompts, commands, their output and code.
 """
 
 
-def write_sessions(source: Source, out: Sink) -> None:
+def write_sessions(source: ExportSource, out: Sink) -> None:
     """Copy Claude Code's own session files of collections, with the data card of the Hugging Face Hub's viewer."""
     for entry in source.entries():
         name = entry.facts["episode"]
@@ -41,7 +41,7 @@ def write_sessions(source: Source, out: Sink) -> None:
     out.text("README.md", _CARD)
 
 
-def _sessions(entry: Entry) -> list[tuple[Path, Path]]:
+def _sessions(entry: ChoiceEntry) -> list[tuple[Path, Path]]:
     """Return the session files of an episode: where each is, and its path without the name of the box's directory."""
     for run in _runs(entry.path.parent.parent):
         for place in sorted((run / "traces" / quote(entry.task, safe="")).glob("epoch_*")):
@@ -66,7 +66,7 @@ def _runs(run: Path) -> Iterator[Path]:
         waiting += one.get("sources") or []
 
 
-def write_predictions(source: Source, out: Sink) -> None:
+def write_predictions(source: ExportSource, out: Sink) -> None:
     """Write preds.json with the first episode of each task, as sb-cli and swebench take it, preds.1.json with the
     second, and so on. Raises ExportError if there are several models and no name for them."""
     samples = [

@@ -1,1 +1,1 @@
-"""This package makes states from recorded conversations of coding agents, and data from states (docs/traces.md)."""
+"""Make states from recorded conversations of coding agents, and data from states (docs/traces.md)."""

@@ -1,4 +1,4 @@
-"""This module compares two replies: do they call the same tools with the same arguments?
+"""The agreement of two replies: whether they call the same tools with the same arguments.
 
 Arguments are the same if they mean the same: the order of keys, white space at the ends of a text, "3" for 3, and
 parameters that are null or have no effect do not count. A call is read whatever its spelling: as a block, or in the

@@ -1,4 +1,4 @@
-"""This module asks endpoints about all states of a file, and keeps each answer in a journal as soon as it is there.
+"""Ask endpoints about all states of a file, within a budget, and keep each answer in a journal as soon as it is there.
 
 A run that is killed goes on where it was: at most the answers under way are asked for again. Each endpoint is asked by
 itself, so a slow one holds up no other, and one that is dead ends alone.
@@ -63,7 +63,7 @@ class Budget:
 
 
 @dataclass
-class Asked:
+class AskingResult:
     """This is what endpoints said, in all runs of a command: ``answers`` and refusals by state and endpoint; of this
     run, ``given_up``: why endpoints were, by name. ``left``: how many answers are missing; ``cost``: dollars in all."""
 
@@ -108,7 +108,7 @@ class Survey:
         for what, count in self.unknown.items():
             screen.say(f"{count} {what}")
 
-    def ask(self, directory: Path, most: float | None, screen: Screen) -> Asked:
+    def ask(self, directory: Path, most: float | None, screen: Screen) -> AskingResult:
         """Ask for the answers that are not yet in a directory, and return all. most: dollars, earlier runs included.
 
         Raises ValueError (StatesError and JournalError among them), and OSError.
@@ -125,7 +125,7 @@ class Survey:
             left -= journal.finished("state", "endpoint")
         known = {(one["state"], one["endpoint"]): one for one in journal.records}
         answers = {key: one for key, one in known.items() if key in wanted and "action" in one}
-        return Asked(answers, wanted - left - answers.keys(), len(left), budget.spent, budget.reached, given_up)
+        return AskingResult(answers, wanted - left - answers.keys(), len(left), budget.spent, budget.reached, given_up)
 
     async def _ask(self, left: Set[Key], journal: Journal, budget: Budget, screen: Screen) -> dict[str, str]:
         """Ask every endpoint about its states; return why endpoints were given up, by name."""

@@ -1,4 +1,4 @@
-"""This module reads ATIF documents (Agent Trajectory Interchange Format, version 1.x): a JSON file per trajectory.
+"""Read ATIF documents (Agent Trajectory Interchange Format, version 1.x): a JSON file per trajectory.
 
 Embedded sub-agents are read, too, and those in other files where their path leads to one beside the document.
 """

@@ -1,4 +1,4 @@
-"""This module turns OpenAI's chat messages, which most agents record, into those of Anthropic's Messages API."""
+"""Turn OpenAI's chat messages, which most agents record, into those of Anthropic's Messages API."""
 
 from __future__ import annotations
 

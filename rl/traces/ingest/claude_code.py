@@ -1,4 +1,4 @@
-"""This module reads Claude Code's session files. It is written against version 2.1.
+"""Read Claude Code's session files, as version 2.1 writes them.
 
 A reply is several lines, one per content block, with one ``message.id``. Where the file notes the request that a reply
 answers, the state has that request's messages, proven by its digest. Otherwise they are put together from the
@@ -18,7 +18,7 @@ import msgspec
 
 from rl.traces.ingest import lines
 from rl.traces.ingest.lines import Findings, repaired
-from rl.traces.ingest.requests import Asked, Recent, Requests, Sent, Shape, Shelf
+from rl.traces.ingest.requests import Recent, RequestFacts, Requests, Sent, Shape, Shelf
 from rl.traces.ingest.states import Message, StateWriter
 
 FORMAT = "claude-code"
@@ -26,7 +26,7 @@ _SESSION = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _KNOWN = ("1.", "2.")  # versions of Claude Code
 
 
-class Line(Asked, kw_only=True):
+class Line(RequestFacts, kw_only=True):
     """A Line is a line of a session file, with what is read of it."""
 
     type: str
@@ -66,14 +66,14 @@ class _Meta(msgspec.Struct):
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _TranscriptMessage:
     """A group is one message of the transcript, out of one or several lines. When closed, it is on the shelf."""
 
     role: str
-    before: _Group | None
+    before: _TranscriptMessage | None
     blocks: list[Any] = field(default_factory=list)
     calls: tuple[str, ...] = ()
-    results: _Group | None = None
+    results: _TranscriptMessage | None = None
     digest: str | None = None
     written: tuple[int, int] | None = None
 
@@ -84,7 +84,7 @@ class _Group:
 
 
 @dataclass(slots=True, eq=False)
-class _Reply(_Group):
+class _TranscriptReply(_TranscriptMessage):
     """This is a model's reply. ``number``: of its first line; ``name``: that line's uuid; ``inside``: its sub-agent."""
 
     number: int = 0
@@ -95,7 +95,7 @@ class _Reply(_Group):
 
 
 # The message that a line follows if its parent is not in the file, or could not be read.
-_GONE = _Group("gone", None, digest="")
+_GONE = _TranscriptMessage("gone", None, digest="")
 
 
 class Thread:
@@ -114,11 +114,11 @@ class Thread:
         self._requests = Requests(self._shelf)
         self._at = Recent(50_000)  # the group that a line is in, by its uuid; None: it follows nothing
         self._replies, self._calls = Recent(10_000), Recent(10_000)
-        self._pending: dict[str | None, _Reply] = {}
+        self._pending: dict[str | None, _TranscriptReply] = {}
         self._head: Shape = "", []
         self._anchor: dict[str, Any] | None = None  # what a compaction has preserved
         self._version = ""
-        self._last: dict[str | None, _Group] = {}  # by agent, the message that a line was last added to
+        self._last: dict[str | None, _TranscriptMessage] = {}  # by agent, the message that a line was last added to
         self._problems = findings.problems  # with another one, a line could not be read, so a parent may be missing
         self.spawns: frozenset[str] = frozenset()
         self.owners: set[str] = set()
@@ -162,12 +162,12 @@ class Thread:
             case "api-request-shape":
                 self._head = self._requests.shape(line.shape, line.shapeHash)
             case "api-request":
-                asked = Asked(line.shapeHash, line.params, line.cacheControl, line.requestDigest)
+                asked = RequestFacts(line.shapeHash, line.params, line.cacheControl, line.requestDigest)
                 self._requests.add(str(line.id), line.base, line.keep, line.tail, asked)
             case _:
                 self._follow(line, f"records of type {line.type[:40]} passed over")
 
-    def _parent(self, line: Line) -> _Group | None:
+    def _parent(self, line: Line) -> _TranscriptMessage | None:
         """Return the message that a line follows, None if it is the first.
 
         Claude Code gives no uuid to what was typed meanwhile, and some versions do not write all lines that others
@@ -181,7 +181,7 @@ class Thread:
             return last
         return self._at.get(line.parentUuid, _GONE)
 
-    def _put(self, line: Line, group: _Group) -> None:
+    def _put(self, line: Line, group: _TranscriptMessage) -> None:
         """Note which message a line is in."""
         self._last[line.speaker] = group
         if line.uuid is not None:
@@ -203,7 +203,7 @@ class Thread:
         if asked is not None:
             group = asked.results
             if group is None:
-                group = asked.results = _Group("user", asked)
+                group = asked.results = _TranscriptMessage("user", asked)
             elif group.digest is not None:
                 self._findings.counts["results that came after the next reply, left out"] += 1
                 self._put(line, group)
@@ -211,7 +211,7 @@ class Thread:
         else:
             group = self._parent(line)
             if group is None or group.role != "user" or group.digest is not None:
-                group = _Group("user", group)
+                group = _TranscriptMessage("user", group)
         if all(block in group.blocks for block in content):
             self._findings.counts["messages that are repeated, left out"] += bool(content)
         else:
@@ -246,7 +246,9 @@ class Thread:
             self._finish(line.speaker)
             before = self._parent(line)
             self._close(before)
-            reply = _Reply("assistant", before, number=number, name=line.uuid, model=model, request=line.requestRef)
+            reply = _TranscriptReply(
+                "assistant", before, number=number, name=line.uuid, model=model, request=line.requestRef
+            )
             reply.inside = [line.agentId or "sidechain"] if line.isSidechain else []
             self._replies[name] = reply
             self._pending[line.speaker] = reply
@@ -279,7 +281,7 @@ class Thread:
                 self._anchor = kept
                 return
 
-    def _preserved(self, summary: _Group, kept: dict[str, Any]) -> _Group:
+    def _preserved(self, summary: _TranscriptMessage, kept: dict[str, Any]) -> _TranscriptMessage:
         """Put copies of the preserved messages after a compaction's summary, and return the last one, which the next
         message follows."""
         if isinstance(kept.get("uuids"), list):
@@ -292,14 +294,14 @@ class Thread:
         last = summary
         for group in groups:
             self._close(group)
-            again = _Group(group.role, last, digest=group.digest, calls=group.calls)
+            again = _TranscriptMessage(group.role, last, digest=group.digest, calls=group.calls)
             for called in group.calls:
                 self._calls[called] = again
             last.results = again if again.role == "user" and last.role == "assistant" else None
             last = again
         return last
 
-    def _close(self, group: _Group | None) -> None:
+    def _close(self, group: _TranscriptMessage | None) -> None:
         """Keep a message and those before it, to which nothing can be added any more."""
         while group is not None and group.digest is None:
             group.digest = self._shelf.put(group.message())
@@ -331,10 +333,10 @@ class Thread:
         written = self._writer.state(name, head, tip, action, reply.model, exact=exact, **more)
         self._findings.counts[f"states from the transcript ({found})"] += written and not exact
 
-    def _place(self, last: _Group | Sent | None) -> int | None:
+    def _place(self, last: _TranscriptMessage | Sent | None) -> int | None:
         """Return the number of a message in the states file; it and those before it are written if they are new. None
         if one of them is not kept any more."""
-        missing: list[_Group | Sent] = []
+        missing: list[_TranscriptMessage | Sent] = []
         at = last
         while at is not None and (at.written is None or at.written[0] != self._writer.block):
             missing.append(at)
@@ -346,7 +348,7 @@ class Thread:
                 return None
             tip = self._writer.message(tip, msgspec.json.decode(kept.json))
             one.written = self._writer.block, tip
-            if isinstance(one, _Group):
+            if isinstance(one, _TranscriptMessage):
                 one.before = _GONE  # frees a long conversation; nobody asks again for what was before
         return tip
 

@@ -1,5 +1,4 @@
-"""This module asks endpoints what they would reply in a state, with the SDKs of OpenAI (chat completions) and Anthropic
-(the Messages API).
+"""Ask endpoints what they would reply in a state: chat completions (OpenAI's SDK) or the Messages API (Anthropic's).
 
 If an endpoint is too busy for a request, that is made again after the time that the endpoint names (Retry-After), or
 else after longer and longer pauses. Until then the endpoint gets no other request, which is why the SDKs, which know of

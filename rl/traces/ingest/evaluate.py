@@ -1,4 +1,4 @@
-"""This module evaluates a policy on recorded states: how often does it reply what the recorded model has replied?"""
+"""Evaluate a policy on recorded states: how often it replies what the recorded model replied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module says which replies can be learned from: one gate for all formats, whatever a conversation came from.
+"""The gate for replies: which can be learned from, the same for all formats, wherever a conversation came from.
 
 The rules are those of the Messages API: each call has one result, in the messages that come next; ids of calls are
 unique; two replies never follow each other; a reply does not stand in its own context, and says more than a thought.
@@ -22,11 +22,11 @@ SILENT = "a thought alone, or nothing"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place is what the rules must know of a conversation up to one of its messages. ``before``: the place of the
+class GateState:
+    """A gate state is what the rules must know of a conversation up to one of its messages. ``before``: that of the
     message before, None for the first; ``pending``: calls without a result; ``why``: the rule that is broken."""
 
-    before: Place | None
+    before: GateState | None
     role: str
     calls: frozenset[str]
     pending: frozenset[str]
@@ -37,9 +37,9 @@ class Gate:
     """A gate watches one conversation, which may branch."""
 
     def __init__(self) -> None:
-        self._named: dict[str, list[Place]] = {}  # by the id of a call, where it stands
+        self._named: dict[str, list[GateState]] = {}  # by the id of a call, where it stands
 
-    def after(self, before: Place | None, message: Message) -> Place:
+    def after(self, before: GateState | None, message: Message) -> GateState:
         """Return the place of a message that comes after ``before``."""
         role, calls, answered = message["role"], ids(message, "tool_use"), ids(message, "tool_result")
         last, pending, why = (before.role, before.pending, before.why) if before else ("", frozenset[str](), "")
@@ -54,12 +54,12 @@ class Gate:
             stray = len(set(answered)) < len(answered) or not set(answered) <= pending
             why = why or (STRAY if stray else "")
             pending -= set(answered)
-        place = Place(before, role, frozenset(calls), pending, why)
+        place = GateState(before, role, frozenset(calls), pending, why)
         for name in calls:
             self._named.setdefault(name, []).append(place)
         return place
 
-    def wrong(self, before: Place | None, reply: Message) -> str:
+    def wrong(self, before: GateState | None, reply: Message) -> str:
         """Return the rule that a reply to the conversation up to ``before`` breaks; "" if none."""
         calls = ids(reply, "tool_use")
         if before is None or not before.role:
@@ -75,7 +75,7 @@ class Gate:
         texts = (str(one.get("text") or "") for one in blocks_of(reply["content"]) if one["type"] == "text")
         return "" if calls or any(text.strip() for text in texts) else SILENT
 
-    def _stands(self, name: str, before: Place | None) -> bool:
+    def _stands(self, name: str, before: GateState | None) -> bool:
         places = self._named.get(name)
         while places and before is not None:
             if any(before is one for one in places):

@@ -1,4 +1,4 @@
-"""This module reads files that other programs wrote, line by line or whole, and counts what was wrong with them."""
+"""Read files that other programs wrote, line by line or whole, and count what was wrong with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module reads OpenHands: the new SDK's events, and the old output.jsonl.
+"""Read OpenHands' recordings: the new SDK's events, and the old evaluation's output.jsonl.
 
 The SDK keeps a folder per conversation: base_state.json and events/event-00000-<id>.json. The old evaluation wrote a
 line per instance, whose history has actions and observations, or pairs of them.

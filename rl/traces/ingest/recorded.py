@@ -1,4 +1,4 @@
-"""This module makes records of recorded conversations, so that whatever reads runs reads other programs' files, too."""
+"""Make records of recorded conversations, so that whatever reads runs reads other programs' files, too."""
 
 from __future__ import annotations
 

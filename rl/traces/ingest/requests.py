@@ -1,4 +1,4 @@
-"""This module rebuilds the requests that Claude Code has noted in its session files, and proves them by their digests.
+"""Rebuild the requests that Claude Code has noted in its session files, and prove them by their digests.
 
 A record `api-request` names its messages by digests: those that it has in common with an earlier request (`base`,
 `keep`) and the others (`tail`). A record `api-request-shape` has system prompt and tools, and `api-request-blob` has a
@@ -28,14 +28,14 @@ def canonical(value: Any) -> bytes:
         return LONE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
 
 
-class Kept(NamedTuple):
-    """A Kept is a message on the shelf: its JSON as it was written, and in canonical form."""
+class ShelfMessage(NamedTuple):
+    """A ShelfMessage is a message on the shelf: its JSON as it was written, and in canonical form."""
 
     json: bytes
     canonical: bytes
 
 
-class Shelf(OrderedDict[str, Kept]):
+class Shelf(OrderedDict[str, ShelfMessage]):
     """A shelf keeps messages by their digests, the newest ones of at most ``limit`` bytes together."""
 
     def __init__(self, limit: int = 32 << 20) -> None:
@@ -50,7 +50,7 @@ class Shelf(OrderedDict[str, Kept]):
         if digest in self:
             self.move_to_end(digest)
             return digest
-        self[digest] = kept = Kept(msgspec.json.encode(repaired(message)), form)
+        self[digest] = kept = ShelfMessage(msgspec.json.encode(repaired(message)), form)
         self._size += len(kept.json) + len(form)
         while self._size > self._limit:
             _, old = self.popitem(last=False)
@@ -85,7 +85,7 @@ class Sent:
 Shape = tuple[Any, Any]  # a system prompt and tools
 
 
-class Asked(msgspec.Struct):
+class RequestFacts(msgspec.Struct):
     """This is what a record tells of its request, besides messages. ``cacheControl``: where marks were, and which."""
 
     shapeHash: str = ""
@@ -111,7 +111,7 @@ class Requests:
         self._shapes[digest] = made, {name: canonical(value) for name, value in shape.items()}
         return made
 
-    def add(self, name: str, base: str | None, keep: int, tail: list[str], asked: Asked) -> None:
+    def add(self, name: str, base: str | None, keep: int, tail: list[str], asked: RequestFacts) -> None:
         """Add a request, which has the first ``keep`` messages of request ``base``, and ``tail``."""
         last: Sent | None = None
         if base is not None and keep:

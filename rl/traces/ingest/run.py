@@ -1,11 +1,11 @@
-"""This module reads runs: the records of training, evaluations, collections and rounds, each episode once."""
+"""Make states of our own runs: the records of training, evaluations, collections and rounds, each episode once."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rl.data.choice import Rules, choose
+from rl.data.choice import ChoiceRules, choose
 from rl.traces.ingest.lines import Findings
 from rl.traces.ingest.states import StateWriter
 from rollout.trace import TraceError, trace
@@ -18,7 +18,7 @@ def ingest(path: Path, writer: StateWriter, findings: Findings, subagents: bool)
 
     Episodes that the infrastructure failed, or in which the audit finds something, are left out. Raises OSError.
     """
-    chosen = choose([path], Rules(), lambda done, total: None)
+    chosen = choose([path], ChoiceRules(), lambda done, total: None)
     for said in chosen.damage:
         findings.problem(str(path), said)
     for rule, count in chosen.taken:

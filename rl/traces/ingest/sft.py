@@ -1,4 +1,4 @@
-"""This module makes rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
+"""Make rows of token ids, as ``rl.sft`` takes them, from states and from what teachers replied to them.
 
 A row is a conversation with mask 0, in which the replies of its states have mask 1, or a pair of replies to one
 conversation. The recorded text is encoded anew here, with the chat template of the model that is trained; the recorded
@@ -28,7 +28,7 @@ from rollout.proxy.render import as_user, end_ids, generation_config, turn_end
 Chat = dict[str, Any]  # a chat message, or a tool
 
 
-class Encoder:
+class ChatEncoder:
     """An encoder turns conversations into ids with a Hugging Face tokenizer and its chat template.
 
     stops: the ids at which an engine stops (``rollout.proxy.render.end_ids``).
@@ -94,7 +94,7 @@ def chat_of(state: State) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return chat["messages"], chat.get("tools", [])
 
 
-class _Taught(msgspec.Struct):
+class _TrainingLine(msgspec.Struct):
     """This is a line of distill.jsonl or of a TRL data set: a conversation that ends with the reply that is trained."""
 
     messages: list[Chat]
@@ -112,18 +112,18 @@ class _Pair(msgspec.Struct):
     state_id: str = ""
 
 
-def _kind(source: Path) -> type[_Taught] | type[_Pair] | None:
+def _kind(source: Path) -> type[_TrainingLine] | type[_Pair] | None:
     """Return what the lines of a file are; None: states. Raises OSError."""
     with open(source, "rb") as file:
         first = file.readline(LONGEST_LINE)
-    for kind in (_Taught, _Pair):
+    for kind in (_TrainingLine, _Pair):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             msgspec.json.decode(first, type=kind)
             return kind
     return None
 
 
-def rows(source: Path, encoder: Encoder, most: int | None, findings: Findings) -> Iterator[tuple[str, Row]]:
+def rows(source: Path, encoder: ChatEncoder, most: int | None, findings: Findings) -> Iterator[tuple[str, Row]]:
     """Yield rows of states, or of what teachers said: the state's id, and the columns of ROWS or PAIRS.
 
     A state whose ids go on from those of the one before shares its row, which has the later state's id: each reply is
@@ -164,7 +164,7 @@ def _goes_on(before: Row, row: Row) -> bool:
     return True
 
 
-def _row(encoder: Encoder, one: State | _Taught | _Pair) -> Row:
+def _row(encoder: ChatEncoder, one: State | _TrainingLine | _Pair) -> Row:
     """Return what is in a row, in the order of ROWS or PAIRS. Raises ValueError."""
     if isinstance(one, _Pair):
         sides = [encoder.ids([*one.prompt, *side], one.tools) for side in (one.chosen, one.rejected)]
@@ -185,7 +185,7 @@ def write(
     from transformers import AutoTokenizer
 
     coder = AutoTokenizer.from_pretrained(tokenizer)
-    encoder = Encoder(coder, end_ids(coder, generation_config(tokenizer)))
+    encoder = ChatEncoder(coder, end_ids(coder, generation_config(tokenizer)))
 
     def shown() -> Iterator[list[Any]]:
         for made, (state, row) in enumerate(rows(source, encoder, most, findings), 1):

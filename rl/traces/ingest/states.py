@@ -1,4 +1,4 @@
-"""This module writes and reads states: what an agent had read before one of its replies, and that reply.
+"""Write and read states: what an agent had read before one of its replies, and that reply.
 
 A states file has one JSON object per line (compressed if its name ends in .zst). Each message is in it once: a message
 names the one before it, and a state the last one that it has, so a file grows with what is new in each step.
@@ -26,7 +26,7 @@ from typing import IO, Any
 import msgspec
 import zstandard
 
-from rl.traces.ingest.gate import Gate, Message, Place
+from rl.traces.ingest.gate import Gate, GateState, Message
 from rollout import files
 from rollout.proxy.blocks import blocks_of
 
@@ -39,7 +39,7 @@ class StatesError(ValueError):
     """A states file cannot be read. The message is one line that names the file and the line."""
 
 
-class _Reply(msgspec.Struct, kw_only=True):
+class _StateBase(msgspec.Struct, kw_only=True):
     """This is what a state and its line have in common."""
 
     state_id: str
@@ -51,7 +51,7 @@ class _Reply(msgspec.Struct, kw_only=True):
     spawned_by: str | None = None
 
 
-class State(_Reply, kw_only=True):
+class State(_StateBase, kw_only=True):
     """A state is a conversation up to one reply of a model, and that reply, in the form of Anthropic's Messages API.
 
     ``messages``: the system prompt first (an empty text if it is unknown), then all that the model had read, without
@@ -89,12 +89,12 @@ class _Message(msgspec.Struct, tag="message"):
     message: msgspec.Raw
 
 
-class _Step(_Reply, tag="state", omit_defaults=True, kw_only=True):
+class _StateLine(_StateBase, tag="state", omit_defaults=True, kw_only=True):
     head: int
     tip: int
 
 
-_Line = _File | _Conversation | _Head | _Message | _Step
+_Line = _File | _Conversation | _Head | _Message | _StateLine
 
 
 def without_thinking(message: Message) -> Message | None:
@@ -128,7 +128,7 @@ class StateWriter:
         self.block += 1
         self._heads: dict[bytes, int] = {}
         self._known: dict[tuple[int, bytes], int] = {}
-        self._gate, self._places = Gate(), list[Place]()
+        self._gate, self._places = Gate(), list[GateState]()
         told = dict(outcome or {})
         if "resolved" in told:
             try:  # some data sets have it as a text
@@ -155,9 +155,10 @@ class StateWriter:
         self._places.append(self._gate.after(self._places[after] if after >= 0 else None, kept))
         return len(self._places) - 1
 
-    def tip(self, messages: Sequence[Message], after: int = -1) -> int:
+    def tip(self, messages: Sequence[Message]) -> int:
         """Return the number of the last of ``messages``; those that are already there, in this order, are not written
         again."""
+        after = -1
         for message in messages:
             key = after, hashlib.sha256(self._encoder.encode(message)).digest()
             if key not in self._known:
@@ -177,7 +178,9 @@ class StateWriter:
         if why:
             self.left[why] += 1
             return False
-        self._write(_Step(state_id=state_id, student_action=action, source_model=model, head=head, tip=tip, **more))
+        self._write(
+            _StateLine(state_id=state_id, student_action=action, source_model=model, head=head, tip=tip, **more)
+        )
         self.states += 1
         self.unnamed += not model
         return True
@@ -235,7 +238,7 @@ def read_states(path: Path) -> Iterator[State]:
                         if not -1 <= after < len(messages):
                             raise StatesError(f"{path}: line {number}: there is no message {after}")
                         messages.append((after, msgspec.json.decode(raw, type=Message)))
-                    case _Step() as step:
+                    case _StateLine() as step:
                         yield _full(step, about, heads[step.head], messages)
     except StatesError:
         raise
@@ -249,7 +252,7 @@ def _opened(path: Path) -> IO[bytes]:
     return files.opened(path)
 
 
-def _full(step: _Step, about: _Conversation, head: _Head, messages: list[tuple[int, Message]]) -> State:
+def _full(step: _StateLine, about: _Conversation, head: _Head, messages: list[tuple[int, Message]]) -> State:
     path: list[Message] = []
     at = step.tip
     while at >= 0:

@@ -1,4 +1,4 @@
-"""This module reads trajectories of SWE-agent (.traj) and rows of SWE-smith's training sets (.jsonl, .json, .parquet).
+"""SWE-agent's trajectories (.traj) and rows of SWE-smith's training sets (.jsonl, .json, .parquet), read as states.
 
 A .traj file keeps the messages of each step's query: what the model was sent. Before 1.1, a step's `messages` are what
 the model was sent in the next step. In older files the history up to the step takes their place; a demonstration may

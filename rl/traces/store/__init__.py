@@ -1,5 +1,5 @@
-"""This package puts episodes into a LightningStore of agentlightning (docs/traces.md).
+"""Send the episodes of a run to a LightningStore of agentlightning (docs/traces.md).
 
-It reads the records of a run, finished or not, and asks the store what it has already. Nothing here runs inside the
-processes that play episodes.
+The records of a run, finished or not, are read, and the store is asked what it has already. Nothing here runs inside
+the processes that play episodes.
 """

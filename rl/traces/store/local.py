@@ -1,10 +1,10 @@
-"""This module is for programs that have a store of their own in the same process, such as one in memory.
+"""A LightningStore object in the same process, such as one in memory, for programs that have a store of their own.
 
     from agentlightning import InMemoryLightningStore
     store = InMemoryLightningStore()
-    await send_all([Path("RUN")], Local(store))
+    await send_all([Path("RUN")], LocalStore(store))
 
-It imports agentlightning when the first span is sent.
+agentlightning is imported when the first span is sent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rl.traces.store.stores import StoredAttempt, place_of, places
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
-__all__ = ["Local", "send_all"]
+__all__ = ["LocalStore", "send_all"]
 _SPANS = 100  # that are added at once
 
 
-class Local:
-    """A Local is any ``agentlightning.LightningStore`` object. What it raises itself is not caught."""
+class LocalStore:
+    """A LocalStore is any ``agentlightning.LightningStore`` object. What it raises itself is not caught."""
 
     def __init__(self, store: LightningStore) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""This module sends records to a store: each attempt once, in the order in which they were written."""
+"""Send records to a LightningStore: each attempt once, in the order in which they were written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rl.traces.collect.spans import about_of, ending_of, spans_of
-from rl.traces.store.stores import SOURCE, Refused, Store, StoredAttempt, StoreError
+from rl.traces.store.stores import SOURCE, Store, StoredAttempt, StoreError, StoreRefusal
 from rollout.records import Position, Reader, Record
 from rollout.trace import trace
 
@@ -103,7 +103,7 @@ class Sender:
                     try:
                         await self._send(record, f"{run.parent.name}/{run.name}")
                         in_a_row = 0
-                    except Refused as error:
+                    except StoreRefusal as error:
                         in_a_row += 1
                         if in_a_row >= _SICK:
                             raise StoreError(str(error)) from error

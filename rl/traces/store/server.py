@@ -1,4 +1,4 @@
-"""This module speaks with the server of a LightningStore (``agl store``), without importing agentlightning.
+"""A client for the server of a LightningStore (``agl store``) that does not import agentlightning.
 
 That import takes 10 s of CPU time and 380 MB, although no more than six kinds of requests are needed. Spans go in as
 OTLP, as many as fit into one request; agentlightning's own client sends each span alone, and gets it back.
@@ -18,15 +18,15 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from rl.traces.store.stores import Refused, StoredAttempt, StoreError, place_of, places
+from rl.traces.store.stores import StoredAttempt, StoreError, StoreRefusal, place_of, places
 
 _PAGE = 500  # rollouts in one answer
 _BATCH = 4 << 20  # bytes of spans in one request, before compression; a larger span goes alone
 _STATUS = {"OK": Status.STATUS_CODE_OK, "ERROR": Status.STATUS_CODE_ERROR}
 
 
-class Server:
-    """A Server is a LightningStore at a URL. Close it in the end. ``timeout_s``: for each request."""
+class StoreServer:
+    """A StoreServer is a LightningStore at a URL. Close it in the end. ``timeout_s``: for each request."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -102,7 +102,7 @@ class Server:
             raise StoreError(f"{self.url} does not answer: {' '.join(str(error).split())}") from None
         if response.status >= 400:
             said = " ".join(answer.decode(errors="replace").split())[:200]
-            raise Refused(f"{self.url}{path} answers {response.status}: {said}")
+            raise StoreRefusal(f"{self.url}{path} answers {response.status}: {said}")
         return answer
 
 

@@ -1,4 +1,4 @@
-"""This module defines what is asked of a store, and what is raised when it does not do it."""
+"""The protocol of a LightningStore: what is asked of it, and what is raised when it does not do it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StoreError(Exception):
     """The store cannot be used now; the message is one line."""
 
 
-class Refused(StoreError):
+class StoreRefusal(StoreError):
     """The store has answered, and has not taken what it was given."""
 
 

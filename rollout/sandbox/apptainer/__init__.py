@@ -1,1 +1,1 @@
-"""This package makes sandboxes by apptainer or SingularityCE, without a container engine and without root."""
+"""Sandboxes made by apptainer or SingularityCE, without a container engine and without root."""

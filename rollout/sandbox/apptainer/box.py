@@ -1,4 +1,4 @@
-"""This module makes sandboxes by `apptainer` or SingularityCE: no container engine, no root.
+"""A sandbox made by `apptainer` or SingularityCE: no container engine, no root.
 
 `boot_apptainer` makes a box from the sealed image of a task (see `rollout.sandbox.apptainer.images`): a private copy of
 the work tree, a HOME and a temporary directory on this machine, bound over a read-only image. Every exec is a container

@@ -1,4 +1,4 @@
-"""This module knows the `apptainer` (or SingularityCE) program: its command lines, and what it can do for this user.
+"""The `apptainer` (or SingularityCE) program: its command lines, and what it can do for this user.
 
 Everything is done as an ordinary user: `--userns` asks for user namespaces even where a setuid installation would do
 without them. A box is started with `--containall` and sees no path of the host but those that are named here.

@@ -1,4 +1,4 @@
-"""This module keeps task images for `apptainer`, pulled and sealed once, in a directory that machines may share.
+"""Task images for `apptainer`, pulled and sealed once, in a directory that machines may share.
 
 An entry of the cache is a directory. For an image as it was pulled, it holds `image.sif`; for a sealed one, `image.sif`
 with an empty /testbed, and `tree.tar`, the sealed work tree. A box gets a copy of the tree, bound over /testbed:

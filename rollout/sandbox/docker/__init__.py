@@ -1,1 +1,1 @@
-"""This package makes sandboxes in containers of Docker or podman."""
+"""Sandboxes in containers of Docker or podman."""

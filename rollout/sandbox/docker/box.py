@@ -1,4 +1,4 @@
-"""This module makes sandboxes in containers, on any engine that speaks Docker's API and runs on this machine.
+"""A sandbox in a container, on any engine that speaks Docker's API and runs on this machine.
 
 `boot_docker` starts a container from the sealed image of a task (see `rollout.sandbox.docker.images`): it has no
 network, no capabilities, no new privileges, and the image's own user. All `Limits` are enforced. Process 1 does
@@ -102,7 +102,7 @@ class DockerSandbox(BaseSandbox):
         self,
         engine: ContainerEngine,
         container: str,
-        sealed: images.Sealed,
+        sealed: images.SealedImage,
         snapshot: Path | None,
         watched_bytes: int | None,
         sockets: Path | None,
@@ -273,7 +273,7 @@ class DockerSandbox(BaseSandbox):
 
 def _boot(
     engine: ContainerEngine,
-    sealed: images.Sealed,
+    sealed: images.SealedImage,
     snapshot: Path | None,
     limits: Limits,
     mounts: list[tuple[Path, str]],

@@ -1,4 +1,4 @@
-"""This module makes the patch of a container's work tree from what the engine says, not from what the box says.
+"""The patch of a container's work tree, made from what the engine says, not from what the box says.
 
 The engine lists the paths that differ from the image. Only those are fetched, from the box and from a container of the
 image that was never started, and compared by `treediff`, as for local sandboxes. Nothing is run in the box.
@@ -18,7 +18,7 @@ from docker.errors import APIError
 from rollout.sandbox import PatchTooLarge, failed
 from rollout.sandbox.docker.engine import ContainerEngine
 from rollout.sandbox.docker.files import archive, is_directory, read
-from rollout.sandbox.ignored import RULES, Ignored
+from rollout.sandbox.ignored import RULES, IgnoredPaths
 from rollout.sandbox.treediff import LINK, Directory, counts, git_mode, patch_between
 
 _ONE_BY_ONE = 40  # paths; for more, the directory that holds them all is read once
@@ -44,8 +44,8 @@ def container_diff(engine: ContainerEngine, container: str, origin: str | Path, 
 def _since_snapshot(engine: ContainerEngine, container: str, snapshot: Path, workdir: str, max_bytes: int) -> bytes:
     with tempfile.TemporaryDirectory(prefix="diff-") as name:
         old = Directory(os.fsencode(snapshot))
-        with Ignored(old, Path(name)) as ignored:
-            new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
+        with IgnoredPaths(old, Path(name)) as ignored:
+            new = _ContainerTree(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
             if is_directory(engine.stat(container, workdir)):
                 new.fetch(set(), {b""})
             return patch_between(old, new, Path(name, "patch"), max_bytes, ignored)
@@ -65,10 +65,10 @@ def _since_image(engine: ContainerEngine, container: str, image: str, workdir: s
     if not changed and not gone and not unnamed:
         return b""
     with engine.unstarted(image) as pristine, tempfile.TemporaryDirectory(prefix="diff-") as name:
-        old = _Fetched(engine, pristine, workdir, Path(name, "old"))
+        old = _ContainerTree(engine, pristine, workdir, Path(name, "old"))
         old.fetch(changed | rules, gone | unnamed)
-        with Ignored(old, Path(name)) as ignored:
-            new = _Fetched(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
+        with IgnoredPaths(old, Path(name)) as ignored:
+            new = _ContainerTree(engine, container, workdir, Path(name, "new"), old.files, ignored, max_bytes)
             known = old.files.keys() | old.directories
             new.fetch({path for path in changed if path in known or path not in ignored}, unnamed)
             new.fetch(rules & old.files.keys() - changed, set())  # else they would be missing there
@@ -100,8 +100,8 @@ def _changed(entries: Iterable[dict], root: bytes) -> tuple[set[bytes], set[byte
     return changed, gone, unnamed, {os.path.join(place, RULES) for place in places - added}
 
 
-class _Fetched:
-    """This `treediff.Tree` holds some files and links of a work tree in a container; contents lie in numbered files.
+class _ContainerTree:
+    """This `treediff.FileTree` has some files and links of a work tree in a container; contents lie in numbered files.
 
     old: if given, only files that have the same mode and size there are read without a limit. Of the others, those in
     `ignored` are not read, and the rest may have `budget` bytes together (the limit of the patch). directories: those

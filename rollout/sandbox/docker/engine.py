@@ -1,4 +1,4 @@
-"""This module talks to the container engine (Docker, or podman's socket).
+"""The container engine (Docker, or podman's socket): calls to it, and the containers and execs that they make.
 
 Calls go through the docker SDK in a thread pool, whose size is also that of the client's connection pool: with fewer
 connections than threads the SDK's pool breaks under load. The one exception is the stream of an exec: the SDK reads

@@ -1,4 +1,4 @@
-"""This module reads and writes single files of a container through the engine's archive calls.
+"""Read and write single files of a container through the engine's archive calls.
 
 The engine follows links in all but the last part of a path (never out of the container). The agent may have put a link
 anywhere, so every part is looked at first.

@@ -1,4 +1,4 @@
-"""This module keeps task images in a container engine: pulled ahead, sealed once, within a disk budget.
+"""Task images in a container engine: pulled ahead, sealed once, within a disk budget.
 
 Boxes are started from sealed images (see `rollout.sandbox.sealing`), so none of this is done while an episode waits.
 The tag of a sealed image is derived from the image's id, the commit's name in the eval script and the sealing code;
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """A Sealed is an image that boxes are started from.
+class SealedImage:
+    """A SealedImage is an image that boxes are started from.
 
     ref: its tag. source: the image that it was made from. uid, gid: of the user in it. residue: what was found in the
     task's image that could give away the answer, as "kind: what" lines; empty is good.
@@ -56,10 +56,12 @@ class Sealed:
     residue: tuple[str, ...]
 
 
-_known: dict[Source, Sealed] = {}
+_known: dict[Source, SealedImage] = {}
 
 
-def sealed(engine: ContainerEngine, source: Source, budget_bytes: int | None = None, pulls: Pulls = _AT_ONCE) -> Sealed:
+def sealed(
+    engine: ContainerEngine, source: Source, budget_bytes: int | None = None, pulls: Pulls = _AT_ONCE
+) -> SealedImage:
     """Return the sealed image of a source; if it is not there, pull and seal it, then evict what is over the budget.
 
     pulls: where images come from. The result is remembered per process. Blocks.
@@ -76,7 +78,7 @@ def sealed(engine: ContainerEngine, source: Source, budget_bytes: int | None = N
     return known
 
 
-def plain(engine: ContainerEngine, image: str) -> Sealed:
+def plain(engine: ContainerEngine, image: str) -> SealedImage:
     """Return an image for local snapshots, as it is: it has no work tree that would have to be sealed.
 
     The result is remembered per process. Blocks. Raises SandboxError missing_image, or seal_failed if its user is not a
@@ -90,7 +92,7 @@ def plain(engine: ContainerEngine, image: str) -> Sealed:
         uid, _, gid = (status["Config"].get("User") or "0").partition(":")
         if not uid.isdigit() or not (gid or "0").isdigit():
             raise SandboxError("seal_failed", f"{image}: its user must be a number, not {uid!r}")
-        known = _known[Source(image)] = Sealed(image, image, int(uid), int(gid or 0), ())
+        known = _known[Source(image)] = SealedImage(image, image, int(uid), int(gid or 0), ())
     return known
 
 
@@ -104,7 +106,7 @@ def missing(engine: ContainerEngine, images: Iterable[str]) -> list[str]:
     return [image for image in sorted(set(images)) if _inspect(engine, image) is None]
 
 
-def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tuple[Sealed, bool]:
+def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tuple[SealedImage, bool]:
     """Return the sealed image, and whether it was made just now."""
     status = _inspect(engine, source.image)
     if status is None:
@@ -118,7 +120,7 @@ def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tupl
         checked("seal_failed", _seal, engine, source, status, ref)
         made = checked("seal_failed", engine.client.inspect_image, ref)
     facts = _read(made["Config"]["Labels"][_LABEL])
-    result = Sealed(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]))
+    result = SealedImage(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]))
     used(result)
     return result, fresh
 
@@ -249,7 +251,7 @@ async def prepare(
 # --- the disk budget
 
 
-def used(image: Sealed) -> None:
+def used(image: SealedImage) -> None:
     """Note a use of an image, which decides the order of eviction."""
     _note("sealed", image.ref)
     note = _file("pulled", image.source)

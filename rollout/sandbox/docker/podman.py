@@ -1,4 +1,4 @@
-"""This module says what podman must be told so that its containers are what Docker makes of the same request."""
+"""What podman must be told so that its containers are what Docker makes of the same request."""
 
 from __future__ import annotations
 

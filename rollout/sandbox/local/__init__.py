@@ -1,1 +1,1 @@
-"""This package makes sandboxes of directories and processes of this machine, isolated by bubblewrap."""
+"""Sandboxes of directories and processes of this machine, isolated by bubblewrap where it works."""

@@ -1,4 +1,4 @@
-"""This module makes sandboxes on this machine, without a container engine.
+"""A local sandbox: on this machine, without a container engine.
 
 `boot_local` copies the snapshot to a private temporary directory and runs programs on the copy:
 

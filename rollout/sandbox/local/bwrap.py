@@ -1,4 +1,4 @@
-"""This module makes the bubblewrap command line of a local sandbox.
+"""The bubblewrap command line of a local sandbox.
 
 A box has its own user, pid, network, ipc and uts namespaces, no capabilities, a filter of system calls, and a root file
 system made of the host's read-only system directories, the Python in use, and what the caller binds. Nothing else of

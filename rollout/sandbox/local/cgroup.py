@@ -1,4 +1,4 @@
-"""This module limits the memory and the processes of local boxes with control groups (version 2), where it may.
+"""Control groups (version 2) that limit the memory and the processes of local boxes, where this user may have them.
 
 A box has one group. Its programs are started in it, by a shell that enters it first, so nothing of a box is outside.
 
@@ -35,7 +35,7 @@ _GONE_S = 5.0  # how long killed processes may take to disappear
 _finding = threading.Lock()
 
 
-class Group:
+class ControlGroup:
     """This is the control group of one box. It is made here, and removed by `remove`. Raises OSError."""
 
     def __init__(self, parent: Path, limits: Limits) -> None:
@@ -84,11 +84,11 @@ class Group:
         (self._path / name).write_text(str(value))
 
 
-def made(limits: Limits) -> Group | None:
+def made(limits: Limits) -> ControlGroup | None:
     """Return a new group for a box, None where groups are not delegated: then the box is watched."""
     above = parent()
     try:
-        return Group(above, limits) if above else None
+        return ControlGroup(above, limits) if above else None
     except OSError as error:
         logger.warning("a box gets no control group and is watched: %s", error)
         return None
@@ -163,7 +163,7 @@ def _unfit(group: Path) -> str:
 def _fails(parent: Path) -> str:
     """Return why no program can be started in a group of this one, "" if it can."""
     try:
-        group = Group(parent, Limits())
+        group = ControlGroup(parent, Limits())
         try:
             command = group.entered(["/bin/true"])
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""This module makes the filter of system calls that bubblewrap's boxes run under: a program for the kernel's BPF.
+"""The filter of system calls that bubblewrap's boxes run under: a program for the kernel's BPF.
 
 A box has its own namespaces, but some things of the kernel belong to a user or a session and are in none. Keys are the
 worst: the trainer and the boxes of all its episodes have one session keyring, so a patch under grading could leave the

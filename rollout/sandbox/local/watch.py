@@ -1,4 +1,4 @@
-"""This module measures what a box uses while a program runs in it, where nothing else limits it.
+"""Measure what a box uses while a program runs in it (memory, processes, disk), where nothing else limits it.
 
 Memory and processes are those of the program and all its descendants. Memory is the kernel's count of resident pages;
 only if that is over the limit, it is counted again with each shared page once, which takes longer. Threads count as

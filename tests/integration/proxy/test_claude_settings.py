@@ -17,7 +17,7 @@ from rewards.task import Task
 from rl.episodes.setup import agent_from
 from rl.traces.collect.dataset import rows
 from rl.traces.collect.outputs import Collection
-from rollout.agent.kept import Kept
+from rollout.agent.kept import AgentOutput
 from rollout.audit import audit_heard, audit_tokens
 from rollout.episode import Episode, Setup, run_episode
 from rollout.proxy.server import ProxyServer
@@ -143,7 +143,7 @@ async def test_sub_agents_are_kept_whole(proxy: ProxyServer, task: Task, tmp_pat
     # What is taken away is missed.
     assert episode.agent is not None
     files_only = {name: data for name, data in episode.agent.kept.files.items() if "/subagents/" in name}
-    less = replace(episode.agent, events=[], kept=Kept(b"", b"", files_only, ["x"]))
+    less = replace(episode.agent, events=[], kept=AgentOutput(b"", b"", files_only, ["x"]))
     record.missing = []
     collection.kept(replace(episode, agent=less), record)
     assert record.missing == [

@@ -27,7 +27,7 @@ from rollout import audit
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.proxy import standalone
 from rollout.proxy.__main__ import main
-from rollout.proxy.standalone import EngineRefused, Options, StandAlone
+from rollout.proxy.standalone import EngineRefused, ProxyOptions, StandAlone
 from rollout.records import Reader
 from tests.integration.claude_kit import Moody, call, in_turn, scripted
 from tests.integration.vllm_kit import Running
@@ -46,7 +46,7 @@ async def ask(proxy: StandAlone, body: Any = HELLO, path: str = "/v1/messages", 
 
 
 async def start(replies: list[str], **options: Any) -> StandAlone:
-    proxy = StandAlone(Options(NOWHERE, "model", "calls", **options))
+    proxy = StandAlone(ProxyOptions(NOWHERE, "model", "calls", **options))
     await proxy.start()
     proxy.policy = char_policy(QueueEngine(*replies))
     return proxy
@@ -144,11 +144,11 @@ async def test_models_health_and_metrics(proxy: StandAlone) -> None:
 async def test_end_ids_and_sampling_come_from_the_model_directory(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    policy = standalone.load_policy(Options(NOWHERE, str(tmp_path), "qwen3_coder"))(QueueEngine(), 100)
+    policy = standalone.load_policy(ProxyOptions(NOWHERE, str(tmp_path), "qwen3_coder"))(QueueEngine(), 100)
     assert policy.end_ids == {policy.tokenizer.eos_token_id} and policy.sampling == {}
     said = {"eos_token_id": [policy.tokenizer.eos_token_id, 7], "temperature": 0.7, "top_k": 20, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
-    policy = standalone.load_policy(Options(NOWHERE, str(tmp_path), "qwen3_coder", "qwen3"))(QueueEngine(), 100)
+    policy = standalone.load_policy(ProxyOptions(NOWHERE, str(tmp_path), "qwen3_coder", "qwen3"))(QueueEngine(), 100)
     assert policy.end_ids == {policy.tokenizer.eos_token_id, 7}
     assert policy.sampling == {"temperature": 0.7, "top_k": 20}
     assert policy.parser.spec == "qwen3_coder+qwen3"
@@ -170,7 +170,7 @@ async def test_claude_code_goes_on_with_a_restarted_proxy(tmp_path: Path) -> Non
     edit = call("Edit", file_path="code.py", old_string="x = 1", new_string="x = 2")
     script = in_turn(call("Read", file_path="code.py"), edit, "Done.")
     restarted = asyncio.Event()
-    first, second = [StandAlone(Options(NOWHERE, "model", "calls"), ping_s=0.3) for _ in range(2)]
+    first, second = [StandAlone(ProxyOptions(NOWHERE, "model", "calls"), ping_s=0.3) for _ in range(2)]
 
     async def stop(number: int, prompt: str) -> None:
         if number == 2:
@@ -289,7 +289,7 @@ async def test_an_engine_that_refuses_is_one_line_and_one_that_loads_is_waited_f
     app = web.Application()
     app.router.add_get("/v1/models", engine.models)
     async with test_utils.TestServer(app) as server:
-        proxy = StandAlone(Options(str(server.make_url("")).rstrip("/"), "model", "hermes", engine_key=key))
+        proxy = StandAlone(ProxyOptions(str(server.make_url("")).rstrip("/"), "model", "hermes", engine_key=key))
         await proxy.start()
         try:
             loading = asyncio.create_task(proxy.load())

@@ -28,7 +28,7 @@ from rollout.proxy.parsers import VllmReplyParser
 from rollout.proxy.render import ChatTemplateRenderer, end_ids
 from rollout.proxy.replies import reply_json
 from rollout.proxy.session import Policy, Session
-from rollout.proxy.standalone import Options, StandAlone
+from rollout.proxy.standalone import ProxyOptions, StandAlone
 from rollout.proxy.vllm_http import VllmHttpEngine
 from rollout.proxy.wire import decode_request
 from tests.integration.claude_kit import call, in_turn, scripted, stage
@@ -208,7 +208,7 @@ async def test_a_server_tells_what_its_logprobs_are(
 ) -> None:
     """The stand-alone proxy does not warn of this one; of one in vLLM's default mode: test_sft_other.py."""
     assert await engine.processed(PROMPT)
-    proxy = StandAlone(Options(vllm.url, str(vllm.model_dir), "qwen3_coder"))
+    proxy = StandAlone(ProxyOptions(vllm.url, str(vllm.model_dir), "qwen3_coder"))
     await proxy.start()
     await proxy.load()
     await proxy.stop()

@@ -28,7 +28,7 @@ from rollout.audit import audit_heard, audit_text, audit_tokens, audit_turns, cl
 from rollout.episode import Episode
 from rollout.proxy.engine import AT_1, Completion
 from rollout.proxy.messages import conversation
-from rollout.proxy.standalone import Options, load_policy
+from rollout.proxy.standalone import ProxyOptions, load_policy
 from rollout.proxy.tree import Node
 from rollout.proxy.vllm_http import VllmHttpEngine
 from rollout.proxy.wire import decode_request
@@ -109,7 +109,7 @@ CONTEXT = 16384
 
 
 async def test_episodes_are_exact(real: Running, task: Task, tmp_path: Path) -> None:
-    make = load_policy(Options(real.url, str(real.model_dir), "hermes"))
+    make = load_policy(ProxyOptions(real.url, str(real.model_dir), "hermes"))
     tokenizer: Any = make(None, CONTEXT).tokenizer
     forward = AutoModelForCausalLM.from_pretrained(real.model_dir, dtype=torch.bfloat16)
     asked = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from rl.quickstart.tasks import make_tasks
 from rl.run.scratch import remove_socket_directory
-from rl.traces.store.local import Local, send_all
+from rl.traces.store.local import LocalStore, send_all
 from rollout import audit
 from rollout.proxy.calls import reply_in
 from rollout.proxy.chat import ChatEndpoint
@@ -116,7 +116,7 @@ async def in_a_store(out: Path, rows: list[dict[str, Any]]) -> None:
     from agentlightning.store.memory import InMemoryLightningStore
 
     memory = InMemoryLightningStore()
-    assert (await send_all([out], Local(memory))).sent == len({row["episode"] for row in rows})
+    assert (await send_all([out], LocalStore(memory))).sent == len({row["episode"] for row in rows})
     for rollout in await memory.query_rollouts():
         own = sorted(
             (one for one in rows if one["episode"] == rollout.metadata["episode"]), key=lambda one: one["turn"]

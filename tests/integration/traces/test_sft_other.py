@@ -18,7 +18,7 @@ from rl.run.vllm_server import SERVED_AS, vllm_server
 from rl.sft.other import PROGRAMS, run_dpo, run_llamafactory
 from rl.sft.trainer import Passes
 from rl.teachers import outcome
-from rollout.proxy.standalone import Options, StandAlone
+from rollout.proxy.standalone import ProxyOptions, StandAlone
 from tests.check_kit import composed
 from tests.integration.train_kit import WarmStart
 from tests.integration.vllm_kit import ONE_PROCESS, UNCOMPILED
@@ -48,7 +48,7 @@ def differ(base: Path, model: Path) -> int:
 
 async def warned_of(url: str, model: Path) -> None:
     """Let the stand-alone proxy look at a server that is in vLLM's default mode of log-probabilities."""
-    proxy = StandAlone(Options(url, str(model), "qwen3_coder"))
+    proxy = StandAlone(ProxyOptions(url, str(model), "qwen3_coder"))
     await proxy.start()
     await proxy.load()
     await proxy.stop()

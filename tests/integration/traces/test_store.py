@@ -22,7 +22,7 @@ from rl import store as command
 from rl.run import store
 from rl.run.programs import free_port
 from rl.run.store import storing
-from rl.traces.store.local import Local, send_all
+from rl.traces.store.local import LocalStore, send_all
 from rl.traces.store.stores import StoreError
 from rollout.records import Reader
 from tests.integration.store_scenes import told_by_claude_code
@@ -46,8 +46,8 @@ async def test_two_hundred_episodes_come_back_from_a_store_in_this_process(
     whole = [*episodes, *await told_by_claude_code(task, 10, "real")]
     run, memory = write([one.record for one in whole], tmp_path / "runs" / "local"), InMemoryLightningStore()
     assert len(whole) == 230
-    assert (await send_all([run], Local(memory))).sent == 230
-    assert (await send_all([run], Local(memory))).there == 230
+    assert (await send_all([run], LocalStore(memory))).sent == 230
+    assert (await send_all([run], LocalStore(memory))).there == 230
     await compare(memory, "runs/local", whole)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from rl.quickstart.tasks import make_tasks
 from rl.traces.store.sending import send
-from rl.traces.store.server import Server
+from rl.traces.store.server import StoreServer
 from rollout.proxy.server import ProxyServer
 from tests import browser_kit
 from tests.integration.claude_kit import scripted
@@ -80,7 +80,7 @@ async def test_hostile_text_arrives(store: str, episodes: list[Told]) -> None:
     ]
     verdict = {**record.verdict, "detail": said, "flags": [said]}
     hostile = msgspec.structs.replace(record, episode="train-1-hostile", task=said, nodes=nodes, verdict=verdict)
-    server, known = Server(store, 60), {}
+    server, known = StoreServer(store, 60), {}
     assert await send(hostile, "runs/hostile", server, known)
     assert not await send(hostile, "runs/hostile", server, await server.known())
     await server.close()

@@ -36,7 +36,7 @@ from rollout.sandbox import ExecResult, Sandbox, SandboxError, failed
 
 logger = logging.getLogger(__name__)
 
-# All stages are one exec, because each exec costs a container engine 50 ms, and apptainer a container. Standard input
+# All stages are one exec, because each exec costs a container engine 50 ms, or a new container. Standard input
 # is the eval script, of $2 bytes, a program for it, of $3 bytes, and the patch, which "$@" applies. The word $1 is
 # printed when all have arrived in the box and again when the patch is applied, before any code of the policy runs. It
 # is printed to standard error if the patch cannot be applied and the disk is full. A box's diff is made from raw

@@ -46,9 +46,8 @@ class Reason(StrEnum):
     NO_SPACE = "no_space"
     BOOT_FAILED = "boot_failed"
     EXEC_FAILED = "exec_failed"
-    NO_ENGINE = "no_engine"  # no container engine
+    NO_ENGINE = "no_engine"  # nothing that runs containers
     DOCKER_FAILED = "docker_failed"
-    NO_APPTAINER = "no_apptainer"
     MISSING_IMAGE = "missing_image"
     SEAL_FAILED = "seal_failed"
     BOX_KILLED = "box_killed"  # from outside the box

@@ -28,7 +28,7 @@ def main() -> None:
         tasks = [task for path in options.tasks if path not in overrides for task in load_tasks(Path(path))]
         kind = kind_of(compose(overrides).sandbox)
         if not isinstance(kind, FromImages):
-            raise ConfigError(f"sandbox={kind.sandbox.kind} makes boxes without images; give another kind")
+            raise ConfigError(f"sandbox={kind.name} makes boxes without images; give another kind")
         wanted = wanted_of(tasks)
         if options.shard:
             wanted = Shard.parse(options.shard).of(wanted, lambda one: one.source.image)

@@ -134,9 +134,10 @@ def _engines(config: DictConfig, starts: Sequence[list[dict[str, Any]]]) -> Iter
 def _boxes(run_dir: Path, config: DictConfig, episodes: list[dict[str, Any]]) -> Iterator[Figure]:
     lost = [line["reason"] for line in episodes if line["infra"]]
     played = f"{len(episodes)} episodes, {len(lost)} lost{f' ({lost[0]})' if lost else ''}"
-    kind = config.sandbox.kind
-    yield Figure(f"boxes ({kind})", "no episode is lost to the infrastructure", played, bool(episodes) and not lost)
-    if kind_of(config.sandbox).from_images:
+    kind = kind_of(config.sandbox)
+    whole = bool(episodes) and not lost
+    yield Figure(f"boxes ({kind.name})", "no episode is lost to the infrastructure", played, whole)
+    if kind.from_images:
         made = {name for file in run_dir.rglob("images.json") for name in json.loads(file.read_text())}
         base = f", and snapshots in {config.sandbox.base_image}" if config.sandbox.base_image else ""
         yield Figure("images", "pulled and sealed", f"of {len(made)} tasks{base}", bool(made or base))

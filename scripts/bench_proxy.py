@@ -1,14 +1,11 @@
 """Measure how fast the proxy is, with requests of the shape that Claude Code sends.
 
-    python scripts/bench_proxy.py --model DIR [--peers] [--only PART]
+    python scripts/bench_proxy.py --model DIR [--only PART]
 
 ``DIR`` has a tokenizer and a chat template with Qwen3-Coder's tool calls; ``python -m rl.quickstart.policy --out DIR``
 makes one, whose template is made to write the schemas of tools, as those of real models do. The stand-alone proxy is
 measured with its real tokenizer, renderer and parser. Only its engine is a null engine, which returns the ids of the
-same tool call at once. The proxy has a core of its own; the client, another process, has the others. ``--peers``
-compares it, with replies that are not streamed, with agentlightning's LLMProxy in front of a null chat-completions
-server, and with the /v1/messages of a real vLLM server on the CPU (random weights, one token per reply), which is also
-asked through this proxy.
+same tool call at once. The proxy has a core of its own; the client, another process, has the others.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -37,8 +33,6 @@ import uvloop
 from measuring import head, row
 from proxy_load import SHAPES, Load, Talk, disturb, play
 
-from rl.run.programs import free_port
-from rl.run.vllm_server import answers, vllm_server
 from rollout import program
 
 # A context for which bodies of megabytes are too long, and the number of sessions whose memory is measured.
@@ -117,53 +111,6 @@ async def memory(model: str) -> None:
     print(tree.tokens, tree.sampled_tokens(), (own.memory_info().rss - before) // _KEPT)
 
 
-async def null_backend() -> None:
-    """Run a chat-completions server that gives the same reply at once."""
-    from aiohttp import web
-
-    function = {"name": "Tool1", "arguments": '{"path": "/src/module.py"}'}
-    call = {"id": "call_1", "type": "function", "function": function}
-    choice = {"index": 0, "finish_reason": "tool_calls"}
-    choice["message"] = {"role": "assistant", "content": None, "tool_calls": [call]}
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    reply = {"id": "x", "object": "chat.completion", "created": 1, "model": "policy", "choices": [choice]}
-    out = json.dumps({**reply, "usage": usage}).encode()
-
-    async def answer(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=out, content_type="application/json")
-
-    app = web.Application(client_max_size=1 << 30)
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(runner.addresses[0][1], flush=True)
-    await asyncio.Event().wait()
-
-
-async def lightning(backend: int) -> None:
-    """Run agentlightning's LLMProxy in one process, with default middlewares and callbacks and a store in memory."""
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-    os.environ["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"  # on loopback only
-    from agentlightning.llm_proxy import LLMProxy
-    from agentlightning.store.memory import InMemoryLightningStore
-
-    params = {"model": "hosted_vllm/policy", "api_base": f"http://127.0.0.1:{backend}/v1", "api_key": "x"}
-    store = InMemoryLightningStore(thread_safe=True)
-    rollout = await store.start_rollout(input={})  # the path of a request says to which rollout it belongs
-    proxy = LLMProxy(
-        host="127.0.0.1",
-        port=(port := free_port()),
-        model_list=[{"model_name": "policy", "litellm_params": params}],
-        store=store,
-        launch_mode="thread",
-    )
-    await proxy.start()
-    print(port, f"/rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}", flush=True)
-    await asyncio.Event().wait()
-
-
 # ------------------------------------------------------------------ the measurements
 
 
@@ -174,8 +121,8 @@ def show(what: str, value: float, unit: str, target: str = "", met: bool | None 
 
 
 @contextlib.contextmanager
-def role(*argv: str, cores: set[int]) -> Generator[tuple[subprocess.Popen[str], int, str]]:
-    """Run one of the roles above as a process on ``cores``; yield the process, its port and the prefix of its paths."""
+def role(*argv: str, cores: set[int]) -> Generator[tuple[subprocess.Popen[str], int]]:
+    """Run one of the roles above as a process on ``cores``; yield the process and its port."""
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
     process = subprocess.Popen(
         [sys.executable, __file__, *argv], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
@@ -183,30 +130,16 @@ def role(*argv: str, cores: set[int]) -> Generator[tuple[subprocess.Popen[str], 
     try:
         os.sched_setaffinity(process.pid, cores)
         assert process.stdout is not None
-        line = next((words for line in process.stdout if (words := line.split()) and words[0].isdigit()), None)
-        if line is None:
+        port = next((int(line) for line in process.stdout if line.strip().isdigit()), None)
+        if port is None:
             log.seek(0)
             raise RuntimeError(f"{argv[0]} ended with status {process.wait()}:\n{log.read()[-3000:]}")
-        yield process, int(line[0]), "".join(line[1:])
+        yield process, port
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         log.close()
-
-
-@contextlib.contextmanager
-def vllm(model: str) -> Generator[int]:
-    """Run a vLLM server with random weights of ``model``'s shape and room for these prompts; yield its port."""
-    with tempfile.TemporaryDirectory() as directory:
-        shutil.copytree(model, directory, dirs_exist_ok=True)
-        config = Path(directory) / "config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 200_000}))
-        argv = ["--max-model-len", "200000", "--dtype", "float32", "--enforce-eager", "--load-format", "dummy"]
-        argv += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", "--uvicorn-log-level", "warning"]
-        env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-        with vllm_server(directory, Path(directory) / "server.log", *argv, environment=env, timeout_s=300) as server:
-            yield int(server.url.rpartition(":")[2])
 
 
 def shoot(load: Load, cores: set[int]) -> dict[str, Any]:
@@ -226,7 +159,6 @@ def run_client(*argv: str, cores: set[int]) -> dict[str, Any]:
 
 def median(load: Load, cores: set[int], runs: int = 3) -> dict[str, Any]:
     """Return the run with the median time, because other users of the machine disturb single runs."""
-    # Prompts that an engine has in its prefix cache from another run would cost it nothing.
     seeds = [random.randrange(1 << 30) for _ in range(runs)]
     found = [shoot(replace(load, tag=f"{load.tag}{seed}-", seed=seed), cores) for seed in seeds]
     return sorted(found, key=lambda result: result["wall"])[runs // 2]
@@ -248,10 +180,10 @@ def own(model: str, mine: set[int], others: set[int]) -> None:
     """Measure this proxy over HTTP."""
     news = []
     for _ in range(3):
-        with role("serve", model, "4000000", cores=mine) as (_, port, _):
+        with role("serve", model, "4000000", cores=mine) as (_, port):
             news += shoot(Load(port, 1, 2, 60), others)["first"]
     show("first turn of a new process: 88 KB encoded", 1e3 * statistics.median(news), "ms")
-    with role("serve", model, "4000000", cores=mine) as (process, port, _):
+    with role("serve", model, "4000000", cores=mine) as (process, port):
         rss = psutil.Process(process.pid).memory_info().rss
         show("resident, vLLM's parser and verl's renderer loaded", rss / 2**20, "MiB")
         used, load = seconds(process), Load(port, 32, 60, 300, tag="a")
@@ -342,7 +274,7 @@ def start_up(model: str) -> None:
 def large(model: str, mine: set[int], others: set[int]) -> None:
     """Measure what a request that is too long costs another session, and the proxy's memory."""
     for shape, size in [("text", 1), ("text", 8), *((shape, 16) for shape in SHAPES)]:
-        with role("serve", model, str(_CONTEXT), cores=mine) as (process, port, _):
+        with role("serve", model, str(_CONTEXT), cores=mine) as (process, port):
             found = run_client("disturb", str(port), str(size * 10**6), shape, cores=others)
             grown = Path(f"/proc/{process.pid}/status").read_text().split("VmHWM:")[1].split()[0]
         show(f"a body of {size} MB ({shape}), refused", found["refused"][0], "s")
@@ -360,38 +292,6 @@ def sizes(model: str, mine: set[int], others: set[int]) -> None:
     what = f"memory of a session of 300 turns and {tokens:,} tokens, {sampled:,} of them sampled"
     show(what, size / 2**20, "MiB", "< 20", size < 20 << 20)
     show("  of 1,000 such sessions", 1000 * size / 2**30, "GiB")
-
-
-def peers(model: str, mine: set[int], others: set[int]) -> None:
-    """Compare this proxy with agentlightning's LLMProxy and with vLLM's own server."""
-    shape = Load(0, sessions=8, turns=15, result_chars=300, stream=False)
-    with role("serve", model, "4000000", cores=mine) as (_, port, _):
-        ours, _ = rate(median(replace(shape, port=port), others))
-        _, alone = rate(shoot(replace(shape, port=port, sessions=1, tag="x"), others))
-    show("peers: this proxy, 8 sessions", ours, "turns/s")
-    show("  1 session", alone, "ms")
-    with (
-        role("null-backend", cores=others) as (_, backend, _),
-        role("lightning", str(backend), cores=mine) as (_, port, prefix),
-    ):
-        theirs, _ = rate(median(replace(shape, port=port, prefix=prefix), others))
-        _, alone = rate(shoot(replace(shape, port=port, prefix=prefix, sessions=1), others))
-    show("peers: agentlightning's LLMProxy, 8 sessions", theirs, "turns/s")
-    show("  1 session", alone, "ms")
-    show("  this proxy / LLMProxy", ours / theirs, "x", ">= 20", ours / theirs >= 20)
-    with vllm(model) as server, stand_alone(f"http://127.0.0.1:{server}", model) as (_, port):
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            time.sleep(0.5)
-        took: dict[int, list[float]] = {server: [], port: []}
-        for _ in range(8):  # alternately, so that other load on the machine affects both
-            for at in took:
-                seed = random.randrange(1 << 30)  # prompts in the engine's prefix cache would cost it nothing
-                load = Load(at, 1, 15, 60, stream=False, max_tokens=1, tag=f"{seed}", seed=seed)
-                took[at] += [1e3 * t for t in shoot(load, others | mine)["later"][0]]
-    theirs, ours = (statistics.median(took[at]) for at in (server, port))
-    show("peers: vLLM's own /v1/messages, 1 session: p50, engine included", theirs, "ms")
-    show("  this proxy in front of the same server", ours, "ms")
-    show("  vLLM's own / this proxy", theirs / ours, "x", "> 1", ours < theirs)
 
 
 @contextlib.contextmanager
@@ -426,22 +326,18 @@ def main() -> None:
         "serve": lambda model, context: uvloop.run(serve(model, context)),
         "memory": lambda model: uvloop.run(memory(model)),
         "disturb": lambda port, size, shape: print(json.dumps(uvloop.run(disturb(int(port), int(size), shape)))),
-        "null-backend": lambda: uvloop.run(null_backend()),
-        "lightning": lambda backend: asyncio.run(lightning(int(backend))),
         "load": lambda load: print(json.dumps(uvloop.run(play(Load(**json.loads(load)))))),
     }
     if len(sys.argv) > 1 and sys.argv[1] in roles:
         return roles[sys.argv[1]](*sys.argv[2:])
     parser = program.parser("python scripts/bench_proxy.py", __doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--peers", action="store_true")
     parts: dict[str, Callable[..., None]] = {
         "start": lambda model, *_: start_up(model),
         "in-process": lambda model, *_: asyncio.run(without_http(model)),
         "http": own,
         "large": large,
         "memory": sizes,
-        "peers": peers,
     }
     parser.add_argument("--only", choices=parts, action="append", help="measure only this part; may be repeated")
     args = parser.parse_args()
@@ -450,7 +346,7 @@ def main() -> None:
     print(f"{time.strftime('%Y-%m-%d')}, {len(cores)} cores, {platform.machine()}")
     head("what", "measured", "target", "")
     with with_schemas(args.model) as model:
-        for name in args.only or [name for name in parts if name != "peers" or args.peers]:
+        for name in args.only or parts:
             parts[name](model, mine, others)
 
 

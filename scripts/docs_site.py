@@ -31,7 +31,12 @@ FILES = "files/"  # pages that no list names
 def documents() -> dict[str, str]:
     """Return the place of each document on the site by its place in the repository."""
     found = dict(ELSEWHERE)
-    for folder, place in {"docs/": "", "examples/": "examples/", ".github/": f"{FILES}github/"}.items():
+    for folder, place in {
+        "docs/": "",
+        "examples/": "examples/",
+        "packaging/": "packaging/",
+        ".github/": f"{FILES}github/",
+    }.items():
         for file in sorted((ROOT / folder).rglob("*.md")):
             path = file.relative_to(ROOT).as_posix()
             found.setdefault(path, place + path.removeprefix(folder))
@@ -43,12 +48,12 @@ def order() -> list[dict[str, list[Any]]]:
     text = (ROOT / "docs" / "README.md").read_text()
     first = re.findall(r"^\d+\. \[[^]]*\]\(([^)]+)\)", text, re.MULTILINE)
     then = re.findall(r"^- \[[^]]*\]\(([^)]+)\)", text, re.MULTILINE)
-    examples = sorted(place for place in documents().values() if place.startswith("examples/"))
+    others = sorted(place for place in documents().values() if place.startswith(("examples/", "packaging/")))
     return [
         {"Start": [{"What it is": START}, {"All pages": ORDER}]},
         {"In this order": first},
         {"By need": [*then, KEYS]},
-        {"Extend": ["contributing.md", *examples, "changelog.md"]},
+        {"Extend": ["contributing.md", *others, "changelog.md"]},
     ]
 
 

@@ -1,17 +1,15 @@
-"""This module holds what the measuring scripts share: a training run with its peaks of memory, finished runs of several
-seeds, and tables of Markdown."""
+"""What the measuring scripts share: a training run with its peaks of memory, and tables of Markdown."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,31 +105,3 @@ def train(directory: Path, *keys: str) -> tuple[Counter[tuple[str, str]], list[d
             last_lines(log.read_text(errors="replace"), 30) if log.exists() else "rl.train did not start"
         )
     return peaks, [line for line in read_jsonl(directory / "metrics.jsonl") if "timing_s/step" in line]
-
-
-def finished(parent: Path, *command: str) -> Path:
-    """Return the directory of a finished run in ``parent``.
-
-    If there is none, ``python -m command`` makes one, or continues one that was interrupted. Raises CalledProcessError.
-    """
-    if not list(parent.glob("*/done")):
-        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True)
-    return next(parent.glob("*/done")).parent
-
-
-def minutes(run: Path) -> float:
-    """Return the minutes from the start of a finished run to its end, interruptions included."""
-    began = json.loads((run / "run.json").read_text())["started"]
-    return ((run / "done").stat().st_mtime - began) / 60
-
-
-def audited(run: Path) -> str:
-    """Return "ok" if ``rollout.audit`` finds nothing in a run, else "FAILED"."""
-    command = [sys.executable, "-m", "rollout.audit", str(run)]
-    return "FAILED" if subprocess.run(command, capture_output=True, cwd=ROOT).returncode else "ok"
-
-
-def table(*lines: Sequence[str]) -> str:
-    """Return a Markdown table of these lines, the first of which is its head."""
-    first, *others = lines
-    return "".join(f"| {' | '.join(line)} |\n" for line in (first, ["---"] * len(first), *others))

@@ -33,13 +33,13 @@ class Talk:
     ``result_chars``: of each result of a call.
     """
 
-    def __init__(self, seed: int, result_chars: int, max_tokens: int = 1000, stream: bool = True) -> None:
+    def __init__(self, seed: int, result_chars: int) -> None:
         schema = {"type": "object", "properties": {"path": {"type": "string"}}}
         each = TOOLS_CHARS // TOOLS - 120
         tools = [
             {"name": f"Tool{i}", "description": text(each, i), "input_schema": schema} for i in range(1, TOOLS + 1)
         ]
-        head = {"model": "policy", "max_tokens": max_tokens, "stream": stream, "tools": tools}
+        head = {"model": "policy", "max_tokens": 1000, "stream": True, "tools": tools}
         head["system"] = [{"type": "text", "text": text(SYSTEM_CHARS, 0), "cache_control": {"type": "ephemeral"}}]
         self._head = json.dumps(head).encode()[:-1] + b',"messages":['
         first = f"<system-reminder>{text(FIRST_CHARS, 1)}</system-reminder>"
@@ -68,10 +68,10 @@ class Talk:
 class Client:
     """A Client speaks HTTP/1.1 over one connection, with as little work as possible."""
 
-    def __init__(self, port: int, name: str, prefix: str) -> None:
+    def __init__(self, port: int, name: str) -> None:
         self.port = port
         self.head = (
-            f"POST {prefix}/v1/messages HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\n"
+            f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\n"
             f"Content-Type: application/json\r\n"
             f"anthropic-version: 2023-06-01\r\nX-Claude-Code-Session-Id: {name}\r\nContent-Length: "
         ).encode()
@@ -100,19 +100,15 @@ class Load:
 
     It plays ``sessions`` at the same time, with ``turns`` each, and bodies that grow by ``result_chars`` per turn.
     ``think_s``: mean of the seconds (0 to twice as many) between a reply and the next request of its session. ``tag``:
-    tells the sessions of different loads apart. ``prefix``: what comes before /v1/messages. ``seed``: another one gives
-    other tasks and tool results.
+    tells the sessions of different loads apart. ``seed``: another one gives other tasks and tool results.
     """
 
     port: int
     sessions: int
     turns: int
     result_chars: int
-    stream: bool = True
-    max_tokens: int = 1000
     think_s: float = 0.0
     tag: str = ""
-    prefix: str = ""
     seed: int = 0
     at_once: bool = False
 
@@ -141,7 +137,7 @@ async def disturb(port: int, size: int, shape: str) -> dict[str, Any]:
 
     ``size`` and ``shape``: see ``too_long``.
     """
-    talk, client, took = Talk(1, 300), Client(port, "other", ""), []
+    talk, client, took = Talk(1, 300), Client(port, "other"), []
 
     async def turn() -> None:
         nonlocal talk
@@ -156,7 +152,7 @@ async def disturb(port: int, size: int, shape: str) -> dict[str, Any]:
     body = too_long(shape, size)
     alone = took[1:]
     took = []
-    sender = Client(port, f"large{size}", "")
+    sender = Client(port, f"large{size}")
 
     async def twice() -> list[float]:
         return [(await sender.ask(body, 400))[0] for _ in range(2)]
@@ -173,8 +169,8 @@ async def play(load: Load) -> dict[str, Any]:
 
     The clock starts after the first turn of all sessions.
     """
-    talks = [Talk(load.seed + i, load.result_chars, load.max_tokens, load.stream) for i in range(load.sessions)]
-    clients = [Client(load.port, f"{load.tag}{i}", load.prefix) for i in range(load.sessions)]
+    talks = [Talk(load.seed + i, load.result_chars) for i in range(load.sessions)]
+    clients = [Client(load.port, f"{load.tag}{i}") for i in range(load.sessions)]
     sizes: list[int] = []
 
     async def turn(i: int) -> float:

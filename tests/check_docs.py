@@ -16,10 +16,9 @@ from rl import keys
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rl", "rollout", "rewards")
 TOPS = (*PACKAGES, "configs", "constraints", "docs", "examples", "packaging", "scripts", "tests")
+OTHERS = tuple(f"{folder}/**/*.md" for folder in ("examples", "packaging", ".github"))
 DOCUMENTS = [
-    path
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/**/*.md", ".github/**/*.md")
-    for path in sorted(ROOT.glob(pattern))
+    path for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", *OTHERS) for path in sorted(ROOT.glob(pattern))
 ]
 ELSEWHERE = {"test_spec.py"}  # files of other projects
 README_LINES = 120

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.metadata
 import io
 import os
 import pickle
@@ -9,6 +10,7 @@ import random
 import secrets
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,22 @@ def _read_once() -> None:
 
 
 _read_once()
+
+
+def _alone() -> None:
+    """Let no package count that somebody has installed beside this project: configs would have its choices, too."""
+    find, installed = importlib.metadata.entry_points, Path(sysconfig.get_path("purelib"))
+
+    def found(**wanted: Any) -> Any:
+        points = find(**wanted)
+        if wanted.get("group") != "claude_code_rl.configs":
+            return points
+        return [point for point in points if point.dist is None or Path(point.dist.locate_file("")) != installed]
+
+    importlib.metadata.entry_points = found
+
+
+_alone()
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,8 @@ PASSED_ON = (
     "global_profiler",
     "transfer_queue",
 )
+# Groups whose keys are read by the kind that they name, which may be another package's.
+KINDS = ("agent", "sandbox")
 
 
 def check_keys(config: DictConfig) -> None:
@@ -63,7 +65,7 @@ def check_keys(config: DictConfig) -> None:
         hint = f"; did you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
         lines.append(f"{path}: nothing reads this key{hint}")
     for path, name in _changed(plain, known, ""):
-        if not re.search(rf"\b{re.escape(name)}\b", _code()):
+        if path.split(".")[0] not in KINDS and not re.search(rf"\b{re.escape(name)}\b", _code()):
             lines.append(f"{path}: nothing reads this key, although verl's own config has it; leave it out")
     if lines:
         raise ConfigError(*lines)
@@ -144,7 +146,7 @@ def _code() -> str:
 
 def _reference(config: DictConfig, name: str = "train") -> DictConfig:
     """Return the primary config with the groups of ``config`` and no experiment."""
-    kinds = {group: OmegaConf.select(config, f"{group}.kind") for group in ("agent", "sandbox")}
+    kinds = {group: OmegaConf.select(config, f"{group}.kind") for group in KINDS}
     files = [(group, file) for group in kinds for place in config_folders() for file in (place / group).glob("*.yaml")]
     groups = {group: f"{group}={file.stem}" for group, file in files if OmegaConf.load(file).kind == kinds[group]}
     megatron = "megatron" in (OmegaConf.select(config, "actor_rollout_ref.actor") or ())

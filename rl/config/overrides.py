@@ -6,6 +6,7 @@ Hydra names only the first wrong one, mostly in a dozen lines about its search p
 from __future__ import annotations
 
 import difflib
+import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from rl.config.plugins import to_install
 
 
 def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[DictConfig, list[str]]:
@@ -118,6 +121,8 @@ def _wrong_group(override: Override, chosen: Mapping[str, str], folders: Sequenc
         return "" if element in chosen else "there is no such group"
     unknown = [str(one) for one in (value if isinstance(value, list) else [value]) if one not in known]
     if unknown:
+        if ours := to_install(f"*/configs/{group}/{glob.escape(unknown[0])}.yaml"):
+            return f"{unknown[0]!r} is not installed{ours}"
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ";"
         return f"there is no {group} {unknown[0]!r}{hint} there are {', '.join(known)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +19,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 CONFIGS = "claude_code_rl.configs"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def named(kind: object, known: Mapping[str, Any]) -> Any:
@@ -26,10 +28,23 @@ def named(kind: object, known: Mapping[str, Any]) -> Any:
         try:
             return pkgutil.resolve_name(kind)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"is {kind!r}, which cannot be imported: {error}") from error
+            hint = to_install(f"{re.split('[.:]', kind)[0]}/__init__.py")
+            raise ValueError(f"is {kind!r}, which cannot be imported: {error}{hint}") from error
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"is {kind!r}; it must be one of {', '.join(known)}, or module:attribute")
     return known[kind]
+
+
+def to_install(file: str) -> str:
+    """Return the end of a message that says how to install the package of this repository that has a file.
+
+    file: its path, or a pattern, below the package's directory. "" if no package of packaging/ or examples/ has it.
+    """
+    for place in ("packaging", "examples"):
+        for path in (ROOT / place).glob(f"*/{file}"):
+            package = "/".join(path.relative_to(ROOT).parts[:2])
+            return f"; it is in a package of its own: .venv/bin/pip install --no-deps {package}"
+    return ""
 
 
 def brought() -> list[Path]:

@@ -1,7 +1,8 @@
 """The kinds of boxes (``sandbox.kind``), as the framework knows them: a class per kind, all in ``KINDS``.
 
 A class reads the config group ``sandbox`` of its kind; the boxes themselves are in the kind's folder below
-``rollout/sandbox``. ``rl.boxes`` is its command.
+``rollout/sandbox``. A package beside this one brings a kind by a class derived from ``Kind`` or ``FromImages``
+(docs/sandboxes.md). ``rl.boxes`` is the command.
 """
 
 import asyncio
@@ -22,9 +23,6 @@ from rl.config.compose import ConfigError
 from rollout.agent import Agent
 from rollout.episode import Boot
 from rollout.sandbox import Limits, Sandbox, SandboxError, registry
-from rollout.sandbox.apptainer import cli as apptainer_cli
-from rollout.sandbox.apptainer import images as apptainer_images
-from rollout.sandbox.apptainer.box import boot_apptainer
 from rollout.sandbox.docker import images as docker_images
 from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.docker.engine import checked, get_engine
@@ -38,17 +36,24 @@ Count = Callable[[int, int], None]
 
 
 class Kind:
-    """A kind of box implements these methods from its config group ``sandbox``; the base class has no images.
+    """A kind of box implements ``boot_box``, and overrides of the others what it needs; this class has no images.
 
-    numbers: the keys of the group that must be numbers above 0. from_images: boxes are made from container images,
-    which are pulled and sealed before a run.
+    sandbox: the config group. numbers: its keys that must be numbers above 0. speed_only: its keys that change how fast
+    episodes run, but not how they end. from_images: boxes are made from container images, which are pulled and sealed
+    before a run.
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("cpu_s", "file_mb", "concurrency")
+    speed_only: ClassVar[tuple[str, ...]] = ("concurrency",)
     from_images: ClassVar[bool] = False
 
     def __init__(self, sandbox: DictConfig) -> None:
         self.sandbox = sandbox
+
+    @property
+    def name(self) -> str:
+        """Return the class's name in small letters, which is what is written after ``sandbox=``."""
+        return type(self).__name__.lower()
 
     def check(self) -> None:
         """Raise ConfigError if this machine cannot make such boxes."""
@@ -68,22 +73,17 @@ class Kind:
         async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
             binds = shown if socket_dir else None
             grading = socket_dir is None
-            return await self._boot(task, grading, run, limits=limits, binds=binds, socket_dir=socket_dir)
+            return await self.boot_box(task, grading, run, limits=limits, binds=binds, socket_dir=socket_dir)
 
         return boot
 
-    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
-        """Boot a box. common: the parameters that the boot functions of all kinds have."""
-        raise NotImplementedError
+    async def boot_box(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+        """Boot a fresh box on a task's repository; the caller closes it. Raises SandboxError.
 
-    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
-        """Pull and seal images ahead; returns a report per instance id, as ``sealing.ahead`` does.
-
-        Raises SandboxError.
+        grading: it is for grading, not for an agent. run: the name of the run. common: limits (Limits), binds (host
+        path -> path inside, read-only, or None) and socket_dir (a host directory that appears at its own path inside,
+        or None), which the boot functions of all kinds have.
         """
-        return await self._prepare(wanted, parallel=self.sandbox.pull_parallel, say=say, count=count)
-
-    async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
         raise NotImplementedError
 
     def limits(self) -> Limits:
@@ -111,18 +111,20 @@ class Local(Kind):
         if problem := bwrap.problem():
             raise ConfigError(f"sandbox.isolation=bwrap, but {problem}; or set sandbox.isolation=auto")
 
-    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+    async def boot_box(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+        """Boot a box on a copy of the task's snapshot; see ``Kind.boot_box``."""
         return await boot_local(task.snapshot, isolation=self.sandbox.isolation, **common)
 
 
 class FromImages(Kind):
-    """This class holds what is common to the kinds of boxes that start from a task's image.
+    """A kind of box that starts from a task's image implements ``boot_box``, ``seal``, ``missing`` and ``store``.
 
     base_hint: how to get a base image, for messages.
     """
 
     from_images = True
     numbers = (*Kind.numbers, "memory_mb", "cpus", "processes", "pull_parallel")
+    speed_only = (*Kind.speed_only, "pull_parallel", "image_budget_gb", "registry_mirror", "pull_patience_s")
     base_hint: ClassVar[str] = ""
 
     @property
@@ -139,14 +141,21 @@ class FromImages(Kind):
     def need_base_image(self, snapshots: str) -> None:
         """Raise ConfigError if ``sandbox.base_image`` is not set."""
         if self.sandbox.base_image is None:
-            kind = self.sandbox.kind
-            raise ConfigError(f"{snapshots}, for which sandbox={kind} needs sandbox.base_image{self.base_hint}")
+            raise ConfigError(f"{snapshots}, for which sandbox={self.name} needs sandbox.base_image{self.base_hint}")
 
     @property
     def pulls(self) -> Pulls:
         """Return where images are pulled from ahead of a run, and with what patience. A box that boots during a run
         never waits for a registry: its episode is retried, and the other episodes of the step would wait for it."""
         return Pulls(self.sandbox.registry_mirror, self.sandbox.pull_patience_s)
+
+    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
+        """Pull and seal images ahead; see ``seal``."""
+        return await self.seal(wanted, parallel=self.sandbox.pull_parallel, say=say, count=count)
+
+    async def seal(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
+        """Pull and seal images; return a report per instance id. how: for ``sealing.ahead``. Raises SandboxError."""
+        raise NotImplementedError
 
     def missing(self, wanted: Sequence[Wanted]) -> list[str]:
         """Return the images that have to be pulled. Blocks. Raises SandboxError."""
@@ -156,7 +165,7 @@ class FromImages(Kind):
         """Return the directory on whose disk images are kept, None if it is on another machine."""
         raise NotImplementedError
 
-    def _made_from(self, task: Task, grading: bool) -> dict[str, Any]:
+    def made_from(self, task: Task, grading: bool) -> dict[str, Any]:
         """Return the parameters of the boot functions that name the image; a snapshot is copied into the base image."""
         if is_snapshot(task):
             return {"source": Source(self.sandbox.base_image), "snapshot": task.snapshot}
@@ -194,11 +203,13 @@ class Docker(FromImages):
         except SandboxError as error:
             raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
 
-    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
-        made_from, pulls = self._made_from(task, grading), replace(self.pulls, patience_s=0)
+    async def boot_box(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
+        """Boot a container of the task's sealed image; see ``Kind.boot_box``."""
+        made_from, pulls = self.made_from(task, grading), replace(self.pulls, patience_s=0)
         return await boot_docker(**made_from, run=run, budget_bytes=self.budget_bytes, pulls=pulls, **common)
 
-    async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
+    async def seal(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
+        """Pull and seal images in the engine; see ``FromImages.seal``."""
         return await docker_images.prepare(wanted, budget_bytes=self.budget_bytes, pulls=self.pulls, **how)
 
     def missing(self, wanted: Sequence[Wanted]) -> list[str]:
@@ -211,45 +222,7 @@ class Docker(FromImages):
         return place if place.is_dir() else None
 
 
-class Apptainer(FromImages):
-    """Boxes are containers of apptainer or SingularityCE, without an engine and without root."""
-
-    @property
-    def cache(self) -> apptainer_images.Cache:
-        """Return the directory of .sif files and its budget."""
-        directory = Path(self.sandbox.cache_dir).expanduser().absolute()
-        return apptainer_images.Cache(directory, self.budget_bytes, self.pulls)
-
-    def missing(self, wanted: Sequence[Wanted]) -> list[str]:
-        """Return the images that are not in the cache, neither sealed nor as they were pulled."""
-        return apptainer_images.missing(self.cache, [one.source for one in wanted])
-
-    def store(self) -> Path | None:
-        """Return the cache's directory, or the one in which it will be made."""
-        return writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
-
-    def check(self) -> None:
-        """Raise ConfigError if the program is missing or too old, or if the base image or the cache cannot be used."""
-        try:
-            apptainer_cli.program()
-        except SandboxError as error:
-            raise ConfigError(
-                f"sandbox=apptainer: {error}; install apptainer, load its module or choose another sandbox"
-            ) from error
-        base = self.sandbox.base_image
-        if base is not None and base.endswith(".sif") and "://" not in base and not Path(base).is_file():
-            raise ConfigError(f"sandbox.base_image: no file {base}")
-        writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
-
-    async def _boot(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
-        cache = replace(self.cache, pulls=replace(self.pulls, patience_s=0))
-        return await boot_apptainer(**self._made_from(task, grading), cache=cache, **common)
-
-    async def _prepare(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
-        return await apptainer_images.prepare(self.cache, wanted, **how)
-
-
-KINDS: dict[str, type[Kind]] = {"local": Local, "docker": Docker, "apptainer": Apptainer}
+KINDS: dict[str, type[Kind]] = {"local": Local, "docker": Docker}
 
 
 def kind_of(sandbox: DictConfig) -> Kind:
@@ -271,7 +244,7 @@ def prepare_images(
     """
     kind = kind_of(sandbox)
     wanted = wanted_of(tasks)
-    if not wanted or not kind.from_images:
+    if not wanted or not isinstance(kind, FromImages):
         return
     reports = asyncio.run(kind.prepare(wanted, say, count))
     (run_dir / "images.json").write_text(json.dumps(reports, indent=1) + "\n")
@@ -314,7 +287,7 @@ def writable(wanted: Path, key: str, advice: str) -> Path:
     return place
 
 
-# Bytes on disk per compressed byte that is pulled. Docker unpacks layers into files, apptainer into a sealed copy
+# Bytes on disk per compressed byte that is pulled. Docker unpacks layers into files, others into a sealed copy
 # beside the image. The factor is assumed: what pip and apt install compresses to about a third of its size.
 _ON_DISK = 3.0
 

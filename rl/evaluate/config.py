@@ -17,6 +17,7 @@ from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
 from rl.config.compose import ConfigError, check_all, compose
+from rl.episodes.boxes import kind_of
 from rl.episodes.setup import Settings, agent_from, read_settings
 from rl.run.array_job import Shard
 from rl.run.weights import Weights, find_weights
@@ -28,10 +29,8 @@ _POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls", "proxy.max
 _POSITIVE += ("proxy.max_session_tokens", "grading.timeout_s", "store.timeout_s", "serve.tensor_parallel_size")
 _POSITIVE += ("serve.timeout_s",)
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
-# Keys of the groups above that change how fast an evaluation runs, but not how an episode ends.
-_SPEED_ONLY = ("agent.binary", "episode", "sandbox.concurrency", "sandbox.pull_parallel", "sandbox.image_budget_gb")
-_SPEED_ONLY += ("sandbox.cache_dir", "sandbox.registry_mirror", "sandbox.pull_patience_s")
-_SPEED_ONLY += ("proxy.side_endpoint.key_env",)
+# Keys of the groups above that change how fast an evaluation runs, but not how an episode ends. A kind of box has more.
+_SPEED_ONLY = ("agent.binary", "episode", "proxy.side_endpoint.key_env")
 # Keys of the agent that may name files.
 _AGENT_FILES = ("settings", "hooks", "mcp_servers", "skills", "output_style")
 # The longest reply if neither the config nor the policy's context sets a lower limit: Claude Code's own limit for
@@ -197,7 +196,7 @@ def identity_of(config: DictConfig, weights: Weights | None, tasks: Sequence[Tas
         identity["grade"] = False
     if plain["protocol"] == "expert":
         identity["expert"] = plain["expert"]
-    for path in _SPEED_ONLY:
+    for path in (*_SPEED_ONLY, *(f"sandbox.{key}" for key in kind_of(config.sandbox).speed_only)):
         *outer, last = path.split(".")
         inner = identity
         for part in outer:

@@ -8,9 +8,8 @@ Whatever goes wrong on our side (no disk, a missing snapshot, a box that does no
 policy's fault and never a reward. What a *program* in the box does (exit codes, timeouts, too much output) is an
 ordinary result.
 
-Each kind of box is one folder: `local` (directories and processes of this machine), `docker` (containers of an engine),
-`apptainer` (containers without an engine and without root). They import nothing of each other; what they share is in
-the modules beside them.
+Each kind of box is one folder, `local` (directories and processes of this machine) and `docker` (containers of an
+engine), or a package beside this project. They import nothing of each other; what they share is in the modules here.
 """
 
 from __future__ import annotations

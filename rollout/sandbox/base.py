@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class BaseSandbox:
-    """A BaseSandbox has the verbs of `rollout.sandbox.Sandbox`. A subclass per kind of box defines its last methods.
+    """A BaseSandbox has the verbs of `rollout.sandbox.Sandbox`. A subclass per kind of box defines its last methods,
+    which only this class calls.
 
     Each exec is an asyncio task that is never cancelled but told to stop: it must see its processes to their end.
     in_turn: programs (and diffs) run one after another.
@@ -39,7 +40,7 @@ class BaseSandbox:
     ) -> ExecResult:
         """Run a program; see `Sandbox.exec`."""
         self._check_open("exec")
-        command = Command(list(argv), {**self._environment(), **env}, timeout_s, stdin, output_cap)
+        command = Command(list(argv), {**self.environment(), **env}, timeout_s, stdin, output_cap)
         task = asyncio.ensure_future(self._exec(command))
         self._running[task] = command.stop
         task.add_done_callback(self._ended)
@@ -56,21 +57,21 @@ class BaseSandbox:
         """Write a file; see `Sandbox.put`."""
         base, relative = self._locate(path)
         self._check_open("put")
-        await self._write(base, relative, data)
+        await self.write_file(base, relative, data)
 
     @infrastructure("get_failed")
     async def get(self, path: str) -> bytes:
         """Read a file; see `Sandbox.get`."""
         base, relative = self._locate(path)
         self._check_open("get")
-        return await self._read(base, relative)
+        return await self.read_file(base, relative)
 
     @infrastructure("diff_failed")
     async def diff(self) -> bytes:
         """Return what changed in the work tree; see `Sandbox.diff`."""
         async with self._turn:
             self._check_open("diff")
-            return await self._diff()
+            return await self.changes()
 
     async def close(self) -> None:
         """End all processes and delete all files; see `Sandbox.close`."""
@@ -80,7 +81,7 @@ class BaseSandbox:
     async def _close(self) -> None:
         await _stop(self._running)
         try:
-            await self._remove()
+            await self.remove()
         except (OSError, RuntimeError, SandboxError) as error:
             logger.warning("a box is not removed before this process ends: %s", error)
 
@@ -88,7 +89,7 @@ class BaseSandbox:
         async with self._turn:
             if command.stop.done():
                 raise SandboxError("closed", "told to stop before it began")
-            return await self._run(command)
+            return await self.run_program(command)
 
     def _ended(self, task: asyncio.Task[ExecResult]) -> None:
         del self._running[task]
@@ -111,24 +112,27 @@ class BaseSandbox:
 
     # --- what a kind of box defines
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Return the variables that every program gets."""
         return {"HOME": self.home, "TMPDIR": self.tmpdir, "LANG": "C.UTF-8"}
 
-    async def _run(self, command: Command) -> ExecResult:
+    async def run_program(self, command: Command) -> ExecResult:
         """Run one program, and end everything that it started, also when `command.stop` completes."""
         raise NotImplementedError
 
-    async def _write(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+    async def write_file(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+        """Write a file below `base`, which is workdir, home or tmpdir, as `Sandbox.put` says."""
         raise NotImplementedError
 
-    async def _read(self, base: str, relative: PurePosixPath) -> bytes:
+    async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
+        """Return the contents of a file below `base`, as `Sandbox.get` says."""
         raise NotImplementedError
 
-    async def _diff(self) -> bytes:
+    async def changes(self) -> bytes:
+        """Return what changed in the work tree, as `Sandbox.diff` says. No program runs meanwhile if `in_turn`."""
         raise NotImplementedError
 
-    async def _remove(self) -> None:
+    async def remove(self) -> None:
         """Delete the box, in which no exec runs any more. Called by each `close`; raises nothing."""
         raise NotImplementedError
 

@@ -35,19 +35,21 @@ _GONE_S = 5.0  # how long killed processes may take to disappear
 class DirectorySandbox(BaseSandbox):
     """This box has its files in directories of this machine: tree/, home/ and tmp/ below `root`, which it owns.
 
-    A kind of box adds how a program is run and what the tree was at first. strays: whether processes may be left
-    that only their environment or working directory tells apart from others.
+    A kind of box adds how a program is run (`run_program`) and what the tree was at first (`origin`). strays: whether
+    processes may be left that only their environment or working directory tells apart from others.
     """
 
     def __init__(self, root: Path, workdir: str, home: str, tmpdir: str, *, strays: bool, in_turn: bool) -> None:
         super().__init__(workdir, home, tmpdir, in_turn=in_turn)
-        self._root = root
+        self.root = root
         self._may_stray = strays
 
-    async def _write(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+    async def write_file(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+        """Write a file; see `BaseSandbox.write_file`."""
         await asyncio.to_thread(files.write_below, self._host(base), relative, data)
 
-    async def _read(self, base: str, relative: PurePosixPath) -> bytes:
+    async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
+        """Read a file; see `BaseSandbox.read_file`."""
         try:
             return await asyncio.to_thread(files.read_below, self._host(base), relative)
         except OSError as error:
@@ -55,17 +57,19 @@ class DirectorySandbox(BaseSandbox):
                 raise FileNotFoundError(f"no regular file at {relative}") from error
             raise
 
-    async def _diff(self) -> bytes:
+    async def changes(self) -> bytes:
+        """Compare the work tree with `origin`."""
         return await asyncio.to_thread(self._patch)
 
-    async def _remove(self) -> None:
-        await asyncio.to_thread(_destroy, self._root, strays=self._may_stray)
+    async def remove(self) -> None:
+        """End what programs have left, and delete `root`."""
+        await asyncio.to_thread(_destroy, self.root, strays=self._may_stray)
 
     def _patch(self) -> bytes:
-        tree, scratch = self._root / "tree", self._root / "diff"
+        tree, scratch = self.root / "tree", self.root / "diff"
 
         def patch() -> bytes:
-            origin, now = self._origin(), Directory(os.fsencode(tree))
+            origin, now = self.origin(), Directory(os.fsencode(tree))
             with IgnoredPaths(origin, scratch / "ignored") as ignored:
                 return patch_between(origin, now, scratch / "git", PATCH_CAP, ignored)
 
@@ -81,9 +85,9 @@ class DirectorySandbox(BaseSandbox):
 
     def _host(self, base: str) -> Path:
         """Return the directory of this machine that is workdir, home or tmpdir in the box."""
-        return self._root / {self.workdir: "tree", self.home: "home", self.tmpdir: "tmp"}[base]
+        return self.root / {self.workdir: "tree", self.home: "home", self.tmpdir: "tmp"}[base]
 
-    def _origin(self) -> Origin:
+    def origin(self) -> Origin:
         """Return the work tree as it was at boot. Raises OSError."""
         raise NotImplementedError
 

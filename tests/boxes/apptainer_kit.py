@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox.apptainer import cli
+from apptainer_boxes import cli
 
 IMAGE = "swe/one:latest"
 

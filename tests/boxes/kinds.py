@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from apptainer_boxes.box import ApptainerSandbox, boot_apptainer
+from apptainer_boxes.images import Cache
 from rollout.sandbox import Limits, Sandbox, directory
-from rollout.sandbox.apptainer.box import ApptainerSandbox, boot_apptainer
-from rollout.sandbox.apptainer.images import Cache
 from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import get_engine
 from rollout.sandbox.local.box import Isolation, LocalSandbox, boot_local
@@ -93,7 +93,7 @@ class Local(BoxKit):
 
     async def kill(self, box: Sandbox) -> None:
         assert isinstance(box, LocalSandbox)
-        kill_where(b"bwrap", os.fsencode(box._root / "tree"))
+        kill_where(b"bwrap", os.fsencode(box.root / "tree"))
 
 
 class Docker(BoxKit):
@@ -157,7 +157,7 @@ class Apptainer(BoxKit):
 
     async def kill(self, box: Sandbox) -> None:
         assert isinstance(box, ApptainerSandbox)
-        kill_where(b"apptainer\0--quiet\0exec", os.fsencode(box._root))
+        kill_where(b"apptainer\0--quiet\0exec", os.fsencode(box.root))
 
 
 def kill_where(*words: bytes) -> None:

@@ -18,8 +18,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from apptainer_boxes import cli, images
+from apptainer_boxes.box import boot_apptainer
+from apptainer_boxes.images import Cache, TarTree, evict, prepare, sealed
 from rewards.grade import grade
 from rewards.task import load_tasks
 from rewards.verdict import Reason
@@ -27,12 +32,10 @@ from rl.config.compose import compose
 from rl.episodes.boxes import kind_of, prepare_images
 from rl.quickstart.tasks import make_tasks
 from rollout.sandbox import Limits, SandboxError
-from rollout.sandbox.apptainer import cli, images
-from rollout.sandbox.apptainer.box import boot_apptainer
-from rollout.sandbox.apptainer.images import Cache, TarTree, evict, prepare, sealed
 from rollout.sandbox.sealing import Source, Wanted
 from rollout.sandbox.treediff import Directory
 from tests.boxes.apptainer_kit import IMAGE, Stub
+from tests.packages_kit import APPTAINER, install
 from tests.sandboxes import alive, sh
 
 pytestmark = pytest.mark.bwrap
@@ -64,7 +67,7 @@ async def test_a_boxs_command_line(stub: Stub, cache: Cache, tmp_path: Path) -> 
         await box.exec(["true", "$(x)"], env={"KEY": "a value", "HOME": "/elsewhere"}, timeout_s=30)
     finally:
         await box.close()
-    call, root = stub.calls("exec")[-1], box._root
+    call, root = stub.calls("exec")[-1], box.root
     command, argv = call["argv"][: call["argv"].index("/bin/sh")], call["argv"][call["argv"].index("/bin/sh") :]
     assert command == [
         *("--quiet", "exec", "--userns", "--containall", "--cleanenv", "--no-eval", "--net", "--network", "none"),
@@ -204,7 +207,7 @@ def test_versions(stub: Stub) -> None:
         stub.cannot(version=version)
         with pytest.raises(SandboxError) as failure:
             cli.program()
-        assert failure.value.cause == "no_apptainer" and version.split()[-1].split("-")[0][:3] in str(failure.value)
+        assert failure.value.cause == "no_engine" and version.split()[-1].split("-")[0][:3] in str(failure.value)
 
 
 # --- images
@@ -243,10 +246,11 @@ async def test_images_are_made_once_and_reported(stub: Stub, cache: Cache) -> No
     assert sorted(path.name.partition("-")[0] for path in cache.directory.iterdir()) == ["pulled", "sealed"]
 
 
-def test_processes_share_the_work(stub: Stub, cache: Cache) -> None:
+def test_processes_share_the_work(stub: Stub, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     stub.cannot(pull_s=0.5)
+    monkeypatch.setenv("PYTHONPATH", f"{APPTAINER.parents[1]}:{APPTAINER}")
     code = (
-        "import asyncio, sys, pathlib; from rollout.sandbox.apptainer import cli as c, images as i;"
+        "import asyncio, sys, pathlib; from apptainer_boxes import cli as c, images as i;"
         f"print(asyncio.run(i.plain(i.Cache(pathlib.Path(sys.argv[1])), c.program(), '{IMAGE}')).image)"
     )
     command = [sys.executable, "-c", code, str(cache.directory)]
@@ -281,10 +285,11 @@ async def test_the_least_recently_used_go_but_none_in_use(stub: Stub, cache: Cac
 # --- from the config to a verdict
 
 
-async def test_tasks_are_graded_as_the_config_says(stub: Stub, tmp_path: Path) -> None:
+async def test_tasks_are_graded_as_the_config_says(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, run = tmp_path / "base.sif", tmp_path / "run"
     shutil.copy(next((stub.directory / "registry").iterdir()), base)
     run.mkdir()
+    install(APPTAINER, tmp_path / "installed", monkeypatch)
     options = [f"sandbox.base_image={base}", f"sandbox.cache_dir={tmp_path / 'cache'}", f"run.dir={run}"]
     config = compose(["sandbox=apptainer", *options])
     boot = kind_of(config.sandbox).boot()
@@ -302,3 +307,25 @@ async def test_tasks_are_graded_as_the_config_says(stub: Stub, tmp_path: Path) -
     assert (await sh(box, "cat README.md")).stdout == b"hello\n"
     await box.close()
     assert len(stub.calls("pull")) == 1
+
+
+def test_the_package_is_installed_and_its_kind_is_a_choice_of_every_program(
+    stub: Stub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, installed, cache = tmp_path / "source", tmp_path / "installed", tmp_path / "cache"
+    shutil.copytree(APPTAINER, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))  # pip builds in place
+    how = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(installed)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *how, str(source)], check=True)
+    make_tasks(tmp_path / "tasks", seed=5, n_train=1, n_heldout=1)
+    (task,) = load_tasks(tmp_path / "tasks" / "train.parquet")
+    image = "127.0.0.1:1/swe/one"  # no registry tells its size
+    stub.push(image, repository)
+    row = dataclasses.replace(task, image=image, setup_patch=None, hidden_paths=()).to_row()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "tasks.parquet")
+    monkeypatch.setenv("PYTHONPATH", f"{APPTAINER.parents[1]}:{installed}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    command = ["-m", "rl.boxes", str(tmp_path / "tasks.parquet"), "sandbox=apptainer", f"sandbox.cache_dir={cache}"]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "images: 1 of 1 ready" in done.stdout and f"{task.instance_id}: no residue" in done.stdout
+    assert sorted(path.name.partition("-")[0] for path in cache.iterdir()) == ["pulled", "sealed"]

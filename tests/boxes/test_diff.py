@@ -90,11 +90,11 @@ async def plain_diff(repository: Path, script: str) -> bytes:
     try:
         assert (await sh(box, script)).returncode == 0
         patch = await box.diff()
-        copy = box._root / "applied"
+        copy = box.root / "applied"
         shutil.copytree(repository, copy, symlinks=True)
         if patch:
             subprocess.run(["git", "apply", "--whitespace=nowarn"], cwd=copy, input=patch, check=True)
-        assert tree_of(copy) == tree_of(box._root / "tree")
+        assert tree_of(copy) == tree_of(box.root / "tree")
         return patch
     finally:
         await box.close()

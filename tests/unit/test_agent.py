@@ -67,10 +67,10 @@ async def test_only_agents_boxes_from_images_have_covers(monkeypatch: pytest.Mon
     """A kind that has the file systems of images shows an agent's covers; no box for grading does."""
     given: list[Any] = []
 
-    async def boot(self: Kind, task: Any, grading: bool, run: str, **common: Any) -> None:
+    async def boot_box(self: Kind, task: Any, grading: bool, run: str, **common: Any) -> None:
         given.append(common["binds"])
 
-    monkeypatch.setattr(Kind, "_boot", boot)
+    monkeypatch.setattr(Kind, "boot_box", boot_box)
     for kind in (Kind, FromImages):
         monkeypatch.setattr(kind, "limits", lambda self: Limits())
         for sockets in (Path("/s"), None):

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+from apptainer_boxes import cli as apptainer_cli
 from rl.checks import check
 from rl.episodes import boxes as box_checks
-from rollout.sandbox.apptainer import cli as apptainer_cli
 from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
 from tests.check_kit import good_config, refused, write
 from tests.datasets import snapshot_row as row
+from tests.packages_kit import APPTAINER, install
 
 
 @pytest.fixture
@@ -84,8 +85,9 @@ def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Pat
 
 @pytest.fixture
 def apptainer_cfg(config: DictConfig, tmp_path: Path, monkeypatch) -> DictConfig:
+    install(APPTAINER, tmp_path / "installed", monkeypatch)
     stub(tmp_path, monkeypatch, "apptainer version 1.3.4")
-    keys = {"kind": "apptainer", "memory_mb": 512, "cpus": 1, "processes": 64, "pull_parallel": 1}
+    keys = {"kind": "apptainer_boxes.kind:Apptainer", "memory_mb": 512, "cpus": 1, "processes": 64, "pull_parallel": 1}
     more = {"image_budget_gb": None, "base_image": "/base.sif", "cache_dir": str(tmp_path / "cache" / "sif")}
     more |= {"registry_mirror": None, "pull_patience_s": 0}
     del config.sandbox.isolation, config.sandbox.disk_mb

@@ -45,7 +45,7 @@ def test_quickstart_is_a_complete_cpu_config():
             "+experiment=qwen3_9b",
             "there is no experiment 'qwen3_9b'; did you mean qwen3_5_9b? there are quickstart,",
         ),
-        ("sandbox=dcker", "there is no sandbox 'dcker'; did you mean docker? there are apptainer, docker, local"),
+        ("sandbox=dcker", "there is no sandbox 'dcker'; did you mean docker? there are docker, local"),
         ("experiment=quickstart", "nothing is chosen here yet; write +experiment=quickstart"),
         ("experimnt=quickstart", "there is no such key; did you mean +experiment=quickstart?"),
         ("+sandbox=docker", "sandbox has a choice already; leave out the +"),
@@ -80,7 +80,7 @@ def test_a_command_tells_all_that_is_wrong_with_it() -> None:
     code, out, err = told("+experiment=quickstart", *wrong, "agent.max_turns=0")
     assert code == 2 and not out
     assert err.splitlines() == [
-        "config: sandbox=dcker: there is no sandbox 'dcker'; did you mean docker? there are apptainer, docker, local",
+        "config: sandbox=dcker: there is no sandbox 'dcker'; did you mean docker? there are docker, local",
         "config: data.train_file=x: there is no such key; did you mean data.train_files?",
         "config: agent.max_turns is 0; it must be a number above 0",
         "config: actor_rollout_ref.actor.optim.lr is 'abc'; it must be a number",
@@ -110,7 +110,7 @@ def test_without_a_word_the_experiments_are_listed(
         for file in (CONFIGS / "experiment").glob("*.yaml"):
             (told,) = re.findall(rf"^  {file.stem} +(.+(?:\n {{9,}}.+)*)", text, re.MULTILINE)  # long lines are folded
             assert len(told.split()) > 4 and told.endswith("."), told
-    assert "sandbox=apptainer|docker|local" in text and "Train a policy." in text
+    assert "sandbox=docker|local" in text and "Train a policy." in text
     for wrong in (["--cgf", "job"], ["--cfg", "hydra"], ["--cfg", "job", "--package", "trianer"]):
         with pytest.raises(SystemExit) as ended:
             read_command("rl.train", "Train a policy.", wrong)

@@ -16,12 +16,11 @@ from rl.console import USES, completions
 from tests.unit.test_help import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-# Steps of an experiment's preparation, simulations that docs name, and the module behind a program of rollout.
+# Steps of an experiment's preparation, a simulation that docs name, and the module behind a program of rollout.
 ELSEWHERE = {
     "rl.quickstart.policy",
     "rl.quickstart.prepare",
     "rl.quickstart.tasks",
-    "rl.plan.routing",
     "rl.plan.schedules",
 }
 BEHIND = {"rl.view": "rollout.view"}

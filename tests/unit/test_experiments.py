@@ -172,7 +172,7 @@ def test_keys_that_only_verls_dataclasses_or_other_programs_know() -> None:
         "+grading.flags.mine.path=x",
     ]
     check_keys(composed("+experiment=qwen3_coder_30b", *more))
-    check_keys(composed("+experiment=qwen3_coder_30b_megatron", "sandbox=apptainer"))
+    check_keys(composed("+experiment=qwen3_coder_30b_megatron", "sandbox=docker"))
     check_keys(composed("+experiment=quickstart", "quickstart.experts=4"))
 
 

@@ -148,13 +148,12 @@ def test_sdpa_keeps_packed_rows_apart(rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_plan_knows_what_a_run_without_flash_attn_keeps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_knows_what_a_run_without_flash_attn_keeps(dtype: str) -> None:
     """verl's own cross entropy runs, token by token; this environment has no flash-attn."""
     import torch
     from verl.utils.torch_functional import FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE, logprobs_from_logits
 
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from calibrate_plan import Alive
+    from tests.activations import Alive
 
     assert not FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     tokens, vocabulary = 64, 5000

@@ -90,7 +90,7 @@ def test_the_index_leads_to_every_key() -> None:
     index = next(line for line in text.splitlines() if line.startswith("- `sandbox.file_mb`: "))
     for kind in KINDS:
         assert f"[sandbox/{kind}.yaml](#sandbox{kind}yaml)" in index
-    assert "\n## sandbox/apptainer.yaml\n" in text
+    assert "\n## sandbox/docker.yaml\n" in text
     for some in keys.everything().values():
         assert all(f"\n- `{key.name}`: [" in text for key in some)
 

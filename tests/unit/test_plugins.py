@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rl.config.command import help_text
 from rl.config.compose import CONFIGS, ConfigError, compose
 from rl.config.plugins import brought, named
 from rl.episodes import boxes
+from tests.packages_kit import APPTAINER, install, note
 
 
 class Quiet(boxes.Local):
@@ -20,10 +23,7 @@ class Quiet(boxes.Local):
 
 def bring(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a package with config groups on sys.path, as if it were installed; return where its groups are."""
-    about = directory / "brought-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[claude_code_rl.configs]\nbrought = brought_by_a_test\n")
+    note(directory, "brought", {"claude_code_rl.configs": {"brought": "brought_by_a_test"}})
     groups = directory / "brought_by_a_test"
     (groups / "sandbox").mkdir(parents=True)
     (groups / "experiment").mkdir()
@@ -43,8 +43,10 @@ def test_a_kind_of_box_and_an_experiment_are_brought(tmp_path: Path, monkeypatch
     config = compose(["+experiment=theirs", "sandbox=quiet"])
     check_keys(config)
     told = help_text("rl.train", "")
-    assert "sandbox=apptainer|docker|local|quiet" in told and "theirs" in told
-    assert config.seed == 7 and type(boxes.kind_of(config.sandbox)) is Quiet
+    assert "sandbox=docker|local|quiet" in told and "theirs" in told
+    kind = boxes.kind_of(config.sandbox)
+    assert config.seed == 7 and type(kind) is Quiet and kind.name == "quiet"
+    check_keys(compose(["sandbox=quiet", "sandbox.hush=4"]))  # their code reads it
     with pytest.raises(ConfigError, match=r"sandbox\.hush: nothing reads this key"):
         check_keys(compose(["+sandbox.hush=3"]))
     with pytest.raises(ConfigError, match=r"sandbox=quite: there is no sandbox 'quite'; did you mean quiet\?"):
@@ -54,7 +56,7 @@ def test_a_kind_of_box_and_an_experiment_are_brought(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("lokal", r"sandbox\.kind is 'lokal'; it must be one of local, docker, apptainer, or module:attribute"),
+        ("lokal", r"sandbox\.kind is 'lokal'; it must be one of local, docker, or module:attribute"),
         (None, "sandbox.kind is None; it must be one of"),
         (
             "nowhere.at.all:Box",
@@ -69,3 +71,36 @@ def test_a_kind_that_is_nowhere_is_told(kind: object, said: str) -> None:
         boxes.kind_of(OmegaConf.create({"kind": kind}))
     with pytest.raises(ValueError, match=r"must be|imported"):
         named(kind, {})
+
+
+def test_a_package_of_this_repository_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "it is in a package of its own: .venv/bin/pip install --no-deps"
+    with pytest.raises(ConfigError) as caught:
+        compose(["sandbox=apptainer", "agent=shell"])
+    assert caught.value.lines == (
+        f"sandbox=apptainer: 'apptainer' is not installed; {said} packaging/apptainer",
+        f"agent=shell: 'shell' is not installed; {said} examples/own_agent",
+    )
+    with pytest.raises(ConfigError, match=rf"cannot be imported: No module named 'own_agent'; {said} examples/own_"):
+        boxes.kind_of(OmegaConf.create({"kind": "own_agent:ShellAgent.of"}))
+    install(APPTAINER, tmp_path, monkeypatch)
+    config = compose(["sandbox=apptainer", "sandbox.cache_dir=/shared/sif"])
+    check_keys(config)
+    assert boxes.kind_of(config.sandbox).name == "apptainer"
+
+
+def test_the_package_of_apptainer_uses_public_names_of_boxes_only() -> None:
+    """Its boxes know no tasks, agents, sessions or other kinds; only its kind knows the config."""
+    known = r"rollout\.sandbox(?!\.(docker|local))"
+    used = {"kind.py": rf"{known}|rewards\.task|rl\.config\.compose|rl\.episodes\.boxes"}
+    files = sorted((APPTAINER / "apptainer_boxes").glob("*.py"))
+    assert len(files) == 5
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                full = [f"{node.module}.{name.name}" for name in node.names]
+                ours = [name for name in full if name.partition(".")[0] in ("rl", "rollout", "rewards")]
+                wrong = [name for name in ours if "._" in name or not re.match(used.get(file.name, known), name)]
+                assert wrong == [], file.name

@@ -21,6 +21,7 @@ from rollout.sandbox.pulls import HUB, Pulls, refused_for_now, split
 from rollout.sandbox.registry import estimate, layers
 from rollout.sandbox.sealing import Source, Wanted
 from tests.check_kit import composed
+from tests.packages_kit import APPTAINER, install
 
 GIB = 2**30
 
@@ -143,7 +144,10 @@ def test_a_sample_stands_for_all_and_shared_layers_count_once(logged_in: Path) -
             estimate(names, lambda image: layers(image, Pulls()))
 
 
-def test_room_is_checked_before_anything_is_pulled(logged_in: Path, tmp_path: Path) -> None:
+def test_room_is_checked_before_anything_is_pulled(
+    logged_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(APPTAINER, tmp_path / "installed", monkeypatch)
     sandbox = composed("sandbox=apptainer").sandbox
     sandbox.cache_dir = str(tmp_path / "cache")
     said: list[str] = []

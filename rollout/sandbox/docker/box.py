@@ -117,20 +117,24 @@ class DockerSandbox(BaseSandbox):
         self._up = True
         self._pending: set[asyncio.Future[Any]] = set()  # calls to the engine
 
-    async def _write(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+    async def write_file(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+        """Write a file; see `BaseSandbox.write_file`."""
         owner = self._sealed.uid, self._sealed.gid
         await self._call(docker_files.write, self._engine, self.container, base, relative, data, owner)
 
-    async def _read(self, base: str, relative: PurePosixPath) -> bytes:
+    async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
+        """Read a file; see `BaseSandbox.read_file`."""
         return await self._call(docker_files.read, self._engine, self.container, base, relative)
 
-    async def _diff(self) -> bytes:
+    async def changes(self) -> bytes:
+        """Kill the container, and let the engine say what changed."""
         await self._kill()
         return await self._call(
             container_diff, self._engine, self.container, self._origin, WORKDIR, PATCH_CAP, cause="diff_failed"
         )
 
-    async def _remove(self) -> None:
+    async def remove(self) -> None:
+        """Remove the container; if the engine does not, it is owed."""
         if self._pending:
             await asyncio.wait(self._pending)
         if not self.container:
@@ -147,7 +151,8 @@ class DockerSandbox(BaseSandbox):
 
     # --- one program
 
-    async def _run(self, command: Command) -> ExecResult:
+    async def run_program(self, command: Command) -> ExecResult:
+        """Run one program in the container; see `BaseSandbox.run_program`."""
         started = time.monotonic()
         client = self._engine.client
         if not self._up:
@@ -259,7 +264,7 @@ class DockerSandbox(BaseSandbox):
             self._up = False
 
     async def _call(self, function: Any, *args: Any, cause: str = "docker_failed", **options: Any) -> Any:
-        """Call the engine in a thread; if this is cancelled, `_remove` waits for the end of the call."""
+        """Call the engine in a thread; if this is cancelled, `remove` waits for the end of the call."""
         future = asyncio.ensure_future(self._engine.call(function, *args, cause=cause, **options))
         self._pending.add(future)
         future.add_done_callback(self._called)

@@ -108,13 +108,16 @@ class LocalSandbox(DirectorySandbox):
         limiting = ulimits(limits, processes=isolated and os.geteuid() != 0)
         self._shell = ["/bin/sh", "-c", limiting + program, "sh"]
 
-    def _environment(self) -> dict[str, str]:
-        return {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", **super()._environment()}
+    def environment(self) -> dict[str, str]:
+        """Return the variables that every program gets, with the PATH of this Python."""
+        return {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", **super().environment()}
 
-    def _origin(self) -> Origin:
+    def origin(self) -> Origin:
+        """Return the snapshot."""
         return Directory(os.fsencode(self._snapshot))
 
-    async def _run(self, command: Command) -> ExecResult:
+    async def run_program(self, command: Command) -> ExecResult:
+        """Run one program, in a namespace or as an ordinary process; see `BaseSandbox.run_program`."""
         command = replace(command, argv=[*self._shell, *command.argv])
         if self.isolation == "bwrap":
             return await self._run_isolated(command)
@@ -129,15 +132,16 @@ class LocalSandbox(DirectorySandbox):
         """End what a program without isolation has left; no other runs in this box."""
         if self._group:
             self._group.end()
-        kill_strays(self._root)
+        kill_strays(self.root)
 
-    async def _remove(self) -> None:
+    async def remove(self) -> None:
+        """Delete the box and its control group."""
         if self._group:
             await asyncio.to_thread(self._group.remove)
-        await super()._remove()
+        await super().remove()
 
     async def _over(self, pid: int) -> None:
-        await watch.until_over(pid, self._root, self._watched, self._base)
+        await watch.until_over(pid, self.root, self._watched, self._base)
 
     async def _run_isolated(self, command: Command) -> ExecResult:
         status_read, status_write = os.pipe()
@@ -168,7 +172,7 @@ class LocalSandbox(DirectorySandbox):
         env = {key: value for key, value in command.env.items() if key not in loader}
         try:
             with bwrap.filtering() as filters:
-                argv = [*bwrap.command(self._root, self._mounts, loader, status_write, filters), *command.argv]
+                argv = [*bwrap.command(self.root, self._mounts, loader, status_write, filters), *command.argv]
                 command = replace(command, argv=self._entered(argv), env=env)
                 overruns = self._group.overruns() if self._group else 0
                 result = await process.run(command, pass_fds=[status_write, *filters], kill=kill, over=self._over)

@@ -269,8 +269,10 @@ async def test_agentlightnings_proxy_loses_what_ours_keeps() -> None:
         assert said == [{"type": "thinking", "thinking": "so\n\n  so"}, {"type": "text", "text": SAYS}]
         await ours.stop()
         port = url.rpartition(":")[2].partition("/")[0]
-        command = [sys.executable, str(ROOT / "scripts" / "bench_proxy.py"), "lightning", port]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as theirs:
+        command = [sys.executable, "-m", "tests.llm_proxy", port]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as theirs:
             try:
                 assert theirs.stdout is not None
                 lines = iter(theirs.stdout.readline, "")

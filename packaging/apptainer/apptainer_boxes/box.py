@@ -1,6 +1,6 @@
 """A sandbox made by `apptainer` or SingularityCE: no container engine, no root.
 
-`boot_apptainer` makes a box from the sealed image of a task (see `rollout.sandbox.apptainer.images`): a private copy of
+`boot_apptainer` makes a box from the sealed image of a task (see `apptainer_boxes.images`): a private copy of
 the work tree, a HOME and a temporary directory on this machine, bound over a read-only image. Every exec is a container
 of its own on them, with its own user, process, IPC and network namespaces; it sees no path of the machine but those
 directories, the caller's read-only binds and the socket directory. Where the machine allows it, an overlay in the box's
@@ -29,11 +29,11 @@ from pathlib import Path
 
 import psutil
 
+from apptainer_boxes import cli as apptainer_cli
+from apptainer_boxes import images as apptainer_images
+from apptainer_boxes.cli import Features, Program, bind, exec_command
+from apptainer_boxes.images import IN_USE_S, Cache, Sif, TarTree
 from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, files, infrastructure, process
-from rollout.sandbox.apptainer import cli as apptainer_cli
-from rollout.sandbox.apptainer import images as apptainer_images
-from rollout.sandbox.apptainer.cli import Features, Program, bind, exec_command
-from rollout.sandbox.apptainer.images import IN_USE_S, Cache, Sif, TarTree
 from rollout.sandbox.base import mounts_of
 from rollout.sandbox.directory import DirectorySandbox, built, kill_strays, make_root, ulimits
 from rollout.sandbox.process import Command
@@ -62,7 +62,7 @@ async def boot_apptainer(
     snapshot: a directory with a git repository, small and sealed already; the work tree is a copy of it, and the
     source's image has only the tools. binds: host path -> path inside, read-only. socket_dir: a host directory that
     appears at its own path inside; unix sockets in it can be connected to. The caller closes the sandbox.
-    Raises SandboxError: no_apptainer, missing_image, missing_snapshot, seal_failed, no_git, missing_bind, no_space,
+    Raises SandboxError: no_engine, missing_image, missing_snapshot, seal_failed, no_git, missing_bind, no_space,
     boot_failed.
     """
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
@@ -123,10 +123,12 @@ class ApptainerSandbox(DirectorySandbox):
             await asyncio.sleep(IN_USE_S / 6)
             await asyncio.to_thread(self._sif.used)
 
-    def _origin(self) -> Origin:
+    def origin(self) -> Origin:
+        """Return the sealed work tree, or the snapshot."""
         return TarTree(self._sif.tree) if self._snapshot is None else Directory(os.fsencode(self._snapshot))
 
-    async def _run(self, command: Command) -> ExecResult:
+    async def run_program(self, command: Command) -> ExecResult:
+        """Run one program in a container of its own; see `BaseSandbox.run_program`."""
         word = secrets.token_hex(16)
         script = ["/bin/sh", "-c", self._shell, "sh", word, command.env["HOME"], *command.argv]
         inside = {self._program.prefix + key: value for key, value in command.env.items() if key != "HOME"}
@@ -143,13 +145,13 @@ class ApptainerSandbox(DirectorySandbox):
         async def settle() -> None:
             if late is not None:
                 late.cancel()
-            await asyncio.to_thread(kill_strays, self._root)
+            await asyncio.to_thread(kill_strays, self.root)
 
         cap = command.output_cap
         outer = replace(
             command,
             argv=exec_command(self._program, self._sif.image, self._options, script),
-            env={**apptainer_cli.plain_environment(self._root / "host"), **inside},
+            env={**apptainer_cli.plain_environment(self.root / "host"), **inside},
             output_cap=cap + _SPARE,
         )
         done = await process.run(outer, kill=kill, settle=settle, runner=True)

@@ -1,32 +1,18 @@
-"""Compare rl.plan's formulas for activations with real models, without a GPU: python scripts/calibrate_plan.py
-
-It runs transformers' own modules forward and backward at their real size on fake tensors, which take no memory, adds up
-the storages that are alive, and prints a Markdown table. What a training run takes is measured by bench_gpu.py.
-"""
+"""Bytes of activations of real models, without a GPU: transformers' own modules run forward and backward at their real
+size on fake tensors, which take no memory, and the storages that are alive are added up."""
 
 from __future__ import annotations
 
-import os
-import platform
-import time
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
-from measuring import compare, head
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from rl.config.compose import compose
-from rl.plan import memory
-from rl.plan.layout import trainer_of
-from rl.plan.model import KNOWN, load_config, shape_of
-from rollout import program
 
 
 class Alive(TorchDispatchMode):
@@ -84,34 +70,3 @@ def measure(config: Any, tokens: int, checkpointing: bool) -> dict[str, float]:
             alive.peak = alive.now
             hidden.sum().backward()
     return {"kept": kept, "forward": forward - kept, "backward": alive.peak - kept}
-
-
-def main() -> None:
-    """Print bytes of activations per token of each known model."""
-    program.parser("python scripts/calibrate_plan.py", __doc__).parse_args()
-    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}")
-    base = replace(trainer_of(compose(["+experiment=qwen3_4b"])), computed=2, sequence_parallel=1)
-    head("bytes per token, bf16", "plan", "measured", "error")
-    tokens = 1 << 19  # so many that the one gradient that is there at a time does not count
-    for file in sorted(KNOWN.glob("*.json")):
-        config = load_config(file.stem)
-        config.vocab_size = 1024  # an embedding's gradient is no activation
-        for checkpointing in (True, False):
-            trainer, found = replace(base, checkpointing=checkpointing), {}
-            for layers in (2, 4):
-                config.num_hidden_layers = layers
-                shape = replace(shape_of(config, file.stem), layer=0, embeddings=0)
-                found[layers] = measure(config, tokens, checkpointing), memory.kept_activations(shape, trainer, 1)
-            planned, measured = found[4][1] - found[2][1], (found[4][0]["kept"] - found[2][0]["kept"]) / tokens
-            name = f"{file.stem}: kept of a layer, {'' if checkpointing else 'no '}checkpointing"
-            compare(name, planned / 2, measured / 2)
-            if checkpointing:
-                layer = {b: memory.one_layer(shape, trainer, tokens, b) / tokens for b in (False, True)}
-                work = found[4][0]["forward"] / tokens, found[4][0]["backward"] / tokens
-                compare(f"{file.stem}: layer at work, forward", layer[False], work[0])
-                # What the last norm keeps, 8 bytes a channel, is gone when the last layer is computed again.
-                compare(f"{file.stem}: layer at work, backward", layer[True], work[1] + 8 * shape.hidden)
-
-
-if __name__ == "__main__":
-    main()

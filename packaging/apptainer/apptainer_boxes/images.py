@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from apptainer_boxes import cli as apptainer_cli
+from apptainer_boxes.cli import Program, exec_command, said
 from rollout.sandbox import HOME, WORKDIR, SandboxError, failed, files, sealing
-from rollout.sandbox.apptainer import cli as apptainer_cli
-from rollout.sandbox.apptainer.cli import Program, exec_command, said
 from rollout.sandbox.directory import built, make_root
 from rollout.sandbox.lease import lease
 from rollout.sandbox.pulls import Pulls, refused_for_now

@@ -51,23 +51,23 @@ class Program:
 def program() -> Program:
     """Return the first of apptainer and singularity on the PATH. Blocks.
 
-    Raises SandboxError no_apptainer if there is none, or one that is too old.
+    Raises SandboxError no_engine if there is none, or one that is too old.
     """
     path = shutil.which("apptainer") or shutil.which("singularity")
     if path is None:
-        raise SandboxError("no_apptainer", "neither apptainer nor singularity is on the PATH")
+        raise SandboxError("no_engine", "neither apptainer nor singularity is on the PATH")
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxError("no_apptainer", f"{path} --version: {error}") from error
+        raise SandboxError("no_engine", f"{path} --version: {error}") from error
     said = (done.stdout + done.stderr).strip()
     found = re.match(r"(\S+) version v?(\d+)\.(\d+)", said)
     if done.returncode or found is None or found[1] not in OLDEST:
-        raise SandboxError("no_apptainer", f"{path} --version says {said[:200]!r}, which is no known version")
+        raise SandboxError("no_engine", f"{path} --version says {said[:200]!r}, which is no known version")
     version = int(found[2]), int(found[3])
     if version < OLDEST[found[1]]:
         oldest = ".".join(map(str, OLDEST[found[1]]))
-        raise SandboxError("no_apptainer", f"{path} is {found[1]} {found[2]}.{found[3]}; it must be {oldest} or later")
+        raise SandboxError("no_engine", f"{path} is {found[1]} {found[2]}.{found[3]}; it must be {oldest} or later")
     return Program(path, found[1], version)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
+from rewards.statuses import has
+
 Parse = Callable[[str], Mapping[str, str]]
 
 _PASSED, _FAILED = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
@@ -39,13 +41,7 @@ def contradicted(log: str, tests: Iterable[str], parse: Parse) -> str:
         elif where.startswith("unittest.loader."):
             groups.add(what)
     failed.update(_SYMPY.findall(log))
-    return next((test for test in tests if _has(passed, test) and (_has(failed, test) or groups & _around(test))), "")
-
-
-def _has(names: set[str], test: str) -> bool:
-    """Tell whether a test is among the names. In some rows, a name is cut off within its parameters."""
-    cut = test.count("[") > test.count("]")
-    return test in names or (cut and any(name.startswith(test) for name in names))
+    return next((test for test in tests if has(passed, test) and (has(failed, test) or groups & _around(test))), "")
 
 
 def _around(test: str) -> set[str]:

@@ -18,6 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rewards.falsify import cut
 from rewards.patch import patched_by
 from rewards.task import MARKERS, Task
 from rewards.verdict import Reason, Verdict
@@ -89,13 +90,13 @@ class Rewriting:
     def unchanged(self, log: str, gold: SuiteRun | None) -> set[str]:
         """Return the tests of FAIL_TO_PASS, without their parameters, that the program cannot make wrong, and those
         that pass with the gold patch although it has."""
-        decide_nothing = {_cut(test) for test in gold.passed} & self.changed(log) & self.fixed if gold else set()
+        decide_nothing = {cut(test) for test in gold.passed} & self.changed(log) & self.fixed if gold else set()
         return decide_nothing.union(re.findall(rf"^{self.word}= (.+?)\s*$", log, re.MULTILINE))
 
     @property
     def fixed(self) -> set[str]:
         """Return the tests of FAIL_TO_PASS without their parameters."""
-        return {_cut(test) for test in self.task.FAIL_TO_PASS}
+        return {cut(test) for test in self.task.FAIL_TO_PASS}
 
     def lost(self, run: SuiteRun) -> set[str]:
         """Return the tests of FAIL_TO_PASS that failed in a run with wrong tests although they were as they are. It
@@ -103,7 +104,7 @@ class Rewriting:
         if not self.task.patch:
             return set()
         touched = set(re.findall(rf"^{self.word}-? (.+?)\s*$", run.log, re.MULTILINE))
-        return {test for test in self.task.FAIL_TO_PASS if _cut(test) not in touched} - {*run.passed}
+        return {test for test in self.task.FAIL_TO_PASS if cut(test) not in touched} - {*run.passed}
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def suspicious(rewriting: Rewriting, run: SuiteRun) -> str:
     """Return why the run of wrong tests is not what honest code gives; "" if it is."""
     if run.verdict.reason is not Reason.TESTS_FAILED:
         return f"with wrong tests the result is {run.verdict.reason.value if run.verdict.reason else 'resolved'}"
-    return _why(rewriting.changed(run.log) & {_cut(test) for test in run.passed}, rewriting.lost(run))
+    return _why(rewriting.changed(run.log) & {cut(test) for test in run.passed}, rewriting.lost(run))
 
 
 def _why(passed: set[str], lost: set[str]) -> str:
@@ -142,8 +143,8 @@ def compared(rewriting: Rewriting, run: SuiteRun, gold: SuiteRun | None) -> tupl
         if same and run.verdict.reason is not Reason.TESTS_FAILED:
             return None, "the wrong tests do not fail with the gold patch either"
         if same:
-            wrong -= {_cut(test) for test in gold.passed}
-            why = _why(wrong & {_cut(test) for test in run.passed}, rewriting.lost(run) - rewriting.lost(gold))
+            wrong -= {cut(test) for test in gold.passed}
+            why = _why(wrong & {cut(test) for test in run.passed}, rewriting.lost(run) - rewriting.lost(gold))
             if not why and not wrong:
                 return None, "the wrong tests pass with the gold patch, too"
     if not why:
@@ -151,8 +152,3 @@ def compared(rewriting: Rewriting, run: SuiteRun, gold: SuiteRun | None) -> tupl
     if run.verdict.reason is Reason.TEST_TIMEOUT:
         return run.verdict, ""
     return Verdict(Reason.RESULTS_DISAGREE, why, log_tail=run.verdict.log_tail), ""
-
-
-def _cut(test: str) -> str:
-    """Return a test's name without its parameters, as `rewards.falsify` does."""
-    return test.partition("[")[0] if "::" in test else test

@@ -23,7 +23,7 @@ def without_skipped(tests: Tests, passed: Collection[str], not_passing: Collecti
     PASS_TO_PASS. not_passing: those that do the same with the gold patch; None if that is not known, and then a test of
     FAIL_TO_PASS must pass, and one of PASS_TO_PASS may not fail. If no test passed, all are failures.
     """
-    odd = sorted({test for kind in tests.values() for test in kind["success"] if not _has(passed, test)})
+    odd = sorted({test for kind in tests.values() for test in kind["success"] if not has(passed, test)})
     alone = len(odd) == sum(len(kind["success"]) for kind in tests.values())
     known = tests["PASS_TO_PASS"]["success"] if not_passing is None else not_passing
     bad = set(odd) if alone else set(odd) - set(known)
@@ -53,7 +53,7 @@ def shortened(log: str, most: int) -> str:
     return "\n".join([*lines[: most // 2], *lines[-(most // 2) :]])
 
 
-def _has(names: Collection[str], test: str) -> bool:
+def has(names: Collection[str], test: str) -> bool:
     """Tell whether a test is among the names. In some rows, a name is cut off within its parameters."""
     cut = test.count("[") > test.count("]")
     return test in names or (cut and any(name.startswith(test) for name in names))

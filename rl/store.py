@@ -26,7 +26,7 @@ from rl.traces.store.sending import Sender
 from rl.traces.store.server import StoreServer
 from rl.traces.store.stores import StoreError
 from rollout import program
-from rollout.records import Reader
+from rollout.records.reading import Reader
 
 _TRIES_S = (1.0, 2.0, 4.0)  # between tries, when a store fails in the middle
 

@@ -34,7 +34,7 @@ class Reading(Protocol):
 
 
 class FormatReading:
-    """A FormatReading reads one format. ``spec``: as in ``parsers.make_parser``; ``trimmed``: strings may have lost the
+    """A FormatReading reads one format. ``spec``: as in ``ReplyParser``; ``trimmed``: strings may have lost the
     white space at their ends, as in records before version 3. Raises ValueError if the format is not known."""
 
     def __init__(self, spec: str, trimmed: bool = False) -> None:

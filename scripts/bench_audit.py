@@ -21,7 +21,8 @@ import msgspec
 from rollout import program
 from rollout.figures import line
 from rollout.proxy.engine import Completion, Seals
-from rollout.records import VERSION, Reader, Record, RecordWriter, path_of
+from rollout.records import VERSION, Record, RecordWriter, path_of
+from rollout.records.reading import Reader
 
 
 def copy_of(record: Record, number: int) -> Record:

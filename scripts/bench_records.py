@@ -37,7 +37,8 @@ from rollout.proxy.engine import Completion
 from rollout.proxy.replies import reply_events
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
-from rollout.records import CorruptRecordError, Reader, Record, RecordWriter, record_of
+from rollout.records import Record, RecordWriter, record_of
+from rollout.records.reading import CorruptRecordError, Reader
 
 TURNS, TOKENS, REPLY_CHARS, REPEATS = 300, 100_000, 300, 9
 

@@ -242,7 +242,7 @@ def reference(work: Path, count: int) -> None:
     from transformers import AutoModelForCausalLM
 
     from rl.sft.episodes import rows_of
-    from rollout.records import Reader
+    from rollout.records.reading import Reader
 
     records = list(Reader(work / "small" / "warm" / "episodes"))
     rows = [ids for one in records[:: max(1, len(records) // count)] for ids, _ in rows_of(one)][:count]

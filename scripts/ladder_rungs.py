@@ -31,7 +31,8 @@ from rl.metrics.figures import CORRELATION, Figure
 from rl.plan import plan
 from rl.plan.model import KNOWN
 from rl.run.vllm_server import vllm_server
-from rollout.records import Reader, unpack_ids
+from rollout.records import unpack_ids
+from rollout.records.reading import Reader
 
 # The packages whose behaviour, and so whose version, our code depends on.
 PINNED = ("torch", "vllm", "transformers", "verl", "ray")

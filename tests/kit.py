@@ -20,7 +20,7 @@ import psutil
 
 from rollout.proxy.engine import Completion
 from rollout.proxy.messages import Block
-from rollout.proxy.parsers import ParsedReply
+from rollout.proxy.parsers import ParsedReply, VllmReplyParser
 from rollout.proxy.session import Policy
 from rollout.proxy.texts import here
 from rollout.records import Record
@@ -75,6 +75,12 @@ class CharRenderer:
     def _text(self, messages: list[dict[str, Any]]) -> str:
         lines = [f"{m['role']}: {m['content']}{m.get('tool_calls') or ''}<e>\n" for m in messages]
         return "".join(lines) + "assistant: "
+
+
+def make_parser(spec: str, tokenizer: Any) -> VllmReplyParser:
+    """The parser whose ``spec`` this is."""
+    tool, _, reasoning = spec.partition("+")
+    return VllmReplyParser(tool, reasoning or None, tokenizer)
 
 
 class CallParser:

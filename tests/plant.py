@@ -21,7 +21,8 @@ from pathlib import Path
 
 from rollout.agent.events import blocks, message_id
 from rollout.figures import line
-from rollout.records import Reader, Record, RecordWriter, path_of, row_digest
+from rollout.records import Record, RecordWriter, path_of, row_digest
+from rollout.records.reading import Reader
 from tests.audit_kit import change_logprob, columns, redo_row
 
 _LEFT_OUT = ("*.cep", "checkpoints", "wandb", "tensorboard", "ray_dir", "ray_logs")

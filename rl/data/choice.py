@@ -25,7 +25,8 @@ from rl.data.rates import Rate, rated
 from rollout.agent.events import blocks
 from rollout.audit import audit_heard, audit_tokens
 from rollout.figures import Line, line
-from rollout.records import Reader, Record, record_at
+from rollout.records import Record
+from rollout.records.reading import Reader, record_at
 
 Made = TypeVar("Made")
 Progress = Callable[[int, int], object]  # takes how much is done, and how much there is

@@ -27,7 +27,7 @@ from rewards.patch import PatchError
 from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
 from rl.data.card import write_card
 from rl.data.fields import Row, RowError, Why, label
-from rl.data.filters import Selection, split
+from rl.data.filters import Selection, share_of, split
 from rl.data.sets import SETS, ConversionOptions
 from rl.data.source import SourceError, read_rows
 from rollout import program
@@ -197,17 +197,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--shuffle", type=int, metavar="SEED", help="a random order, the same for the same seed and rows")
     add("--limit", type=int, metavar="N", help="the first N rows that pass the filters")
     add = parser.add_argument_group("held-out rows, in a second file OUT.heldout.parquet").add_argument
-    add("--heldout-share", type=_share, metavar="X", help="about this share, between 0 and 1")
+    add("--heldout-share", type=share_of, metavar="X", help="about this share, between 0 and 1")
     add("--heldout-by", choices=("repo", "instance"), default="repo", help="hold out whole repositories, or instances")
     add("--split-seed", type=int, default=0, metavar="SEED", help="another seed gives another split")
     return parser
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
 
 
 if __name__ == "__main__":

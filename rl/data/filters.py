@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import hashlib
 from collections import Counter
@@ -77,6 +78,14 @@ def split(rows: Sequence[Row], share: float, by: Literal["instance", "repo"], se
     for row in rows:
         sides[_share(seed, row[key].lower()) < share].append(row)
     return sides
+
+
+def share_of(text: str) -> float:
+    """Return a share of an option. Raises ArgumentTypeError unless it is between 0 and 1."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
 
 
 def _share(seed: int | None, name: str) -> float:

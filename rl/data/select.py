@@ -40,7 +40,8 @@ from rl.data.choice import ALIKE, PATTERNS, Choice, ChoiceRules, SelectError, ch
 from rl.data.rates import write_rated
 from rl.run.screen import Screen
 from rollout import files, program
-from rollout.records import SELECTION, VERSION, CorruptRecordError, RecordWriter, payload_at
+from rollout.records import SELECTION, VERSION, RecordWriter
+from rollout.records.reading import CorruptRecordError, payload_at
 
 
 def summary(chosen: Choice) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from rl.run.journal import Journal, LostError, run_all
 from rollout import files
 from rollout.episode import Episode, Setup, play
 from rollout.figures import Line, journal_line
-from rollout.records import SUFFIX, Reader, Record, RecordWriter, record_of
+from rollout.records import SUFFIX, Record, RecordWriter, record_of
+from rollout.records.reading import Reader
 
 _NAMES = {"eval": "evaluation", "collect": "collection", "warm": "preparation"}
 

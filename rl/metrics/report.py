@@ -177,22 +177,23 @@ def save(picture: Figure, path: Path) -> None:
         picture.savefig(new, dpi=110, format="png")
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """Return a share as a text."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 # What the summary shows as the mean over steps: label, metric, format.
 _MEANS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("groups that teach nothing", "group/all_equal", _percent),
+    ("groups that teach nothing", "group/all_equal", percent),
     ("seconds per step", "timing_s/step", "{:.1f}".format),
     ("  rollout", "timing_s/gen", "{:.1f}".format),
     ("  update", "timing_s/update_actor", "{:.1f}".format),
     ("  weight sync", "timing_s/update_weights", "{:.2f}".format),
     ("rows per episode", "episode/rows", "{:.2f}".format),
     ("turns per episode", "episode/turns", "{:.1f}".format),
-    ("prefix-cache hit rate", "engine/prefix_cache_hit_rate", _percent),
+    ("prefix-cache hit rate", "engine/prefix_cache_hit_rate", percent),
     ("proxy overhead per call, ms", "proxy/overhead_ms", "{:.1f}".format),
-    ("GPU busy", "gpu/busy", _percent),
+    ("GPU busy", "gpu/busy", percent),
 )
 
 
@@ -201,12 +202,12 @@ def summary(records: list[dict]) -> list[tuple[str, str]]:
     steps = [r for r in records if "timing_s/step" in r]
     held_out = [(r["step"], resolve_rate(r, "val")) for r in records if has_validation(r)]
     ends = [*held_out[:1], *held_out[1:][-1:]]
-    rows = [(f"held-out resolved, step {step}", _percent(rate)) for step, rate in ends]
+    rows = [(f"held-out resolved, step {step}", percent(rate)) for step, rate in ends]
     rows.append(("steps", str(len(steps))))
     third = max(1, len(steps) // 3)
     for label, part in (("first", steps[:third]), ("last", steps[-third:])):
         if rates := [rate for r in part if (rate := resolve_rate(r, "train")) is not None]:
-            rows.append((f"train resolved, {label} third", _percent(statistics.fmean(rates))))
+            rows.append((f"train resolved, {label} third", percent(statistics.fmean(rates))))
     for label, metric, form in _MEANS:
         if values := _values(steps, metric):
             rows.append((label, form(statistics.fmean(values))))

@@ -25,7 +25,8 @@ from rl.plan.layout import MODEL, layout_of, select
 from rl.plan.model import ModelUnknown, load_config, shape_of
 from rl.plan.throughput import update_passes
 from rollout.figures import line
-from rollout.records import Reader, Record
+from rollout.records import Record
+from rollout.records.reading import Reader
 
 NEWEST = 512  # episodes that are read
 FEWEST = 8  # of which a spread says something

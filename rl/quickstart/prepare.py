@@ -53,7 +53,8 @@ from rollout.figures import journal_line
 from rollout.proxy.engine import ScriptedEngine
 from rollout.proxy.render import turn_end
 from rollout.proxy.server import ProxyServer
-from rollout.records import Reader, Record
+from rollout.records import Record
+from rollout.records.reading import Reader
 
 
 def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:

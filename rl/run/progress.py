@@ -107,8 +107,8 @@ def step_line(record: dict, total_steps: int) -> str:
     parts = [f"step {record['step']}/{total_steps}"]
     held_out = metrics.resolve_rate(record, "val")
     if "timing_s/step" not in record:
-        return f"{parts[0]}  held-out resolved {_percent(held_out)}"
-    parts.append(f"resolved {_percent(metrics.resolve_rate(record, 'train'))}")
+        return f"{parts[0]}  held-out resolved {report.percent(held_out)}"
+    parts.append(f"resolved {report.percent(metrics.resolve_rate(record, 'train'))}")
     parts.append(f"reward {_number(record, 'episode/reward_mean', '{:.3f}')}")
     if record.get("group/played", 0) > record.get("group/used", 0):
         parts.append(f"groups {record['group/used']:.0f} of {record['group/played']:.0f}")
@@ -125,17 +125,13 @@ def step_line(record: dict, total_steps: int) -> str:
     if record.get("infra/failures"):
         parts.append(f"infra {record['infra/failures']:.0f}")
     if held_out is not None:
-        parts.append(f"held-out resolved {_percent(held_out)}")
+        parts.append(f"held-out resolved {report.percent(held_out)}")
     return "  ".join(parts)
 
 
 def _number(record: dict, key: str, form: str = "{:.1f}") -> str:
     value = record.get(key)
     return "-" if value is None else form.format(value)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def finished(run_dir: Path, minutes: float, screen: Screen) -> None:

@@ -22,7 +22,7 @@ from rl.data.choice import ChoiceRules
 from rl.run.weights import adopt
 from rl.sft.other import check_environment
 from rl.traces.rows import PAIRS, ROWS, RowsError, check_columns
-from rollout.records import Reader
+from rollout.records.reading import Reader
 
 TRAINERS = ("verl", "llamafactory", "dpo")
 _COLUMNS = {"verl": ROWS, "dpo": PAIRS}  # of files that a trainer takes

@@ -20,7 +20,8 @@ from rl.data.choice import ChoiceRules, choose, paired
 from rl.traces.rows import PAIRS, ROWS, Row, RowsError, length, read, write
 from rollout.audit import audit_tokens
 from rollout.proxy.engine import TextCodec
-from rollout.records import CorruptRecordError, Reader, Record, path_of, record_at, unpack_ids
+from rollout.records import Record, path_of, unpack_ids
+from rollout.records.reading import CorruptRecordError, Reader, record_at
 
 
 @dataclass

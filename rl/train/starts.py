@@ -25,7 +25,7 @@ from rl.run.checkpoints import TRACKER
 from rl.run.directory import Run
 from rl.train import unfinished
 from rollout import files
-from rollout.records import Reader
+from rollout.records.reading import Reader
 
 FRUITLESS = 2  # starts in a row without progress that end a run
 FILE = "starts.json"

@@ -23,7 +23,8 @@ from rl.view.search import Query
 from rollout import files
 from rollout.audit import audit_heard, audit_tokens
 from rollout.figures import line
-from rollout.records import CorruptRecordError, Reader, Record, decode, payload_at, record_at, unpacked
+from rollout.records import Record, unpacked
+from rollout.records.reading import CorruptRecordError, Reader, decode, payload_at, record_at
 
 _FORM = 3  # of the cache file; another one is built anew
 _EACH = 500  # new episodes after which the cache file is written again

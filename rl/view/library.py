@@ -13,7 +13,8 @@ from rl.view.index import Index, IndexEntry
 from rl.view.runs import RunView, advantages, by_deviation, group
 from rl.view.tokens import Texts, TreeMap, Vocabulary, tree, vocabulary
 from rl.view.turns import EpisodeReading, read
-from rollout.records import CorruptRecordError, Record
+from rollout.records import Record
+from rollout.records.reading import CorruptRecordError
 
 _KEPT = 4  # episodes in memory; one of 100,000 tokens takes some tens of MB
 

@@ -22,7 +22,7 @@ from rl.view.runs import FilterError, chosen
 from rl.view.texts import cut
 from rl.view.turns import EpisodeReading, Part, Turn, read
 from rollout import program
-from rollout.records import CorruptRecordError
+from rollout.records.reading import CorruptRecordError
 
 _HEAD = ("episode", "split", "step", "verdict", "reward", "turns", "rows", "sampled", "seconds", "flags")
 

@@ -43,7 +43,8 @@ from rollout.audit.lines import Lines
 from rollout.audit.texts import audit_text, audit_turns, closing_of, tokenizer_of
 from rollout.audit.tokens import SEALS, audit_tokens, infra_failed, torn_columns
 from rollout.reading import FormatReading
-from rollout.records import SEALED, SELECTION, Reader, Record, content_of
+from rollout.records import SEALED, SELECTION, Record, content_of
+from rollout.records.reading import Reader
 
 __all__ = [
     "audit_claims",

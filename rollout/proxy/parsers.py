@@ -49,18 +49,12 @@ class ReplyParser(Protocol):
 
     @property
     def spec(self) -> str:
-        """Return the string with which ``make_parser`` makes the same parser."""
+        """Return what it parses: ``TOOL`` or ``TOOL+REASONING``, names of vLLM's parsers. Records keep it."""
         ...
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
         """Parse one reply. ``tools`` are those that the agent offered, in chat form; without any there are no calls."""
         ...
-
-
-def make_parser(spec: str, tokenizer: Any) -> ReplyParser:
-    """Make a parser from ``TOOL`` or ``TOOL+REASONING``, names of vLLM's parsers. Raises ValueError if unknown."""
-    tool, _, reasoning = spec.partition("+")
-    return VllmReplyParser(tool, reasoning or None, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from aiohttp import web
@@ -23,14 +23,16 @@ from rollout import SIDE_MODEL
 from rollout.proxy.connections import BODY_S, IDLE_S, Connections, Tally, taken
 from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
-from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.messages import RequestError, WireRequest
-from rollout.proxy.metrics import Metrics
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 from rollout.proxy.secret import issued
 from rollout.proxy.session import Call, Policy, Session, closed_error
 from rollout.proxy.tree import Node
 from rollout.proxy.wire import LARGE, decode_request, takes_long
+
+if TYPE_CHECKING:  # not loaded where nothing is forwarded, and no metrics are served
+    from rollout.proxy.forward import SideEndpoint
+    from rollout.proxy.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

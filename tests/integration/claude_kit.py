@@ -23,7 +23,6 @@ from rewards.task import Task
 from rewards.verdict import Reason, Verdict
 from rl.sft.episodes import rows_of
 from rl.traces.export.conversation import conversations
-from rollout import records
 from rollout.agent import AgentRun, run_agent
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.audit import audit_claims, audit_heard, audit_text, audit_tokens
@@ -34,7 +33,8 @@ from rollout.proxy.render import Renderer
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import TrainingSequence
-from rollout.records import NodeRecord, unpack_ids
+from rollout.records import NodeRecord, Record, RecordWriter, record_of, unpack_ids
+from rollout.records.reading import Reader
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local.box import boot_local
 from rollout.trace import chat_of
@@ -241,12 +241,12 @@ class Listener:
         return hear
 
 
-def check_record(episode: Episode, directory: Path) -> records.Record:
+def check_record(episode: Episode, directory: Path) -> Record:
     """Write and read a record as a run does, and audit it."""
-    writer = records.RecordWriter(directory, "w")
-    writer.append(records.record_of(episode, "train", 1, "chars", "calls"))
+    writer = RecordWriter(directory, "w")
+    writer.append(record_of(episode, "train", 1, "chars", "calls"))
     writer.close()
-    record = next(iter(records.Reader(directory)))
+    record = next(iter(Reader(directory)))
     problems = [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallReading())]
     problems += [*audit_heard(record), *audit_claims(record)]
     assert problems == [], problems

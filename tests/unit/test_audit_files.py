@@ -16,7 +16,8 @@ from rl.metrics import episodes as metrics
 from rollout import audit
 from rollout.figures import journal_line, line
 from rollout.proxy.session import Session
-from rollout.records import Reader, Record, RecordWriter
+from rollout.records import Record, RecordWriter
+from rollout.records.reading import Reader
 from tests.audit_kit import played, redo, sampled
 from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy
 from tests.unit.test_audit import DAMAGES

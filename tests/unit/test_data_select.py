@@ -23,7 +23,8 @@ from rl.data.select import main
 from rl.evaluate.statistics import wilson
 from rl.quickstart.tasks import make_tasks
 from rollout import audit
-from rollout.records import CorruptRecordError, NodeRecord, Reader, Record, RecordWriter, pack_ids
+from rollout.records import NodeRecord, Record, RecordWriter, pack_ids
+from rollout.records.reading import CorruptRecordError, Reader
 from tests.audit_kit import played
 from tests.kit import CallReading, CharTokenizer, empty_record, full_at
 

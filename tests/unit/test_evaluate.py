@@ -226,6 +226,10 @@ def test_the_identity_has_only_what_decides_how_an_episode_ends(tasks_file: Path
         assert identity(free) == same, free
     for deciding in ("agent.max_turns=2", "sandbox.cpu_s=1", "model=n", "sampling.top_p=0.1", "grading.timeout_s=1"):
         assert identity(deciding) != same, deciding
+    composed, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}", "sandbox=docker"])
+    assert identity() != same
+    images = ("pull_parallel=1", "image_budget_gb=1", "registry_mirror=m", "pull_patience_s=1")
+    assert {json.dumps(identity(f"sandbox.{free}")) for free in images} == {json.dumps(identity())}
 
 
 # --- the directory

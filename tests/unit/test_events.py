@@ -18,7 +18,8 @@ from rollout.agent.claude_code import ClaudeCode
 from rollout.agent.events import blocks, commands, read
 from rollout.audit import audit_heard
 from rollout.figures import line
-from rollout.records import Reader, Record, RecordWriter
+from rollout.records import Record, RecordWriter
+from rollout.records.reading import Reader
 from rollout.sandbox import ExecResult
 from tests.audit_kit import played
 from tests.kit import empty_record

@@ -21,10 +21,9 @@ from rl.data.make.edits import patch
 from rl.data.make.swaps import swaps
 from rl.quickstart.policy import make_tokenizer
 from rl.traces.collect.expert import DONE, CannotPlayError, Edit, Expert, Form, Habits, gold_edits, playable
-from rollout.proxy.parsers import make_parser
 from rollout.proxy.render import ChatTemplateRenderer
 from tests.datasets import snapshot_row
-from tests.kit import saved_again
+from tests.kit import make_parser, saved_again
 from tests.unit.test_functions import BROKEN
 from tests.unit.test_functions import SOURCE as GOLD
 

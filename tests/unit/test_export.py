@@ -282,7 +282,7 @@ def test_predictions_are_one_per_task_and_of_one_model(run: Path, capfd: pytest.
 
 
 def first_of(run: Path) -> Record:
-    from rollout.records import Reader
+    from rollout.records.reading import Reader
 
     return next(iter(Reader(run)))
 

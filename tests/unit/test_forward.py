@@ -25,7 +25,8 @@ from rollout.proxy.replies import Reply, reply_events, reply_json, sse
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
-from rollout.records import Reader, RecordWriter
+from rollout.records import RecordWriter
+from rollout.records.reading import Reader
 from tests.kit import QueueEngine, char_policy, empty_record
 
 HELLO: dict[str, Any] = {"model": "policy", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}

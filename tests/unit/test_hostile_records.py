@@ -19,7 +19,8 @@ import zstandard
 
 from rl.view.index import Index
 from rollout import program
-from rollout.records import CorruptRecordError, Reader, Record, decode
+from rollout.records import Record
+from rollout.records.reading import CorruptRecordError, Reader, decode
 from tests.export_kit import repair, write
 from tests.kit import empty_record
 from tests.view_kit import hostile

@@ -21,7 +21,7 @@ from rl.traces.ingest.requests import canonical
 from rl.traces.ingest.states import State, StatesError, read_states
 from rollout.proxy.blocks import blocks_of
 from rollout.proxy.chat import chat_request
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.ingest_kit import session, write_session
 from tests.kit import full_at
 

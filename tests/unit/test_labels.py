@@ -20,7 +20,7 @@ from rl.view import pages
 from rl.view.library import Library
 from rl.view.server import application
 from rollout import files
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.export_kit import lines, repair, write
 from tests.unit.test_view_pages import text
 

@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from rl.quickstart import policy as quickstart
 from rollout.proxy import parsers
 from rollout.proxy.engine import Completion
-from rollout.proxy.parsers import FORMATS, ParsedReply, ReplyParser, make_parser
+from rollout.proxy.parsers import FORMATS, ParsedReply, ReplyParser
 from rollout.proxy.render import ChatTemplateRenderer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.wire import decode_request
 from rollout.reading import FormatReading
+from tests.kit import make_parser
 
 TYPES = {"path": "string", "text": "string", "count": "integer", "all": "boolean", "options": "object"}
 TOOLS = [

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rl.view.index import Index
 from rollout import audit
-from rollout.records import Reader, Record
+from rollout.records import Record
+from rollout.records.reading import Reader
 from tests import plant
 from tests.view_demo import Demo
 

@@ -88,7 +88,8 @@ def test_a_package_of_this_repository_that_is_not_installed_is_named(
     install(APPTAINER, tmp_path, monkeypatch)
     config = compose(["sandbox=apptainer", "sandbox.cache_dir=/shared/sif"])
     check_keys(config)
-    assert boxes.kind_of(config.sandbox).name == "apptainer"
+    kind = boxes.kind_of(config.sandbox)
+    assert kind.name == "apptainer" and "cache_dir" in kind.speed_only
 
 
 def test_the_package_of_apptainer_uses_public_names_of_boxes_only() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rl.quickstart.policy import EDITED, ERRORS, TOOLS, example_messages, make_policy, make_tokenizer
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
-from rollout.proxy.parsers import make_parser
 from rollout.proxy.render import ChatTemplateRenderer
+from tests.kit import make_parser
 
 MESSAGES = example_messages("basket", "fold", "larger", "a - b", "max(a, b)", number=1)
 

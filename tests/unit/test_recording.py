@@ -17,7 +17,8 @@ from rl.view.terminal import main as terminal
 from rollout import audit
 from rollout.proxy.standalone import ProxyOptions, StandAlone
 from rollout.recording import Recording
-from rollout.records import Reader, Record
+from rollout.records import Record
+from rollout.records.reading import Reader
 from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy
 
 CALL = '[[Bash {"command": "ls"}]]'

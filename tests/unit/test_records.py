@@ -16,9 +16,7 @@ from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import (
     VERSION,
-    CorruptRecordError,
     NodeRecord,
-    Reader,
     Record,
     RecordWriter,
     content_of,
@@ -28,6 +26,7 @@ from rollout.records import (
     seal_of,
     unpacked,
 )
+from rollout.records.reading import CorruptRecordError, Reader
 from tests.kit import QueueEngine, char_policy, empty_record
 
 
@@ -98,7 +97,8 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
     code = """
 import resource, signal, sys
 from pathlib import Path
-from rollout.records import Reader, RecordWriter
+from rollout.records import RecordWriter
+from rollout.records.reading import Reader
 from tests.kit import empty_record
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = RecordWriter(Path(sys.argv[1]), "w")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rl.traces.collect.spans import spans_of
 from rl.traces.store.sending import Sender
 from rl.traces.store.stores import StoredAttempt, StoreError, StoreRefusal
-from rollout.records import Position, Reader, Record
+from rollout.records import Record
+from rollout.records.reading import Position, Reader
 from rollout.trace import trace
 from tests.export_kit import without_words
 from tests.kit import empty_record

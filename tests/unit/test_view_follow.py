@@ -13,7 +13,7 @@ import pytest
 
 from rl.view import server
 from rl.view.index import Index
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.view_kit import served
 
 EACH = 12  # records of a process

@@ -178,7 +178,7 @@ def test_patches_are_cut_into_files_and_texts_compared() -> None:
 
 
 async def test_every_kind_of_record_in_a_run_can_be_read(tmp_path: Path) -> None:
-    from rollout.records import Reader
+    from rollout.records.reading import Reader
 
     records: list[Record] = list(Reader(await run(tmp_path / "run")))
     assert len(records) == 7

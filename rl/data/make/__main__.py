@@ -23,7 +23,7 @@ from typing import Any
 from rl.checks.alike import in_verified, overlaps
 from rl.data.card import beside, write_card
 from rl.data.convert import write_tasks
-from rl.data.filters import split
+from rl.data.filters import share_of, split
 from rl.data.make import made_card as cards
 from rl.data.make.candidates import FIX, NAMES, WRITTEN, Candidate
 from rl.data.make.history import fixes
@@ -203,17 +203,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--requires", nargs="+", default=[], metavar="REQ", help="what tests need beside what the packages name")
     add("--bugs", type=Path, metavar="FILE", help="bugs that another model has written (rl.teachers.bugs)")
-    add("--heldout-share", type=_share, metavar="X", help="hold out about this share of the packages, in a second file")
+    add(
+        "--heldout-share",
+        type=share_of,
+        metavar="X",
+        help="hold out about this share of packages, in a second file",
+    )
     add("--allow-verified", action="store_true", help="take packages of SWE-bench Verified's repositories, too")
     add("--allow-copies", action="store_true", help="take packages that a local box has another copy of, too")
     return parser
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
 
 
 if __name__ == "__main__":

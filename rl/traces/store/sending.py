@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rl.traces.collect.spans import about_of, ending_of, spans_of
 from rl.traces.store.stores import SOURCE, Store, StoredAttempt, StoreError, StoreRefusal
-from rollout.records import Position, Reader, Record
+from rollout.records import Record
+from rollout.records.reading import Position, Reader
 from rollout.trace import trace
 
 _MODES = {"train": "train", "val": "val", "eval": "test"}

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from rollout import audit
-from rollout.records import Reader, Record, unpack_ids
+from rollout.records import Record, unpack_ids
+from rollout.records.reading import Reader
 from tests.integration import train_kit
 from tests.integration.process_kit import one_line
 from tests.integration.train_kit import RunProcess, WarmStart

@@ -23,7 +23,8 @@ from rollout.episode import run_episode
 from rollout.figures import line
 from rollout.proxy.calls import CallRecord
 from rollout.proxy.server import ProxyServer
-from rollout.records import NodeRecord, Reader, Record, RecordWriter, RowRecord, pack_floats, record_of
+from rollout.records import NodeRecord, Record, RecordWriter, RowRecord, pack_floats, record_of
+from rollout.records.reading import Reader
 from tests.audit_kit import change_ids, redo, sampled
 from tests.integration.claude_kit import scripted
 from tests.integration.proxy.test_claude_code import repair, setup

@@ -28,7 +28,7 @@ from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.proxy import standalone
 from rollout.proxy.__main__ import main
 from rollout.proxy.standalone import EngineRefused, ProxyOptions, StandAlone
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.integration.claude_kit import Moody, call, in_turn, scripted
 from tests.integration.vllm_kit import Running
 from tests.kit import QueueEngine, char_policy

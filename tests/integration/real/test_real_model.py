@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
-from rollout import records
 from rollout.audit import audit_heard, audit_text, audit_tokens, audit_turns, closing_of, tokenizer_of
 from rollout.episode import Episode
 from rollout.proxy.engine import AT_1, Completion
@@ -33,6 +32,8 @@ from rollout.proxy.tree import Node
 from rollout.proxy.vllm_http import VllmHttpEngine
 from rollout.proxy.wire import decode_request
 from rollout.reading import FormatReading
+from rollout.records import RecordWriter, record_of
+from rollout.records.reading import Reader
 from rollout.sandbox.docker.engine import cache_dir
 from tests.integration.claude_kit import Stage, stage
 from tests.integration.vllm_kit import Running, serving
@@ -169,10 +170,10 @@ def audited(played: Stage, model: Path, directory: Path) -> None:
     episode = Episode(
         "e", played.task, 0, time.time(), Verdict(Reason.EMPTY_PATCH), played.session, run, b"", tree.sequences(), {}
     )
-    writer = records.RecordWriter(directory, "w")
-    writer.append(records.record_of(episode, "train", 1, str(model), "hermes"))
+    writer = RecordWriter(directory, "w")
+    writer.append(record_of(episode, "train", 1, str(model), "hermes"))
     writer.close()
-    record = next(iter(records.Reader(directory)))
+    record = next(iter(Reader(directory)))
     tokenizer = tokenizer_of(str(model))
     closing = closing_of(model, tokenizer)
     assert closing is not None

@@ -30,7 +30,7 @@ from rl.episodes.boxes import kind_of, prepare_images
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, play, run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from rollout.sandbox.docker.engine import PROJECT, get_engine
 from tests.docker_kit import base_image, left, made, task_images
 from tests.integration.claude_kit import call, check_record, in_turn, scripted

@@ -18,7 +18,7 @@ from rl.quickstart.tasks import make_tasks
 from rollout import audit
 from rollout.proxy.engine import SAMPLED
 from rollout.proxy.server import ProxyServer
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.integration.claude_kit import scripted
 from tests.integration.process_kit import read_until
 from tests.integration.programs_kit import AGENT, gold, kill_after, start

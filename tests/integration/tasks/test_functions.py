@@ -16,7 +16,7 @@ from rl.quickstart.policy import make_policy
 from rl.quickstart.tasks import verify
 from rl.sft.episodes import rows_of
 from rollout import audit
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.integration.make_kit import write_sdist
 from tests.integration.programs_kit import start
 

@@ -19,7 +19,7 @@ from rl.config.compose import compose
 from rl.quickstart import prepare as module
 from rl.run.lease import RunLease
 from rl.run.screen import Screen
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.integration.process_kit import ROOT, plain_environment
 
 SMALL = ["quickstart.train_tasks=3", "quickstart.heldout_tasks=2", "quickstart.warm_episodes=8"]

@@ -28,7 +28,8 @@ from rollout.proxy.calls import reply_in
 from rollout.proxy.chat import ChatEndpoint
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.server import ProxyServer
-from rollout.records import Reader, Record, path_of, unpack_floats, unpack_ids
+from rollout.records import Record, path_of, unpack_floats, unpack_ids
+from rollout.records.reading import Reader
 from tests.integration.claude_kit import scripted
 from tests.integration.programs_kit import AGENT, ROOT, gold, kill_after, start
 from tests.integration.vllm_kit import Running

@@ -24,7 +24,7 @@ from rl.run.programs import free_port
 from rl.run.store import storing
 from rl.traces.store.local import LocalStore, send_all
 from rl.traces.store.stores import StoreError
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from tests.integration.store_scenes import told_by_claude_code
 from tests.store_kit import Told, compare, run_command, told, write
 

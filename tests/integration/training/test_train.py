@@ -21,7 +21,7 @@ from docker.errors import APIError
 from rl import report
 from rl.run.weights import find_weights, merge
 from rollout import audit
-from rollout.records import Reader
+from rollout.records.reading import Reader
 from rollout.sandbox.docker.engine import RUN, get_engine
 from rollout.trace import trace
 from tests import metric_docs

@@ -1,6 +1,6 @@
 """Measure the viewer: a run of many episodes, and one episode of 100,000 tokens and 300 turns.
 
-    python scripts/bench_view.py [--episodes 10000]
+    python -m tests.bench_view [--episodes 10000]
 
 Prints the seconds of the index (built, from its cache, extended), of pages as their bytes arrive over HTTP, and in
 headless Chromium until they can be used, and the peak memory of the server's process. On a busy machine the seconds of
@@ -23,19 +23,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import aiohttp
+import psutil
+from aiohttp import web
 
-import aiohttp  # noqa: E402
-import psutil  # noqa: E402
-from aiohttp import web  # noqa: E402
-
-from rl.view.library import Library  # noqa: E402
-from rl.view.server import application  # noqa: E402
-from rollout.records import NodeRecord, Record, RecordWriter, RowRecord, pack_floats, pack_ids, row_digest  # noqa: E402
-from tests import browser_kit  # noqa: E402
-from tests.kit import empty_record  # noqa: E402
-from tests.view_kit import bytewise  # noqa: E402
+from rl.view.library import Library
+from rl.view.server import application
+from rollout.records import NodeRecord, Record, RecordWriter, RowRecord, pack_floats, pack_ids, row_digest
+from tests import browser_kit
+from tests.kit import empty_record
+from tests.view_kit import bytewise
 
 _FILES = 64  # as many workers have written the large run
 
@@ -179,7 +176,7 @@ def main() -> int:
         context = multiprocessing.get_context("spawn")
         for attempt in ("built", "from its cache"):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=([run], cache, there))
+            process = context.Process(target=serve, args=([run], cache, there), daemon=True)
             process.start()
             opened, built, used, address = here.recv()
             print(f"{'index, ' + attempt:<46} {built:7.3f} s  {used:5.2f} s of CPU  ({opened:.3f} s of it the cache)")
@@ -200,9 +197,10 @@ def main() -> int:
                 if why := browser_kit.problem():
                     print(f"no Chromium: {why}")
                 else:
+                    rows = min(200, args.episodes + 1)
                     turns = "document.querySelectorAll('.turn').length === 300"
                     seen = {
-                        "episodes": ("/episodes", "document.querySelectorAll('tbody tr').length === 200"),
+                        "episodes": ("/episodes", f"document.querySelectorAll('tbody tr').length === {rows}"),
                         "tokens of 100,000": (f"/tokens?{of}", "document.querySelectorAll('.t').length > 300"),
                         "conversation of 300 turns": (f"/episode?{of}", turns),
                     }

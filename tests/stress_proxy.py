@@ -1,6 +1,6 @@
 """Make 100,000 calls to proxies on several event loops, and check every token by other means than the proxy's.
 
-    python scripts/stress_proxy.py --model DIR [--calls 100000] [--loops 4]
+    python -m tests.stress_proxy --model DIR [--calls 100000] [--loops 4]
 
 ``python -m rl.quickstart.policy --out DIR`` makes a ``DIR``. Each event loop has a thread, every other one is uvloop's,
 and all share tokenizer, renderer and parser. Agents go on, go back, hang up, ask again, ask twice at once, start
@@ -25,14 +25,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from measuring import head, row
-from proxy_load import text
 
 from rollout import program
 from rollout.proxy.engine import Completion
@@ -43,6 +42,7 @@ CONTEXT, EPISODE, BESIDE = 40_000, 50, 6  # tokens of a context; steps of an epi
 TOOLS = [{"name": "Do", "description": "Does it.", "input_schema": {"type": "object", "required": ["path"]}}]
 KINDS = {"go on": 50, "ask again": 8, "twice at once": 6, "hang up": 10, "go back": 6, "count": 6, "sub-agent": 6}
 KINDS |= {"large": 5, "too large": 3}
+WORDS = ["return", "configure", "inspect", "provide", "self.x =", "if", "(a, b)", "0", "def", "x\n"]
 
 
 class NumberedEngine:
@@ -120,9 +120,13 @@ class Agent:
         made = chat("assistant", "") | {"tool_calls": [called]}
         return {"wire": {"role": "assistant", "content": [block]}, "chat": made}
 
+    def text(self, chars: int) -> str:
+        """Return words and code of so many characters."""
+        return " ".join(self.draw.choices(WORDS, k=chars // 2 + 1))[:chars]
+
     def next(self, talk: list[dict[str, Any]], chars: int = 60) -> list[dict[str, Any]]:
         """Return a conversation with the message that comes next: a call's result, or the user's."""
-        said = f"{next(self.fresh)} {text(self.draw.randrange(1, chars), self.draw.randrange(999))}."
+        said = f"{next(self.fresh)} {self.text(self.draw.randrange(1, chars))}."
         last = talk[-1]["wire"]["content"][-1] if talk else {}
         block: dict[str, Any] = {"type": "text", "text": said}
         if last.get("type") == "tool_use":
@@ -260,40 +264,45 @@ async def play(number: int, calls: int, policy: Policy, sample: int, told: Count
     await server.stop()
 
 
+def stress(model: str, calls: int, loops: int, sample: int) -> tuple[Counter[str], list[BaseException]]:
+    """Make so many calls on so many event loops; return how often what was done, and how loops have failed."""
+    from rollout.proxy.standalone import ProxyOptions, load_policy
+
+    policy = load_policy(ProxyOptions("", model, "qwen3_coder", any_family=True))(None, CONTEXT)  # ty: ignore
+    told, failed = [Counter[str]() for _ in range(loops)], list[BaseException]()
+
+    def run(number: int) -> None:
+        kind = uvloop if number % 2 else asyncio
+        try:
+            kind.run(play(number, -(-calls // loops), policy, sample, told[number]))
+        except BaseException as error:
+            failed.append(error)
+            traceback.print_exception(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(loops)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(told, Counter[str]()), failed
+
+
 def main() -> None:
     """Run it; the exit status is 1 if anything is wrong."""
-    parser = program.parser("python scripts/stress_proxy.py", __doc__)
+    parser = program.parser("python -m tests.stress_proxy", __doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--loops", type=int, default=4)
     parser.add_argument("--sample", type=int, default=10)
     args = parser.parse_args()
-    from rollout.proxy.standalone import ProxyOptions, load_policy
-
     logging.getLogger("aiohttp.server").disabled = True  # it has a stack trace for each client that hangs up
-    policy = load_policy(ProxyOptions("", args.model, "qwen3_coder", any_family=True))(None, CONTEXT)  # ty: ignore
-    told, failed, began = [Counter[str]() for _ in range(args.loops)], list[BaseException](), time.perf_counter()
-
-    def run(number: int) -> None:
-        kind = uvloop if number % 2 else asyncio
-        try:
-            kind.run(play(number, -(-args.calls // args.loops), policy, args.sample, told[number]))
-        except BaseException as error:
-            failed.append(error)
-            raise
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(args.loops)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    head("what", "how often")
-    total = sum(told, Counter[str]())
+    began = time.perf_counter()
+    total, failed = stress(args.model, args.calls, args.loops, args.sample)
+    print("| what | how often |\n| --- | --- |")
     for what in ["calls", *KINDS, "generations", "replies read", "prompts encoded as a whole"]:
-        row(what, f"{total[what]:,}")
-    row("event loops", args.loops)
-    row("seconds", f"{time.perf_counter() - began:.0f}")
-    row("wrong", f"{len(failed)} event loops" if failed else "nothing")
+        print(f"| {what} | {total[what]:,} |")
+    print(f"| event loops | {args.loops} |\n| seconds | {time.perf_counter() - began:.0f} |")
+    print(f"| wrong | {f'{len(failed)} event loops' if failed else 'nothing'} |")
     sys.exit(bool(failed))
 
 

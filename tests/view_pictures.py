@@ -1,6 +1,6 @@
 """Make the pictures of the viewer in the documents, from a made-up run (tests/view_demo.py), in headless Chromium.
 
-    python scripts/view_pictures.py [--out docs]
+    python -m tests.view_pictures [--out docs]
 
 A picture is a whole page, in 256 colours. Look at them before they are committed.
 """
@@ -13,13 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
+
+from tests import browser_kit, view_demo, view_kit
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from PIL import Image  # noqa: E402
-
-from tests import browser_kit, view_demo, view_kit  # noqa: E402
-
 _WIDTH = 1200
 _EPISODE = f"id=train-{view_demo.STEPS}-{view_demo.TASK}-0"
 _TURN = "document.querySelector('.turn')"

@@ -29,6 +29,7 @@ lint: setup
 	@.venv/bin/ty check --python .venv --python-version 3.12
 	@.venv/bin/python scripts/budget.py
 	@.venv/bin/python -m tests.check_docs
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 format: setup
 	@.venv/bin/ruff check --fix

@@ -159,7 +159,7 @@ def run_client(*argv: str, cores: set[int]) -> dict[str, Any]:
 
 def median(load: Load, cores: set[int], runs: int = 3) -> dict[str, Any]:
     """Return the run with the median time, because other users of the machine disturb single runs."""
-    seeds = [random.randrange(1 << 30) for _ in range(runs)]
+    seeds = random.sample(range(1 << 30), runs)
     found = [shoot(replace(load, tag=f"{load.tag}{seed}-", seed=seed), cores) for seed in seeds]
     return sorted(found, key=lambda result: result["wall"])[runs // 2]
 
@@ -211,17 +211,10 @@ def own(model: str, mine: set[int], others: set[int]) -> None:
         show("  the last of them", 1e3 * first[-1], "ms")
         result = median(Load(port, 1, 100, 60, tag="b"), others)
         took = sorted(1e3 * t for t in result["later"][0])
-        p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
-        show("1 session: p50", p50, "ms", "< 3", p50 < 3)
-        show("1 session: p99", p99, "ms", "< 15", p99 < 15)
+        for name, place, limit in (("p50", 0.5, 3), ("p99", 0.99, 15)):
+            show(f"1 session: {name}", found := took[int(len(took) * place)], "ms", f"< {limit}", found < limit)
         first = 1e3 * statistics.mean(result["first"])
-        show(
-            "first turn, 88 KB, with a known system prompt and tools",
-            first,
-            "ms",
-            "< 15",
-            first < 15,
-        )
+        show("first turn, 88 KB, with a known system prompt and tools", first, "ms", "< 15", first < 15)
         result = median(Load(port, 1, 100, 9_000, tag="c"), others)
         took = [1e3 * t for t in result["later"][0]]
         second, last = statistics.median(took[:5]), statistics.median(took[-5:])

@@ -1,13 +1,14 @@
-"""Measure what keeping records costs: the bytes of an episode, and the seconds of writing it beside those of the run.
+"""Measure what records cost: the bytes of an episode, the seconds of writing it beside those of the run, the audit.
 
     python scripts/bench_records.py RUN              the records of a run
+    python scripts/bench_records.py RUN --copies 10000          the audit of so many copies of them
     python scripts/bench_records.py --model DIR      a made-up episode of 300 turns and 100,000 tokens
 
 Bytes are those on the disk, compressed. The records of RUN are written once more, next to RUN and synced as a run does
 it, and timed. Their share is of the time from the start of the first episode to the end of the last one: a worker plays
 nothing else while it writes. The time to gather a record from the session, before that, is measured with the made-up
 episode only, whose texts and log-probabilities are random. ``python -m rl.quickstart.policy --out DIR --seed 1``
-makes a DIR.
+makes a DIR. Copies have names, replies' ids and seals of their own; ``python -m rollout.audit`` reads them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import asyncio
 import itertools
 import json
 import random
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +38,12 @@ from rl.metrics.episodes import percentile
 from rollout import program
 from rollout.agent import AgentRun, Status
 from rollout.episode import Episode
-from rollout.proxy.engine import Completion
+from rollout.figures import line
+from rollout.proxy.engine import Completion, Seals
 from rollout.proxy.replies import reply_events
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
-from rollout.records import Record, RecordWriter, record_of
+from rollout.records import VERSION, Record, RecordWriter, path_of, record_of
 from rollout.records.reading import CorruptRecordError, Reader
 
 TURNS, TOKENS, REPLY_CHARS, REPEATS = 300, 100_000, 300, 9
@@ -73,6 +79,48 @@ def measure(run: Path) -> None:
     row("ms to write one: mean, p50, p95", spread([1e3 * seconds for seconds in took]))
     row("share of the wall time", f"{sum(took) / wall:.3%} of {wall:.0f} s" if wall else "no times")
     row("share of the episodes' own time", f"{sum(took) / played:.3%} of {played:.0f} s" if played else "no times")
+
+
+def audit(run: Path, count: int) -> int:
+    """Print what the audit of ``count`` copies of a run's episodes takes; return its exit status."""
+    records = [record for record in Reader(run) if not record.attempt]
+    with tempfile.TemporaryDirectory() as directory:
+        writer = RecordWriter(Path(directory, "episodes"), "copies", synced=False)
+        Path(directory, "episode_metrics").mkdir()
+        with open(Path(directory, "episode_metrics", "copies.jsonl"), "w") as lines:
+            for number, record in zip(range(count), itertools.cycle(records), strict=False):
+                writer.append(made := copy_of(record, number))
+                lines.write(json.dumps(line(made)) + "\n")
+        writer.close()
+        size, began = writer.path.stat().st_size, time.monotonic()
+        code = subprocess.run([sys.executable, "-m", "rollout.audit", directory]).returncode
+        seconds = time.monotonic() - began
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    head("the audit", "measured")
+    row("episodes, MB", f"{count}, {size / 1e6:.0f}")
+    row(
+        "seconds; of CPU; ms of an episode",
+        f"{seconds:.1f}; {used.ru_utime + used.ru_stime:.1f}; {1e3 * seconds / count:.2f}",
+    )
+    row("MiB of memory", used.ru_maxrss >> 10)
+    return code
+
+
+def copy_of(record: Record, number: int) -> Record:
+    """Return a record of this version as if it were of another session."""
+    data = msgspec.msgpack.encode(record)
+    for name in {node.message_id[4:20] for node in record.nodes if node.message_id}:
+        data = data.replace(name.encode(), f"{number:06x}{name[6:]}".encode())
+    made = msgspec.msgpack.decode(data, type=Record)
+    made.version, made.seal = VERSION, b""
+    made.episode, made.attempt, made.started = f"train-1-{number}-{record.episode}", 0, record.started + number
+    for i, node in enumerate(made.nodes):
+        if node.logprobs is not None:
+            prompt = [*array("i", b"".join(made.nodes[n].ids for n in path_of(made.nodes, i)[:-1]))]
+            ids, probs = [*array("i", node.ids)], [*array("f", node.logprobs)]
+            versions = tuple(array("i", node.versions)) if isinstance(node.versions, bytes) else ()
+            node.seal = Seals().make(prompt, Completion(ids, probs, versions), node.side, node.message_id)
+    return made
 
 
 def without_messages(record: Record) -> Record:
@@ -159,20 +207,22 @@ def median_ms(seconds: list[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.1f}"
 
 
-def main() -> None:
-    """Print the table of a run or of the made-up episode."""
+def main() -> int:
+    """Print the table of a run or of the made-up episode; return the exit status."""
     parser = program.parser("python scripts/bench_records.py", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a directory with records")
     what.add_argument("--model", metavar="DIR", help="a tokenizer and its chat template: measure the made-up episode")
+    parser.add_argument("--copies", type=int, help="of RUN's episodes: measure the audit of so many")
     args = parser.parse_args()
-    if args.model:
-        return measure_made_up(args.model)
     try:
-        measure(args.run)
+        if args.copies and args.run:
+            return audit(args.run, args.copies)
+        measure_made_up(args.model) if args.model else measure(args.run)
     except (FileNotFoundError, CorruptRecordError) as error:
         raise SystemExit(str(error)) from error
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

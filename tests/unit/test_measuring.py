@@ -13,9 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl.plan import plan
+from rl.quickstart.policy import make_tokenizer
 from rollout.records import NodeRecord, RecordWriter, pack_ids
 from tests.check_kit import composed
 from tests.kit import empty_record
+from tests.unit.test_help import sampled
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,3 +84,21 @@ def test_what_records_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert rows["share of the wall time"].endswith(" of 40 s")
     assert rows["share of the episodes' own time"].endswith(" of 80 s")
     assert list(tmp_path.iterdir()) == [run]
+
+
+def test_copies_of_records_are_audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """They differ in what no two episodes may have in common, and their seals are right: nothing is found."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    writer = RecordWriter(tmp_path / "episodes", "0")
+    record = sampled(tokenizer.encode("some words"), "some words")
+    record.model, record.nodes[1].message_id = str(tmp_path / "model"), "msg_0123456789abcdef00000000"
+    record.nodes[1].stop_reason = "end_turn"
+    writer.append(record)
+    writer.close()
+    assert importlib.import_module("bench_records").audit(tmp_path, 3) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("ok: 3 episodes, 3 replies") and " 0 findings" in said and "| episodes, MB | 3, 0 |" in said

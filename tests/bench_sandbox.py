@@ -1,6 +1,6 @@
 """Measure how fast container sandboxes are, on an idle machine.
 
-    .venv/bin/python scripts/bench_sandbox.py [--repeat 20] [--boxes 16]
+    .venv/bin/python -m tests.bench_sandbox [--repeat 20] [--boxes 16]
 
 Prints medians: from boot to the end of the first program; a grading, of a task whose tests take about 0.2 s, end to
 end, without and with a second opinion; gradings per second with one per core at a time; and the time of a number of
@@ -16,14 +16,13 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-import task_images  # beside this file
-
 from rewards.grade import grade, warm_up
 from rewards.task import Task
 from rollout import program
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import get_engine
+from tests.docker_kit import task_images
 
 
 async def _boot(task: Task) -> DockerSandbox:
@@ -71,7 +70,8 @@ async def _times(run: Callable[[Task], Awaitable[float]], task: Task, count: int
 
 async def main(repeat: int, boxes: int) -> None:
     """Measure and print."""
-    task = await task_images.make_task(await asyncio.to_thread(get_engine), task_images.RECIPES[-1])
+    kit = task_images()
+    task = await kit.make_task(await asyncio.to_thread(get_engine), kit.RECIPES[-1])
     await asyncio.to_thread(warm_up)
     await _grading(task)
     for what, run in (
@@ -92,7 +92,7 @@ async def main(repeat: int, boxes: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = program.parser("python scripts/bench_sandbox.py", __doc__)
+    parser = program.parser("python -m tests.bench_sandbox", __doc__)
     parser.add_argument("--repeat", type=int, default=20, help="measurements of each kind")
     parser.add_argument("--boxes", type=int, default=16, help="episodes in parallel")
     options = parser.parse_args()

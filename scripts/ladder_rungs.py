@@ -37,7 +37,7 @@ from rollout.records.reading import Reader
 # The packages whose behaviour, and so whose version, our code depends on.
 PINNED = ("torch", "vllm", "transformers", "verl", "ray")
 # On a CPU one file, to show that the rung works: running all tests is for make test.
-TESTS = {"cuda": ["tests/unit"], "cpu": ["tests/unit/test_render.py"]}
+TESTS = {"cuda": ["tests/unit"], "cpu": ["tests/unit/proxy/test_render.py"]}
 KL = 0.01  # docs/metrics.md: healthy
 # In place of the real widths on a CPU, where a rung only shows that it works.
 SMALL = {

@@ -30,8 +30,8 @@ NAMED_ELSEWHERE = {
     "rl/cpu/vllm_replica.py": ("rl/run/vllm_plugin.py",),
     "rl/ingest.py": ("rl/traces/ingest",),
     "tests/published.py": ("scripts/smollm2.jinja",),
-    "tests/unit/test_help.py": ("scripts", "examples"),
-    "tests/unit/test_setup.py": ("constraints", "packaging/container", "scripts"),
+    "tests/unit/commands/test_help.py": ("scripts", "examples"),
+    "tests/unit/scripts/test_setup.py": ("constraints", "packaging/container", "scripts"),
 }
 
 

@@ -2,7 +2,7 @@
 
 A full collection visits every item of every container. It would stop all sessions for a tenth of a second and more, to
 find hardly anything: numbers are no part of a cycle, what was imported stays, and a session has no cycles
-(``tests/unit/test_collector.py``).
+(``tests/unit/proxy/test_garbage.py``).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rl.data.convert import convert, write_tasks
 from rl.data.filters import Selection, split
 from rl.data.sets import SETS, ConversionOptions
 from tests import datasets
-from tests.unit.test_data_sets import MAKE
+from tests.unit.data.test_sets import MAKE
 
 _plain = st.one_of(
     st.none(),

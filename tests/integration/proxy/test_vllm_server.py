@@ -34,7 +34,7 @@ from rollout.proxy.wire import decode_request
 from tests.integration.claude_kit import call, in_turn, scripted, stage
 from tests.integration.vllm_kit import Running
 from tests.sandboxes import REPOSITORY
-from tests.unit.test_ingest_uses import EDIT, TALK, state, write_states
+from tests.unit.traces.test_ingest_uses import EDIT, TALK, state, write_states
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
 

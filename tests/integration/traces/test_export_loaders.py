@@ -20,7 +20,7 @@ from rl.export import main
 from rl.teachers import outcome
 from tests.export_kit import SYSTEM, Play, calls_of, crowd, lines, repair, write
 from tests.lacks import LACKS
-from tests.unit.test_ingest_uses import EDIT, TALK, state, use, write_states
+from tests.unit.traces.test_ingest_uses import EDIT, TALK, state, use, write_states
 
 ROOT = Path(__file__).parents[3]
 TRAINERS = ROOT / ".trainers"

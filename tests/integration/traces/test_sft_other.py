@@ -23,7 +23,7 @@ from tests.check_kit import composed
 from tests.integration.train_kit import WarmStart
 from tests.integration.vllm_kit import ONE_PROCESS, UNCOMPILED
 from tests.lacks import LACKS
-from tests.unit.test_ingest_uses import EDIT, TALK, state, use, write_states
+from tests.unit.traces.test_ingest_uses import EDIT, TALK, state, use, write_states
 
 pytestmark = [
     pytest.mark.claude,

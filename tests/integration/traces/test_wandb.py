@@ -14,7 +14,7 @@ import pytest
 from rl import dashboard
 from rl.metrics import samples
 from rl.metrics.panels import SECTIONS
-from tests.unit.test_metrics import STEP
+from tests.unit.metrics.test_metrics import STEP
 from tests.wandb_kit import ENTITY, KEY, Wandb, wandb_server
 
 pytestmark = [pytest.mark.timeout(180)]

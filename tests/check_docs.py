@@ -20,7 +20,7 @@ OTHERS = tuple(f"{folder}/**/*.md" for folder in ("examples", "packaging", ".git
 DOCUMENTS = [
     path for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", *OTHERS) for path in sorted(ROOT.glob(pattern))
 ]
-ELSEWHERE = {"test_spec.py"}  # files of other projects
+ELSEWHERE = {"test_spec.py", "pkg/test_utils.py", "polite/test_polite.py"}  # files of other projects
 README_LINES = 120
 
 
@@ -34,9 +34,9 @@ def wrong_paths(document: Path) -> Iterator[str]:
             continue
         if not any(ROOT.glob(path)) and not any(document.parent.glob(path)):
             yield f"{path}: no such file"
-    tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
-    for name in re.findall(r"(?<![\w/])((?:test_\w+|\w+_kit)\.py)", text):
-        if name not in tests and name not in ELSEWHERE:
+    tests = [f"/{path.relative_to(ROOT)}" for path in (ROOT / "tests").rglob("*.py")]
+    for name in re.findall(r"(?<![\w/.])((?:\w+/)*(?:test_\w+|\w+_kit)\.py)", text):
+        if not any(path.endswith(f"/{name}") for path in tests) and name not in ELSEWHERE:
             yield f"{name}: no such file of tests"
 
 

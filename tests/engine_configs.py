@@ -50,8 +50,12 @@ def announce(directory: Path) -> None:
 
 
 def write_model(directory: Path, name: str) -> Path:
-    """Write the config of a model whose shape rl.plan knows, and a small tokenizer."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Write the config of a model whose shape rl.plan knows, and a small tokenizer.
+
+    Where rl.plan knows the text part of a model that also sees images, it is put into a whole config, as published.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto import modeling_auto
 
     from rl.plan.model import load_config
     from rl.quickstart.policy import make_tokenizer
@@ -59,7 +63,11 @@ def write_model(directory: Path, name: str) -> Path:
     path = directory / Path(name).name
     if not path.exists():
         config = load_config(name)
-        config.update({"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], "dtype": "bfloat16"})
+        names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if config.model_type.endswith("_text"):
+            names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            config = AutoConfig.for_model(config.model_type.removesuffix("_text"), text_config=config.to_dict())
+        config.update({"architectures": [names[config.model_type]], "dtype": "bfloat16"})
         config.save_pretrained(path)
         make_tokenizer(["a text"]).save_pretrained(path)
     return path

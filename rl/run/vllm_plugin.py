@@ -10,15 +10,16 @@ _TORCHVISION = [f"torchvision{part}" for part in ("", ".transforms", ".transform
 
 
 def import_without_torchvision() -> None:
-    """Import what vLLM's module of Qwen3.5 imports of transformers: the code for images, which asks for torchvision by
-    name. There is none beside a CPU's torch (constraints/cpu-overrides.txt), and no agent sends images."""
+    """Import what vLLM's module of Qwen3.5 imports of transformers: the code for images and videos, which asks for
+    torchvision by name. There is none beside a CPU's torch (constraints/cpu-overrides.txt), and no agent sends images."""
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():
         return
     sys.modules.update((name, types.ModuleType(name)) for name in _TORCHVISION)
     try:
-        importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
+        for kind in ("image", "video"):  # vLLM 0.24 has both, 0.28 the first
+            importlib.import_module(f"transformers.models.qwen2_vl.{kind}_processing_qwen2_vl")
     finally:
         for name in _TORCHVISION:
             del sys.modules[name]

@@ -11,7 +11,7 @@ _TORCHVISION = [f"torchvision{part}" for part in ("", ".transforms", ".transform
 
 def import_without_torchvision() -> None:
     """Import what vLLM's module of Qwen3.5 imports of transformers: the code for images and videos, which asks for
-    torchvision by name. There is none beside a CPU's torch (constraints/cpu-overrides.txt), and no agent sends images."""
+    torchvision by name. There is none beside a CPU's torch (constraints/cpu-overrides.txt); no agent sends images."""
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():

@@ -1,7 +1,9 @@
 """Pull and seal the images of task files, and print what was found in them. docs/sandboxes.md
 
-python -m rl.boxes TASKS.parquet ... sandbox=docker [sandbox.image_budget_gb=100] [--shard 1/4]
-python -m rl.boxes TASKS.parquet ... sandbox=docker --sizes     # is there room? pulls nothing
+    python -m rl.boxes TASKS.parquet ... sandbox=docker [sandbox.image_budget_gb=100] [--shard 1/4]
+    python -m rl.boxes TASKS.parquet ... sandbox=docker --sizes     # is there room? pulls nothing
+
+Exit status: 0 done, 1 an image cannot be had, 2 the config or a task file is wrong.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""This room composes configs from groups, checks names in them, and reads command lines and plug-ins."""
+"""Configs, composed from groups, with their overrides, command lines and plug-ins."""

@@ -1,4 +1,4 @@
-"""Which converted rows are written: filters, a seeded order, and a split that is stable when rows are added."""
+"""Filters of converted rows, their seeded order, and a split that is stable when rows are added."""
 
 from __future__ import annotations
 

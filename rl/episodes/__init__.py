@@ -1,1 +1,1 @@
-"""What episodes are made of, from a config: agents, rules, policies, and boxes of each kind."""
+"""Agents, rules, policies and boxes of each kind: the parts of an episode, made from a config."""

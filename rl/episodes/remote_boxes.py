@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
 from rewards.task import Task
 from rl.episodes.boxes import kind_of
+from rl.run.nodes import places
 from rollout.episode import Boot
 from rollout.sandbox import OUTPUT_CAP, ExecResult, Sandbox, SandboxError
 
@@ -123,21 +124,3 @@ async def _answer(reference: Any, cause: str) -> Any:
         raise error.cause from None
     except (RayActorError, TaskCancelledError) as error:
         raise SandboxError(cause, f"the node that grades: {str(error).splitlines()[0]}") from None
-
-
-def places(resource: str) -> list[dict[str, Any]]:
-    """Return the options that put an actor on each of the nodes that have a Ray resource.
-
-    Raises RuntimeError if there is none.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) > 0]
-    if not nodes:
-        raise RuntimeError(f"no node of the Ray cluster has the resource {resource!r} (cluster.*_resource)")
-    return [
-        # Soft, like verl's own: if the node is gone, another one that has the resource takes its place.
-        {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True), "resources": {resource: 0.001}}
-        for node in nodes
-    ]

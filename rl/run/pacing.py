@@ -1,4 +1,4 @@
-"""How a step is paced: how many groups are played at a time, and when an episode takes too long to be waited for."""
+"""The pace of a step: the groups that are played at a time, and the time after which no episode is waited for."""
 
 from __future__ import annotations
 

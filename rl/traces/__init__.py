@@ -1,1 +1,1 @@
-"""What is kept of episodes, and made of conversations: collect, ingest, export, store, rows for fine-tuning."""
+"""Episodes that are kept and conversations that are read: collect, ingest, export, store, rows for fine-tuning."""

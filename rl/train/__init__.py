@@ -1,1 +1,1 @@
-"""Where verl meets us: the trainer, the agent loop, groups, the engine, the curriculum, distillation."""
+"""The places where verl meets us: trainer, agent loop, groups, engine, curriculum, distillation."""

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from rl.episodes.remote_boxes import places
+from rl.run.nodes import places
 from rl.run.pacing import in_flight
 from rl.train.distillation import worker_class
 

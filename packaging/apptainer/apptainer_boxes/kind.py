@@ -32,7 +32,7 @@ class Apptainer(FromImages):
         return images.missing(self.cache, [one.source for one in wanted])
 
     def store(self) -> Path | None:
-        """Return the cache's directory, or the one in which it will be made."""
+        """Return the cache's directory, or the one in which it will be made. Raises ConfigError."""
         return writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
 
     def check(self) -> None:
@@ -46,7 +46,7 @@ class Apptainer(FromImages):
         base = self.sandbox.base_image
         if base is not None and base.endswith(".sif") and "://" not in base and not Path(base).is_file():
             raise ConfigError(f"sandbox.base_image: no file {base}")
-        writable(self.cache.directory, "sandbox.cache_dir", "give a directory that all nodes of the run share")
+        self.store()
 
     async def boot_box(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
         """Boot a box on the task's sealed image; see ``Kind.boot_box``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -229,3 +230,10 @@ def test_only_a_ray_of_its_own_gets_a_token_from_a_run(
     monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": address} if address else {})
     train.set_environment(composed("+experiment=quickstart"), run)
     assert ("RAY_AUTH_TOKEN" in os.environ) == (address is None)
+
+
+def test_a_start_imports_nothing_that_takes_long() -> None:
+    """The config is checked and signals are heard before. The nodes of a cluster import the same module of starts."""
+    code = "import sys, rl.train.__main__; print(*{'torch', 'ray', 'verl', 'vllm', 'docker'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -123,7 +123,7 @@ def left_out(patch: bytes) -> list[str]:
         raise PatchError(f"a path that was left out cannot be read: {error}") from error
 
 
-def read_the_same(files: list[FileDiff], numstat: bytes) -> bool:
+def read_the_same(files: Sequence[FileDiff], numstat: bytes) -> bool:
     """Tell whether git, which printed `numstat`, found the same files in a patch as `split`."""
     theirs = {row.split(b"\t", 2)[-1] for row in numstat.split(b"\0")[:-1]}
     return {_text(path) for path in theirs} == {file.path for file in files}

@@ -1,8 +1,9 @@
-"""Tasks: rows of the SWE-bench v5 schema, which are checked once, when they are loaded.
+"""Tasks: rows of the SWE-bench v5 schema, or of another grader's, which are checked once, when they are loaded.
 
 A parquet file of tasks must have the columns in `COLUMNS` and may have those in `OPTIONAL`; other columns are ignored.
-Lists are lists of strings or their JSON text. For local sandboxes, `image` is `dir:PATH`: a directory with a git
-repository, relative to the file.
+A row whose column `grader` names another grader than SWE-bench's needs those in `ALWAYS` only, and has what its grader
+reads in the column `grading`. Lists are lists of strings or their JSON text. For local sandboxes, `image` is
+`dir:PATH`: a directory with a git repository, relative to the file.
 """
 
 from __future__ import annotations
@@ -21,13 +22,25 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from rewards import graders
 from rewards.patch import PatchError, split
 
-_TEXT = ("instance_id", "image", "repo", "version", "log_parser", "eval_type", "eval_script")
+ALWAYS = ("instance_id", "image", "repo", "problem_statement")
+_SWE_BENCH = ("log_parser", "eval_type", "eval_script")
 _TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
-COLUMNS = (*_TEXT, "problem_statement", "base_commit", *_TESTS)
-OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty", "not_passing")
-_ONE_LINE = ("instance_id", "image", "repo", "version", "log_parser", "eval_type", "base_commit", "difficulty")
+COLUMNS = (*ALWAYS, "version", "base_commit", *_SWE_BENCH, *_TESTS)
+OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty", "not_passing", "grader", "grading")
+_ONE_LINE = (
+    "instance_id",
+    "image",
+    "repo",
+    "version",
+    "log_parser",
+    "eval_type",
+    "base_commit",
+    "difficulty",
+    "grader",
+)
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 _LOCAL = "dir:"
 _LARGE = 1e15
@@ -48,7 +61,9 @@ class Task:
     hidden_paths: files and directories of the image, relative to the work tree or absolute, that are removed from an
     agent's box but kept in a grading box (tests that come with the image). difficulty: as the task's data set names
     it; metrics are split by it. not_passing: tests that are skipped or fail as expected with the gold patch, None if
-    that is not known; admission writes it. solutions: paths that the gold patches of the task's repository touch.
+    that is not known; admission writes it. grader: the name of what judges its tests (`rewards.graders`); grading: what
+    that reads, the JSON text of an object, "" for SWE-bench's, which has its own columns and leaves those of other
+    graders' tasks empty. solutions: paths that the gold patches of the task's repository touch.
     """
 
     instance_id: str
@@ -68,7 +83,14 @@ class Task:
     hidden_paths: tuple[str, ...] = field(repr=False, default=())
     difficulty: str | None = field(repr=False, default=None)
     not_passing: tuple[str, ...] | None = field(repr=False, default=None)
+    grader: str = graders.SWE_BENCH
+    grading: str = field(repr=False, default="")
     solutions: frozenset[str] = field(repr=False, default=frozenset())
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Return `grading`, decoded."""
+        return json.loads(self.grading or "{}")
 
     @property
     def snapshot(self) -> Path:
@@ -86,31 +108,28 @@ class Task:
     @classmethod
     def from_row(cls, row: Mapping[str, Any], base_dir: Path) -> Task:
         """Make a task of one row after checking it. Raises TaskError, which names the instance and the field."""
-        values = {name: _text(row, name) for name in (*_TEXT, "problem_statement", "base_commit")}
-        tests = {name: _strings(row, name) for name in _TESTS}
-        if not tests["FAIL_TO_PASS"]:
+        named = row.get("grader") or graders.SWE_BENCH
+        swe_bench = _checked(row, "grader", named) == graders.SWE_BENCH
+        values = {name: _text(row, name) for name in ALWAYS}
+        for name in ("version", "base_commit"):
+            values[name] = _text(row, name) if swe_bench or row.get(name) is not None else ""
+        if swe_bench:
+            values |= _swe_bench_values(row)
+        else:
+            values |= dict.fromkeys(_SWE_BENCH, "")
+        tests = {name: _strings(row, name) if swe_bench or row.get(name) is not None else () for name in _TESTS}
+        if swe_bench and not tests["FAIL_TO_PASS"]:
             raise _wrong(row, "FAIL_TO_PASS", "is empty: a patch that changes nothing could resolve the task")
-        if values["eval_type"] not in EVAL_TYPES:
-            raise _wrong(row, "eval_type", f"{values['eval_type'][:80]!r} is not one of {', '.join(EVAL_TYPES)}")
-        if values["log_parser"] not in log_parsers():
-            raise _wrong(row, "log_parser", f"swebench has no parser {values['log_parser'][:80]!r}")
-        if values["eval_type"] == "fail_only" and values["log_parser"] not in _failures_only():
-            parser = values["log_parser"]
-            raise _wrong(
-                row,
-                "eval_type",
-                f"fail_only counts a test without a result as passed, and {parser} is no parser of failures only",
-            )
-        if problem := _unreadable(values["eval_script"]):
-            raise _wrong(row, "eval_script", problem)
         patches = {
             name: _checked(row, name, row[name]) for name in ("patch", "setup_patch") if row.get(name) is not None
         }
         hidden = _strings(row, "hidden_paths") if row.get("hidden_paths") is not None else ()
         if strange := [path for path in hidden if not path.strip("/") or ".." in path.split("/")]:
             raise _wrong(row, "hidden_paths", f"{strange[0]!r} is not a path below the work tree or the root")
-        return cls(
+        task = cls(
             **values,
+            grader=named,
+            grading="" if swe_bench else _object(row, "grading"),
             FAIL_TO_PASS=tests["FAIL_TO_PASS"],
             PASS_TO_PASS=tests["PASS_TO_PASS"],
             patch=patches.get("patch"),
@@ -121,6 +140,17 @@ class Task:
             solutions=_touched(patches.get("patch")),
             base_dir=base_dir.absolute(),
         )
+        if not swe_bench:
+            try:
+                grader = graders.named(named)
+            except ValueError as error:
+                raise _wrong(row, "grader", str(error)) from error
+            try:
+                grader.check(task)
+            except Exception as error:  # another package's code
+                what = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
+                raise _wrong(row, "grading", what) from error
+        return task
 
     def to_row(self) -> dict[str, Any]:
         """Return the row, which `from_row` reads back; its lists are JSON texts, as in the published data sets."""
@@ -129,6 +159,8 @@ class Task:
             row[name] = json.dumps(row[name])
         if self.not_passing is not None:
             row["not_passing"] = json.dumps(self.not_passing)
+        if self.grader == graders.SWE_BENCH:
+            row |= {"grader": None, "grading": None}
         return row
 
 
@@ -142,7 +174,8 @@ def load_tasks(path: Path | str) -> list[Task]:
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError) as error:
         # The last two: a text that is not UTF-8, a time that Python cannot represent.
         raise TaskError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from error
-    missing = [name for name in COLUMNS if name not in table.column_names]
+    needed = ALWAYS if "grader" in present else COLUMNS  # what else a row lacks is said of the row
+    missing = [name for name in needed if name not in table.column_names]
     if missing:
         raise TaskError(f"{path}: no column {', '.join(missing)}")
     if table.num_rows == 0:
@@ -210,6 +243,36 @@ def _source() -> Path:
     if found is None or not found.submodule_search_locations:
         raise TaskError("swebench is not installed: no task can be graded")
     return Path(found.submodule_search_locations[0], "harness", "log_parsers")
+
+
+def _swe_bench_values(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts that SWE-bench's grader reads. Raises TaskError."""
+    values = {name: _text(row, name) for name in _SWE_BENCH}
+    parser, kind = values["log_parser"], values["eval_type"]
+    if kind not in EVAL_TYPES:
+        raise _wrong(row, "eval_type", f"{kind[:80]!r} is not one of {', '.join(EVAL_TYPES)}")
+    if parser not in log_parsers():
+        raise _wrong(row, "log_parser", f"swebench has no parser {parser[:80]!r}")
+    if kind == "fail_only" and parser not in _failures_only():
+        why = f"fail_only counts a test without a result as passed, and {parser} is no parser of failures only"
+        raise _wrong(row, "eval_type", why)
+    if problem := _unreadable(values["eval_script"]):
+        raise _wrong(row, "eval_script", problem)
+    return values
+
+
+def _object(row: Mapping[str, Any], name: str) -> str:
+    """Return the JSON text of an object, which a row has as such or as a mapping. Raises TaskError."""
+    value = row.get(name)
+    if isinstance(value, Mapping):
+        value = json.dumps(value)
+    text = _checked(row, name, value)
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+    except (ValueError, RecursionError):
+        pass
+    raise _wrong(row, name, "is no JSON object")
 
 
 def _unreadable(script: str) -> str:

@@ -85,7 +85,8 @@ class Verdict:
     wall time of the grading, boot included. log_tail: the end of the test log, which names hidden tests and must never
     reach an agent. dropped: paths of the patch that were not graded. flags: names of what is suspicious in the patch
     (`rewards.rules`). shaped: the reward, if it is not that of the outcome (`rewards.shape`).
-    not_passing: tests that neither failed nor passed: skipped ones, and those that failed as expected.
+    not_passing: tests that neither failed nor passed: skipped ones, and those that failed as expected. grader: the name
+    of what came to the verdict, "" if nothing did.
     """
 
     reason: Reason | None
@@ -97,6 +98,7 @@ class Verdict:
     flags: Sequence[str] = ()
     shaped: float | None = None
     not_passing: Sequence[str] = field(default=(), repr=False)
+    grader: str = ""
 
     @property
     def outcome(self) -> Outcome:
@@ -144,4 +146,5 @@ class Verdict:
             "log_tail": self.log_tail,
             "dropped": list(self.dropped),
             "flags": list(self.flags),
+            "grader": self.grader,
         }

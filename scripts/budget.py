@@ -34,6 +34,7 @@ ONE_TASK_MODULES = (
     "rollout.proxy.render",
     "rollout.proxy.parsers",
     "rewards.grade",
+    "rewards.swebench",
     "rewards.second",
     "rewards.shape",
     "rewards.falsify",

@@ -16,7 +16,8 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-from rewards.grade import grade, warm_up
+from rewards.grade import grade
+from rewards.swebench import warm_up
 from rewards.task import Task
 from rollout import program
 from rollout.sandbox.docker import images

@@ -34,6 +34,7 @@ from typing import Any
 
 from rewards import grade as grading
 from rewards.rules import Rules
+from rewards.swebench import warm_up
 from rewards.task import Task, TaskError, load_tasks
 from rewards.verdict import Reason
 from rl.data import verdicts as report
@@ -261,7 +262,7 @@ def _grade(
     left: dict[str, int],
 ) -> None:
     """Grade what is missing, and show how far it is and how long it takes. left: how many gradings each task lacks."""
-    grading.warm_up()  # now, because an interrupt can get lost in these imports
+    warm_up()  # now, because an interrupt can get lost in these imports
     wanted = sum(left.values())
     screen.say(f"{wanted} gradings of {len(tasks)} tasks, {plan.jobs} at a time")
     progress = Progress(screen, "gradings", wanted)

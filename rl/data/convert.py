@@ -3,10 +3,10 @@
     python -m rl.data.convert SET [SOURCE] --out tasks.parquet [filters]
 
 SET is one of swe-bench, swe-bench-lite, swe-bench-verified, swe-bench-multilingual, swe-smith, swe-gym, swe-rebench,
-r2e-gym. SOURCE is a .parquet, .jsonl or .json file, a directory of such files, or a dataset on the hub (default: the
-set's own). A row that cannot be converted is refused with a reason: the screen shows how many for each reason, and a
-JSON file beside the output lists them. Exit status: 0 rows were converted, 1 no row could be converted, 2 the source,
-the options or the filters are wrong.
+r2e-gym, or module:attribute, a task source of another package. SOURCE is a .parquet, .jsonl or .json file, a directory
+of such files, or a dataset on the hub (default: the set's own). A row that cannot be converted is refused with a
+reason: the screen shows how many for each reason, and a JSON file beside the output lists them. Exit status: 0 rows
+were converted, 1 no row could be converted, 2 the source, the options or the filters are wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
 from rl.data.card import write_card
 from rl.data.fields import Row, RowError, Why, label
 from rl.data.filters import Selection, share_of, split
-from rl.data.sets import SETS, ConversionOptions
+from rl.data.sets import ConversionOptions, source_named
 from rl.data.source import SourceError, read_rows
 from rollout import program
 from rollout.files import replacing, write
@@ -50,12 +50,13 @@ class Refusal:
 
 
 def convert(rows: Iterable[Row], name: str, options: ConversionOptions) -> tuple[list[dict[str, Any]], list[Refusal]]:
-    """Return the v5 rows of the set `name`, in its order and with lists as lists, and the rows that were refused."""
+    """Return the tasks of the source `name`, in its order and with lists as lists, and the rows that were refused."""
+    source = source_named(name)
     converted: dict[str, dict[str, Any]] = {}
     refused = []
     for number, row in enumerate(rows):
         try:
-            made: dict[str, Any] = {"difficulty": None, **SETS[name].convert(row, options), "set": name}
+            made: dict[str, Any] = {"difficulty": None, "FAIL_TO_PASS": [], **source.convert(row, options), "set": name}
             _check(made)
             if made["instance_id"] in converted:
                 raise RowError(Why.TWICE)
@@ -78,7 +79,7 @@ def _check(row: Row) -> None:
         Task.from_row(row, Path())
     except TaskError as error:
         why = Why.NO_PARSER if ": log_parser: " in str(error) else Why.INVALID
-        raise RowError(why, str(error).removeprefix(f"{row['instance_id']}: ")) from error
+        raise RowError(why, str(error).removeprefix(f"{row.get('instance_id')}: ")) from error
 
 
 def write_tasks(path: Path, rows: Sequence[Row], more: Iterable[str] = ()) -> None:
@@ -92,20 +93,26 @@ def write_tasks(path: Path, rows: Sequence[Row], more: Iterable[str] = ()) -> No
 
 
 def _texts(row: Row) -> dict[str, Any]:
-    return {name: json.dumps(value) if isinstance(value, list | tuple) else value for name, value in row.items()}
+    return {name: json.dumps(value) if isinstance(value, list | tuple | dict) else value for name, value in row.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    args = _parser().parse_args(arguments)
-    info = SETS[args.set]
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        info = source_named(args.set)
+    except ValueError as error:
+        parser.error(f"SET {error}")
     source = args.source or info.hub
+    if not source:
+        parser.error(f"SOURCE is missing: {args.set} is not on the hub")
     try:
         recipes: dict[str, Any] = {}
         if args.recipes:
             recipes = {str(row.get("instance_id")): row for row in read_rows(args.recipes, None, info.split)}
         options = ConversionOptions(recipes=recipes, regression=args.regression)
-        rows, refused = convert(read_rows(source, args.split, info.split), args.set, options)
+        rows, refused = convert(info.read(source, args.split), args.set, options)
         args.instance_ids = _ids(args.instance_ids)
         selection = Selection(**{field.name: getattr(args, field.name) for field in fields(Selection)})
         chosen, dropped = selection.apply(rows)
@@ -173,7 +180,7 @@ def _ids(values: Sequence[str]) -> set[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = program.parser("python -m rl.data.convert", __doc__)
     add = parser.add_argument
-    add("set", choices=SETS, metavar="SET")
+    add("set", metavar="SET")
     add(
         "source", nargs="?", metavar="SOURCE", help="file, directory or hub dataset (default: the set's own on the hub)"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from rl.data.fields import (
     text,
 )
 from rl.data.patches import changes, from_commit, reverse
+from rl.data.source import read_rows
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,23 @@ class ConversionOptions:
 
 
 @dataclass(frozen=True)
-class SetInfo:
-    """A public set has a name on the hub, a split that is usually taken, and a function that converts its rows.
+class TaskSource:
+    """A task source is a public set, or what else tasks are made of: how its rows are converted, and where they are.
 
-    The function returns a v5 row with lists as lists. It raises RowError or PatchError for one that it cannot convert.
+    convert: returns a row of ours (``rewards.task``) with lists as lists. It raises RowError or PatchError for one that
+    it cannot convert. hub, split: its name on the hub, "" if it is nowhere, and the split that is usually taken. rows:
+    yields the rows of a place on this machine (and of a split, if one is asked for), if these are no data files
+    (``rl.data.source``); it raises SourceError.
     """
 
-    hub: str
-    split: str
     convert: Callable[[Row, ConversionOptions], dict[str, Any]]
+    hub: str = ""
+    split: str = ""
+    rows: Callable[[str, str | None], Iterable[Row]] | None = None
+
+    def read(self, place: str, split: str | None) -> Iterable[Row]:
+        """Return the rows of a place, as they were published. Raises SourceError, also while they are iterated over."""
+        return self.rows(place, split) if self.rows else read_rows(place, split, self.split)
 
 
 def swe_bench(row: Row, options: ConversionOptions) -> dict[str, Any]:
@@ -313,13 +322,23 @@ def _quoted_test_files(row: Row) -> str:
     return shlex.join(files)
 
 
-SETS: dict[str, SetInfo] = {
-    "swe-bench": SetInfo("SWE-bench/SWE-bench", "test", swe_bench),
-    "swe-bench-lite": SetInfo("SWE-bench/SWE-bench_Lite", "test", swe_bench),
-    "swe-bench-verified": SetInfo("SWE-bench/SWE-bench_Verified", "test", swe_bench),
-    "swe-bench-multilingual": SetInfo("SWE-bench/SWE-bench_Multilingual", "test", swe_bench),
-    "swe-smith": SetInfo("SWE-bench/SWE-smith", "train", swe_smith),
-    "swe-gym": SetInfo("SWE-Gym/SWE-Gym", "train", swe_gym),
-    "swe-rebench": SetInfo("nebius/SWE-rebench", "filtered", swe_rebench),
-    "r2e-gym": SetInfo("R2E-Gym/R2E-Gym-Subset", "train", r2e_gym),
+SETS: dict[str, TaskSource] = {
+    "swe-bench": TaskSource(swe_bench, "SWE-bench/SWE-bench", "test"),
+    "swe-bench-lite": TaskSource(swe_bench, "SWE-bench/SWE-bench_Lite", "test"),
+    "swe-bench-verified": TaskSource(swe_bench, "SWE-bench/SWE-bench_Verified", "test"),
+    "swe-bench-multilingual": TaskSource(swe_bench, "SWE-bench/SWE-bench_Multilingual", "test"),
+    "swe-smith": TaskSource(swe_smith, "SWE-bench/SWE-smith", "train"),
+    "swe-gym": TaskSource(swe_gym, "SWE-Gym/SWE-Gym", "train"),
+    "swe-rebench": TaskSource(swe_rebench, "nebius/SWE-rebench", "filtered"),
+    "r2e-gym": TaskSource(r2e_gym, "R2E-Gym/R2E-Gym-Subset", "train"),
 }
+
+
+def source_named(name: str) -> TaskSource:
+    """Return a set of ours, or the source of another package (``module:attribute``). Raises ValueError."""
+    from rl.config.plugins import named  # Hydra takes a third of a second
+
+    found = named(name, SETS)
+    if not isinstance(found, TaskSource):
+        raise ValueError(f"is {name!r}, which is no rl.data.sets.TaskSource")
+    return found

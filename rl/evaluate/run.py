@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rewards.grade import warm_up
+from rewards.swebench import warm_up
 from rewards.task import Task
 from rl.config.compose import ConfigError
 from rl.episodes.boxes import prepare_images

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 
-from rewards.grade import warm_up
+from rewards.swebench import warm_up
 from rewards.task import load_tasks
 from rewards.verdict import Outcome
 from rl.episodes.remote_boxes import far_boot

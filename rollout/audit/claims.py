@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from rewards.graders import SWE_BENCH
 from rewards.verdict import Outcome, Reason
 from rollout.audit.tokens import SEALS
 from rollout.proxy.engine import AT_1, SAMPLED
@@ -47,9 +48,10 @@ def _verdict(record: Record) -> Iterator[str]:
     failed = [name for kind in (said.get("tests") or {}).values() for name in kind.get("failure", ())]
     if reason is None and failed:
         yield f"it is resolved, but {len(failed)} tests failed"
-    if reason is None and "tests" in said and not any(said["tests"].values()):
+    named = "tests" in said and said.get("grader", SWE_BENCH) == SWE_BENCH  # other graders need not name tests
+    if reason is None and named and not any(said["tests"].values()):
         yield "it is resolved, but no tests have passed"
-    if reason == Reason.TESTS_FAILED and "tests" in said and not failed:
+    if reason == Reason.TESTS_FAILED and named and not failed:
         yield "it is not resolved because tests failed, but none did"
     if infra or reason == Reason.NOT_GRADED:
         if reward is not None:

@@ -298,7 +298,7 @@ async def test_an_eval_script_that_was_killed_has_no_results(returncode: int, re
 
 @pytest.mark.parametrize("where", ["boot", "exec", "close"])
 async def test_a_grading_that_hangs_is_an_infrastructure_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.grade._CLOSE_S", 0.01)
+    monkeypatch.setattr("rewards.grading._CLOSE_S", 0.01)
 
     class Hanging(ScriptedBox):
         async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:

@@ -1,0 +1,57 @@
+"""Graders: what judges a task's tests. A task's row names its grader, and a file may mix them.
+
+Ours have short names; that of another package is ``module:Class``. A grader says what a task's row must have, and comes
+to a verdict in fresh boxes that have the patch. Deadlines, the rules for patches, errors and flags are the same for all
+(``rewards.grade``).
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from typing import TYPE_CHECKING
+
+from rewards.verdict import Verdict
+
+if TYPE_CHECKING:  # both import this module
+    from rewards.grading import Grading
+    from rewards.task import Task
+
+SWE_BENCH = "swebench"
+GRADERS = {SWE_BENCH: "rewards.swebench:SweBench"}
+
+
+class Grader:
+    """A Grader judges the tests of tasks. One object grades all tasks of a process, several at the same time.
+
+    second_opinion: whether ``judge`` tests a resolved task once more if ``grading.second_opinion`` asks for it. If not,
+    the task counts as resolved without a second opinion, and is flagged.
+    """
+
+    second_opinion = False
+
+    def check(self, task: Task) -> None:
+        """Raise TaskError if ``task`` cannot be graded: something is wrong with ``task.grading``."""
+
+    async def judge(self, grading: Grading) -> Verdict:
+        """Return the verdict on a patch, after running tests in boxes of ``grading.run`` or ``grading.patched``.
+
+        A verdict without a reason is a resolved task; failed tests have TESTS_FAILED, others that the policy is to
+        blame for likewise. What is not the policy's doing is raised: a SandboxError is an infrastructure failure with
+        its cause, and any other exception is GRADER_CRASHED.
+        """
+        raise NotImplementedError
+
+
+@functools.cache
+def named(name: str) -> Grader:
+    """Return the grader of a name. Raises ValueError, whose text says what it must be or why it cannot be had."""
+    if name not in GRADERS and ":" not in name:
+        raise ValueError(f"{name[:80]!r} is no grader; it must be one of {', '.join(GRADERS)}, or module:Class")
+    try:
+        made = pkgutil.resolve_name(GRADERS.get(name, name))()
+    except Exception as error:  # importing another package may raise anything
+        raise ValueError(f"{name[:80]!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Grader):
+        raise ValueError(f"{name[:80]!r} is no subclass of rewards.graders.Grader")
+    return made

@@ -17,10 +17,14 @@ from rewards.verdict import Outcome, Reason, Verdict
 
 @dataclass(frozen=True)
 class Effort:
-    """An Effort is what an episode took. turns: calls of the main thread; tokens: sampled tokens of all threads."""
+    """An Effort is what an episode took, and what came of it.
+
+    turns: calls of the main thread; tokens: sampled tokens of all threads; patch: the agent's, before the rules.
+    """
 
     turns: int
     tokens: int
+    patch: bytes = b""
 
 
 Function = Callable[[Verdict, Task, Effort], float]

@@ -62,8 +62,9 @@ class Task:
     agent's box but kept in a grading box (tests that come with the image). difficulty: as the task's data set names
     it; metrics are split by it. not_passing: tests that are skipped or fail as expected with the gold patch, None if
     that is not known; admission writes it. grader: the name of what judges its tests (`rewards.graders`); grading: what
-    that reads, the JSON text of an object, "" for SWE-bench's, which has its own columns and leaves those of other
-    graders' tasks empty. solutions: paths that the gold patches of the task's repository touch.
+    that reads, the JSON text of an object, "" for SWE-bench's, which has its own columns. Another grader may read
+    those, too: they may be empty, and it has to check them. solutions: paths that the gold patches of the task's
+    repository touch.
     """
 
     instance_id: str
@@ -116,7 +117,7 @@ class Task:
         if swe_bench:
             values |= _swe_bench_values(row)
         else:
-            values |= dict.fromkeys(_SWE_BENCH, "")
+            values |= {name: _checked(row, name, row.get(name) or "") for name in _SWE_BENCH}
         tests = {name: _strings(row, name) if swe_bench or row.get(name) is not None else () for name in _TESTS}
         if swe_bench and not tests["FAIL_TO_PASS"]:
             raise _wrong(row, "FAIL_TO_PASS", "is empty: a patch that changes nothing could resolve the task")

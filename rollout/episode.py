@@ -146,7 +146,7 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
     verdict = _flagged(verdict, setup.rules, session, run)
     if setup.shape is not None:
         tokens = session.tree.sampled_tokens() if session else 0
-        effort = Effort(run.turns if run else 0, tokens)
+        effort = Effort(run.turns if run else 0, tokens, patch)
         verdict = await asyncio.to_thread(setup.shape, verdict, task, effort)  # may be anybody's function
     if session is not None and not verdict.is_infra:
         rows = session.tree.sequences()

@@ -22,11 +22,11 @@ async def main() -> None:
     parser.add_argument("function", help="module:function")
     parser.add_argument("--turns", type=int, default=5, help="pretend that the episode took this many turns (5)")
     options = parser.parse_args()
-    shape, effort = Shape(function=load(options.function)), Effort(turns=options.turns, tokens=1000)
+    shape = Shape(function=load(options.function))
     for task in load_tasks(options.tasks):
         for name, patch in (("gold patch", task.patch or ""), ("a note, no fix", NOTE)):
             verdict = await grade(task, patch.encode(), functools.partial(boot_local, task.snapshot), timeout_s=300)
-            verdict = shape(verdict, task, effort)
+            verdict = shape(verdict, task, Effort(options.turns, 1000, patch.encode()))
             print(f"{task.instance_id}  {name:<15} {verdict.reason or 'resolved':<14} reward {verdict.reward}")
 
 

@@ -8,6 +8,7 @@ from rl.checks.numbers import check_positive
 from rl.config.compose import ConfigError, check_all
 from rl.episodes.boxes import kind_of
 from rl.episodes.setup import ENDPOINTS, agent_from, rules_from, shape_from
+from rl.metrics import own
 from rl.run.store import check_store
 from rollout.proxy.parsers import FORMATS
 
@@ -17,7 +18,8 @@ def check_episodes(config: DictConfig, plays: bool = True) -> None:
 
     ``plays``: they are played on this machine, which then needs the agent's program and what makes boxes.
     """
-    check_all(config, *((_check_agent, check_boxes) if plays else ()), _check_proxy, _check_grading, check_store)
+    played = (_check_agent, check_boxes) if plays else ()
+    check_all(config, *played, _check_proxy, _check_grading, _check_figures, check_store)
 
 
 def check_boxes(config: DictConfig) -> None:
@@ -52,6 +54,10 @@ def _check_proxy(config: DictConfig) -> None:
             raise ConfigError(f"proxy.side_endpoint.protocol is {side.protocol!r}; it must be messages or chat")
         if side.key_env and not os.environ.get(side.key_env):
             raise ConfigError(f"proxy.side_endpoint.key_env names {side.key_env}, which is not set")
+
+
+def _check_figures(config: DictConfig) -> None:
+    own.load(config.episode.get("figures") or {})  # evaluations have none
 
 
 def _check_grading(config: DictConfig) -> None:

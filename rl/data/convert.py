@@ -61,11 +61,20 @@ def convert(rows: Iterable[Row], name: str, options: ConversionOptions) -> tuple
             if made["instance_id"] in converted:
                 raise RowError(Why.TWICE)
             converted[made["instance_id"]] = made
-        except (RowError, PatchError) as error:
-            refusal = error if isinstance(error, RowError) else RowError(Why.BAD_PATCH, str(error))
+        except Exception as error:
+            if not isinstance(error, RowError | PatchError) and ":" not in name:
+                raise
+            refusal = error if isinstance(error, RowError) else RowError(*_why(error))
             known = label(row.get("instance_id")) or label(row.get("commit_hash")) or ""
             refused.append(Refusal(number, _line(known), refusal.why, _line(refusal.detail)))
     return list(converted.values()), refused
+
+
+def _why(error: Exception) -> tuple[Why, str]:
+    """Return the reason for which a row is refused. Another package's source may raise anything."""
+    if isinstance(error, PatchError):
+        return Why.BAD_PATCH, str(error)
+    return Why.INVALID, f"{type(error).__name__}: {error}"
 
 
 def _line(text: str) -> str:

@@ -44,7 +44,10 @@ def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
         make = plugins.named(kind, AGENTS)
     except ValueError as error:
         raise ValueError(f"agent.kind {error}") from error
-    return make(max_tokens=max_tokens, max_context=max_context, **settings)
+    try:
+        return make(max_tokens=max_tokens, max_context=max_context, **settings)
+    except (TypeError, KeyError) as error:  # of an agent of another package: keys that it wants, or does not know
+        raise ValueError(f"agent.kind={kind}: {type(error).__name__}: {error}") from error
 
 
 def rules_from(config: DictConfig) -> Rules:

@@ -115,7 +115,7 @@ def _inherit(config: DictConfig, trained: Any, given: Collection[str]) -> None:
         said = {one: OmegaConf.select(config, one) for one in given if one.startswith(f"{key}.")}
         OmegaConf.update(config, key, value, merge=False)
         for one, own in said.items():
-            OmegaConf.update(config, one, own, merge=False)
+            OmegaConf.update(config, one, own, merge=False, force_add=True)
 
 
 def check_evaluation(config: DictConfig, name: str = "evaluate") -> list[Task]:

@@ -135,6 +135,9 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
             resolved = [one["resolved"] for one in graded if one[label] == value]
             metrics[f"{outer}{label}/{metric_name(value)}/resolve_rate"] = sum(resolved) / len(resolved)
     metrics |= _screening(graded, outer)
+    for name in sorted({name for one in graded for name in one.get("own", ())}):
+        values = [one["own"][name] for one in graded if name in one["own"]]
+        metrics[f"{outer}own/{name}"] = sum(values) / len(values)
     overheads = [float(one["proxy_overhead_ms"]) for one in graded if one["proxy_overhead_ms"] is not None]
     if overheads:
         metrics[f"{outer}proxy/overhead_ms"] = sum(overheads) / len(overheads)

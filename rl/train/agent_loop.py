@@ -26,6 +26,7 @@ from rewards.task import load_tasks
 from rewards.verdict import Outcome
 from rl.episodes.remote_boxes import far_boot
 from rl.episodes.setup import load_policy, make_setup, training_settings
+from rl.metrics import own
 from rl.metrics.episodes import EpisodeLog
 from rl.metrics.samples import SampleLog
 from rl.run import errors
@@ -52,6 +53,7 @@ class Worker:
         run_dir = Path(config.run.dir)
         self.records = RecordWriter(run_dir / "episodes", f"{time.time_ns()}-{os.getpid()}")
         self.log = EpisodeLog(run_dir)
+        self.own = own.load(config.episode.figures)
         self.samples = SampleLog(run_dir)
         self.deadline = Deadline(config.episode.deadline, settings.agent.timeout_s)
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
@@ -84,7 +86,7 @@ class Worker:
         if split == "train" and "agent" in episode.timing and not episode.verdict.is_infra:
             self.deadline.note(episode.timing["agent"])
         self.records.append(record)
-        self.log.append(line(record))
+        self.log.append(line(record) | {"own": own.figures(self.own, record)})
         self.samples.offer(record)
 
 

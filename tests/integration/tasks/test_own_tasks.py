@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,12 +17,15 @@ import pytest
 
 from rewards import graders
 from rewards.grade import grade
+from rewards.grading import Grading
 from rewards.rules import Rules
 from rewards.second import NONE
+from rewards.swebench import SweBench
 from rewards.task import Task, TaskError, load_tasks
-from rewards.verdict import Reason
+from rewards.verdict import Reason, Verdict
 from rl.config.compose import compose
 from rl.data import admit, convert
+from rl.data.sets import TaskSource
 from rl.episodes.boxes import kind_of
 from rl.episodes.setup import agent_from
 from rollout.episode import Setup, run_episode
@@ -41,11 +44,9 @@ FIX = "diff --git a/README.md b/README.md\n--- a/README.md\n+++ b/README.md\n@@ 
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the package of the page, as it is there, and let it be importable."""
     section = (ROOT / "docs" / "data.md").read_text().partition("## A source and a grader of your own\n")[2]
-    files = re.findall(r"^`checked/([\w./]+)`\n\n((?:    [^\n]*\n|\n)+?)(?=\n?`|Then)", section, re.M)
-    assert [name for name, _ in files] == ["pyproject.toml", "checked_tasks.py"]
+    (text,) = re.findall(r"^`checked_tasks.py`, [^\n]*\n\n((?:    [^\n]*\n|\n)+?)(?=Then)", section, re.M)
     (tmp_path / "checked").mkdir()
-    for name, text in files:
-        (tmp_path / "checked" / name).write_text(textwrap.dedent(text))
+    (tmp_path / "checked" / "checked_tasks.py").write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path / "checked")
     monkeypatch.delitem(sys.modules, "checked_tasks", raising=False)
     graders.named.cache_clear()
@@ -116,6 +117,40 @@ async def test_a_grader_that_fails_is_no_reward(tmp_path: Path, monkeypatch: pyt
         assert (await grade(task, FIX.encode(), boot, timeout_s=5)).reason is reason
 
 
+def test_what_a_source_raises_refuses_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "all", "good", "grep -q bye README.md\n")
+    make(tmp_path / "all", "late", "x" * 3)
+    module = importlib.import_module("checked_tasks")
+    made = module.SOURCE.convert
+
+    def convert_(row: dict[str, str], options: object) -> object:
+        return made(row, options) if row["id"] == "good" else row["no such field"]
+
+    monkeypatch.setattr(module, "SOURCE", TaskSource(convert_, rows=module.rows))
+    out = tmp_path / "t.parquet"
+    assert convert.main(["checked_tasks:SOURCE", str(tmp_path / "all"), "--out", str(out)]) == 0
+    (refused,) = json.loads(out.with_name("t.convert.json").read_text())["rows"]
+    assert refused == {"number": 1, "instance_id": "", "why": "invalid_row", "detail": "KeyError: 'no such field'"}
+
+
+class Twice(SweBench):
+    """SWE-bench's grader, for tasks that count only if they resolve twice."""
+
+    async def judge(self, grading: Grading) -> Verdict:
+        first = await super().judge(grading)
+        return first if first.reason is not None else await super().judge(grading)
+
+
+async def test_a_grader_may_extend_swe_benchs(task: Task) -> None:
+    row = task.to_row() | {"grader": f"{__name__}:Twice", "grading": "{}"}
+    own = Task.from_row(row, task.base_dir)
+    assert own.patch is not None and own.to_row() | {"grader": None, "grading": None} == task.to_row()
+    boot = functools.partial(boot_local, own.snapshot)
+    verdict = await grade(own, own.patch.encode(), boot, timeout_s=60, second_opinion=True)
+    assert verdict.reason is None and verdict.grader == f"{__name__}:Twice"
+    assert verdict.detail == "no second opinion: no test could be made wrong"  # which it has tried
+
+
 def test_what_is_wrong_is_said_of_the_row(tmp_path: Path) -> None:
     row = made(tmp_path).to_row()
     for changes, said in (
@@ -171,10 +206,3 @@ async def test_a_file_that_mixes_graders_is_played(task: Task, tmp_path: Path, m
             await proxy.stop()
         assert episode.verdict.reason is None, episode.verdict
         check_record(episode, tmp_path / each.instance_id)
-
-
-def test_the_package_can_be_installed(tmp_path: Path) -> None:
-    how = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(tmp_path / "there")]
-    pip = [sys.executable, "-m", "pip", "install", *how, str(tmp_path / "checked")]
-    subprocess.run(pip, check=True)
-    assert (tmp_path / "there" / "checked_tasks.py").is_file()

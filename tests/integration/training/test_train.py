@@ -59,6 +59,7 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
     WarmStart.make(tmp_path, few)
     # Two tasks only, so that each step has both.
     boxes = ["sandbox=docker", f"sandbox.base_image={image}", "data.train_max_samples=2"]
+    boxes += ["+episode.figures.size=sys:getsizeof"]
     command = ["+experiment=quickstart", *TINY, few, f"run.root={tmp_path}", *boxes]
     killed = start(*command)
     command += ["store.url=http://127.0.0.1:9"]  # where nobody is; it is the same run
@@ -101,7 +102,7 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
     for record in metrics[1:]:
         assert record["training/rollout_actor_probs_pearson_corr"] >= 0.99
         assert record["episode/rows"] == 1.0
-        assert record["proxy/overhead_ms"] > 0
+        assert record["proxy/overhead_ms"] > 0 and record["own/size"] > 0
     metric_docs.check(set().union(*metrics) - {"step", "time"})
     # Infrastructure is tried again, then left out: it is no reward of 0. A container that somebody else has stopped is
     # no agent that hangs.

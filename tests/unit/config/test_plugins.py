@@ -14,6 +14,7 @@ from rl.config.command import help_text
 from rl.config.compose import CONFIGS, ConfigError, compose
 from rl.config.plugins import brought, named
 from rl.episodes import boxes
+from rl.episodes.setup import agent_from
 from tests.packages_kit import APPTAINER, install, note
 
 
@@ -53,6 +54,13 @@ def test_a_kind_of_box_and_an_experiment_are_brought(tmp_path: Path, monkeypatch
         compose(["sandbox=quite"])
 
 
+class Bare:
+    """An agent that takes no keys."""
+
+    def __init__(self, max_tokens: int, max_context: int) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -71,6 +79,12 @@ def test_a_kind_that_is_nowhere_is_told(kind: object, said: str) -> None:
         boxes.kind_of(OmegaConf.create({"kind": kind}))
     with pytest.raises(ValueError, match=r"must be|imported"):
         named(kind, {})
+
+
+def test_keys_that_an_agent_does_not_know_are_told() -> None:
+    config = OmegaConf.create({"agent": {"kind": f"{__name__}:Bare", "less": 1}})
+    with pytest.raises(ValueError, match=rf"^agent.kind={__name__}:Bare: TypeError: .*'less'"):
+        agent_from(config, 1, 1)
 
 
 def test_a_package_of_this_repository_that_is_not_installed_is_named(

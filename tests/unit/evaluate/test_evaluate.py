@@ -201,7 +201,10 @@ def test_a_run_passes_on_its_settings_and_the_command_line_takes_precedence(tmp_
 
 def test_an_experiment_passes_on_its_settings_and_its_model() -> None:
     trained = compose(["+experiment=qwen3_8b"])
-    composed, weights = config.compose_evaluation(["+experiment=qwen3_8b", "agent.max_turns=9", "tasks=t.parquet"])
+    new = "+grading.flags.mine={command: abc}"
+    given = ["+experiment=qwen3_8b", "agent.max_turns=9", "tasks=t.parquet", new]
+    composed, weights = config.compose_evaluation(given)
+    assert composed.grading.flags.mine == {"command": "abc"} and composed.grading.flags.exit
     assert weights == Weights(trained.actor_rollout_ref.model.path)
     assert (composed.agent.max_turns, composed.agent.timeout_s, composed.sandbox) == (
         9,

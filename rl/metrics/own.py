@@ -1,0 +1,46 @@
+"""Figures of one's own: functions of other packages, which are called with the record of each episode of training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+
+from rl.config.compose import ConfigError
+from rollout.records import Record
+
+log = logging.getLogger(__name__)
+
+Function = Callable[[Record], float | None]
+
+
+def load(named: Mapping[str, str]) -> dict[str, Function]:
+    """Import the functions that ``episode.figures`` names, "module:function" by figure. Raises ConfigError."""
+    found: dict[str, Function] = {}
+    wrong = []
+    for name, place in named.items():
+        try:
+            if ":" not in str(place):
+                raise ValueError("it must be module:function")
+            found[name] = pkgutil.resolve_name(place)
+            if not callable(found[name]):
+                raise ValueError(f"this is a {type(found[name]).__name__}, not a function")
+        except Exception as error:  # importing another package may raise anything
+            wrong.append(f"episode.figures.{name}={place}: {type(error).__name__}: {error}")
+    if wrong:
+        raise ConfigError(*wrong)
+    return found
+
+
+def figures(functions: Mapping[str, Function], record: Record) -> dict[str, float]:
+    """Return the figures of an episode. One whose function raises, or returns None or no finite number, is left out:
+    no episode is lost to it."""
+    found: dict[str, float] = {}
+    for name, function in functions.items():
+        try:
+            if (value := function(record)) is not None and math.isfinite(number := float(value)):
+                found[name] = number
+        except Exception as error:
+            log.warning("episode.figures.%s: %s: %s: %s", name, record.episode, type(error).__name__, error)
+    return found

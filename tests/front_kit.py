@@ -147,3 +147,66 @@ def chat_message(deltas: list[dict[str, Any]]) -> dict[str, Any]:
         for part in delta.get("tool_calls") or ():
             calls[part.pop("index")] = part
     return said | ({"tool_calls": [calls[at] for at in sorted(calls)]} if calls else {})
+
+
+class ResponsesAgent:
+    """An agent of OpenAI's Responses. ``rewrites``: it sends what Codex does, which keeps nothing on the server;
+    otherwise it names the response before (``continues``), or sends all that it has got.
+    """
+
+    tools = ({"type": "function", "name": "run", "description": "Run.", "parameters": SCHEMA, "strict": True},)
+    continues = False
+
+    def __init__(self, proxy: ProxyServer, session: Session, stream: bool = False, rewrites: bool = False) -> None:
+        self.client = openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{proxy.port}/v1", api_key=session.secret, max_retries=0
+        )
+        self.stream, self.rewrites = stream, rewrites
+        task = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": TASK}]}
+        self.input: list[Any] = [task] if rewrites else [{"role": "user", "content": TASK}]
+        self.before: str | None = None
+
+    async def play(self) -> str:
+        """Call until there is a reply without calls; return its text."""
+        async with self.client:
+            while True:
+                said = await self.turn()
+                calls = [item for item in said.output if item.type == "function_call"]
+                if not calls:
+                    return said.output_text
+                results = [
+                    {
+                        "type": "function_call_output",
+                        "call_id": call.call_id,
+                        "output": result(json.loads(call.arguments)["command"]),
+                    }
+                    for call in calls
+                ]
+                self.before = said.id
+                self.input = results if self.continues else [*self.input, *map(self.echo, said.output), *results]
+
+    def echo(self, item: Any) -> dict[str, Any]:
+        told = item.model_dump(exclude_none=True)
+        if self.rewrites:  # as Codex
+            told = {name: value for name, value in told.items() if name not in ("id", "status")}
+            if item.type == "reasoning":
+                told = {name: value for name, value in told.items() if name != "content"}
+        return told
+
+    async def turn(self, **more: Any) -> Any:
+        asked: dict[str, Any] = {"model": "policy", "instructions": SYSTEM, "input": self.input, "tools": [*self.tools]}
+        if self.rewrites:
+            asked |= {"store": False, "include": ["reasoning.encrypted_content"]}
+        if self.continues and self.before:
+            asked |= {"previous_response_id": self.before}
+        asked |= more
+        if not self.stream:
+            return await self.client.responses.create(**asked)
+        async with self.client.responses.stream(**asked) as stream:
+            return await stream.get_final_response()
+
+
+class ContinuingAgent(ResponsesAgent):
+    """One that sends only what is new, and names the response before it."""
+
+    continues = True

@@ -54,6 +54,7 @@ class Holder(Protocol):
     held: int
 
 
+_ASKED = web.RequestKey("asked", object)
 _HELD = web.RequestKey("held", tuple[Holder, int])
 Said = asyncio.Future[Node] | asyncio.Future[Reply]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -231,6 +232,7 @@ class ProxyServer:
         began = time.perf_counter()
         read = functools.partial(front.read, body, request.path)
         asked = await asyncio.to_thread(read) if takes_long(body) else read()
+        request[_ASKED] = asked
         wire = await session.translated(front, asked)
         session.counters.overhead_s += time.perf_counter() - began
         return session, front, asked, wire
@@ -424,8 +426,11 @@ def _said(result: Node | Reply) -> Reply:
 
 
 def _error_response(request: web.Request, error: RequestError, cause: Exception | None = None) -> web.Response:
-    status, body = front_of(request.path).error(error)
-    response = web.Response(status=status, body=msgspec.json.encode(body), content_type=_JSON)
+    status, body = front_of(request.path).error(error, request.get(_ASKED))
+    if isinstance(body, bytes):
+        response = web.Response(status=status, body=body, content_type="text/event-stream")
+    else:
+        response = web.Response(status=status, body=msgspec.json.encode(body), content_type=_JSON)
     if error.status == 529:
         response.headers["Retry-After"] = "1"
     if isinstance(cause, web.HTTPMethodNotAllowed):

@@ -71,6 +71,8 @@ class ProxyOptions:
     engine_key: str | None = None
 
 
+# The headers in which Claude Code and Codex name their session.
+_SESSION_HEADERS = ("X-Claude-Code-Session-Id", "session-id")
 # What may name a session: Claude Code's ids do.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 
@@ -85,7 +87,7 @@ class _Metadata(msgspec.Struct):
 
 class _Owner(msgspec.Struct):
     metadata: _Metadata | None = None
-    prompt_cache_key: str | None = None  # OpenAI's APIs; Codex says its session here
+    prompt_cache_key: str | None = None  # OpenAI's APIs
     user: str | None = None
 
 
@@ -250,7 +252,8 @@ class StandAlone(ProxyServer):
         if self.policy is None:
             raise RequestError("the proxy is loading its model's tokenizer", 529, "overloaded_error")
         body = await self.body(request, self, _BODIES)
-        owner = request.headers.get("X-Claude-Code-Session-Id") or _owner_in(body)
+        named = (request.headers[name] for name in _SESSION_HEADERS if name in request.headers)
+        owner = next(named, "") or _owner_in(body)
         key = hashlib.blake2b(f"{token}\0{owner}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._in_use[key] += 1
         request[_KEY] = key

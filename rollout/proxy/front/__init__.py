@@ -13,11 +13,13 @@ PATHS = {
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "messages",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "responses",
 }
 # The beginnings of the paths whose errors are not in the form of Anthropic's.
-_FORMS = {"/v1/chat": "chat"}
+_FORMS = {"/v1/chat": "chat", "/v1/responses": "responses"}
 # How the paths end that count tokens.
-_COUNT = ("/count_tokens",)
+_COUNT = ("/count_tokens", "/input_tokens")
 
 
 def front_of(path: str) -> Front[Any]:

@@ -21,8 +21,9 @@ from rollout.proxy.wire import RequestError, WireRequest, hashed
 
 # Bytes of translations that are kept of one session.
 _MOST = 32 << 20
+_ENTRY = 200  # of a dictionary
 Unit = tuple[msgspec.Raw, bytes]
-Tools = tuple[msgspec.Raw, frozenset[str]]
+Tools = tuple[msgspec.Raw, dict[str, str]]
 
 
 class Translated:
@@ -33,31 +34,38 @@ class Translated:
 
     def __init__(self) -> None:
         self.units: dict[bytes, Unit] = {}  # hash of what came -> the message
-        self.heads: dict[bytes, Tools] = {}  # hash of tools -> translated, free ones
+        self.heads: dict[bytes, Tools] = {}  # hash of tools -> translated, with their marks
+        self.sides: dict[bytes, bool] = {}  # hash of what came -> whether it is the assistant's, where several are one
         self._size = 0
 
     def keep(self, digest: bytes, message: Block) -> Unit:
         """Return a translated message with its hash, and remember it."""
         raw = msgspec.Raw(msgspec.json.encode(message))
-        self._grow(len(raw))
+        self._grow(len(raw) + _ENTRY)
         unit = self.units[digest] = raw, hashed(raw)
         return unit
 
-    def tools(self, raw: msgspec.Raw, translate: Callable[[msgspec.Raw], tuple[list[Block], frozenset[str]]]) -> Tools:
-        """Return tools in the form of the Messages API, and the names of those that take any text."""
+    def tools(self, raw: msgspec.Raw, translate: Callable[[msgspec.Raw], tuple[list[Block], dict[str, str]]]) -> Tools:
+        """Return tools in the form of the Messages API, and their marks (``translating.offered``)."""
         known = self.heads.get(digest := hashed(raw))
         if known is None:
-            tools, free = translate(raw)
+            tools, marks = translate(raw)
             found = msgspec.Raw(msgspec.json.encode(tools))
             self._grow(len(found))
-            known = self.heads[digest] = found, free
+            known = self.heads[digest] = found, marks
         return known
+
+    def keep_side(self, digest: bytes, side: bool) -> None:
+        """Remember whose a part of a message is."""
+        self._grow(_ENTRY)
+        self.sides[digest] = side
 
     def _grow(self, size: int) -> None:
         self._size += size
         if self._size > _MOST:
             self.units.clear()
             self.heads.clear()
+            self.sides.clear()
             self._size = size
 
 
@@ -114,8 +122,8 @@ class Front(ABC, Generic[A]):
         """Return what writes the reply to a request."""
 
     @abstractmethod
-    def error(self, error: RequestError) -> tuple[int, Any]:
-        """Return the status and the body of an error."""
+    def error(self, error: RequestError, asked: A | None = None) -> tuple[int, Any]:
+        """Return the status and the body of an error, as JSON; bytes are events. ``asked``: None if it is not known."""
 
     def counted(self, tokens: int) -> Any:
         """Return the body of a count of tokens, if the API has a path for that."""

@@ -14,6 +14,7 @@ from rollout.proxy.blocks import Block
 from rollout.proxy.front import openai
 from rollout.proxy.front.base import Answer, Front, Translated
 from rollout.proxy.front.translating import (
+    FREE_MARK,
     Asked,
     Tool,
     arguments_of,
@@ -21,7 +22,6 @@ from rollout.proxy.front.translating import (
     call,
     calls_of,
     choice,
-    data_event,
     free_text,
     image,
     message,
@@ -32,7 +32,7 @@ from rollout.proxy.front.translating import (
     thinking_of,
     translated,
 )
-from rollout.proxy.replies import Reply
+from rollout.proxy.replies import Reply, data_event
 from rollout.proxy.tree import Tree
 from rollout.proxy.wire import RequestError, WireRequest, decoded_as, read_body
 
@@ -117,7 +117,7 @@ _tools = msgspec.json.Decoder(list[_Call] | None)
 class _Answer(Answer):
     def __init__(self, asked: _Request, reply_id: str, input_tokens: int) -> None:
         super().__init__(reply_id, asked.model, input_tokens)
-        self._free = asked.free
+        self._marks = asked.marks
         self._usage = bool(asked.stream_options and asked.stream_options.include_usage)
 
     def whole(self, reply: Reply) -> Any:
@@ -155,7 +155,7 @@ class _Answer(Answer):
         return {"reasoning_content": thought} if (thought := thinking_of(reply)) else {}
 
     def _call(self, block: Block) -> Block:
-        if block["name"] in self._free:
+        if self._marks.get(block["name"]) == FREE_MARK:
             said = {"name": block["name"], "input": free_text(block)}
             return {"id": block["id"], "type": "custom", "custom": said}
         function = {"name": block["name"], "arguments": arguments_of(block)}
@@ -187,7 +187,7 @@ class Chat(Front[_Request]):
 
     def wire(self, asked: _Request, known: Translated, tree: Tree) -> WireRequest:
         """Return a request in the form of the Messages API. Raises RequestError."""
-        tools, asked.free = known.tools(asked.tools, _offered)
+        tools, asked.marks = known.tools(asked.tools, lambda raw: offered(_offered(raw)))
         chosen = asked.tool_choice
         return request_of(
             *translated(asked, "messages", known, _translate),
@@ -203,7 +203,7 @@ class Chat(Front[_Request]):
         """Return what writes the reply to a request."""
         return _Answer(asked, reply_id, input_tokens)
 
-    def error(self, error: RequestError) -> tuple[int, Any]:
+    def error(self, error: RequestError, asked: _Request | None = None) -> tuple[int, Any]:
         """Return the status and the body of an error."""
         return openai.failed(error)
 
@@ -217,7 +217,7 @@ def usage(reply: Reply) -> dict[str, Any]:
     return {"prompt_tokens": reply.input_tokens, "completion_tokens": reply.output_tokens, "total_tokens": total}
 
 
-def _offered(raw: msgspec.Raw) -> tuple[list[Block], frozenset[str]]:
+def _offered(raw: msgspec.Raw) -> list[Tool]:
     tools: list[Tool] = []
     for at, tool in enumerate(decoded_as(_tools, raw, "tools") or ()):
         if tool.function is not None:
@@ -226,7 +226,7 @@ def _offered(raw: msgspec.Raw) -> tuple[list[Block], frozenset[str]]:
             tools.append(Tool(tool.custom.name, tool.custom.description, free=True))
         else:
             raise RequestError(f"tools[{at}]: a function or a custom tool is required")
-    return offered(tools)
+    return tools
 
 
 def _translate(raw: msgspec.Raw, field: str) -> Block:

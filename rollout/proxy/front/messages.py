@@ -48,7 +48,7 @@ class Messages(Front[WireRequest]):
         """Return what writes the reply to a request."""
         return _Answer(reply_id, asked.model, input_tokens)
 
-    def error(self, error: RequestError) -> tuple[int, Any]:
+    def error(self, error: RequestError, asked: WireRequest | None = None) -> tuple[int, Any]:
         """Return the status and the body of an error."""
         return error.status, error.told
 

@@ -23,15 +23,24 @@ from rollout.proxy.wire import (
 
 # The name of the one argument of a tool that takes any text, where an API has such tools.
 FREE = "input"
+FREE_MARK = ""
+
+
+# How a translated system message begins; its content is what comes next.
+_SYSTEM = b'{"role":"system","content":'
+_NOTHING = msgspec.Raw(b'""')
 
 
 class Tool(msgspec.Struct):
-    """A Tool is a function that the client offers; ``free``: it takes any text, and has no schema."""
+    """A Tool is a function that the client offers; ``free``: it takes any text, and has no schema. ``space``: what its
+    API puts it into.
+    """
 
     name: str
     description: str | None = None
     parameters: msgspec.Raw = msgspec.Raw(b"null")
     free: bool = False
+    space: str | None = None
 
     @property
     def wire(self) -> Block:
@@ -41,16 +50,19 @@ class Tool(msgspec.Struct):
         return {"name": self.name, "description": self.description, "input_schema": schema}
 
 
-def offered(tools: list[Tool]) -> tuple[list[Block], frozenset[str]]:
-    """Return tools in the form of the Messages API, and the names of those that take any text."""
-    return [tool.wire for tool in tools], frozenset(tool.name for tool in tools if tool.free)
+def offered(tools: list[Tool]) -> tuple[list[Block], dict[str, str]]:
+    """Return tools in the form of the Messages API, and the names of those that are more than functions, each with its
+    space or FREE_MARK.
+    """
+    marks = {tool.name: FREE_MARK if tool.free else tool.space for tool in tools}
+    return [tool.wire for tool in tools], {name: mark for name, mark in marks.items() if mark is not None}
 
 
 class Asked(msgspec.Struct, dict=True):
-    """What every API's request is decoded into. ``free``: the names of the tools that take any text."""
+    """What the requests of translated APIs are decoded into. ``marks``: of its tools (``offered``)."""
 
     def __post_init__(self) -> None:
-        self.free: frozenset[str] = frozenset()
+        self.marks: dict[str, str] = {}
 
     @property
     def items(self) -> list[msgspec.Raw]:
@@ -82,20 +94,18 @@ def translated(
     return messages, digests
 
 
-def request_of(messages: list[msgspec.Raw], digests: list[bytes], **fields: Any) -> WireRequest:
-    """Return a request whose parts are translated. If the first message of several is a system message, it is the
-    system prompt. Raises RequestError.
+def request_of(
+    messages: list[msgspec.Raw], digests: list[bytes], system: msgspec.Raw = _NOTHING, **fields: Any
+) -> WireRequest:
+    """Return a request whose parts are translated. If there is no system prompt, the first message of several is, if it
+    is a system message. Raises RequestError.
     """
-    if len(messages) > 1 and bytes(messages[0]).startswith(_SYSTEM):
-        fields["system"] = msgspec.Raw(bytes(messages[0])[len(_SYSTEM) : -1])
+    if len(messages) > 1 and bytes(system) == bytes(_NOTHING) and bytes(messages[0]).startswith(_SYSTEM):
+        system = msgspec.Raw(bytes(messages[0])[len(_SYSTEM) : -1])
         messages, digests = messages[1:], digests[1:]
-    request = WireRequest(messages, **fields)
+    request = WireRequest(messages, system=system, **fields)
     request.digests = digests
     return checked(request)
-
-
-# How a translated system message begins; its content is what comes next.
-_SYSTEM = b'{"role":"system","content":'
 
 
 def message(role: str, content: str | list[Block]) -> Block:
@@ -158,11 +168,6 @@ def thinking_of(reply: Reply) -> str:
 def calls_of(reply: Reply) -> list[Block]:
     """Return the calls of a reply."""
     return [block for block in reply.blocks if block["type"] == "tool_use"]
-
-
-def data_event(data: Any) -> bytes:
-    """Return a server-sent event without a name."""
-    return b"data: %b\n\n" % msgspec.json.encode(data)
 
 
 def refused(field: str, why: str = "is not possible here") -> RequestError:

@@ -209,7 +209,7 @@ def test_the_pieces_of_a_stream_are_the_whole_reply(thought: str, blocks: list[A
     FRONT.wire(asked, Translated(), Tree())
     answer = FRONT.answer(asked, "msg_1", 5)
     whole = json.loads(json.dumps(answer.whole(reply)))
-    lines = (answer.begin() + answer.ping() + answer.rest(reply)).decode().split("\n\n")
+    lines = (answer.begin() + answer.ping() + answer.rest(reply)).decode().splitlines()
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line[6:]) for line in lines[:-2] if line.startswith("data: ")]
     said = chat_message([chunk["choices"][0]["delta"] for chunk in chunks[:-1]])

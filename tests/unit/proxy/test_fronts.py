@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import anthropic
+import openai
 import pytest
 
 from rollout import SIDE_MODEL
@@ -19,10 +21,11 @@ from rollout.proxy.front import front_of
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
-from tests.front_kit import SAID, AnthropicAgent, ChatAgent, Gate, opened, rows
-from tests.kit import CharTokenizer, char_policy
+from rollout.proxy.standalone import ProxyOptions, StandAlone
+from tests.front_kit import SAID, AnthropicAgent, ChatAgent, ContinuingAgent, Gate, ResponsesAgent, opened, rows
+from tests.kit import CharTokenizer, QueueEngine, char_policy
 
-AGENTS = {"messages": AnthropicAgent, "chat": ChatAgent}
+AGENTS = {"messages": AnthropicAgent, "chat": ChatAgent, "responses": ResponsesAgent, "continued": ContinuingAgent}
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ ENDPOINTS = {
     "messages": lambda port, key: SideEndpoint(f"http://127.0.0.1:{port}", "policy", key),
     "chat": lambda port, key: ChatEndpoint(f"http://127.0.0.1:{port}/v1", "policy", key),
 }
-FORWARDED = [(api, endpoint) for api in AGENTS if api != "messages" for endpoint in ENDPOINTS]
+FORWARDED = [(api, endpoint) for api in AGENTS if api not in ("messages", "continued") for endpoint in ENDPOINTS]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,6 +78,10 @@ async def test_an_agent_of_each_api_plays_with_another_endpoint(
 
 PATHS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "chat": ("/v1/chat/completions", lambda text: {"model": "policy", "messages": [{"role": "user", "content": text}]}),
+    "responses": (
+        "/v1/responses",
+        lambda text: {"model": "policy", "input": [{"type": "message", "role": "user", "content": text}]},
+    ),
 }
 
 
@@ -172,3 +179,31 @@ async def test_what_takes_long_to_translate_is_not_translated_on_the_event_loop(
     for text in ("short", "x" * 20_000, "x" * 20_000):
         assert (await post(http, proxy, session, path, body(text)))[0] == 200
     assert threads == [False, True, False]
+
+
+async def test_the_stand_alone_proxy_serves_all_on_one_port_and_knows_whose_calls_are_whose(
+    http: aiohttp.ClientSession,
+) -> None:
+    proxy = StandAlone(ProxyOptions("http://127.0.0.1:9", "model", "calls", token="right"))
+    proxy.policy = char_policy(QueueEngine(*["hello"] * 20))
+    await proxy.start()
+    named: list[tuple[dict[str, str], dict[str, Any]]] = [
+        ({"session-id": "a"}, {}), ({}, {"prompt_cache_key": "b"}), ({}, {"user": "c"}), ({}, {})
+    ]  # fmt: skip
+    for path, body in PATHS.values():
+        for headers, fields in named:
+            asked = http.post(
+                f"http://127.0.0.1:{proxy.port}{path}",
+                json=body("hi") | fields,
+                headers={"Authorization": "Bearer right", **headers},
+            )
+            async with asked as response:
+                assert response.status == 200 and "hello" in await response.text()
+    assert len(proxy.sessions) == len(named)
+    assert all(session.counters.calls == len(PATHS) for session in proxy.sessions.values())
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{proxy.port}/v1", api_key="right") as client:
+        assert [model.id async for model in client.models.list()] == ["model"]
+        assert (await client.models.retrieve("model")).owned_by == "vllm"
+    async with anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{proxy.port}", auth_token="right") as client:
+        assert [model.id async for model in client.models.list()] == ["model"]
+    await proxy.stop()

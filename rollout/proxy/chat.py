@@ -95,6 +95,10 @@ class ChatEndpoint(SideEndpoint):
         await taken(request, response.write_eof(out))
         return response
 
+    async def ask(self, body: bytes) -> Reply:
+        """Return the endpoint's whole reply to a request of the Messages API. Raises RequestError and EndpointError."""
+        return await self._ask(chat_request(read(body), self.model))
+
     async def _ask(self, sent: dict[str, Any]) -> Reply:
         """Return the endpoint's reply. Raises EndpointError with the endpoint's own status and words."""
         if self._client is None:

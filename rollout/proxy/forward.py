@@ -16,8 +16,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from rollout.proxy.calls import reply_in
 from rollout.proxy.connections import taken
-from rollout.proxy.messages import RequestError
+from rollout.proxy.messages import RequestError, check_blocks
+from rollout.proxy.replies import Reply
 
 _BEGUN = re.compile(rb'"message_start".*?\n\r?\n', re.DOTALL)  # the end of the event that has a reply's id
 _FAILED = re.compile(rb"^event: ?error\r?\n(.{0,2000})", re.MULTILINE)  # a reply that begins with status 200 may end so
@@ -121,11 +123,60 @@ class SideEndpoint:
             request.transport.abort()
             raise BrokenOffError(f"endpoint {self.url}: {error}") from error
 
+    async def ask(self, body: bytes) -> Reply:
+        """Return the endpoint's whole reply to a request of the Messages API. Raises RequestError and EndpointError."""
+        if self._client is None:
+            self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+        fields: dict[str, Any] = read(body, dict[str, msgspec.Raw])
+        changed = msgspec.json.encode(fields | {"model": self.model, "stream": False})
+        try:
+            asked = self._client.post(
+                self.address("/v1/messages"), data=changed, headers=self.headers(), allow_redirects=False
+            )
+            async with asked as answer:
+                raw = bytes(await body_of(answer))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EndpointError("the endpoint cannot be reached", 529, "overloaded_error") from error
+        if answer.status >= 300:
+            said, status = raw[:2000].decode("utf-8", "replace"), answer.status if answer.status >= 400 else 529
+            try:
+                failure = msgspec.json.decode(raw, type=_Failed).error
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                failure = _Failure("api_error", said)
+            raise EndpointError(failure.message, status, failure.type)
+        told = reply_in(raw)
+        try:
+            check_blocks(told["content"] if told else "", "content")
+            usage = msgspec.convert((told or {}).get("usage"), _Usage)
+            reason = msgspec.convert((told or {}).get("stop_reason"), str)
+        except (RequestError, msgspec.ValidationError) as error:
+            raise EndpointError("the reply is not a message of the Messages API", 529, "overloaded_error") from error
+        assert told is not None  # a usage was found
+        return Reply(f"msg_{uuid.uuid4().hex}", (*told["content"],), reason, usage.input_tokens, usage.output_tokens)
+
+    def broken(self, error: BaseException | None) -> BrokenOffError:
+        """Return the error for a reply that failed after a stream had begun with status 200, and is no reply."""
+        return BrokenOffError(str(error))
+
     async def close(self) -> None:
         """Close the connections to the endpoint."""
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+class _Failure(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _Failed(msgspec.Struct):
+    error: _Failure
+
+
+class _Usage(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 def read(body: bytes, kind: Any = Any) -> Any:

@@ -11,10 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rollout.proxy.counters import Counters
+from rollout.proxy.front import PATHS
 from rollout.proxy.replies import Reply
 from rollout.proxy.session import Session
 
-_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _LATENCY_S = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1, 0.25, 1)
 
@@ -53,7 +53,7 @@ class Metrics(Collector):
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""
-        path = path if path in _PATHS else "other"  # clients must not be able to create labels
+        path = path if path in PATHS else "other"  # clients must not be able to create labels
         self._of_status(path, status).inc()
         self._of_path(path).observe(seconds)
 

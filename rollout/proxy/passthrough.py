@@ -13,11 +13,9 @@ from aiohttp import web
 
 from rollout import SIDE_MODEL
 from rollout.proxy.forward import BrokenOffError, EndpointError, SideEndpoint
-from rollout.proxy.server import ProxyServer, decoded_request, is_retry
+from rollout.proxy.server import ProxyServer, is_retry
 from rollout.proxy.session import Policy
-
-# Anthropic's message for a prompt that does not fit. Claude Code compacts on it; the endpoint has not failed.
-_FULL = b"prompt is too long"
+from rollout.proxy.wire import FULL, RequestError
 
 
 class PassThrough(ProxyServer):
@@ -51,33 +49,34 @@ class PassThrough(ProxyServer):
             if endpoint is not None:
                 await endpoint.close()
 
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
+    async def _reply(self, request: web.Request) -> web.StreamResponse:
         """Forward a call. ``engine_errors`` counts the failures since the last success.
 
         A call that succeeded when the agent asked again was not a failure of the episode.
         """
-        session, body = await self.receive(request)
-        wire = await decoded_request(body)
+        session, front, asked, wire = await self.asked(request)
         side = wire.model == SIDE_MODEL
         session.counters.calls += 1
         session.counters.side_calls += side
         session.counters.retries += is_retry(request)
         endpoint = (side and session.policy.side_endpoint) or self.endpoint
         try:
-            response = await self.forward(session, endpoint, request, wire)
+            response = await self.forward(session, endpoint, request, front, asked, wire)
         except (EndpointError, BrokenOffError) as error:
-            full = _FULL in str(error).encode()
+            full = FULL in str(error)
             session.counters.context_full += full
             session.counters.engine_errors += not full
             raise
         if response.status < 300:
             session.counters.engine_errors = 0
-        elif isinstance(response, web.Response) and isinstance(response.body, bytes) and _FULL in response.body:
+        elif isinstance(response, web.Response) and isinstance(response.body, bytes) and FULL.encode() in response.body:
             session.counters.context_full += 1
         else:
             session.counters.engine_errors += 1
         return response
 
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        _, body = await self.receive(request)
-        return await self.endpoint.relay(request, (await decoded_request(body)).body, bytearray(), set())
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        _, front, _, wire = await self.asked(request)
+        if front.name:
+            raise RequestError("tokens are not counted here", 404, "not_found_error")
+        return await self.endpoint.relay(request, wire.body, bytearray(), set())

@@ -100,4 +100,16 @@ def reply_events(reply: Reply) -> bytes:
 
 def sse(event: str, data: dict[str, Any]) -> bytes:
     """Return one server-sent event whose JSON data is ``data`` with the event's name as its ``type``."""
-    return b"event: %s\ndata: %s\n\n" % (event.encode(), msgspec.json.encode({"type": event, **data}))
+    return b"event: %s\n%s" % (event.encode(), data_event({"type": event, **data}))
+
+
+def data_event(data: Any) -> bytes:
+    """Return one server-sent event without a name, whose data is on one line for clients that know more line ends."""
+    encoded = msgspec.json.encode(data)
+    for end, escaped in _LINE_ENDS:
+        encoded = encoded.replace(end, escaped)
+    return b"data: %b\n\n" % encoded
+
+
+# NEL and the separators of lines and paragraphs, where some clients (httpx's readers of lines) end a line, too.
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))

@@ -1,19 +1,22 @@
-"""The HTTP server of the sessions: POST /v1/messages (streamed or not) and /v1/messages/count_tokens.
+"""The HTTP server of the sessions, for all APIs that have a front end (``rollout.proxy.front``).
 
-One application listens on a TCP port, where the episode's secret (``Authorization: Bearer`` or ``x-api-key``) selects
-the session, and on one unix socket per episode, for agents without any network. The secret is checked on both. A
-socket gives access only to its own session: another episode's secret is worth nothing there.
+One application listens on a TCP port, where the episode's secret (as each API carries its key) selects the session, and
+on one unix socket per episode, for agents without any network. The secret is checked on both. A socket gives access
+only to its own session: another episode's secret is worth nothing there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -23,12 +26,14 @@ from rollout import SIDE_MODEL
 from rollout.proxy.connections import BODY_S, IDLE_S, Connections, Tally, taken
 from rollout.proxy.delivery import Deliveries
 from rollout.proxy.engine import EngineError
+from rollout.proxy.front import PATHS, counts, front_of
+from rollout.proxy.front.base import Answer, Front
 from rollout.proxy.messages import RequestError, WireRequest
-from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
+from rollout.proxy.replies import Reply, reply_json
 from rollout.proxy.secret import issued
-from rollout.proxy.session import Call, Policy, Session, closed_error
+from rollout.proxy.session import Policy, Session, closed_error
 from rollout.proxy.tree import Node
-from rollout.proxy.wire import LARGE, decode_request, takes_long
+from rollout.proxy.wire import LARGE, takes_long
 
 if TYPE_CHECKING:  # not loaded where nothing is forwarded, and no metrics are served
     from rollout.proxy.forward import SideEndpoint
@@ -39,6 +44,7 @@ log = logging.getLogger(__name__)
 # The most bytes of the bodies of one session's requests in progress, beyond which no large one is read.
 _SESSION_BODIES = 64 << 20
 
+_JSON = "application/json"
 _KINDS = {404: "not_found_error", 413: "request_too_large"}
 
 
@@ -48,7 +54,9 @@ class Holder(Protocol):
     held: int
 
 
+_ASKED = web.RequestKey("asked", object)
 _HELD = web.RequestKey("held", tuple[Holder, int])
+Said = asyncio.Future[Node] | asyncio.Future[Reply]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -77,8 +85,9 @@ class ProxyServer:
         self._deliveries = Deliveries()
         self._entrance = asyncio.Lock()
         self.app = web.Application(client_max_size=max_body, middlewares=[self._outermost])
-        self.app.router.add_post("/v1/messages", self._messages, expect_handler=self._expect)
-        self.app.router.add_post("/v1/messages/count_tokens", self._count_tokens, expect_handler=self._expect)
+        for path in PATHS:
+            handler = self._count if counts(path) else self._reply
+            self.app.router.add_post(path, handler, expect_handler=self._expect)
         # When a client hangs up, its handler is cancelled, and the generation too unless somebody else waits for it.
         # A compressed body would be unpacked on the event loop, while no other session is answered.
         self._runner = web.AppRunner(
@@ -214,15 +223,26 @@ class ProxyServer:
         request.writer.output_size = 0  # otherwise aiohttp assumes that the response has begun
         return None
 
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
+    async def asked(self, request: web.Request) -> tuple[Session, Front[Any], Any, WireRequest]:
+        """Read a request; return its session, the front end of its API, and what it asks for, in that API's form and
+        in that of Messages. What takes long is done in a thread. Raises RequestError.
+        """
+        front = front_of(request.path)
         session, body = await self.receive(request)
-        before = session.counters.overhead_s
         began = time.perf_counter()
-        wire = await decoded_request(body)
+        read = functools.partial(front.read, body, request.path)
+        asked = await asyncio.to_thread(read) if takes_long(body) else read()
+        request[_ASKED] = asked
+        wire = await session.translated(front, asked)
         session.counters.overhead_s += time.perf_counter() - began
+        return session, front, asked, wire
+
+    async def _reply(self, request: web.Request) -> web.StreamResponse:
+        session, front, asked, wire = await self.asked(request)
         if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
             session.counters.side_calls += 1
-            return await self.forward(session, session.policy.side_endpoint, request, wire)
+            return await self.forward(session, session.policy.side_endpoint, request, front, asked, wire)
+        before = session.counters.overhead_s
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
@@ -237,83 +257,93 @@ class ProxyServer:
                     call = session.prepare(wire, is_retry(request), place)
                     sampled = waiting.enter_context(session.sampling(call))
                     await asyncio.sleep(0)  # lets the generation begin
-            response, node = await (self._stream if wire.stream else self._whole)(request, wire, call, sampled)
-        if node is not None and not transport.is_closing():
+            answer = front.answer(asked, call.message_id, call.context.length)
+            response, node = await self._answered(request, session, answer, wire.stream, sampled)
+        if isinstance(node, Node) and not transport.is_closing():
             self._deliveries.sent(transport, session, node)
-        if self.metrics is not None and node is not None and node.reply is not None:
-            self.metrics.reply(node.reply, session.counters.overhead_s - before)
+        if self.metrics is not None and node is not None:
+            self.metrics.reply(_said(node), session.counters.overhead_s - before)
         return response
 
     async def forward(
-        self, session: Session, endpoint: SideEndpoint, request: web.Request, wire: WireRequest
+        self,
+        session: Session,
+        endpoint: SideEndpoint,
+        request: web.Request,
+        front: Front[Any],
+        asked: Any,
+        wire: WireRequest,
     ) -> web.StreamResponse:
         """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
-        heard, began = bytearray(), time.time()
-        response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
+        began = time.time()
+        if not front.name:  # byte for byte
+            heard = bytearray()
+            response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
+        else:
+            name = f"msg_{uuid.uuid4().hex}"
+            asking = asyncio.ensure_future(endpoint.ask(wire.body))
+            try:
+                response, reply = await self._answered(
+                    request, session, front.answer(asked, name, 0), wire.stream, asking
+                )
+            finally:
+                asking.cancel()
+            if reply is None:
+                raise endpoint.broken(asking.exception())
+            heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
         if response.status == 200:
             session.talk.forwarded(wire, bytes(heard), began, time.time() - began)
         return response
 
-    async def _whole(
-        self, request: web.Request, wire: WireRequest, call: Call, sampled: asyncio.Future[Node]
-    ) -> tuple[web.StreamResponse, Node | None]:
-        if not sampled.done():
-            await asyncio.wait([sampled])
-        node = self._node(sampled)
-        began = time.perf_counter()
-        body = msgspec.json.encode(reply_json(_reply(node), wire.model))
-        call.session.counters.overhead_s += time.perf_counter() - began
-        return await self._send(request, web.Response(body=body, content_type="application/json")), node
-
-    async def _stream(
-        self, request: web.Request, wire: WireRequest, call: Call, sampled: asyncio.Future[Node]
-    ) -> tuple[web.StreamResponse, Node | None]:
-        """Send the reply as server-sent events. The node is None if sampling failed after the first ping."""
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        out = reply_start_event(call.message_id, wire.model, call.context.length)
+    async def _answered(
+        self, request: web.Request, session: Session, answer: Answer, stream: bool | None, said: Said
+    ) -> tuple[web.StreamResponse, Node | Reply | None]:
+        """Send a reply when it is there. It is None if it failed after the stream had begun."""
         # Until the first ping nothing is sent, so that an engine that fails early is an HTTP 529.
-        if not sampled.done():
-            await asyncio.wait([sampled], timeout=self.ping_s)
-        if sampled.done():
-            node = self._node(sampled)
+        if not said.done():
+            await asyncio.wait([said], timeout=self.ping_s if stream else None)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        if said.done():
+            result = self._result(said)
             began = time.perf_counter()
-            out += reply_events(_reply(node))
-            call.session.counters.overhead_s += time.perf_counter() - began
-            return await self._send(request, web.Response(body=out, headers=headers)), node
-        node: Node | None = None
+            if stream:
+                out = answer.begin() + answer.rest(_said(result))
+            else:
+                out, headers = msgspec.json.encode(answer.whole(_said(result))), {"Content-Type": _JSON}
+            session.counters.overhead_s += time.perf_counter() - began
+            return await self._send(request, web.Response(body=out, headers=headers)), result
+        result, out = None, answer.begin()
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        while not sampled.done():
-            await taken(request, response.write(out + sse("ping", {})))
+        while not said.done():
+            await taken(request, response.write(out + answer.ping()))
             out = b""
-            await asyncio.wait([sampled], timeout=self.ping_s)
+            await asyncio.wait([said], timeout=self.ping_s)
         began = time.perf_counter()
         try:
-            node = self._node(sampled)
-            out += reply_events(_reply(node))
+            result = self._result(said)
+            out += answer.rest(_said(result))
         except Exception as error:
-            failed = self._as_request_error(error, request)
-            out += sse("error", {"error": {"type": failed.kind, "message": str(failed)}})
-        call.session.counters.overhead_s += time.perf_counter() - began
+            out += answer.failed(self._as_request_error(error, request))
+        session.counters.overhead_s += time.perf_counter() - began
         await taken(request, response.write_eof(out))
-        return response, node
+        return response, result
 
-    def _node(self, sampled: asyncio.Future[Node]) -> Node:
-        """Return the result of a generation that is done. Raises RequestError if the session was closed meanwhile."""
-        if sampled.cancelled():
+    def _result(self, said: Said) -> Node | Reply:
+        """Return the reply that has come. Raises RequestError if the session was closed meanwhile."""
+        if said.cancelled():
             raise _stopping_error() if self._stopping else closed_error()
-        return sampled.result()
+        return said.result()
 
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self.receive(request)
-        wire = await decoded_request(body)
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session, front, _, wire = await self.asked(request)
         async with session.entrance:
-            counted = {"input_tokens": session.count(wire, await session.ahead(wire))}
-        return web.Response(body=msgspec.json.encode(counted), content_type="application/json")
+            counted = front.counted(session.count(wire, await session.ahead(wire)))
+        return web.Response(body=msgspec.json.encode(counted), content_type=_JSON)
 
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer every failure in Anthropic's error format and never with a stack trace."""
+        """Answer every failure in the form of the request's API and never with a stack trace."""
         began, status = time.perf_counter(), 499  # nginx's status for a client that hung up
         self._connections.begin(transport := request.transport)
         try:
@@ -325,9 +355,9 @@ class ProxyServer:
         except ConnectionError:
             raise
         except Exception as error:
-            failed = self._as_request_error(error, request)
-            status = failed.status
-            return _error_response(request, failed, error)
+            response = _error_response(request, self._as_request_error(error, request), error)
+            status = response.status
+            return response
         finally:
             self._connections.end(transport)
             if not request.content.is_eof():
@@ -368,21 +398,16 @@ class ProxyServer:
 
 def token_of(request: web.Request) -> str:
     """Return the token that came with a request, "" if there is none."""
-    if given := request.headers.get("x-api-key"):
+    if given := request.headers.get("x-api-key") or request.headers.get("x-goog-api-key"):
         return given
     header = request.headers.get("Authorization", "")
     scheme, _, given = header.partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else header
+    return given.strip() if scheme.lower() == "bearer" else header or request.query.get("key", "")
 
 
 def is_retry(request: web.Request) -> bool:
     """Tell whether the client marks a request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-
-
-async def decoded_request(body: bytes) -> WireRequest:
-    """Decode a request as ``wire.decode_request`` does, in a thread if that takes long."""
-    return await asyncio.to_thread(decode_request, body) if takes_long(body) else decode_request(body)
 
 
 def _too_large(most: int) -> RequestError:
@@ -394,13 +419,18 @@ def _stopping_error() -> RequestError:
     return RequestError("the proxy is shutting down", 529, "overloaded_error")
 
 
-def _reply(node: Node) -> Reply:
-    assert node.reply is not None
-    return node.reply
+def _said(result: Node | Reply) -> Reply:
+    reply = result.reply if isinstance(result, Node) else result
+    assert reply is not None
+    return reply
 
 
 def _error_response(request: web.Request, error: RequestError, cause: Exception | None = None) -> web.Response:
-    response = web.Response(status=error.status, body=error.body(), content_type="application/json")
+    status, body = front_of(request.path).error(error, request.get(_ASKED))
+    if isinstance(body, bytes):
+        response = web.Response(status=status, body=body, content_type="text/event-stream")
+    else:
+        response = web.Response(status=status, body=msgspec.json.encode(body), content_type=_JSON)
     if error.status == 529:
         response.headers["Retry-After"] = "1"
     if isinstance(cause, web.HTTPMethodNotAllowed):

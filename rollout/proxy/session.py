@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from rollout import SIDE_MODEL
 from rollout.proxy.calls import CallLog
 from rollout.proxy.counters import Counters
 from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCodec, call_seed
+from rollout.proxy.front.base import Front, Translated
 from rollout.proxy.messages import Conversation, MessageMemory, RequestError, WireRequest, conversation
 from rollout.proxy.replies import Reply
 from rollout.proxy.secret import issue
@@ -32,6 +33,8 @@ if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modu
     from rollout.proxy.forward import SideEndpoint
     from rollout.proxy.parsers import ReplyParser
     from rollout.proxy.render import Renderer
+
+R = TypeVar("R")
 
 # A renderer reads only a few of the last ids of a path: an end-of-turn token and its newline.
 _TAIL = 8
@@ -94,6 +97,7 @@ class Session:
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._seen, self._seals = MessageMemory(), Seals()
+        self._known: dict[str, Translated] = {}  # by the API of what was translated
         self._asks: dict[SamplingTerms, SamplingTerms] = {}  # one object for all calls that ask for the same
         self._asked: dict[int, list[SamplingTerms]] = {}  # index of a context node -> all that was asked for there
         self._failed: set[str] = set()  # message ids of generations that left no reply
@@ -132,6 +136,14 @@ class Session:
         known = {node.reply.id for node in self.tree.nodes if node.reply is not None}
         self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
+    async def translated(self, front: Front[Any], asked: Any) -> WireRequest:
+        """Return a request of any API in the form of Messages. Large work is done in a thread. Raises RequestError."""
+        known = self._known.setdefault(front.name, Translated())
+        if front.new_bytes(asked, known, self.tree) <= _AT_ONCE:
+            return front.wire(asked, known, self.tree)
+        async with self.entrance:
+            return await _in_thread(threading.Event(), front.wire, asked, known, self.tree)
+
     async def ahead(self, request: WireRequest) -> Prompt:
         """Find a request's place and, if the request adds much, encode that. Large work is done in a thread, so that
         other sessions are answered meanwhile.
@@ -148,13 +160,7 @@ class Session:
                 adds = sum(span.size for span in place.match.rest) + (0 if known else request.head_size)
                 if place.match.context is not None or adds <= _AT_ONCE:
                     return place
-            work = asyncio.get_running_loop().run_in_executor(_threads, self._find, request, place, left)
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                left.set()
-                await asyncio.gather(work, return_exceptions=True)
-                raise
+            return await _in_thread(left, self._find, request, place, left)
         finally:
             self.counters.overhead_s += time.perf_counter() - began
 
@@ -451,6 +457,17 @@ class Session:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.policy.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def _in_thread(left: threading.Event, work: Callable[..., R], *args: Any) -> R:
+    """Do work in a thread. If the caller is cancelled, set ``left``, and return only when the work has ended."""
+    working = asyncio.get_running_loop().run_in_executor(_threads, work, *args)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        left.set()
+        await asyncio.gather(working, return_exceptions=True)
+        raise
 
 
 @dataclass(eq=False)

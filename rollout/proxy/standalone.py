@@ -1,7 +1,7 @@
-"""The stand-alone proxy: a program of its own, between any Claude Code and any vLLM server.
+"""The stand-alone proxy: a program of its own, between any Claude Code, or another agent, and any vLLM server.
 
-Nobody opens sessions here, so a session is identified by what a request carries: the client's token and its Claude
-Code session (a header, or else the user id in the body). A session is opened at its first request. It is closed when
+Nobody opens sessions here, so a session is identified by what a request carries: the client's token and its agent's
+session (a header, or else what the body says of it). A session is opened at its first request. It is closed when
 it has been idle for long or its memory is needed; if its client comes back, the conversation is encoded anew.
 """
 
@@ -71,6 +71,8 @@ class ProxyOptions:
     engine_key: str | None = None
 
 
+# The headers in which Claude Code and Codex name their session.
+_SESSION_HEADERS = ("X-Claude-Code-Session-Id", "session-id")
 # What may name a session: Claude Code's ids do.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 
@@ -85,6 +87,8 @@ class _Metadata(msgspec.Struct):
 
 class _Owner(msgspec.Struct):
     metadata: _Metadata | None = None
+    prompt_cache_key: str | None = None  # OpenAI's APIs
+    user: str | None = None
 
 
 _KEY = web.RequestKey("key", bytes)  # identifies the session that a request uses
@@ -248,7 +252,8 @@ class StandAlone(ProxyServer):
         if self.policy is None:
             raise RequestError("the proxy is loading its model's tokenizer", 529, "overloaded_error")
         body = await self.body(request, self, _BODIES)
-        owner = request.headers.get("X-Claude-Code-Session-Id") or _user_id(body)
+        named = (request.headers[name] for name in _SESSION_HEADERS if name in request.headers)
+        owner = next(named, "") or _owner_in(body)
         key = hashlib.blake2b(f"{token}\0{owner}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._in_use[key] += 1
         request[_KEY] = key
@@ -313,12 +318,19 @@ class StandAlone(ProxyServer):
     async def _models(self, request: web.Request) -> web.Response:
         self._authenticate(request)
         name, asked = self.model.id, request.match_info.get("name")
-        model = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        model: dict[str, Any] = {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",
+        }
+        model |= {"object": "model", "created": 0, "owned_by": "vllm"}  # as OpenAI's clients want it
         if asked == name:
             return web.json_response(model)
         if asked is not None:
             raise RequestError("there is no model of this name", 404, "not_found_error")
-        return web.json_response({"data": [model], "has_more": False, "first_id": name, "last_id": name})
+        found = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return web.json_response(found)
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 if a call would be answered now, else 503 with what is missing."""
@@ -337,12 +349,13 @@ class StandAlone(ProxyServer):
         return web.Response(body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
-def _user_id(body: bytes) -> str:
+def _owner_in(body: bytes) -> str:
     try:
-        metadata = _owner.decode(body).metadata
+        owner = _owner.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""  # decode_request has the better error message
-    return metadata.user_id if metadata is not None else ""
+        return ""  # the front end has the better error message
+    named = owner.metadata.user_id if owner.metadata is not None else ""
+    return named or owner.prompt_cache_key or owner.user or ""
 
 
 def load_policy(options: ProxyOptions) -> Callable[[Engine, int], Policy]:

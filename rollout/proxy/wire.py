@@ -14,25 +14,42 @@ import functools
 import re
 import secrets
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import xxhash
 
 from rollout.proxy.texts import PIECE
 
+# How the message begins by which Claude Code recognizes that a prompt does not fit.
+FULL = "prompt is too long"
+
 
 class RequestError(Exception):
-    """A request cannot be answered. ``status`` (HTTP) and ``kind`` are those of Anthropic's table of errors."""
+    """A request cannot be answered. ``status`` (HTTP) and ``kind`` are those of Anthropic's table of errors, ``code``
+    is OpenAI's if no other API has this error.
+    """
 
-    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
+    def __init__(
+        self, message: str, status: int = 400, kind: str = "invalid_request_error", code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
+        self.code = code
 
-    def body(self) -> bytes:
-        """Return the JSON body of the error response."""
-        return msgspec.json.encode({"type": "error", "error": {"type": self.kind, "message": str(self)}})
+    @property
+    def full(self) -> bool:
+        """Tell whether the prompt does not fit, upon which agents compact."""
+        return str(self).startswith(FULL)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Return the body of the error response, in Anthropic's form."""
+        return {"type": "error", "error": {"type": self.kind, "message": str(self)}}
+
+
+T = TypeVar("T")
 
 
 class WireMessage(msgspec.Struct):
@@ -79,8 +96,9 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
 
     @functools.cached_property
     def body(self) -> bytes:
-        """Return the whole request as it can be sent on; ``decode_request`` sets it."""
-        return b""
+        """Return the whole request as it can be sent on. ``decode_request`` sets it to what came."""
+        fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.json.encode({"max_tokens": _SENT_ON, **fields})
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
@@ -101,8 +119,10 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
 # A body of more bytes than this is decoded in a thread, and checked for too many values. Of one in which a half of a
 # surrogate pair may have to be replaced, less than that takes long.
 LARGE, _LARGE_WITH_HALVES = 1 << 20, 1 << 16
+# The ``max_tokens`` of a request that is sent on to an API which wants it, and came through one that does not.
+_SENT_ON = 8192
 # The most messages of a request. What is done for each of them, before it is known what is new, takes time.
-_MOST_MESSAGES = 10_000
+MOST_MESSAGES = 10_000
 # The most values in a message, in the tools and so on (50 ms), and in a body, whose messages are only cut out.
 _MOST_VALUES, _MOST_TOGETHER = 50_000, 500_000
 # Each stop sequence is searched for in each reply, by the engine with each token, and kept as long as the session. The
@@ -144,14 +164,23 @@ def decode_request(body: bytes) -> WireRequest:
     Half of a surrogate pair, which is left where an agent cuts a text in two, is no character, and read as U+FFFD. Both
     functions raise RequestError, which names the field that is wrong.
     """
+    request, request.body = read_body(_request_decoder, body)
+    return checked(request)
+
+
+def read_body(decoder: msgspec.json.Decoder[T], body: bytes) -> tuple[T, bytes]:
+    """Decode a body; return what it says, and the body without halves of surrogate pairs. Raises RequestError."""
     if _may_have_halves(body):
         body = _without_halves(body)
-    request = _read(_request_decoder.decode, body, "", _MOST_TOGETHER if len(body) > LARGE else len(body))
-    request.body = body
+    return _read(decoder.decode, body, "", _MOST_TOGETHER if len(body) > LARGE else len(body)), body
+
+
+def checked(request: WireRequest) -> WireRequest:
+    """Return a request. Raises RequestError if there is too much of something in it."""
     if not request.messages:
         raise RequestError("messages: at least one message is required")
-    if len(request.messages) > _MOST_MESSAGES:
-        raise RequestError(f"messages: at most {_MOST_MESSAGES} messages are possible")
+    if len(request.messages) > MOST_MESSAGES:
+        raise RequestError(f"messages: at most {MOST_MESSAGES} messages are possible")
     if len(request.stop_sequences or ()) > _MOST_STOPS:
         raise RequestError(f"stop_sequences: at most {_MOST_STOPS} are possible")
     if sum(map(len, request.stop_sequences or ())) > _LONGEST_STOPS:
@@ -185,6 +214,11 @@ def decoded(kind: Any, data: msgspec.Raw, field: str) -> Any:
     Raises RequestError, which names ``field``, also if there are too many values.
     """
     return _read(lambda text: msgspec.convert(msgspec.json.decode(text), kind), data, field, _MOST_VALUES)
+
+
+def decoded_as(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw, field: str) -> T:
+    """Decode JSON of which only what is used will be kept. Raises RequestError as ``decoded`` does."""
+    return _read(decoder.decode, data, field, _MOST_VALUES)
 
 
 def _read(decode: Callable[[Any], Any], data: bytes | msgspec.Raw, field: str, most: int) -> Any:

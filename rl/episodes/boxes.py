@@ -64,8 +64,8 @@ class Kind:
     def boot(self, agent: Agent | None = None, run: str = "") -> Boot:
         """Return the function that boots a task's boxes.
 
-        agent: its programs have the same paths in an agent's box as on this machine; None: all boxes are for grading. run:
-        the name of the run, for kinds that label their boxes.
+        agent: its programs have the same paths in an agent's box as on this machine; None: all boxes are for grading.
+        run: the name of the run, for kinds that label their boxes.
         """
         limits = self.limits()
         shown = {path: str(path) for path in agent.programs} if agent else {}

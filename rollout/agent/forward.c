@@ -3,7 +3,7 @@
 Run a program that knows only TCP, and lead what it sends to a port of this machine's own loopback to the unix socket
 that the variable FORWARD_SOCKET names.
 WORD in the program's arguments and in its environment becomes the number of that port. The exit status is the
-program's. Everything ends with the program.
+program's. Everything ends with the program, and the program with this one.
 
 What the session's proxy sends is taken from the unix socket only after the program has taken it from its own: until then
 it is looked at (MSG_PEEK) and sent on. So the proxy, which asks the kernel what has not been read
@@ -197,6 +197,7 @@ int main(int count, char **words) {
     }
     pid_t program = relays < 0 ? -1 : fork();
     if (program == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
         close(running[0]);
         close(running[1]);
         unsetenv("FORWARD_SOCKET");

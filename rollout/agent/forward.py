@@ -50,4 +50,3 @@ def program() -> Path:
         if done.returncode:
             raise FileNotFoundError(f"the forwarder cannot be built: {done.stderr.strip()[-500:]}")
     return path
-

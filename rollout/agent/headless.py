@@ -83,6 +83,11 @@ class Headless:
         replies = frozenset(message_id(event) for event in events if event["type"] == "assistant") - {""}
         return outcome(done, turns, events, replies or None, self.max_turns, self.timeout_s)
 
+    def started(self) -> list[str]:
+        """Return the beginning of the program's command line."""
+        assert self.PROGRAM is not None
+        return self.PROGRAM.argv
+
     def command(self, home: str) -> list[str]:
         """Return the program's command line."""
         raise NotImplementedError
@@ -96,10 +101,13 @@ class Headless:
         raise NotImplementedError
 
 
-def assistant(said: Sequence[Event]) -> Event:
-    """Return the event of a reply, of which these blocks are known. A call's id tells which reply it is."""
-    ids = [reply_of(block["id"]) for block in said if block["type"] == "tool_use"]
-    return {"type": "assistant", "partial": True, "message": {"id": ids[0] if ids else "", "content": list(said)}}
+def assistant(said: Sequence[Event], reply: object = None) -> Event:
+    """Return the event of a reply, of which these blocks are known. ``reply``: its id, if the agent tells; else its
+    calls' ids do. They tell a call's place, too: calls that ran at once may be reported in another order."""
+    calls = sorted((one for one in said if one.get("type") == "tool_use"), key=lambda one: str(one.get("id")))
+    rest = [one for one in said if one.get("type") != "tool_use"]
+    named = str(reply) if reply else reply_of(str(calls[0].get("id"))) if calls else ""
+    return {"type": "assistant", "partial": True, "message": {"id": named, "content": [*rest, *calls]}}
 
 
 def text(words: object) -> Event:

@@ -34,9 +34,9 @@ _TOLD = "import importlib.metadata; print(importlib.metadata.version({!r}))"
 class Program:
     """A program is one version of an agent's.
 
-    npm: its package and others that it needs, with versions. pip: its distribution of PyPI; it and what it needs have the
-    versions in constraints/NAME.txt. main: the beginning of its command line, files in its directory. python: the least
-    version of Python that it runs with.
+    npm: its package and others that it needs, with versions. pip: its distribution of PyPI and others; these and what
+    they need have the versions in constraints/NAME.txt. main: the beginning of its command line, files in its
+    directory.
     """
 
     name: str
@@ -44,7 +44,6 @@ class Program:
     npm: tuple[str, ...] = ()
     pip: tuple[str, ...] = ()
     main: tuple[str, ...] = ("bin/python",)
-    python: tuple[int, int] = (3, 11)
 
     @property
     def directory(self) -> Path:
@@ -71,8 +70,7 @@ class Program:
                 options = ["--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--no-package-lock"]
                 _run([_path("npm"), "install", *options, "--prefix", str(new), *self.npm], home)
             else:
-                python = sys.executable if sys.version_info >= self.python else _path("python%d.%d" % self.python)
-                _run([os.path.realpath(python), "-m", "venv", str(new)], home)
+                _run([os.path.realpath(sys.executable), "-m", "venv", str(new)], home)
                 pip = [str(new / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
                 _run([*pip, "-c", str(_CONSTRAINTS / f"{self.name}.txt"), *self.pip], home)
             ask = ["--version"] if self.npm else ["-c", _TOLD.format(self.pip[0])]

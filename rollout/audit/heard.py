@@ -14,7 +14,7 @@ from rollout.records import NodeRecord, Record
 
 
 def audit_heard(record: Record) -> Iterator[str]:
-    """Yield the findings of check 5, which reads the assistant events, which are in the form of Claude Code's stream-json output."""
+    """Yield the findings of check 5, which reads the assistant events. All agents' are in the form of Claude Code's."""
     nodes = record.nodes
     counted = record.agent.get("events", len(record.events))
     if counted != len(record.events):

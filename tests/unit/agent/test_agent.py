@@ -162,11 +162,11 @@ async def test_the_replies_that_the_agent_reports() -> None:
 async def test_another_agent_is_a_class_of_its_own() -> None:
     @dataclass(frozen=True)
     class Other:
-        binary: Path
+        program: Path
         timeout_s: float
 
         def argv(self, home: str) -> list[str]:
-            return [str(self.binary), "exec"]
+            return [str(self.program), "exec"]
 
         def stdin(self, prompt: str) -> bytes:
             return prompt.encode()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from rollout import storable
 from rollout.agent import AgentRun, outcome
 from rollout.agent.events import message_id, reply_of
 from rollout.agent.forward import BASE_URL, SOCKET, program
@@ -79,7 +80,7 @@ class Headless:
 
     def result(self, done: ExecResult, turns: int) -> AgentRun:
         """Return how the run ended, by its events."""
-        events = list(self.events(done))
+        events = [event for event in self.events(done) if storable(event)]
         replies = frozenset(message_id(event) for event in events if event["type"] == "assistant") - {""}
         return outcome(done, turns, events, replies or None, self.max_turns, self.timeout_s)
 

@@ -27,7 +27,8 @@ def main() -> int:
         return program.failed(f"agents: {said}; there are {', '.join(programs)}", 2)
     for name in words[1:]:
         try:
-            programs[name].install()
+            if not programs[name].directory.is_dir():
+                programs[name].install()
         except (OSError, RuntimeError) as error:
             return program.failed(f"agents: {name} cannot be installed: {error}")
         print(f"{name} {programs[name].version} is in {programs[name].directory}")

@@ -8,13 +8,13 @@ read. The helpers below make such events.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from rollout import storable
 from rollout.agent import AgentRun, outcome
-from rollout.agent.events import message_id, reply_of
+from rollout.agent.events import blocks, message_id, reply_of
 from rollout.agent.forward import BASE_URL, SOCKET, program
 from rollout.agent.programs import Program
 from rollout.sandbox import ExecResult
@@ -24,7 +24,8 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Headless:
-    """A Headless is an agent of this kind. PROGRAM: what has to be installed, None for nothing.
+    """A Headless is an agent of this kind. PROGRAM: what has to be installed, None for nothing. UNREPORTED: the tools
+    that start agents whose replies are not in the output; an episode that uses one reports no replies.
 
     ``max_turns``: after so many the agent stops by itself; 0 if it has no such limit. ``timeout_s``: wall time of a
     whole run. ``max_tokens``: of one reply. ``max_context``: the policy's context length in tokens. ``extra_args``:
@@ -38,10 +39,14 @@ class Headless:
     extra_args: tuple[str, ...] = ()
 
     PROGRAM: ClassVar[Program | None] = None
+    UNREPORTED: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def of(cls, *, extra_args: Sequence[str] = (), **settings: Any) -> Self:
-        """Make the agent from a config's plain values. Raises FileNotFoundError if its program is not installed."""
+        """Make the agent from a config's plain values. Raises FileNotFoundError if its program is not installed, and
+        ValueError for keys that it does not have."""
+        if unknown := sorted(set(settings) - {field.name for field in fields(cls)}):
+            raise ValueError(f"this agent has no {', '.join(f'agent.{name}' for name in unknown)}")
         made = cls(extra_args=tuple(extra_args), **settings)
         _ = made.programs
         return made
@@ -82,6 +87,8 @@ class Headless:
         """Return how the run ended, by its events."""
         events = [event for event in self.events(done) if storable(event)]
         replies = frozenset(message_id(event) for event in events if event["type"] == "assistant") - {""}
+        if any(block.get("name") in self.UNREPORTED for event in events for block in blocks(event, "assistant")):
+            replies = None
         return outcome(done, turns, events, replies or None, self.max_turns, self.timeout_s)
 
     def started(self) -> list[str]:

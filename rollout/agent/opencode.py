@@ -33,6 +33,7 @@ class OpenCode(Headless):
         npm=(f"opencode-linux-{MACHINE}@1.18.33",),
         main=(f"node_modules/opencode-linux-{MACHINE}/bin/opencode",),
     )
+    UNREPORTED: ClassVar[tuple[str, ...]] = ("task",)
 
     def command(self, home: str) -> list[str]:
         """Return its command line; the prompt is read from standard input. A title that is given is not asked for."""

@@ -5,6 +5,7 @@ through the forwarder and the real proxy, and each scene ends in the audit.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
 from rollout.agent.qwen_code import QwenCode
 from tests.integration.agents_kit import agent_stage
-from tests.integration.claude_kit import Moody, call, failing, in_turn, scripted
+from tests.integration.claude_kit import Moody, Script, answers, call, failing, in_turn, scripted
 
 pytestmark = pytest.mark.asyncio
 
@@ -98,6 +99,33 @@ async def test_an_agent_that_is_killed_while_it_waits(name: str, task: Task, tmp
         assert run.status is Status.TIMEOUT
         assert engine.aborted == 1
         stage.check(tmp_path, rows=1)
+
+
+def spawning(prompt: str) -> str:
+    """Start an agent of Codex's and wait for its end."""
+    if not answers(prompt):
+        return call("multi_agent_v1__spawn_agent", message="SUB: look")
+    known = re.search(r'agent_id"?: ?"([\w-]+)', prompt)
+    return call("multi_agent_v1__wait_agent", targets=[known[1] if known else ""]) if answers(prompt) == 1 else "Done."
+
+
+SUBS: dict[str, Script] = {
+    "opencode": in_turn(call("task", description="d", prompt="SUB: look", subagent_type="general"), "Done."),
+    "qwen_code": in_turn(call("agent", description="d", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
+    "codex": spawning,
+}
+
+
+@pytest.mark.parametrize("name", SUBS)
+async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: Path) -> None:
+    way = WAYS[name]
+    looks = in_turn("I look." + way.run("echo inner"), "It is there.")
+    engine = scripted(lambda prompt: SUBS[name](prompt) if "MAIN" in prompt else looks(prompt))
+    async with agent_stage(way.kind, engine, task, **way.settings) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert run.status is Status.FINISHED, run
+        assert "It is there." in stage.requests[-1].text()
+        stage.check(tmp_path, rows=2)
 
 
 SCRIPT = """

@@ -104,8 +104,8 @@ def test_the_config_names_the_agent(tmp_path: Path) -> None:
     wanted = replace(AGENT, binary=tmp_path / "claude", max_context=4096, tools=("Edit",), extra_args=("--x",))
     assert made == wanted
     assert agent_from(OmegaConf.create({"agent": settings}), 64, 4096) == wanted  # a run of an earlier version
-    with pytest.raises(ValueError, match=r"agent\.kind is 'codex'; it must be one of claude_code"):
-        agent_from(OmegaConf.create({"agent": {"kind": "codex", **settings}}), 64, 4096)
+    with pytest.raises(ValueError, match=r"agent\.kind is 'unheard'; it must be one of claude_code"):
+        agent_from(OmegaConf.create({"agent": {"kind": "unheard", **settings}}), 64, 4096)
 
 
 class Box:

@@ -1,5 +1,5 @@
-"""This module tests what the agents other than Claude Code have in common: what they are told, how their output is read,
-which may be hostile, and what a missing program says.
+"""This module tests what the agents other than Claude Code have in common: what they are told, how their output,
+which may be hostile, is read, and what a missing program says.
 """
 
 from __future__ import annotations
@@ -65,10 +65,14 @@ def test_without_its_program_one_line_says_what_to_do(name: str) -> None:
     program = KINDS[name].PROGRAM
     assert program is not None
     config = compose([f"agent={program.name}"])
-    with pytest.raises(FileNotFoundError, match=rf"not installed: \.venv/bin/python -m rl\.agents install {program.name}"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"not installed: \.venv/bin/python -m rl\.agents install {program.name}"
+    ):
         agent_from(config, 1, 1)
     program.directory.mkdir(parents=True)
     assert isinstance(agent_from(config, 1, 1), KINDS[name]) and program.name in AGENTS
+    with pytest.raises(ValueError, match=r"has no agent\.bare, agent\.tools"):
+        agent_from(compose([f"agent={program.name}", "+agent.tools=[]", "+agent.bare=true"]), 1, 1)
 
 
 def test_the_command_lists_what_there_is_and_refuses_what_is_not(
@@ -83,11 +87,17 @@ def test_the_command_lists_what_there_is_and_refuses_what_is_not(
 def test_any_command_has_its_words_replaced(tmp_path: Path) -> None:
     config = compose(["agent=command", "agent.command=[run,'{base_url}/v1','{home}','{max_tokens}','{secret}']"])
     agent: Any = agent_from(config, 64, 4096)
-    assert agent.argv("/h")[-5:] == ["run", f"{forward.BASE_URL}/v1", "/h", "64", ""]  # lists of processes show a secret
+    assert agent.argv("/h")[-5:] == [
+        "run",
+        f"{forward.BASE_URL}/v1",
+        "/h",
+        "64",
+        "",
+    ]  # lists of processes show a secret
     assert agent.environment("s3", socket=tmp_path)["OPENAI_API_KEY"] == "s3"
-    with pytest.raises(ValueError, match="agent.command: give the program"):
+    with pytest.raises(ValueError, match=r"agent\.command: give the program"):
         agent_from(compose(["agent=command"]), 1, 1)
-    with pytest.raises(FileNotFoundError, match="agent.shows: /no/where"):
+    with pytest.raises(FileNotFoundError, match=r"agent\.shows: /no/where"):
         agent_from(compose(["agent=command", "agent.command=[run]", "agent.shows=[/no/where]"]), 1, 1)
     assert isinstance(agent, CommandAgent)
     assert agent.result(done(b"words"), 2).detail == "words"
@@ -97,7 +107,10 @@ def test_any_command_has_its_words_replaced(tmp_path: Path) -> None:
 def test_what_agents_say_becomes_replies_and_ends() -> None:
     call = {"callID": ID, "tool": "bash", "state": {"status": "completed", "input": {"command": "ls"}, "output": "a"}}
     run = made(OpenCode.__name__).result(
-        done({"type": "text", "part": {"text": "I look."}}, {"type": "tool_use", "part": call}, {"type": "step_finish"}), 1
+        done(
+            {"type": "text", "part": {"text": "I look."}}, {"type": "tool_use", "part": call}, {"type": "step_finish"}
+        ),
+        1,
     )
     assert (run.status, run.replies, run.detail) == (Status.FINISHED, {reply_of(ID)}, "I look.")
     assert [block["type"] for block in run.events[0]["message"]["content"]] == ["text", "tool_use"]
@@ -117,11 +130,12 @@ def test_what_agents_say_becomes_replies_and_ends() -> None:
         assert made(name).result(done(timed_out=True), 1).status is Status.TIMEOUT
 
 
-WORDS = st.sampled_from(
+WORD = (
     "type part item message error text tool_use tool_result assistant result user mini role content tool_calls id name "
-    "input callID tool state status output function arguments exit item.completed turn.failed step_finish command_execution "
-    "agent_message tool_id tool_name parameters success".split()
-) | st.text(max_size=3)  # fmt: skip
+    "input callID tool state status output function arguments exit item.completed turn.failed step_finish success "
+    "command_execution agent_message tool_id tool_name parameters"
+)
+WORDS = st.sampled_from(WORD.split()) | st.text(max_size=3)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),

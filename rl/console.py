@@ -39,6 +39,7 @@ USES = {
     "tasks overlap": Use("rl.data.overlap", "find what training and held-out tasks have in common"),
     "tasks probe": Use("rl.data.probe", "measure how often a policy resolves each task"),
     "proxy": Use("rollout.proxy", "Claude Code with any vLLM server, exactly recorded"),
+    "agents": Use("rl.agents", "install other agents than Claude Code: Codex, OpenCode and others"),
     "collect": Use("rollout.collect", "play tasks without training, and keep everything"),
     "traces select": Use("rl.data.select", "choose episodes by what they are"),
     "traces ingest": Use("rl.ingest", "read conversations of other programs"),

@@ -78,6 +78,11 @@ GROUPS = {
         scripts=("scripts/trainers.sh", "scripts/llamafactory.sh"),
         packages=("chromium-headless-shell",),
     ),
+    "agents": Group(
+        "the real programs of other agents than Claude Code",
+        (f"{_HERE}/agents",),
+        scripts=("scripts/agents.sh",),
+    ),
     "browser": Group("the viewer in Chromium", (f"{_HERE}/browser",), packages=("chromium-headless-shell",)),
     "gpu-pins": Group(
         "units and properties with the GPU extra's vLLM, verl and transformers",

@@ -64,11 +64,13 @@ class Kind:
     def boot(self, agent: Agent | None = None, run: str = "") -> Boot:
         """Return the function that boots a task's boxes.
 
-        agent: its program has the same path in an agent's box as on this machine; None: all boxes are for grading. run:
-        the name of the run, for kinds that label their boxes.
+        agent: its programs have the same paths in an agent's box as on this machine; None: all boxes are for grading.
+        run: the name of the run, for kinds that label their boxes.
         """
         limits = self.limits()
-        shown = {agent.binary: str(agent.binary), **(agent.covers if self.from_images else {})} if agent else {}
+        shown = {path: str(path) for path in agent.programs} if agent else {}
+        if agent and self.from_images:
+            shown |= agent.covers
 
         async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
             binds = shown if socket_dir else None

@@ -19,6 +19,12 @@ from rl.config import plugins
 from rl.episodes.boxes import kind_of
 from rollout.agent import Agent
 from rollout.agent.claude_code import ClaudeCode
+from rollout.agent.codex import Codex
+from rollout.agent.command import CommandAgent
+from rollout.agent.gemini_cli import GeminiCli
+from rollout.agent.mini_swe_agent import MiniSweAgent
+from rollout.agent.opencode import OpenCode
+from rollout.agent.qwen_code import QwenCode
 from rollout.episode import Boot, Setup
 from rollout.proxy.chat import ChatEndpoint
 from rollout.proxy.engine import Engine
@@ -30,7 +36,18 @@ from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy
 
 # Makes each kind of agent (``agent.kind``) from the values of its configs/agent/*.yaml, max_tokens and max_context.
-AGENTS: dict[str, Callable[..., Agent]] = {"claude_code": ClaudeCode.of}
+AGENTS: dict[str, Callable[..., Agent]] = {
+    "claude_code": ClaudeCode.of,
+    "codex": Codex.of,
+    "opencode": OpenCode.of,
+    "qwen_code": QwenCode.of,
+    "mini_swe_agent": MiniSweAgent.of,
+    "gemini_cli": GeminiCli.of,
+    "command": CommandAgent.of,
+}
+
+# The agents whose programs have to be installed (``rl.agents``).
+INSTALLED = (Codex, OpenCode, QwenCode, MiniSweAgent, GeminiCli)
 
 # By protocol, the class that speaks it with an endpoint that calls are forwarded to.
 ENDPOINTS: dict[str, type[SideEndpoint]] = {"messages": SideEndpoint, "chat": ChatEndpoint}

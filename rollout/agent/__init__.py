@@ -52,8 +52,9 @@ class Agent(Protocol):
     """An agent is a program with its settings. Implementations are frozen dataclasses."""
 
     @property
-    def binary(self) -> Path:
-        """Return the executable on this machine; boxes show it, read-only, under the same path."""
+    def programs(self) -> Sequence[Path]:
+        """Return the files and directories of this machine that a run needs; boxes show them, read-only, under the same
+        paths."""
         ...
 
     @property
@@ -93,6 +94,28 @@ class Agent(Protocol):
         """Return the outcome of a process that has ended. ``turns``: see ``AgentRun``. Raises nothing, whatever the
         output is: the policy's commands can write to it."""
         ...
+
+
+def outcome(
+    done: ExecResult,
+    turns: int,
+    events: list[dict[str, Any]],
+    replies: frozenset[str] | None,
+    max_turns: int,
+    timeout_s: float,
+) -> AgentRun:
+    """Return how a process ended: what its last event says, where that agrees with what the proxy saw."""
+    last = next((event for event in reversed(events) if event.get("type") == "result"), None)
+    if done.timed_out:
+        return AgentRun(Status.TIMEOUT, turns, f"stopped after {timeout_s:g} s", events, replies)
+    if last is None:
+        tail = done.stderr[-2000:].decode("utf-8", "replace").strip()
+        return AgentRun(Status.CRASHED, turns, f"exit status {done.returncode}: {tail}", events, replies)
+    # An episode that a limit ended may be left out of training, so a line of output alone must not say so.
+    if last.get("subtype") == "error_max_turns" and turns >= max_turns:
+        return AgentRun(Status.MAX_TURNS, turns, "", events, replies)
+    status = Status.ERROR if last.get("is_error") else Status.FINISHED
+    return AgentRun(status, turns, str(last.get("result", "")), events, replies)
 
 
 async def run_agent(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout import POLICY_MODEL, SIDE_MODEL
-from rollout.agent import AgentRun, Status
+from rollout.agent import AgentRun, outcome
 from rollout.agent.events import message_id, read
 from rollout.sandbox import ExecResult
 
@@ -109,6 +109,11 @@ class ClaudeCode:
         )
 
     @property
+    def programs(self) -> Sequence[Path]:
+        """Return the binary."""
+        return (self.binary,)
+
+    @property
     def leaves(self) -> Sequence[str]:
         """Return where Claude Code writes its sessions (sub-agents', too), and where the shipped hooks write events."""
         return (".claude/projects", ".claude/hooks.jsonl")
@@ -184,18 +189,8 @@ class ClaudeCode:
     def result(self, done: ExecResult, turns: int) -> AgentRun:
         """Return how the run ended: what the stream-json output says, where it agrees with what the proxy saw."""
         events = read(done.stdout)
-        last = next((event for event in reversed(events) if event.get("type") == "result"), None)
         replies = frozenset(message_id(event) for event in events if event.get("type") == "assistant")
-        if done.timed_out:
-            return AgentRun(Status.TIMEOUT, turns, f"stopped after {self.timeout_s:g} s", events, replies)
-        if last is None:
-            tail = done.stderr[-2000:].decode("utf-8", "replace").strip()
-            return AgentRun(Status.CRASHED, turns, f"exit status {done.returncode}: {tail}", events, replies)
-        # An episode that a limit ended may be left out of training, so a line of output alone must not say so.
-        if last.get("subtype") == "error_max_turns" and turns >= self.max_turns:
-            return AgentRun(Status.MAX_TURNS, turns, "", events, replies)
-        status = Status.ERROR if last.get("is_error") else Status.FINISHED
-        return AgentRun(status, turns, str(last.get("result", "")), events, replies)
+        return outcome(done, turns, events, replies, self.max_turns, self.timeout_s)
 
 
 def _read(key: str, path: str) -> bytes:

@@ -66,6 +66,11 @@ def message_id(event: dict[str, Any]) -> str:
     return named if isinstance(named, str) else ""
 
 
+def reply_of(call_id: str) -> str:
+    """Return the id of the reply that one of the proxy's calls is in, by the call's id; empty if it is none of them."""
+    return f"msg_{call_id[6:-2]}" if call_id.startswith("toolu_") else ""
+
+
 def usage(event: dict[str, Any]) -> tuple[int, int]:
     """Return the tokens of all prompts and of all replies of a run, as the agent's last event adds them up."""
     models = event.get("modelUsage")

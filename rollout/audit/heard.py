@@ -14,7 +14,7 @@ from rollout.records import NodeRecord, Record
 
 
 def audit_heard(record: Record) -> Iterator[str]:
-    """Yield the findings of check 5, which reads the assistant events of Claude Code's stream-json output."""
+    """Yield the findings of check 5, which reads the assistant events. All agents' are in the form of Claude Code's."""
     nodes = record.nodes
     counted = record.agent.get("events", len(record.events))
     if counted != len(record.events):
@@ -22,7 +22,7 @@ def audit_heard(record: Record) -> Iterator[str]:
     heard: dict[str, dict[Any, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for event in record.events:
         if said := blocks(event, "assistant"):
-            heard[message_id(event)][str(event.get("parent_tool_use_id") or "")] += said
+            heard[message_id(event)][str(event.get("parent_tool_use_id") or event.get("partial") or "")] += said
     sent = {node.message_id: i for i, node in enumerate(nodes) if node.logprobs is not None}
     last = next(reversed(heard), "") if record.agent.get("status") in ("timeout", "crashed") else ""
     for name in (name for name in heard if name in sent):
@@ -30,12 +30,12 @@ def audit_heard(record: Record) -> Iterator[str]:
         if not node.delivered:
             yield f"node {i}: the agent reports this reply ({name}), but it is not marked as delivered"
         calls = {str(block.get("id")): block for block in node.blocks if block.get("type") == "tool_use"}
-        for sub_agent, said in heard[name].items():
+        for partly, said in heard[name].items():
             for block in said:
                 call, ran = calls.get(str(block.get("id"))), block.get("input")
                 if call and not same_input(str(call.get("name")), call.get("input"), ran):
                     yield f"node {i}: {_ran(call, ran)}"
-            if not _same(said, node.blocks, bool(sub_agent), name == last):
+            if not _same(said, node.blocks, bool(partly), name == last):
                 yield f"node {i}: the agent reports another reply than the one it was sent ({name})"
     yield from _hooks(record)
     reports = record.agent.get("reports", "foreign_calls" in record.counters and any(heard))
@@ -77,18 +77,19 @@ def _ran(call: Mapping[str, Any], ran: Any) -> str:
     return f"{call.get('name')} ran {done}, but {said} was sampled ({call.get('id')})"
 
 
-def _same(said: list[dict[str, Any]], sent: list[dict[str, Any]], sub_agent: bool, cut: bool) -> bool:
+def _same(said: list[dict[str, Any]], sent: list[dict[str, Any]], partly: bool, cut: bool) -> bool:
     """Tell whether reported blocks are those that were sent.
 
-    Of a sub-agent's reply, Claude Code may report only the calls; an agent that was killed may have reported only the
-    first blocks of its last reply.
+    ``partly``: only the calls may be reported, as Claude Code does with a sub-agent's reply, and other agents with all.
+    ``cut``: the agent was killed and may have reported only the first blocks, or calls, of its last reply.
     """
     left, right = [_essence(block) for block in said], [_essence(block) for block in sent]
     if left == right or (cut and left == right[: len(left)]):
         return True
     calls = [block for block in right if block[0] == "tool_use"]
     rest = iter(right)
-    return sub_agent and all(block in rest for block in left) and [b for b in left if b[0] == "tool_use"] == calls
+    called = [block for block in left if block[0] == "tool_use"]
+    return partly and all(block in rest for block in left) and called == (calls[: len(called)] if cut else calls)
 
 
 def _known(nodes: list[NodeRecord], named: set[int]) -> set[int]:

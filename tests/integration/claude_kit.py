@@ -151,7 +151,8 @@ class Stage:
         """
         tree = self.session.tree
         reported = frozenset[str]().union(*(run.replies or () for run in self.runs))
-        self.session.disown(reported)
+        if any(run.replies is not None for run in self.runs):
+            self.session.disown(reported)
         # An honest client loses nothing: what it was sent, it is proven to have read.
         assert all(node.delivered for node in tree.nodes if node.sent) and not self.session.counters.unread_replies
         foreign = [node.text for node in tree.nodes if node.delivered and not node.trained]

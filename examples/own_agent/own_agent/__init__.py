@@ -22,7 +22,7 @@ class ShellAgent:
     max_turns: int
     timeout_s: float
     max_tokens: int
-    binary: Path = LOOP
+    programs: tuple[Path, ...] = (LOOP,)
     leaves: tuple[str, ...] = ()
     covers: Mapping[Path, str] = field(default_factory=dict)
 
@@ -32,7 +32,7 @@ class ShellAgent:
         return cls(**settings)
 
     def argv(self, home: str) -> list[str]:
-        return ["python3", str(self.binary)]
+        return ["python3", str(LOOP)]
 
     def stdin(self, prompt: str) -> bytes:
         return prompt.encode()

@@ -104,8 +104,8 @@ def test_the_config_names_the_agent(tmp_path: Path) -> None:
     wanted = replace(AGENT, binary=tmp_path / "claude", max_context=4096, tools=("Edit",), extra_args=("--x",))
     assert made == wanted
     assert agent_from(OmegaConf.create({"agent": settings}), 64, 4096) == wanted  # a run of an earlier version
-    with pytest.raises(ValueError, match=r"agent\.kind is 'codex'; it must be one of claude_code"):
-        agent_from(OmegaConf.create({"agent": {"kind": "codex", **settings}}), 64, 4096)
+    with pytest.raises(ValueError, match=r"agent\.kind is 'unheard'; it must be one of claude_code"):
+        agent_from(OmegaConf.create({"agent": {"kind": "unheard", **settings}}), 64, 4096)
 
 
 class Box:
@@ -162,11 +162,11 @@ async def test_the_replies_that_the_agent_reports() -> None:
 async def test_another_agent_is_a_class_of_its_own() -> None:
     @dataclass(frozen=True)
     class Other:
-        binary: Path
+        program: Path
         timeout_s: float
 
         def argv(self, home: str) -> list[str]:
-            return [str(self.binary), "exec"]
+            return [str(self.program), "exec"]
 
         def stdin(self, prompt: str) -> bytes:
             return prompt.encode()

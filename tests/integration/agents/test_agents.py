@@ -1,0 +1,155 @@
+"""This module tests the real programs of agents other than Claude Code: each plays the same scenes in a bubblewrap box,
+through the forwarder and the real proxy, and each scene ends in the audit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewards.task import Task
+from rollout.agent import Status
+from rollout.agent.codex import Codex
+from rollout.agent.command import CommandAgent
+from rollout.agent.gemini_cli import GeminiCli
+from rollout.agent.headless import Headless
+from rollout.agent.mini_swe_agent import MiniSweAgent
+from rollout.agent.opencode import OpenCode
+from rollout.agent.qwen_code import QwenCode
+from tests.integration.agents_kit import agent_stage
+from tests.integration.claude_kit import Moody, Script, answers, call, failing, in_turn, scripted
+
+pytestmark = pytest.mark.asyncio
+
+
+def bash(command: str) -> str:
+    return call("bash", command=command)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one agent is played. ``run``: the call that runs a command; ``end``: its last reply."""
+
+    kind: type[Headless]
+    run: Callable[[str], str]
+    end: str = "Done."
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+WAYS = {
+    "mini_swe_agent": Way(MiniSweAgent, bash, bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")),
+    "opencode": Way(OpenCode, lambda command: call("bash", command=command, description="Runs it")),
+    "qwen_code": Way(QwenCode, lambda command: call("run_shell_command", command=command, is_background=False)),
+    "codex": Way(Codex, lambda command: call("exec_command", cmd=command)),
+    "gemini_cli": Way(GeminiCli, lambda command: call("run_shell_command", command=command)),
+}
+each = pytest.mark.parametrize("name", WAYS)
+
+
+@each
+async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> None:
+    """Text, thinking, a failing command, calls at once, and a result that the agent shortens."""
+    way = WAYS[name]
+    replies = in_turn(
+        "((Hm.))I look." + way.run("echo one; exit 3"),
+        way.run("echo two") + way.run("echo three"),
+        way.run("yes 0123456789 | head -c 300000"),
+        way.end,
+    )
+    async with agent_stage(way.kind, scripted(replies), task, **way.settings) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert (run.status, run.turns) == (Status.FINISHED, 4), run
+        stage.check(tmp_path, rows=1)
+        said = stage.requests[-1].text()
+        assert all(words in said for words in ("one", "two", "three", "0123456789"))
+        assert len(said) < 300_000 or name == "codex"
+        shown = [block for event in run.events for block in (event.get("message") or {}).get("content", ())]
+        assert any("two" in str(block) for block in shown)
+
+
+@each
+async def test_a_tool_that_is_not_there_and_an_engine_that_fails(name: str, task: Task, tmp_path: Path) -> None:
+    way = WAYS[name]
+    replies = in_turn(way.run("echo one"), call("no_such_tool", x=1), way.end)
+    rows = 2 if name == "mini_swe_agent" else 1  # which drops a reply without a proper call from its history
+    async with agent_stage(way.kind, Moody(replies, failing(2)), task, **way.settings) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert run.status is Status.FINISHED, run
+        assert stage.session.counters.engine_errors == 1
+        stage.check(tmp_path, rows=rows)
+
+
+@each
+async def test_an_agent_that_is_killed_while_it_waits(name: str, task: Task, tmp_path: Path) -> None:
+    way = WAYS[name]
+
+    async def mood(number: int, prompt: str) -> None:
+        if number == 2:
+            await asyncio.Event().wait()
+
+    engine = Moody(in_turn(way.run("echo one"), way.end), mood)
+    async with agent_stage(way.kind, engine, task, **{"timeout_s": 25.0, **way.settings}) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert run.status is Status.TIMEOUT
+        assert engine.aborted == 1
+        stage.check(tmp_path, rows=1)
+
+
+def spawning(prompt: str) -> str:
+    """Start an agent of Codex's and wait for its end."""
+    if not answers(prompt):
+        return call("multi_agent_v1__spawn_agent", message="SUB: look")
+    known = re.search(r'agent_id"?: ?"([\w-]+)', prompt)
+    return call("multi_agent_v1__wait_agent", targets=[known[1] if known else ""]) if answers(prompt) == 1 else "Done."
+
+
+SUBS: dict[str, Script] = {
+    "opencode": in_turn(call("task", description="d", prompt="SUB: look", subagent_type="general"), "Done."),
+    "qwen_code": in_turn(call("agent", description="d", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
+    "codex": spawning,
+}
+
+
+@pytest.mark.parametrize("name", SUBS)
+async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: Path) -> None:
+    way = WAYS[name]
+    looks = in_turn("I look." + way.run("echo inner"), "It is there.")
+    engine = scripted(lambda prompt: SUBS[name](prompt) if "MAIN" in prompt else looks(prompt))
+    async with agent_stage(way.kind, engine, task, **way.settings) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert run.status is Status.FINISHED, run
+        assert "It is there." in stage.requests[-1].text()
+        stage.check(tmp_path, rows=2)
+
+
+SCRIPT = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": sys.stdin.read()}]
+assert open(sys.argv[2]).read() == messages[0]["content"]
+for turn in range(2):
+    body = json.dumps({"model": os.environ["MODEL"], "messages": messages}).encode()
+    head = {"Authorization": "Bearer " + os.environ["KEY"], "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(sys.argv[1] + "/v1/chat/completions", body, head)) as answer:
+        said = json.load(answer)["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+print(said)
+"""
+
+
+async def test_any_command_is_an_agent(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(SCRIPT)
+    settings = {
+        "command": ["python3", str(tmp_path / "agent.py"), "{base_url}", "{prompt_file}"],
+        "env": {"MODEL": "{model}", "KEY": "{secret}"},
+        "shows": [str(tmp_path / "agent.py")],
+    }
+    async with agent_stage(CommandAgent, scripted(in_turn("One.", "Two.")), task, **settings) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert (run.status, run.detail, run.turns, run.replies) == (Status.FINISHED, "Two.", 2, None)
+        stage.check(tmp_path / "record", rows=1)

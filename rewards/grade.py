@@ -53,7 +53,8 @@ async def grade(
     started, deadline = time.monotonic(), asyncio.timeout(None)
     try:
         timeout_s = graders.named(task.grader).timeout_s(task, timeout_s)
-        async with asyncio.timeout((spare_s + timeout_s) * (_RUNS if second_opinion else 1)) as deadline:
+        runs = _RUNS if second_opinion else 1 if own is None else 2
+        async with asyncio.timeout((spare_s + timeout_s) * runs) as deadline:
             verdict = await _screened(Grading(task, boot, timeout_s, rules, second_opinion, own=own), patch)
     except SandboxError as error:
         verdict = Verdict.infra(error.cause, str(error))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import tomllib
@@ -30,6 +29,7 @@ IMAGES = "claude-code-rl/harbor"
 
 _DEPTH = 6  # directories below the place that is asked for
 _TEST_S = 600.0  # Harbor's default
+_LARGEST = 1e9  # of any number
 _NETWORKS = ("no-network", "public", "allowlist")
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
 # A line at the start of an instruction that marks a benchmark's text, for those who clean training data.
@@ -66,6 +66,8 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
     names = ("environment", "agent", "verifier", "solution")
     environment, agent, verifier, solution = (_table(config, name) for name in names)
     _migrate(environment)
+    if not isinstance(workdir := environment.get("workdir", "/"), str) or not workdir.startswith("/"):
+        raise RowError(Why.INVALID, f"workdir is {workdir!r}")
     if reason := _unsupported(directory, config, environment, agent, verifier):
         raise RowError(Why.UNSUPPORTED, reason)
     if not (directory / "tests" / "test.sh").is_file():
@@ -216,7 +218,7 @@ def _migrate(environment: dict[str, Any]) -> None:
     """Replace the deprecated spellings of an [environment]. Raises RowError."""
     for old, new in (("memory", "memory_mb"), ("storage", "storage_mb")):
         if isinstance(value := environment.pop(old, None), str):
-            parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMK])\s*", value.upper())
+            parts = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([GMK])\s*", value.upper())
             if not parts:
                 raise RowError(Why.INVALID, f"{old} is {value!r}; it must be like 2G or 512M")
             size = int(float(parts[1]) * {"G": 1024.0, "M": 1.0, "K": 1 / 1024}[parts[2]])
@@ -245,7 +247,7 @@ def _number(table: Row, name: str) -> float | None:
     value = table.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
         raise RowError(Why.INVALID, f"{name} is {value!r}")
     return value
 

@@ -7,9 +7,11 @@ cannot cause is an infrastructure failure.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 from rewards import graders, second
 from rewards.grading import Grading, RefusedError
@@ -17,18 +19,22 @@ from rewards.patch import PatchError
 from rewards.rules import DECIDES, Rules, ScreenedPatch
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
-from rollout.sandbox import Sandbox, SandboxError
+from rollout.sandbox import PatchTooLarge, Sandbox, SandboxError
 
 # Seconds for what a grading does besides applying the patch and running the tests: booting a box, reading the log.
 _SPARE_S = 300.0
 _RUNS = 6  # of the tests in one grading with a second opinion, at most: two patches, each three times
 _NO_RULES = Rules()
 
+IN_THE_AGENTS_BOX = "graded_in_agents_box"
+"""The flag of a verdict whose tests ran in the agent's own box, with whatever the agent has left there."""
+
 
 async def grade(
     task: Task,
     patch: bytes | None,
     boot: Callable[[], Awaitable[Sandbox]],
+    own: Sandbox | None = None,
     *,
     timeout_s: float,
     rules: Rules = _NO_RULES,
@@ -38,15 +44,18 @@ async def grade(
     """Grade `patch` in a sandbox from `boot`, which must make a fresh one of the task's snapshot each time.
 
     An empty patch is unresolved at once. None runs the tests on the untouched snapshot, which shows whether they fail
-    there. timeout_s: seconds for `git apply` and the tests. rules: what of the patch is graded, and what is
+    there. own: the agent's box, for a task whose tests run there (`Grader.shares`); the caller closes it. timeout_s:
+    seconds for `git apply` and the tests, unless the task has its own. rules: what of the patch is graded, and what is
     flagged. second_opinion: a task that is resolved is graded once more, with tests that must fail. spare_s: seconds
     for everything else; a grading that takes longer than both together (for each run of the tests) is GRADER_HUNG.
     Raises nothing except on cancellation, and always closes the sandbox.
     """
-    started = time.monotonic()
+    started, deadline = time.monotonic(), asyncio.timeout(None)
     try:
-        async with asyncio.timeout((spare_s + timeout_s) * (_RUNS if second_opinion else 1)) as deadline:
-            verdict = await _screened(Grading(task, boot, timeout_s, rules, second_opinion), patch)
+        timeout_s = graders.named(task.grader).timeout_s(task, timeout_s)
+        runs = _RUNS if second_opinion else 1 if own is None else 2
+        async with asyncio.timeout((spare_s + timeout_s) * runs) as deadline:
+            verdict = await _screened(Grading(task, boot, timeout_s, rules, second_opinion, own=own), patch)
     except SandboxError as error:
         verdict = Verdict.infra(error.cause, str(error))
     except Exception as error:  # a bug in the grader must not become a reward of 0
@@ -57,7 +66,47 @@ async def grade(
     return replace(verdict, seconds=time.monotonic() - started, grader=task.grader)
 
 
+async def grade_gold(task: Task, boot: Callable[[], Awaitable[Sandbox]], **how: Any) -> Verdict:
+    """Grade the known solution of a task; see `grade`, also for `how`. Raises nothing except on cancellation."""
+    if task.patch:
+        return await grade(task, task.patch.encode(), boot, **how)
+    box = None
+    try:
+        grader, box = graders.named(task.grader), await boot()
+        await grader.solve(task, box)
+        shares = grader.shares(task)
+        return await grade(task, await changes(box, shares), boot, box if shares else None, **how)
+    except PatchTooLarge as error:
+        return Verdict(Reason.PATCH_TOO_LARGE, str(error))
+    except SandboxError as error:
+        return Verdict.infra(error.cause, str(error))
+    except Exception as error:
+        return Verdict(Reason.GRADER_CRASHED, f"{type(error).__name__}: {error}")
+    finally:
+        if box is not None:
+            await box.close()
+
+
+async def changes(box: Sandbox, shares: bool) -> bytes:
+    """Return an agent's patch, and end all of its processes. Raises PatchTooLarge, SandboxError.
+
+    shares: the tests run in this box. Then nothing is made of the patch but flags, and one that is too large is b"".
+    """
+    try:
+        return await box.diff()
+    except PatchTooLarge:
+        if not shares:
+            raise
+        return b""
+
+
 async def _screened(grading: Grading, patch: bytes | None) -> Verdict:
+    if grading.own is not None:
+        flags: tuple[str, ...] = ()
+        with contextlib.suppress(PatchError):
+            flags = (await asyncio.to_thread(grading.rules.screen, grading.task, patch or b"")).flags
+        verdict = await _verdict(grading, ScreenedPatch([], (), ()))
+        return replace(verdict, flags=tuple(sorted({*flags, *verdict.flags, IN_THE_AGENTS_BOX})))
     if patch is None:
         return await _verdict(grading, ScreenedPatch([], (), ()))
     if not patch.strip():

@@ -16,22 +16,41 @@ from rewards.verdict import Verdict
 if TYPE_CHECKING:  # both import this module
     from rewards.grading import Grading
     from rewards.task import Task
+    from rollout.sandbox import Sandbox
 
 SWE_BENCH = "swebench"
-GRADERS = {SWE_BENCH: "rewards.swebench:SweBench"}
+GRADERS = {SWE_BENCH: "rewards.swebench:SweBench", "harbor": "rewards.harbor:Harbor"}
 
 
 class Grader:
     """A Grader judges the tests of tasks. One object grades all tasks of a process, several at the same time.
 
     second_opinion: whether ``judge`` tests a resolved task once more if ``grading.second_opinion`` asks for it. If not,
-    the task counts as resolved without a second opinion, and is flagged.
+    the task counts as resolved without a second opinion, and is flagged. renews: whether ``judge`` needs boxes that can
+    make directories at their root anew.
     """
 
     second_opinion = False
+    renews = False
 
     def check(self, task: Task) -> None:
         """Raise TaskError if ``task`` cannot be graded: something is wrong with ``task.grading``."""
+
+    def shares(self, task: Task) -> bool:
+        """Return whether the tests of ``task`` run in the agent's own box, after all of the agent's processes."""
+        return False
+
+    def timeout_s(self, task: Task, given: float) -> float:
+        """Return the seconds for one run of the tests of ``task``. given: what the config says."""
+        return given
+
+    def solvable(self, task: Task) -> bool:
+        """Return whether a solution of ``task`` is known: by its gold patch, or by ``solve``."""
+        return bool(task.patch)
+
+    async def solve(self, task: Task, box: Sandbox) -> None:
+        """Solve a task without a gold patch, in an agent's box that is graded afterwards. Raises SandboxError."""
+        raise NotImplementedError
 
     async def judge(self, grading: Grading) -> Verdict:
         """Return the verdict on a patch, after running tests in boxes of ``grading.run`` or ``grading.patched``.

@@ -91,7 +91,8 @@ class Grading:
 
     timeout_s: seconds for `git apply` and one run of tests. second_opinion: whether a task that is resolved is to be
     tested once more, with tests that must fail. left: what the rules leave of the patch; installed: those of the
-    modules that it adds which the box has.
+    modules that it adds which the box has. own: the agent's own box, if the tests are to run there, in which all of the
+    agent's processes have ended; nothing is applied in it.
     """
 
     task: Task
@@ -101,6 +102,7 @@ class Grading:
     second_opinion: bool
     left: ScreenedPatch = field(default_factory=lambda: ScreenedPatch([], (), ()))
     installed: list[str] | None = None
+    own: Sandbox | None = None
 
     async def run(self, script: str, program: str = "", files: Sequence[FileDiff] | None = None) -> ExecResult:
         """Run a bash script in the work tree of a fresh box with the patch, and return how it ended.
@@ -113,7 +115,13 @@ class Grading:
 
     @asynccontextmanager
     async def patched(self) -> AsyncGenerator[Sandbox]:
-        """Boot a fresh box with the patch, and close it at the end. Raises RefusedError and SandboxError."""
+        """Boot a fresh box with the patch, and close it at the end; the agent's own box is left to its episode.
+
+        Raises RefusedError and SandboxError.
+        """
+        if self.own is not None:
+            yield self.own
+            return
         async with self._fresh(None) as (box, files):
             if files:
                 await _run(box, "", "", files, self.timeout_s)
@@ -138,7 +146,9 @@ class Grading:
     def alone(self, verdict: Verdict, why: str) -> Verdict:
         """Return the verdict on a task that is resolved, but without the second opinion that was asked for."""
         reason = Reason.NO_SECOND_OPINION if self.rules.needs_second_opinion else None
-        return replace(verdict, reason=reason, detail=f"no second opinion: {why}", flags=(second.NONE,))
+        shaped = verdict.shaped if reason is None else None
+        flags = (*verdict.flags, second.NONE)
+        return replace(verdict, reason=reason, detail=f"no second opinion: {why}", flags=flags, shaped=shaped)
 
 
 async def _installed(box: Sandbox, names: list[str]) -> list[str]:

@@ -94,6 +94,21 @@ class Task:
         return json.loads(self.grading or "{}")
 
     @property
+    def limits(self) -> Mapping[str, float]:
+        """Return what a box of the task has at least, of cpus, memory_mb and disk_mb: the key "limits" of `grading`."""
+        found = self.asked.get("limits")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def directory(self) -> Path | None:
+        """Return the absolute path of the directory of files that the row's grader reads, None if it has none.
+
+        The row names it relative to its own file, in the key "directory" of `grading`.
+        """
+        named = self.asked.get("directory")
+        return (self.base_dir / named).resolve() if isinstance(named, str) else None
+
+    @property
     def snapshot(self) -> Path:
         """Return the absolute path of a `dir:` image, which need not exist.
 
@@ -148,6 +163,7 @@ class Task:
                 raise _wrong(row, "grader", str(error)) from error
             try:
                 grader.check(task)
+                grader.shares(task)
             except Exception as error:  # another package's code
                 what = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
                 raise _wrong(row, "grading", what) from error

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rewards.grade import grade
+from rewards import graders
+from rewards.grade import changes, grade
 from rewards.rules import Rules
 from rewards.shape import Effort, Shape
 from rewards.task import Task, TaskError
@@ -90,14 +91,16 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
     """
     began = time.time()
     watch = _Stopwatch()
-    session, run, patch, rows, grading, home = None, None, b"", [], None, None
+    box, session, run, patch, rows, grading, home = None, None, None, b"", [], None, None
     try:
+        shares = graders.named(task.grader).shares(task)  # the tests run in the agent's own box
+        fresh = functools.partial(setup.boot, task, None)
         home = Path(tempfile.mkdtemp(prefix="cc-", dir=setup.scratch))  # holds the session's socket
         with watch("total"):
             with watch("boot"):
                 box = await setup.boot(task, home)
-            if setup.grades:
-                grading = _Booting(functools.partial(setup.boot, task, None))  # boots while the agent works
+            if setup.grades and not shares:
+                grading = _Booting(fresh)  # while the agent works
             try:
                 session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
                 with watch("agent"):
@@ -106,21 +109,23 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
                 verdict = infra_failure(run, session)
                 if verdict is None:
                     with watch("diff"):
-                        patch = await box.diff()
+                        patch = await changes(box, shares)
                         if not patch and grading:  # the agent changed nothing, or the disk is full and it could not
                             await grading.check()
             finally:
                 if session is not None:
                     await setup.proxy.close_session(session)
-                await box.close()
-            if grading is None:
+                if not shares:
+                    await box.close()
+            if not setup.grades:
                 verdict = verdict or Verdict(Reason.NOT_GRADED)
             elif verdict is None:
                 with watch("grade"):
                     verdict = await grade(
                         task,
                         patch,
-                        grading.take,
+                        grading.take if grading else fresh,
+                        box if shares else None,
                         timeout_s=setup.grade_timeout_s,
                         rules=setup.rules,
                         second_opinion=setup.second_opinion,
@@ -139,6 +144,8 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
     finally:
         if grading is not None:
             await grading.close()
+        if box is not None:
+            await box.close()
         if home is not None:
             shutil.rmtree(home, ignore_errors=True)
     if session is not None and run is not None and run.replies is not None:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards import grade as grading
+from rewards import graders
 from rewards.rules import Rules
 from rewards.swebench import warm_up
 from rewards.task import Task, TaskError, load_tasks
@@ -89,9 +90,14 @@ class AdmissionPlan:
         for task in tasks:
             key = task.instance_id, _key(task, self.settings)
             left = [one for one in every if one not in graded.get(key, ())]
-            if task.patch and left and key not in decided:
+            if solvable(task) and left and key not in decided:
                 found[task.instance_id] = left
         return found
+
+
+def solvable(task: Task) -> bool:
+    """Tell whether a solution of a task is known."""
+    return graders.named(task.grader).solvable(task)
 
 
 def as_expected(record: Mapping[str, Any]) -> bool:
@@ -117,11 +123,12 @@ async def grade_tasks(
     losses = Losses(3 * max(plan.jobs, 3), apart=_OF_A_TASK)
 
     async def attempt(task: Task, kind: str, number: int) -> dict[str, Any]:
-        patch = (task.patch or "").encode() if kind == "gold" else None
         boot = functools.partial(plan.boot, task, None)
-        verdict = await grading.grade(
-            task, patch, boot, timeout_s=plan.timeout_s, rules=plan.rules, second_opinion=plan.second_opinion
-        )
+        how: dict[str, Any] = {"timeout_s": plan.timeout_s, "rules": plan.rules, "second_opinion": plan.second_opinion}
+        if kind == "gold":
+            verdict = await grading.grade_gold(task, boot, **how)
+        else:
+            verdict = await grading.grade(task, None, boot, **how)
         record = {
             "task": task.instance_id,
             "key": _key(task, plan.settings),
@@ -190,7 +197,7 @@ def findings(tasks: Sequence[Task], plan: AdmissionPlan, records: Iterable[Mappi
     found = []
     for task in tasks:
         key = task.instance_id, _key(task, plan.settings)
-        one = report.finding(task.instance_id, by_task.get(key, []), plan.tries, no_gold=not task.patch)
+        one = report.finding(task.instance_id, by_task.get(key, []), plan.tries, no_gold=not solvable(task))
         local = task.image.startswith("dir:") and task.snapshot.is_dir()
         found.append(replace(one, configures=configuring(task.snapshot)) if local else one)
     return found
@@ -333,6 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_values(config)
         if not args.merge:
             check_all(config, check_boxes)
+            if not (boxes := kind_of(config.sandbox)).from_images:
+                boxes.check_tasks(load_tasks(args.tasks))
         decides = {"sandbox": config.sandbox} | {
             key: config.grading[key] for key in ("timeout_s", "second_opinion", "needs_second_opinion", "drop")
         }

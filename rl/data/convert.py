@@ -3,10 +3,11 @@
     python -m rl.data.convert SET [SOURCE] --out tasks.parquet [filters]
 
 SET is one of swe-bench, swe-bench-lite, swe-bench-verified, swe-bench-multilingual, swe-smith, swe-gym, swe-rebench,
-r2e-gym, or module:attribute, a task source of another package. SOURCE is a .parquet, .jsonl or .json file, a directory
-of such files, or a dataset on the hub (default: the set's own). A row that cannot be converted is refused with a
-reason: the screen shows how many for each reason, and a JSON file beside the output lists them. Exit status: 0 rows
-were converted, 1 no row could be converted, 2 the source, the options or the filters are wrong.
+r2e-gym, harbor, or module:attribute, a task source of another package. SOURCE is a .parquet, .jsonl or .json file, a
+directory of such files (or of Harbor's tasks), or a dataset on the hub (default: the set's own). A row that cannot be
+converted is refused with a reason: the screen shows how many for each reason, and a JSON file beside the output lists
+them. Exit status: 0 rows were converted, 1 no row could be converted, 2 the source, the options or the filters are
+wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def convert(rows: Iterable[Row], name: str, options: ConversionOptions) -> tuple
     for number, row in enumerate(rows):
         try:
             made: dict[str, Any] = {"difficulty": None, "FAIL_TO_PASS": [], **source.convert(row, options), "set": name}
-            _check(made)
+            _check(made, options.out)
             if made["instance_id"] in converted:
                 raise RowError(Why.TWICE)
             converted[made["instance_id"]] = made
@@ -82,10 +83,10 @@ def _line(text: str) -> str:
     return " ".join(text[:_LONGEST].encode(errors="backslashreplace").decode().split())
 
 
-def _check(row: Row) -> None:
+def _check(row: Row, base_dir: Path) -> None:
     """Raise RowError for a row that the trainer would reject at load."""
     try:
-        Task.from_row(row, Path())
+        Task.from_row(row, base_dir)
     except TaskError as error:
         why = Why.NO_PARSER if ": log_parser: " in str(error) else Why.INVALID
         raise RowError(why, str(error).removeprefix(f"{row.get('instance_id')}: ")) from error
@@ -120,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipes: dict[str, Any] = {}
         if args.recipes:
             recipes = {str(row.get("instance_id")): row for row in read_rows(args.recipes, None, info.split)}
-        options = ConversionOptions(recipes=recipes, regression=args.regression)
+        options = ConversionOptions(
+            recipes, args.regression, args.out.parent, args.without_network, args.reward, args.threshold
+        )
         rows, refused = convert(info.read(source, args.split), args.set, options)
         args.instance_ids = _ids(args.instance_ids)
         selection = Selection(**{field.name: getattr(args, field.name) for field in fields(Selection)})
@@ -202,6 +205,9 @@ def _parser() -> argparse.ArgumentParser:
         default="all",
         help="SWE-smith: keep the PASS_TO_PASS tests of all files, or of those with a FAIL_TO_PASS test (faster)",
     )
+    add("--without-network", action="store_true", help="Harbor: convert tasks that want a network, and give them none")
+    add("--reward", default="reward", metavar="KEY", help="Harbor: the key of reward.json that counts (reward)")
+    add("--threshold", type=share_of, default=1.0, metavar="X", help="Harbor: the reward that resolves (1)")
     add = parser.add_argument_group("filters").add_argument
     add("--repo", dest="repos", nargs="+", default=[], metavar="PATTERN", help='e.g. django/django or "pydata/*"')
     add("--instance-ids", nargs="+", default=[], metavar="ID", help="ids that must be there, or @FILE with such ids")

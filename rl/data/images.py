@@ -1,11 +1,13 @@
 """Build container images of tasks with local snapshots, as `rl.data.make` writes them, and a task file that names them.
 
     python -m rl.data.images made.parquet --base IMAGE --out imaged.parquet [--limit 100] [--repository NAME]
+    python -m rl.data.images harbor.parquet --out imaged.parquet [--limit 100]       # rl.data.convert harbor
 
 IMAGE has git and the Python of the tasks' environments (the same 3.x). Nothing is downloaded, and nothing is run except
 a look into IMAGE: a layer with a package's wheels is shared by its tasks, and each task adds its repository in
-/testbed. What is there is not built again. Exit status: 0 all images are there, 1 the engine failed, 2 the input is
-wrong.
+/testbed. Images of Harbor's tasks are built from their environment/Dockerfile, or of the image that they name; the
+engine runs what is in there. A task whose image cannot be built is left out, and said. What is there is not built
+again. Exit status: 0 images are there, 1 the engine failed, or there are none, 2 the input is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from pathlib import Path
 from docker.errors import DockerException
 
 from rewards.task import Task, TaskError, load_tasks
+from rl.data import harbor_images
 from rl.data.card import write_card
+from rl.data.harbor import IMAGES
 from rl.data.make import sources
 from rl.data.make.environment import VENV
 from rl.data.make.sources import MakeError
@@ -179,14 +183,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tasks = load_tasks(args.tasks)
         numbers = chosen(tasks, args.limit)
         engine = get_engine()
-        base = look(engine, args.base, {tasks[n].repo: tasks[n].snapshot for n in numbers}, args.allow_copies)
-        built, names = 0, []
+        harbor = [tasks[n].image.startswith(f"{IMAGES}:") for n in numbers]
+        if any(harbor) and not all(harbor):
+            raise MakeError("only some of the tasks are Harbor's; split the file")
+        base = None
+        if not any(harbor):
+            if args.base is None:
+                raise MakeError("tasks with local snapshots need --base")
+            base = look(engine, args.base, {tasks[n].repo: tasks[n].snapshot for n in numbers}, args.allow_copies)
+        built, names, failed = 0, {}, []
         for count, number in enumerate(numbers):
-            screen.show("images", count, len(numbers), tasks[number].instance_id)
-            name, new = build(engine, base, tasks[number], args.repository)
+            task = tasks[number]
+            screen.show("images", count, len(numbers), task.instance_id)
+            try:
+                if base is None:
+                    name, new = task.image, harbor_images.build(engine, task)
+                else:
+                    name, new = build(engine, base, task, args.repository)
+            except harbor_images.BuildFailed as error:
+                failed.append(f"{task.instance_id}: {error}")
+                continue
             built += new
-            names.append(name)
-        write_rows(args.tasks, args.out, tasks, {tasks[number].instance_id for number in numbers}, {"image": names})
+            names[task.instance_id] = name
+        screen.clear()
+        for line in failed:
+            screen.say(f"left out: {line}")
+        if not names:
+            return 1
+        write_rows(args.tasks, args.out, tasks, names, {"image": [*names.values()]})
         write_card(args.out, "built images", args.tasks, base=args.base)
     except (MakeError, TaskError) as error:
         screen.clear()
@@ -213,8 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = program.parser("python -m rl.data.images", __doc__)
     add = parser.add_argument
-    add("tasks", type=Path, help="a task file of rl.data.make")
-    add("--base", required=True, metavar="IMAGE", help="the image to build on; scripts/task_images.py --base makes one")
+    add("tasks", type=Path, help="a task file of rl.data.make, or of Harbor's tasks")
+    add("--base", metavar="IMAGE", help="the image to build on; scripts/task_images.py --base makes one")
     add("--out", type=Path, required=True, help="the parquet file to write")
     add("--limit", type=int, metavar="N", help="tasks, evenly from all packages (default: all)")
     add("--repository", default=f"{PROJECT}/made", metavar="NAME", help=f"of the images (default: {PROJECT}/made)")

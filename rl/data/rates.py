@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,12 +54,19 @@ def write_rated(source: Path, out: Path, tasks: Sequence[Task], rates: Mapping[s
     write_rows(source, out, tasks, rates, columns)
 
 
+def _moved(task: Task, place: Path) -> str | None:
+    """Return what a task's grader reads, with its directory relative to another place."""
+    if task.directory is None:
+        return task.grading or None
+    return json.dumps({**task.asked, "directory": os.path.relpath(task.directory, place)})
+
+
 def write_rows(
     source: Path, out: Path, tasks: Sequence[Task], wanted: Collection[str], columns: Mapping[str, list[Any]]
 ) -> None:
     """Write the rows of a task file whose ids are wanted, with all their columns and new ones.
 
-    tasks: those of the file, in its order. Snapshot directories are named relative to ``out``.
+    tasks: those of the file, in its order. Directories are named relative to ``out``.
     """
     table = pyarrow.parquet.read_table(source)
     images = [
@@ -66,6 +74,9 @@ def write_rows(
         for task in tasks
     ]
     table = table.set_column(table.column_names.index("image"), "image", [images])
+    if any(task.directory for task in tasks):
+        gradings = [_moved(task, out.parent.resolve()) for task in tasks]
+        table = table.set_column(table.column_names.index("grading"), "grading", [gradings])
     table = table.filter(pyarrow.array([task.instance_id in wanted for task in tasks]))
     for name, values in columns.items():
         if name in table.column_names:

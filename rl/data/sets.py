@@ -9,8 +9,10 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from rl.data import harbor
 from rl.data.evalscript import bare_eval_script, eval_script, reinstall, test_files
 from rl.data.fields import (
     Row,
@@ -34,11 +36,17 @@ class ConversionOptions:
 
     recipes: v5 rows by instance id, which complete rows from before SWE-bench 5.
     regression: which PASS_TO_PASS tests of SWE-smith are kept: "all", or "same-files", only those in the same file as a
-    FAIL_TO_PASS test, which run in a fraction of the time.
+    FAIL_TO_PASS test, which run in a fraction of the time. out: the directory that paths in rows are relative to. Of
+    Harbor's tasks: without_network: convert those that want a network; reward: the key of a reward that counts;
+    threshold: the reward from which a task is resolved.
     """
 
     recipes: Mapping[str, Row]
     regression: Literal["all", "same-files"] = "all"
+    out: Path = Path()
+    without_network: bool = False
+    reward: str = "reward"
+    threshold: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -331,6 +339,7 @@ SETS: dict[str, TaskSource] = {
     "swe-gym": TaskSource(swe_gym, "SWE-Gym/SWE-Gym", "train"),
     "swe-rebench": TaskSource(swe_rebench, "nebius/SWE-rebench", "filtered"),
     "r2e-gym": TaskSource(r2e_gym, "R2E-Gym/R2E-Gym-Subset", "train"),
+    "harbor": TaskSource(harbor.convert, rows=harbor.rows),
 }
 
 

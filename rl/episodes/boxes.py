@@ -10,13 +10,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
+from rewards import graders
 from rewards.task import Task
 from rl.config import plugins
 from rl.config.compose import ConfigError
@@ -40,12 +41,13 @@ class Kind:
 
     sandbox: the config group. numbers: its keys that must be numbers above 0. speed_only: its keys that change how fast
     episodes run, but not how they end. from_images: boxes are made from container images, which are pulled and sealed
-    before a run.
+    before a run. renews: whether boxes can make directories at their root anew (``Sandbox.renew``).
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("cpu_s", "file_mb", "concurrency")
     speed_only: ClassVar[tuple[str, ...]] = ("concurrency",)
     from_images: ClassVar[bool] = False
+    renews: ClassVar[bool] = False
 
     def __init__(self, sandbox: DictConfig) -> None:
         self.sandbox = sandbox
@@ -59,7 +61,17 @@ class Kind:
         """Raise ConfigError if this machine cannot make such boxes."""
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError if it is already known that a task's image cannot be had."""
+        """Raise ConfigError if it is already known that a task's image cannot be had, or its tests cannot be run."""
+        for task in tasks:
+            if not self.from_images and not is_snapshot(task):
+                raise ConfigError(
+                    f"{task.instance_id} needs boxes made from its image, as sandbox=docker makes them, not {self.name}"
+                )
+            if not self.renews and graders.named(task.grader).renews:
+                raise ConfigError(
+                    f"{task.instance_id}: the grader {task.grader} cannot put its tests into boxes of "
+                    f"sandbox={self.name}; take sandbox=docker"
+                )
 
     def boot(self, agent: Agent | None = None, run: str = "") -> Boot:
         """Return the function that boots a task's boxes.
@@ -75,7 +87,8 @@ class Kind:
         async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
             binds = shown if socket_dir else None
             grading = socket_dir is None
-            return await self.boot_box(task, grading, run, limits=limits, binds=binds, socket_dir=socket_dir)
+            enough = _at_least(limits, task.limits)
+            return await self.boot_box(task, grading, run, limits=enough, binds=binds, socket_dir=socket_dir)
 
         return boot
 
@@ -136,7 +149,8 @@ class FromImages(Kind):
         return None if budget is None else int(budget * 2**30)
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError if a task is a local snapshot and there is no image to run it in."""
+        """Raise ConfigError if a task is a local snapshot and there is no image to run it in; see ``Kind``."""
+        super().check_tasks(tasks)
         for task in filter(is_snapshot, tasks):
             self.need_base_image(f"{task.instance_id} is a local snapshot")
 
@@ -178,6 +192,7 @@ class Docker(FromImages):
     """Boxes are containers of Docker or podman."""
 
     numbers = (*FromImages.numbers, "disk_mb")
+    renews = True
     base_hint = "; scripts/task_images.py --base makes one and prints its name"
 
     def check(self) -> None:
@@ -252,6 +267,13 @@ def prepare_images(
     (run_dir / "images.json").write_text(json.dumps(reports, indent=1) + "\n")
     if telling := sum(bool(report["residue"]) for report in reports.values()):
         say(f"images: {telling} have what could tell the answer or configure an agent in them; see images.json")
+
+
+def _at_least(limits: Limits, wanted: Mapping[str, float]) -> Limits:
+    """Return the limits, raised to what a task wants."""
+    mb = {f"{name}_bytes": int(wanted.get(f"{name}_mb", 0)) << 20 for name in ("memory", "disk")}
+    higher = {name: max(getattr(limits, name), value) for name, value in mb.items()}
+    return replace(limits, **higher, cpus=max(limits.cpus, wanted.get("cpus", 0)))
 
 
 def is_snapshot(task: Task) -> bool:

@@ -72,6 +72,10 @@ class FarBox:
         """Write a file; see `Sandbox.put`."""
         await self._do("put", path, data)
 
+    async def renew(self, path: str, files: Mapping[str, bytes]) -> None:
+        """Make a directory anew; see `Sandbox.renew`."""
+        await self._do("renew", path, dict(files))
+
     async def get(self, path: str) -> bytes:
         """Read a file; see `Sandbox.get`."""
         return await self._do("get", path)

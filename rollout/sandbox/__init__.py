@@ -30,6 +30,9 @@ OUTPUT_CAP = 16 * 2**20
 PATCH_CAP = 8 * 2**20
 """How many bytes of changed content, and of patch text, `diff` accepts."""
 
+RENEWED_CAP = 2**20
+"""How many bytes of a file in a renewed directory `get` reads."""
+
 LEFT_OUT = b"ignored: "
 """The prefix of the lines, before a diff's first file, that name changed files left out of it (paths as JSON)."""
 
@@ -161,6 +164,14 @@ class Sandbox(Protocol):
 
         `path` is relative to workdir or lies below workdir, home or tmpdir, else ValueError. Symbolic links are not
         followed. Raises SandboxError.
+        """
+
+    async def renew(self, path: str, files: Mapping[str, bytes]) -> None:
+        """Make a directory at the root of the box's file system anew, such as /tests, whatever is there now.
+
+        No program of the box has a part in it. files: contents by relative paths, with mode 0755; a path that ends in a
+        slash is an empty directory. Afterwards `get` reads files in there, at most the first `RENEWED_CAP` bytes of
+        each. Raises SandboxError, also if boxes of this kind cannot do it.
         """
 
     async def get(self, path: str) -> bytes:

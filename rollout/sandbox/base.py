@@ -24,6 +24,7 @@ class BaseSandbox:
 
     def __init__(self, workdir: str, home: str, tmpdir: str, *, in_turn: bool) -> None:
         self.workdir, self.home, self.tmpdir = workdir, home, tmpdir
+        self.renewed: list[str] = []
         self._closed = False
         self._turn: contextlib.AbstractAsyncContextManager = asyncio.Lock() if in_turn else contextlib.nullcontext()
         self._running: dict[asyncio.Task[ExecResult], asyncio.Future[None]] = {}
@@ -58,6 +59,13 @@ class BaseSandbox:
         base, relative = self._locate(path)
         self._check_open("put")
         await self.write_file(base, relative, data)
+
+    @infrastructure("put_failed")
+    async def renew(self, path: str, files: Mapping[str, bytes]) -> None:
+        """Make a directory anew; see `Sandbox.renew`."""
+        self._check_open("renew")
+        await self.write_directory(path, files)
+        self.renewed.append(path)
 
     @infrastructure("get_failed")
     async def get(self, path: str) -> bytes:
@@ -101,9 +109,9 @@ class BaseSandbox:
             raise SandboxError("closed", f"{verb} after close")
 
     def _locate(self, path: str) -> tuple[str, PurePosixPath]:
-        """Return the one of workdir, home and tmpdir that `path` lies in, and the path below it."""
+        """Return which of workdir, home, tmpdir and renewed directories `path` lies in, and the path below it."""
         full = PurePosixPath(self.workdir, path)
-        for base in (self.workdir, self.home, self.tmpdir):
+        for base in (self.workdir, self.home, self.tmpdir, *self.renewed):
             if full.is_relative_to(base):
                 relative = full.relative_to(base)
                 if relative.name and ".." not in relative.parts:
@@ -127,6 +135,10 @@ class BaseSandbox:
     async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
         """Return the contents of a file below `base`, as `Sandbox.get` says."""
         raise NotImplementedError
+
+    async def write_directory(self, path: str, files: Mapping[str, bytes]) -> None:
+        """Make a directory anew, as `Sandbox.renew` says."""
+        raise SandboxError("put_failed", f"boxes of this kind cannot make {path} anew")
 
     async def changes(self) -> bytes:
         """Return what changed in the work tree, as `Sandbox.diff` says. No program runs meanwhile if `in_turn`."""

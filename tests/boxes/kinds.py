@@ -39,14 +39,16 @@ class BoxKit:
 
     repository: the work tree that boxes have (`tests.sandboxes.history`). directory: for files of the kit's own.
     isolated: boxes see no file, process or network of the machine. own_system: a box's whole file system is its own, to
-    be written to. serial: programs of a box run one after another. whole_box: the box as a whole has limits of memory,
-    processes and disk. path: a regular expression for PATH in a box. sets: variables that a box's programs get besides
-    HOME, TMPDIR, LANG and PATH. image: the name of the image that boxes are made from, whose history is to be sealed.
+    be written to. renews: directories at its root can be made anew. serial: programs of a box run one after another.
+    whole_box: the box as a whole has limits of memory, processes and disk. path: a regular expression for PATH in it.
+    sets: variables that a box's programs get besides HOME, TMPDIR, LANG and PATH. image: the name of the image that
+    boxes are made from, whose history is to be sealed.
     moments: seconds after the start of an exec at which to cancel it, from before its program starts to after that.
     """
 
     isolated: ClassVar[bool] = True
     own_system: ClassVar[bool] = False
+    renews: ClassVar[bool] = False
     serial: bool = False
     whole_box: ClassVar[bool] = False
     path: ClassVar[str] = r".*/usr/bin:/sbin:/bin"
@@ -99,7 +101,7 @@ class Local(BoxKit):
 class Docker(BoxKit):
     """Containers of the machine's Docker engine."""
 
-    own_system = serial = whole_box = True
+    own_system = serial = whole_box = renews = True
     sets: ClassVar[dict[str, str]] = {"HOSTNAME": "sandbox"}
     moments = (0, 0.02, 0.1, 0.3)
 

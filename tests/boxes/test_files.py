@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import Sandbox, SandboxError
+from rollout.sandbox import RENEWED_CAP, Sandbox, SandboxError
+from tests.boxes.kinds import BoxKit
 from tests.sandboxes import sh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,3 +55,29 @@ async def test_paths_outside_the_box_are_refused(shared: Sandbox, path: str) -> 
         await shared.put(path, b"")
     with pytest.raises(ValueError):
         await shared.get(path)
+
+
+async def test_a_directory_at_the_root_is_made_anew(kind: BoxKit, shared: Sandbox) -> None:
+    files = {"run.sh": b"#!/bin/sh\necho ran\n", "deep/down/x": b"2", "empty/": b""}
+    if not kind.renews:
+        with pytest.raises(SandboxError, match="put_failed"):
+            await shared.renew("/new", files)
+        return
+    with pytest.raises(ValueError):
+        await shared.get("/new/run.sh")
+    before = (await sh(shared, "ls -A /etc")).stdout
+    for there in ("mkdir -p /new/old; touch /new/old/x", "ln -s /etc /new", "touch /new", "mkfifo /new", "true"):
+        await sh(shared, f"rm -rf /new; {there}")
+        await shared.renew("/new", files)
+        seen = await sh(shared, "cd /new; find . | sort; ./run.sh; [ -O deep/down/x ] && echo own")
+        assert seen.stdout.decode().split() == [
+            *(".", "./deep", "./deep/down", "./deep/down/x", "./empty", "./run.sh", "ran", "own")
+        ], (there, seen)
+    assert before == (await sh(shared, "ls -A /etc")).stdout
+    assert await shared.get("/new/deep/down/x") == b"2"
+    await sh(shared, "cd /new; truncate -s 1G huge; ln -s /etc/passwd link; mkfifo pipe; rm -r deep; ln -s /etc deep")
+    assert await shared.get("/new/huge") == bytes(RENEWED_CAP)
+    for name in ("link", "pipe", "deep/passwd", "empty", "gone"):
+        with pytest.raises(FileNotFoundError):
+            await shared.get(f"/new/{name}")
+    await sh(shared, "rm -rf /new")

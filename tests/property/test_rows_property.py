@@ -18,10 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards.task import Task, TaskError, load_tasks
+from rl.data import harbor
 from rl.data.convert import convert, write_tasks
 from rl.data.filters import Selection, split
-from rl.data.sets import SETS, ConversionOptions
+from rl.data.sets import ConversionOptions
+from rl.episodes.boxes import _at_least
+from rollout.sandbox import Limits
 from tests import datasets
+from tests.harbor_kit import write_task
 from tests.unit.data.test_sets import MAKE
 
 _plain = st.one_of(
@@ -103,7 +107,7 @@ def _is_a_line(text: str) -> bool:
     return text.splitlines() in ([text], []) and len(text) < 2000 and text.encode() is not None
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", MAKE)
 @settings(max_examples=150)
 @given(data=st.data())
 def test_every_row_is_a_task_or_is_refused_in_a_line(name: str, data: st.DataObject) -> None:
@@ -138,6 +142,62 @@ def test_every_v5_row_is_a_task_or_is_refused_in_a_line(data: st.DataObject) -> 
         assert _is_a_line(str(error)) and any(f": {name}: " in str(error) for name in row.keys() | {*_required(row)})
     else:
         assert Task.from_row(task.to_row(), Path()) == task
+
+
+_toml = st.recursive(
+    st.one_of(
+        st.booleans(),
+        st.sampled_from([0, -1, 7, 10**30, 10**4000, float("nan"), float("inf"), 0.5]),
+        st.sampled_from(["", "a\nb", "${X}", "2G", "9" * 5000 + "G", "public", "separate", "../x", "\0", "x" * 10_000]),
+        st.just(datetime.date.max),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+)
+_HARBOR = {
+    "schema_version": "1.4",
+    "task": {"name": "a/b", "version": "1"},
+    "metadata": {"difficulty": "easy"},
+    "artifacts": ["/app/x", {"source": "/app/y"}],
+    "agent": {"timeout_sec": 9.0, "network_mode": "no-network"},
+    "verifier": {
+        "timeout_sec": 9.0,
+        "environment_mode": "separate",
+        "env": {"A": "1"},
+        "environment": {"memory": "1G"},
+    },
+    "solution": {"env": {"A": "1"}},
+    "environment": {
+        **{"network_mode": "no-network", "workdir": "/app", "memory": "1G", "storage_mb": 9, "cpus": 1, "gpus": 0},
+        **{"docker_image": "base", "env": {"A": "1"}, "mcp_servers": [], "build_timeout_sec": 9.0},
+    },
+}
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_every_task_of_harbors_is_a_task_or_is_refused_in_a_line(data: st.DataObject) -> None:
+    config = json.loads(json.dumps(_HARBOR))
+    for _ in range(data.draw(st.integers(0, 3))):
+        *above, key = data.draw(st.sampled_from(_places(config)[1:]))
+        at = config
+        for part in above:
+            at = at[part]
+        if data.draw(st.booleans()):
+            at[key] = data.draw(_toml)
+        else:
+            del at[key]
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        place = write_task(Path(directory), "one")
+        patch.setattr(harbor.tomllib, "loads", lambda text: config)
+        options = ConversionOptions({}, out=Path(directory))
+        made, refused = convert([{"instance_id": "one", "path": str(place)}], "harbor", options)
+        assert len(made) + len(refused) == 1
+        assert all(_is_a_line(one.detail) and _is_a_line(one.instance_id) for one in refused)
+        if made:
+            write_tasks(Path(directory, "tasks.parquet"), made)
+            (task,) = load_tasks(Path(directory, "tasks.parquet"))
+            assert task == Task.from_row(made[0], Path(directory))
+            _at_least(Limits(), task.limits)
 
 
 def _required(row: dict[str, Any]) -> set[str]:

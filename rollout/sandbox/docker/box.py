@@ -24,7 +24,17 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rollout.sandbox import HOME, PATCH_CAP, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, infrastructure
+from rollout.sandbox import (
+    HOME,
+    PATCH_CAP,
+    RENEWED_CAP,
+    TMPDIR,
+    WORKDIR,
+    ExecResult,
+    Limits,
+    SandboxError,
+    infrastructure,
+)
 from rollout.sandbox.base import BaseSandbox, mounts_of
 from rollout.sandbox.docker import files as docker_files
 from rollout.sandbox.docker import images
@@ -107,7 +117,7 @@ class DockerSandbox(BaseSandbox):
         watched_bytes: int | None,
         sockets: Path | None,
     ) -> None:
-        super().__init__(WORKDIR, HOME, TMPDIR, in_turn=True)
+        super().__init__(sealed.workdir, HOME, TMPDIR, in_turn=True)
         self.container = container
         self._engine = engine
         self._sealed = sealed
@@ -124,13 +134,19 @@ class DockerSandbox(BaseSandbox):
 
     async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
         """Read a file; see `BaseSandbox.read_file`."""
-        return await self._call(docker_files.read, self._engine, self.container, base, relative)
+        most = RENEWED_CAP if base in self.renewed else None
+        return await self._call(docker_files.read, self._engine, self.container, base, relative, most)
+
+    async def write_directory(self, path: str, files: Mapping[str, bytes]) -> None:
+        """Make a directory anew; see `BaseSandbox.write_directory`."""
+        owner = self._sealed.uid, self._sealed.gid
+        await self._call(docker_files.renew, self._engine, self.container, path, files, owner, cause="put_failed")
 
     async def changes(self) -> bytes:
         """Kill the container, and let the engine say what changed."""
         await self._kill()
         return await self._call(
-            container_diff, self._engine, self.container, self._origin, WORKDIR, PATCH_CAP, cause="diff_failed"
+            container_diff, self._engine, self.container, self._origin, self.workdir, PATCH_CAP, cause="diff_failed"
         )
 
     async def remove(self) -> None:
@@ -166,7 +182,7 @@ class DockerSandbox(BaseSandbox):
             [*_RUN, *command.argv],
             stdin=True,
             environment=[f"{key}={value}" for key, value in command.env.items()],
-            workdir=WORKDIR,
+            workdir=self.workdir,
             user=f"{self._sealed.uid}:{self._sealed.gid}",
             cause="exec_failed",
         )

@@ -48,8 +48,31 @@ def write(
     engine.client.put_archive(container, str(place), buffer.getvalue())
 
 
-def read(engine: ContainerEngine, container: str, base: str, relative: PurePosixPath) -> bytes:
-    """Read the regular file base/relative. Raises FileNotFoundError if there is none."""
+def renew(
+    engine: ContainerEngine, container: str, path: str, files: Mapping[str, bytes], owner: tuple[int, int]
+) -> None:
+    """Make a directory at the root anew, with files of mode 0755; see `Sandbox.renew`."""
+    name, made = path.strip("/"), set()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        # A file takes the place of whatever is there, with all that is in it, and a directory that of the file.
+        tar.addfile(_member(name, owner, tarfile.REGTYPE, 0o644))
+        for relative, data in {"": b"", **files}.items():
+            full = PurePosixPath(name, relative)
+            directory = not relative or relative.endswith("/")
+            for place in reversed([*([full] if directory else []), *full.parents]):
+                if place.name and place not in made:
+                    tar.addfile(_member(str(place), owner, tarfile.DIRTYPE, 0o755))
+                    made.add(place)
+            if not directory:
+                file = _member(str(full), owner, tarfile.REGTYPE, 0o755)
+                file.size = len(data)
+                tar.addfile(file, io.BytesIO(data))
+    engine.client.put_archive(container, "/", buffer.getvalue())
+
+
+def read(engine: ContainerEngine, container: str, base: str, relative: PurePosixPath, most: int | None = None) -> bytes:
+    """Read the regular file base/relative, or its first `most` bytes. Raises FileNotFoundError if there is none."""
     place = PurePosixPath(base)
     for part in ("", *relative.parts[:-1]):
         place /= part
@@ -63,7 +86,7 @@ def read(engine: ContainerEngine, container: str, base: str, relative: PurePosix
         for tar, member in members:
             source = tar.extractfile(member)
             if source is not None:
-                return source.read()
+                return source.read(-1 if most is None else most)
     raise FileNotFoundError(f"no regular file at {path}")
 
 

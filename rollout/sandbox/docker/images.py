@@ -35,6 +35,8 @@ from rollout.sandbox.sealing import SCRIPT, Source, Wanted, ahead, check_source,
 
 _REPOSITORY = f"{PROJECT}/sealed"
 _LABEL = f"{PROJECT}.sealed"
+TREE = f"{PROJECT}.tree"
+"""The label of an image whose work tree is not in /testbed, or has no repository: JSON, as `written` writes it."""
 _SEAL_TIMEOUT_S = 600.0
 _AT_ONCE = Pulls()
 
@@ -46,7 +48,7 @@ class SealedImage:
     """A SealedImage is an image that boxes are started from.
 
     ref: its tag. source: the image that it was made from. uid, gid: of the user in it. residue: what was found in the
-    task's image that could give away the answer, as "kind: what" lines; empty is good.
+    task's image that could give away the answer, as "kind: what" lines; empty is good. workdir: its work tree.
     """
 
     ref: str
@@ -54,6 +56,7 @@ class SealedImage:
     uid: int
     gid: int
     residue: tuple[str, ...]
+    workdir: str = WORKDIR
 
 
 _known: dict[Source, SealedImage] = {}
@@ -112,6 +115,9 @@ def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tupl
     if status is None:
         pull(engine, source.image, pulls)
         status = checked("missing_image", engine.client.inspect_image, source.image)
+    tree = _tree(status)
+    if not tree.get("git", True):  # there is no history that would have to be sealed
+        return SealedImage(source.image, source.image, tree["uid"], tree["gid"], (), tree["workdir"]), False
     parts = (status["Id"], source.base_commit, source.setup_patch, *source.hide, SCRIPT)
     ref = f"{_REPOSITORY}:{digest(json.dumps(parts))}"
     made = _inspect(engine, ref)
@@ -120,7 +126,8 @@ def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tupl
         checked("seal_failed", _seal, engine, source, status, ref)
         made = checked("seal_failed", engine.client.inspect_image, ref)
     facts = _read(made["Config"]["Labels"][_LABEL])
-    result = SealedImage(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]))
+    where = tree.get("workdir", WORKDIR)
+    result = SealedImage(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]), where)
     used(result)
     return result, fresh
 
@@ -173,10 +180,10 @@ def _inspect(engine: ContainerEngine, image: str) -> Mapping | None:
 
 def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) -> None:
     client, image = engine.client, source.image
-    user = status["Config"].get("User") or ""
+    user, workdir = status["Config"].get("User") or "", _tree(status).get("workdir", WORKDIR)
     volumes = status["Config"].get("Volumes") or {}
-    if any(PurePosixPath(WORKDIR).is_relative_to(volume) for volume in volumes):
-        raise SandboxError("seal_failed", f"{image} keeps {WORKDIR} in a volume")
+    if any(PurePosixPath(workdir).is_relative_to(volume) for volume in volumes):
+        raise SandboxError("seal_failed", f"{image} keeps {workdir} in a volume")
     host = {
         "network_mode": "none",
         "cap_drop": ["ALL"],
@@ -188,7 +195,7 @@ def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) ->
     container = engine.new(
         status["Id"],
         host,
-        command=[WORKDIR, HOME, user, source.base_commit, *source.hide],
+        command=[workdir, HOME, user, source.base_commit, *source.hide],
         entrypoint=["bash", "-c", SCRIPT, "seal"],
         user="0:0",
         working_dir="/",
@@ -202,7 +209,7 @@ def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) ->
         said = client.logs(container, stdout=False, stderr=True).decode(errors="replace")
         label = {"source": status["Id"], "image": image, **judged(source, code, out, said)}
         # Given as instructions, because podman ignores them in a configuration.
-        changes = [f"USER {user or '0:0'}", f"LABEL {_LABEL}={_written(label)}"]
+        changes = [f"USER {user or '0:0'}", f"LABEL {_LABEL}={written(label)}"]
         made = client.commit(container, changes=changes, message="sealed")["Id"]
     finally:
         with contextlib.suppress(DockerException):
@@ -213,7 +220,13 @@ def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) ->
         client.remove_image(made)
 
 
-def _written(label: Mapping) -> str:
+def _tree(status: Mapping) -> Mapping:
+    """Return what an image's label says of its work tree: workdir, and uid, gid and git, whether it is a repository."""
+    label = (status["Config"].get("Labels") or {}).get(TREE)
+    return _read(label) if label else {}
+
+
+def written(label: Mapping) -> str:
     """Return a label without characters that mean something in an instruction; engines do not agree on quotes."""
     return quote(json.dumps(label), safe=":/")
 
@@ -253,7 +266,8 @@ async def prepare(
 
 def used(image: SealedImage) -> None:
     """Note a use of an image, which decides the order of eviction."""
-    _note("sealed", image.ref)
+    if image.ref != image.source:
+        _note("sealed", image.ref)
     note = _file("pulled", image.source)
     if note.exists():
         os.utime(note)

@@ -79,6 +79,9 @@ class ScriptedBox:
     async def put(self, path: str, data: bytes) -> None:
         raise NotImplementedError
 
+    async def renew(self, path: str, files: Mapping[str, bytes]) -> None:
+        raise NotImplementedError
+
     async def get(self, path: str) -> bytes:
         raise NotImplementedError
 

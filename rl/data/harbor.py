@@ -1,0 +1,269 @@
+"""Tasks in the format of Harbor 1.4: directories with task.toml, instruction.md, environment/, tests/ and solution/.
+
+What a box of ours cannot give is refused with a reason. The fields and their deprecated spellings are those of the
+package harbor 0.26.0 (its models of tasks). `rewards.harbor` grades the rows, `rl.data.harbor_images` builds their
+images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from rewards.harbor import MODES, READ, SEPARATE, SHARED, digest, read_tree
+from rewards.task import TaskError
+from rl.data.fields import Row, RowError, Why, label
+from rl.data.source import SourceError
+
+if TYPE_CHECKING:
+    from rl.data.sets import ConversionOptions
+
+IMAGES = "claude-code-rl/harbor"
+"""The repository of the images of tasks."""
+
+_DEPTH = 6  # directories below the place that is asked for
+_TEST_S = 600.0  # Harbor's default
+_LARGEST = 1e9  # of any number
+_NETWORKS = ("no-network", "public", "allowlist")
+_COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+# A line at the start of an instruction that marks a benchmark's text, for those who clean training data.
+_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
+
+
+def rows(place: str, split: str | None) -> Iterator[Row]:
+    """Yield a row for each directory that has a task.toml, at most six levels below `place`. Raises SourceError."""
+    top, found = Path(place).absolute(), False
+    if split is not None:
+        raise SourceError(f"{place}: directories have no splits; omit --split")
+    for name, below, files in os.walk(top):
+        below.sort()
+        if "task.toml" in files:
+            found = True
+            below.clear()
+            yield {"instance_id": Path(name).name, "path": name}
+        elif len(Path(name).relative_to(top).parts) == _DEPTH:
+            below.clear()
+    if not found:
+        raise SourceError(f"{place}: no directory in it, down to {_DEPTH} levels, has a task.toml")
+
+
+def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
+    """Convert a task's directory, which is named relative to `options.out`. Raises RowError."""
+    directory = Path(row["path"])
+    try:
+        config = tomllib.loads(_text(directory, "task.toml"))
+    except tomllib.TOMLDecodeError as error:
+        raise RowError(Why.INVALID, f"task.toml: {error}") from error
+    schema = str(config.get("schema_version", config.get("version", "1.4")))
+    if schema.split(".")[0] not in ("0", "1"):
+        raise RowError(Why.UNSUPPORTED, f"schema_version is {schema}; 1.4 is known")
+    names = ("environment", "agent", "verifier", "solution")
+    environment, agent, verifier, solution = (_table(config, name) for name in names)
+    _migrate(environment)
+    if not isinstance(workdir := environment.get("workdir", "/"), str) or not workdir.startswith("/"):
+        raise RowError(Why.INVALID, f"workdir is {workdir!r}")
+    if reason := _unsupported(directory, config, environment, agent, verifier):
+        raise RowError(Why.UNSUPPORTED, reason)
+    if not (directory / "tests" / "test.sh").is_file():
+        raise RowError(Why.NO_RECIPE, "there is no tests/test.sh")
+    mode = _mode(verifier)
+    if mode == SEPARATE and (reason := _not_in_the_diff(directory, config, environment, verifier)):
+        raise RowError(Why.UNSUPPORTED, reason)
+    network = _network(environment, agent, verifier)
+    if network and not options.without_network:
+        raise RowError(
+            Why.UNSUPPORTED,
+            f"{network}, and boxes have no network; --without-network converts it all the same, and admission tells "
+            "whether it can be solved so",
+        )
+    statement = _instruction(_text(directory, "instruction.md"))
+    if not statement.strip():
+        raise RowError(Why.NO_STATEMENT)
+    about = _table(config, "task")
+    name = about.get("name") or directory.name
+    if not isinstance(name, str):
+        raise RowError(Why.INVALID, f"[task] name is {name!r}")
+    try:
+        files = {part: read_tree(directory / part) for part in READ}
+        image = image_name(directory, environment)
+    except TaskError as error:
+        raise RowError(Why.UNSUPPORTED, str(error)) from error
+    limits = {key: _number(environment, old) for key, old in _LIMITS.items()}
+    return {
+        "instance_id": name.replace("/", "__"),
+        "repo": name,
+        "version": label(about.get("version")) or "",
+        "problem_statement": statement,
+        "image": image,
+        "difficulty": label(_table(config, "metadata").get("difficulty")),
+        "grader": "harbor",
+        "grading": {
+            "directory": os.path.relpath(directory, options.out.absolute()),
+            "sha256": digest(files),
+            "mode": mode,
+            "reward": options.reward,
+            "threshold": options.threshold,
+            "timeout_s": _number(verifier, "timeout_sec") or _TEST_S,
+            "agent_timeout_s": _number(agent, "timeout_sec"),
+            "env": _variables(verifier, "verifier"),
+            "solution": "solve.sh" in files["solution"],
+            "solution_env": _variables(solution, "solution"),
+            "environment": {
+                "docker_image": environment.get("docker_image"),
+                "workdir": environment.get("workdir"),
+                "env": _variables(environment, "environment"),
+                "build_timeout_s": _number(environment, "build_timeout_sec") or _TEST_S,
+            },
+            "limits": {key: value for key, value in limits.items() if value},
+            "network": network and f"{network}; the boxes have none",
+        },
+    }
+
+
+# What a box gets at least (`rl.episodes.boxes`), by our names.
+_LIMITS = {"cpus": "cpus", "memory_mb": "memory_mb", "disk_mb": "storage_mb"}
+
+
+def image_name(directory: Path, environment: Mapping[str, Any]) -> str:
+    """Return the name of a task's image, with a hash of all that it is made of. Raises RowError, TaskError."""
+    given = environment.get("docker_image")
+    if given is not None and not (isinstance(given, str) and given.strip() and given.isprintable()):
+        raise RowError(Why.INVALID, f"docker_image is {given!r}")
+    context = directory / "environment"
+    if not given and not (context / "Dockerfile").is_file():
+        raise RowError(Why.NO_IMAGE, "there is neither docker_image nor environment/Dockerfile")
+    whole = hashlib.sha256(repr((given, environment.get("workdir"), environment.get("env"))).encode())
+    for path, data in ({} if given else read_tree(context)).items():
+        runs = os.access(context / path, os.X_OK)
+        whole.update(json.dumps([path, runs, hashlib.sha256(data).hexdigest()]).encode())
+    short = re.sub(r"[^a-z0-9]+", "-", directory.name.lower()).strip("-")[:60]
+    return f"{IMAGES}:{short or 'task'}-{whole.hexdigest()[:16]}"
+
+
+def _unsupported(
+    directory: Path, config: Row, environment: Row, agent: Mapping[str, Any], verifier: Mapping[str, Any]
+) -> str:
+    """Return what a task wants that our boxes or episodes do not have, "" if there is nothing."""
+    system = str(environment.get("os") or "linux").lower()
+    compose = [name for name in _COMPOSE if (directory / "environment" / name).exists()]
+    ignores = sorted(path.name for part in READ for path in (directory / part).rglob(".harborignore"))
+    wants = {
+        "[[steps]]: an episode has one prompt, and tests run once, after it": config.get("steps"),
+        f"[environment] os = {system!r}": system != "linux",
+        "GPUs": environment.get("gpus"),
+        "a TPU": environment.get("tpu"),
+        "MCP servers": environment.get("mcp_servers"),
+        "skills_dir: the agent is not given a task's skills": environment.get("skills_dir"),
+        "a healthcheck: nothing runs in a box before the agent": environment.get("healthcheck"),
+        f"services: environment/{''.join(compose[:1])}": compose,
+        "[verifier] collect": verifier.get("collect"),
+        "[agent] user: all programs have the image's user": agent.get("user") is not None,
+        "[verifier] user: all programs have the image's user": verifier.get("user") is not None,
+        "trajectory.json: the agent begins without a history": (directory / "trajectory.json").exists(),
+        "a .harborignore": ignores,
+    }
+    return next((what for what, wanted in wants.items() if wanted), "")
+
+
+def _mode(verifier: Row) -> str:
+    given, own = verifier.get("environment_mode"), verifier.get("environment")
+    mode = given or (SHARED if own is None else SEPARATE)
+    if mode not in MODES or (mode == SHARED and own is not None):
+        raise RowError(Why.INVALID, f"[verifier] environment_mode is {given!r}")
+    return mode
+
+
+def _not_in_the_diff(directory: Path, config: Row, environment: Row, verifier: Row) -> str:
+    """Return what keeps a task with a separate verifier from being graded by the diff of its work tree, or ""."""
+    own = _table(verifier, "environment")
+    if own.get("docker_image") or any((directory / "tests" / name).exists() for name in ("Dockerfile", *_COMPOSE)):
+        return "the verifier has an image of its own, and a patch is graded in a fresh box of the agent's image"
+    workdir = environment.get("workdir")
+    if not workdir and (directory / "environment" / "Dockerfile").is_file():
+        said = re.findall(r"^\s*WORKDIR\s+(\S+)", _text(directory, "environment/Dockerfile"), re.MULTILINE | re.I)
+        workdir = PurePosixPath("/", *said).as_posix() if said else None
+    artifacts = config.get("artifacts") or []
+    for one in artifacts if isinstance(artifacts, list) else [artifacts]:
+        source = one.get("source") if isinstance(one, dict) else one
+        if not isinstance(source, str) or (isinstance(one, dict) and one.get("service") not in (None, "main")):
+            return f"the artifact {one!r}"
+        if not workdir or not PurePosixPath(workdir, source).is_relative_to(workdir) or ".." in source.split("/"):
+            return f"the artifact {source} is not in the work tree, and the verifier's box gets nothing but a patch"
+    return ""
+
+
+def _network(environment: Row, agent: Row, verifier: Row) -> str:
+    """Return who wants a network, "" if nobody does. Raises RowError."""
+    baseline = environment.get("network_mode", "public")
+    own = _table(verifier, "environment")
+    _migrate(own)
+    modes = {
+        "the agent": agent.get("network_mode") or baseline,
+        "the verifier": verifier.get("network_mode") or own.get("network_mode") or baseline,
+    }
+    for mode in modes.values():
+        if mode not in _NETWORKS:
+            raise RowError(Why.INVALID, f"network_mode is {mode!r}; it must be one of {', '.join(_NETWORKS)}")
+    wanting = [f"{who} has network_mode {mode!r}" for who, mode in modes.items() if mode != "no-network"]
+    return " and ".join(wanting)
+
+
+def _migrate(environment: dict[str, Any]) -> None:
+    """Replace the deprecated spellings of an [environment]. Raises RowError."""
+    for old, new in (("memory", "memory_mb"), ("storage", "storage_mb")):
+        if isinstance(value := environment.pop(old, None), str):
+            parts = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([GMK])\s*", value.upper())
+            if not parts:
+                raise RowError(Why.INVALID, f"{old} is {value!r}; it must be like 2G or 512M")
+            size = int(float(parts[1]) * {"G": 1024.0, "M": 1.0, "K": 1 / 1024}[parts[2]])
+            if environment.setdefault(new, size) != size:
+                raise RowError(Why.INVALID, f"{old} and {new} are not the same")
+    internet = environment.pop("allow_internet", None)
+    if internet is not None and "network_mode" not in environment and environment.get("allowed_hosts") is None:
+        environment["network_mode"] = "public" if internet else "no-network"
+
+
+def _instruction(text: str) -> str:
+    """Return an instruction without the canary lines at its start, which no agent should see."""
+    lines = text.split("\n")
+    first = next((n for n, line in enumerate(lines) if not _CANARY.fullmatch(line.strip())), len(lines))
+    return "\n".join(lines[first:]).lstrip("\n") if first else text
+
+
+def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise RowError(Why.INVALID, f"{name} is no table")
+    return dict(value or {})
+
+
+def _number(table: Row, name: str) -> float | None:
+    value = table.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
+        raise RowError(Why.INVALID, f"{name} is {value!r}")
+    return value
+
+
+def _variables(table: Row, where: str) -> dict[str, str]:
+    found = _table(table, "env")
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise RowError(Why.INVALID, f"[{where}.env] {name} is {value!r}")
+        if "${" in value:
+            raise RowError(Why.UNSUPPORTED, f"[{where}.env] {name}: a variable of the machine is not given to boxes")
+    return found
+
+
+def _text(directory: Path, name: str) -> str:
+    try:
+        return (directory / name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RowError(Why.INVALID, f"{name}: {error}") from error

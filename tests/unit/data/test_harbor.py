@@ -1,0 +1,198 @@
+"""This module tests how Harbor's tasks become rows. Its own models say the same, where the package is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewards.task import TaskError, load_tasks
+from rl.data import convert, harbor
+from rl.data.fields import RowError, Why
+from rl.data.rates import write_rows
+from rl.data.sets import ConversionOptions
+from rl.episodes.boxes import _at_least
+from rollout.sandbox import Limits
+from tests.harbor_kit import write_task, write_tasks
+
+
+def converted(directory: Path, **options: Any) -> dict[str, Any]:
+    row = {"instance_id": directory.name, "path": str(directory)}
+    return harbor.convert(row, ConversionOptions({}, out=directory.parent, **options))
+
+
+def test_tasks_are_converted_or_refused(tmp_path: Path) -> None:
+    becomes = write_tasks(tmp_path / "all", "base:1")
+    assert convert.main(["harbor", str(tmp_path / "all"), "--out", str(tmp_path / "rows" / "t.parquet")]) == 0
+    report = json.loads((tmp_path / "rows" / "t.convert.json").read_text())
+    assert {one["instance_id"]: one["why"] for one in report["rows"]} == dict.fromkeys(
+        ("network", "steps"), "unsupported"
+    )
+    tasks = {task.instance_id: task for task in load_tasks(tmp_path / "rows" / "t.parquet")}
+    assert set(tasks) == {name for name, what in becomes.items() if what != "unsupported"}
+    shell, partial = tasks["made__shell"], tasks["partial"]
+    assert (shell.repo, shell.difficulty, shell.grader) == ("made/shell", "easy", "harbor")
+    assert shell.directory == tmp_path / "all" / "plain" / "shell"
+    assert shell.asked["mode"] == "shared" and shell.asked["timeout_s"] == 600.0
+    assert tasks["separate"].asked["mode"] == "separate" and tasks["separate"].asked["timeout_s"] == 120.0
+    assert tasks["shared"].problem_statement == "half(3) must be 1.5.\n"  # without the canary
+    assert partial.limits == {"cpus": 1, "memory_mb": 2048, "disk_mb": 512}
+    for task in tasks.values():  # hidden tests are in no row
+        assert "reward.txt" not in json.dumps(task.to_row()) and "/tests" not in task.image
+
+
+def test_rows_that_move_find_their_tests(tmp_path: Path) -> None:
+    write_task(tmp_path / "all", "one")
+    source, out = tmp_path / "t.parquet", tmp_path / "deep" / "down" / "u.parquet"
+    assert convert.main(["harbor", str(tmp_path / "all"), "--out", str(source)]) == 0
+    out.parent.mkdir(parents=True)
+    write_rows(source, out, load_tasks(source), ["one"], {})
+    (task,) = load_tasks(out)
+    assert task.directory == tmp_path / "all" / "one"
+    (task.directory / "solution" / "solve.sh").write_text("echo other\n")
+    with pytest.raises(TaskError, match="have changed since"):
+        load_tasks(out)
+
+
+def test_directories_are_found_down_to_six_levels(tmp_path: Path) -> None:
+    write_task(tmp_path, "1/2/3/4/5/six")
+    write_task(tmp_path, "1/2/3/4/5/6/seven")
+    write_task(tmp_path, "1/2/3/4/5/six/within")
+    assert [row["instance_id"] for row in harbor.rows(str(tmp_path), None)] == ["six"]
+    with pytest.raises(ValueError, match=r"down to 6 levels, has a task.toml"):
+        list(harbor.rows(str(tmp_path / "1/2/3/4/5/6/seven/tests"), None))
+
+
+BASE = "[environment]\nnetwork_mode = 'no-network'\n"
+
+
+@pytest.mark.parametrize(
+    ("toml", "why", "said"),
+    [
+        (
+            "",
+            Why.UNSUPPORTED,
+            "the agent has network_mode 'public' and the verifier has network_mode 'public', and boxes",
+        ),
+        ("[environment]\nallow_internet = true\n", Why.UNSUPPORTED, "the agent has network_mode 'public'"),
+        (
+            f"{BASE}[verifier]\nnetwork_mode = 'allowlist'\n",
+            Why.UNSUPPORTED,
+            "the verifier has network_mode 'allowlist'",
+        ),
+        ("[environment]\nnetwork_mode = 'none'\n", Why.INVALID, "network_mode is 'none'"),
+        (f"{BASE}os = 'Windows'\n", Why.UNSUPPORTED, "[environment] os = 'windows'"),
+        (f"{BASE}gpus = 1\n", Why.UNSUPPORTED, "GPUs"),
+        (f"{BASE}[[environment.mcp_servers]]\nname = 'x'\n", Why.UNSUPPORTED, "MCP servers"),
+        (f"{BASE}skills_dir = '/skills'\n", Why.UNSUPPORTED, "skills_dir"),
+        (f"{BASE}[environment.healthcheck]\ncommand = 'true'\n", Why.UNSUPPORTED, "a healthcheck"),
+        (f"{BASE}[environment.env]\nKEY = '${{KEY:-1}}'\n", Why.UNSUPPORTED, "[environment.env] KEY"),
+        (f"{BASE}[verifier.env]\nKEY = 1\n", Why.INVALID, "[verifier.env] KEY is 1"),
+        (f"{BASE}[verifier]\nuser = 'root'\n", Why.UNSUPPORTED, "[verifier] user"),
+        (f"{BASE}[agent]\nuser = 1000\n", Why.UNSUPPORTED, "[agent] user"),
+        (f"{BASE}[[verifier.collect]]\ncommand = 'true'\n", Why.UNSUPPORTED, "[verifier] collect"),
+        (f"{BASE}[[steps]]\nname = 'a'\n", Why.UNSUPPORTED, "[[steps]]"),
+        (f"{BASE}[verifier]\nenvironment_mode = 'both'\n", Why.INVALID, "[verifier] environment_mode is 'both'"),
+        (
+            f"{BASE}[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\ncpus = 1\n",
+            Why.INVALID,
+            "[verifier]",
+        ),
+        (
+            f"{BASE}[verifier.environment]\ndocker_image = 'x'\nnetwork_mode = 'no-network'\n",
+            Why.UNSUPPORTED,
+            "the verifier",
+        ),
+        (
+            f"artifacts = ['/etc/x']\n{BASE}[verifier]\nenvironment_mode = 'separate'\n",
+            Why.UNSUPPORTED,
+            "the artifact /etc/x",
+        ),
+        (f"{BASE}memory = '2 pounds'\n", Why.INVALID, "memory is '2 pounds'"),
+        (f"{BASE}memory = '2G'\nmemory_mb = 1\n", Why.INVALID, "memory and memory_mb are not the same"),
+        (f"{BASE}cpus = -1\n", Why.INVALID, "cpus is -1"),
+        (f"{BASE}docker_image = 7\n", Why.INVALID, "docker_image is 7"),
+        (f"schema_version = '2.0'\n{BASE}", Why.UNSUPPORTED, "schema_version is 2.0"),
+        ("environment = 1\n", Why.INVALID, "environment is no table"),
+        ("[environment\n", Why.INVALID, "task.toml: "),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_a_reason(tmp_path: Path, toml: str, why: Why, said: str) -> None:
+    with pytest.raises(RowError) as caught:
+        converted(write_task(tmp_path, "one", toml=toml))
+    assert caught.value.why is why and caught.value.detail.startswith(said), caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"test": None}, Why.NO_RECIPE),
+        ({"dockerfile": None}, Why.NO_IMAGE),
+        ({"instruction": "# canary\n\n"}, Why.NO_STATEMENT),
+        ({"files": {"environment/docker-compose.yaml": ""}}, Why.UNSUPPORTED),
+        ({"files": {"tests/.harborignore": ""}}, Why.UNSUPPORTED),
+        ({"files": {"trajectory.json": "{}"}}, Why.UNSUPPORTED),
+    ],
+)
+def test_directories_that_lack_something(tmp_path: Path, changes: dict[str, Any], why: Why) -> None:
+    with pytest.raises(RowError) as caught:
+        converted(write_task(tmp_path, "one", **changes))
+    assert caught.value.why is why
+
+
+def test_links_are_refused(tmp_path: Path) -> None:
+    directory = write_task(tmp_path, "one")
+    (directory / "tests" / "more").symlink_to("/etc/passwd")
+    with pytest.raises(RowError, match="neither a file nor a directory"):
+        converted(directory)
+
+
+def test_options_decide_what_counts_and_what_is_allowed(tmp_path: Path) -> None:
+    directory = write_task(tmp_path, "one", toml="[environment]\nallow_internet = true\n")
+    grading = converted(directory, without_network=True, reward="style", threshold=0.5)["grading"]
+    assert (grading["reward"], grading["threshold"]) == ("style", 0.5)
+    assert grading["network"].endswith("; the boxes have none")
+
+
+def test_an_image_is_named_by_all_that_it_is_made_of(tmp_path: Path) -> None:
+    directory = write_task(tmp_path, "One Task")
+    names = [harbor.image_name(directory, {})]
+    assert names[0].startswith("claude-code-rl/harbor:one-task-")
+    names += [harbor.image_name(directory, about) for about in ({"workdir": "/x"}, {"docker_image": "y"})]
+    (directory / "environment" / "data").write_text("1")
+    names.append(harbor.image_name(directory, {}))
+    (directory / "environment" / "data").chmod(0o755)
+    names.append(harbor.image_name(directory, {}))
+    assert len(set(names)) == len(names)
+
+
+def test_a_box_has_at_least_what_its_task_wants() -> None:
+    limits = Limits(memory_bytes=4 << 30, cpus=2.0)
+    assert _at_least(limits, {}) == limits
+    more = _at_least(limits, {"memory_mb": 8192, "cpus": 1, "disk_mb": 1})
+    assert (more.memory_bytes, more.cpus, more.disk_bytes) == (8 << 30, 2.0, limits.disk_bytes)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("harbor"), reason="harbor is not installed")
+def test_harbors_own_models_read_the_same(tmp_path: Path) -> None:
+    from harbor.models.task.task import Task as Theirs  # ty: ignore[unresolved-import]
+    from harbor.models.task.verifier_mode import resolve_task_verifier_mode  # ty: ignore[unresolved-import]
+
+    write_tasks(tmp_path, "base:1")
+    for row in harbor.rows(str(tmp_path), None):
+        theirs = Theirs(row["path"])
+        if theirs.has_steps:
+            continue
+        ours = harbor.convert(row, ConversionOptions({}, out=tmp_path, without_network=True))
+        about, grading = theirs.config, ours["grading"]
+        assert ours["repo"] == theirs.name and ours["problem_statement"] == theirs.instruction
+        assert grading["mode"] == resolve_task_verifier_mode(about).value
+        assert grading["timeout_s"] == about.verifier.timeout_sec and grading["env"] == about.verifier.env
+        environment = about.environment
+        wanted = {"cpus": environment.cpus, "memory_mb": environment.memory_mb, "disk_mb": environment.storage_mb}
+        assert grading["limits"] == {name: value for name, value in wanted.items() if value}
+        assert grading["environment"]["workdir"] == environment.workdir
+        assert (grading["network"] == "") == (environment.network_mode.value == "no-network")

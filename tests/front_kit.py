@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 
@@ -13,6 +15,7 @@ from rollout.proxy.engine import Completion
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from tests.kit import QueueEngine, char_policy
+from tests.lacks import lacks
 
 SYSTEM, TASK = "You fix bugs.", "Fix the bug."
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
@@ -210,3 +213,109 @@ class ContinuingAgent(ResponsesAgent):
     """One that sends only what is new, and names the response before it."""
 
     continues = True
+
+
+def genai() -> Any:
+    """Google's SDK."""
+    try:
+        return importlib.import_module("google.genai")
+    except ImportError:
+        lacks("google-genai (PyPI)")
+
+
+class GeminiAgent:
+    """An agent of Gemini without any SDK. ``rewrites``: it does what Gemini CLI does: leaves thoughts out, and puts
+    names before ids.
+    """
+
+    forgets: tuple[str, ...] = ()  # fields of parts and calls that it does not send back
+
+    def __init__(self, proxy: ProxyServer, session: Session, stream: bool = False, rewrites: bool = False) -> None:
+        self.url, self.key = f"http://127.0.0.1:{proxy.port}", session.secret
+        self.stream, self.rewrites = stream, rewrites
+        self.contents: list[Any] = [{"role": "user", "parts": [{"text": TASK}]}]
+
+    async def play(self) -> str:
+        """Call until there is a reply without calls; return its text."""
+        while True:
+            said = (await self.turn())["candidates"][0]["content"]
+            self.contents.append(self.echo(said))
+            calls = [part["functionCall"] for part in said["parts"] if "functionCall" in part]
+            if not calls:
+                return "".join(part["text"] for part in said["parts"] if not part.get("thought"))
+            parts = [
+                {
+                    "functionResponse": self.kept(call, "args")
+                    | {"response": {"output": result(call["args"]["command"])}}
+                }
+                for call in calls
+            ]
+            self.contents.append({"role": "user", "parts": parts})
+
+    def kept(self, told: dict[str, Any], *without: str) -> dict[str, Any]:
+        return {name: value for name, value in told.items() if name not in (*self.forgets, *without)}
+
+    def echo(self, said: dict[str, Any]) -> dict[str, Any]:
+        parts = [part for part in said["parts"] if not (self.rewrites and part.get("thought"))]
+        parts = [self.kept(part) for part in parts]
+        for part in parts:
+            if "functionCall" in part:
+                part["functionCall"] = self.kept(part["functionCall"])
+        return {"role": "model", "parts": parts}
+
+    async def turn(self) -> dict[str, Any]:
+        function = {"name": "run", "description": "Run.", "parameters": capitals(SCHEMA)}
+        body = {
+            "contents": self.contents,
+            "systemInstruction": {"parts": [{"text": SYSTEM}]},
+            "tools": [{"functionDeclarations": [function]}],
+        }
+        verb = "streamGenerateContent?alt=sse" if self.stream else "generateContent"
+        url = f"{self.url}/v1beta/models/policy:{verb}"
+        headers = {"x-goog-api-key": self.key}
+        async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as response:
+            raw = await response.text()
+            assert response.status == 200, raw
+        return json.loads(raw.strip().removeprefix("data: "))
+
+
+class ForgettingAgent(GeminiAgent):
+    """One that knows no ids of calls and no signatures, as the API was at first."""
+
+    forgets = ("id", "thoughtSignature")
+
+
+class SigningAgent(GeminiAgent):
+    """One that knows no ids of calls, but sends signatures back."""
+
+    forgets = ("id",)
+
+
+class GenaiAgent(GeminiAgent):
+    """Google's own SDK."""
+
+    async def turn(self) -> dict[str, Any]:
+        function = {"name": "run", "description": "Run.", "parameters": SCHEMA}
+        asked: dict[str, Any] = {
+            "model": "policy",
+            "contents": self.contents,
+            "config": {"system_instruction": SYSTEM, "tools": [{"function_declarations": [function]}]},
+        }
+        async with genai().Client(api_key=self.key, http_options={"base_url": self.url}).aio as client:
+            if not self.stream:
+                return as_json(await client.models.generate_content(**asked))
+            (chunk,) = [as_json(chunk) async for chunk in await client.models.generate_content_stream(**asked)]
+            return chunk
+
+
+def as_json(model: Any) -> dict[str, Any]:
+    """What came, as the SDK read it."""
+    return model.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def capitals(schema: Any) -> Any:
+    """A schema as Google writes them."""
+    if not isinstance(schema, dict):
+        return schema
+    changed = {name: capitals(value) for name, value in schema.items()}
+    return changed | ({"type": schema["type"].upper()} if isinstance(schema.get("type"), str) else {})

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rollout.proxy.counters import Counters
-from rollout.proxy.front import PATHS
+from rollout.proxy.front import route_of
 from rollout.proxy.replies import Reply
 from rollout.proxy.session import Session
 
@@ -53,7 +53,7 @@ class Metrics(Collector):
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""
-        path = path if path in PATHS else "other"  # clients must not be able to create labels
+        path = route_of(path)  # clients must not be able to create labels
         self._of_status(path, status).inc()
         self._of_path(path).observe(seconds)
 

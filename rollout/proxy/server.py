@@ -86,8 +86,7 @@ class ProxyServer:
         self._entrance = asyncio.Lock()
         self.app = web.Application(client_max_size=max_body, middlewares=[self._outermost])
         for path in PATHS:
-            handler = self._count if counts(path) else self._reply
-            self.app.router.add_post(path, handler, expect_handler=self._expect)
+            self.app.router.add_post(path, self._called, expect_handler=self._expect)
         # When a client hangs up, its handler is cancelled, and the generation too unless somebody else waits for it.
         # A compressed body would be unpacked on the event loop, while no other session is answered.
         self._runner = web.AppRunner(
@@ -236,6 +235,9 @@ class ProxyServer:
         wire = await session.translated(front, asked)
         session.counters.overhead_s += time.perf_counter() - began
         return session, front, asked, wire
+
+    async def _called(self, request: web.Request) -> web.StreamResponse:
+        return await (self._count if counts(request.path) else self._reply)(request)
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         session, front, asked, wire = await self.asked(request)
@@ -426,7 +428,7 @@ def _said(result: Node | Reply) -> Reply:
 
 
 def _error_response(request: web.Request, error: RequestError, cause: Exception | None = None) -> web.Response:
-    status, body = front_of(request.path).error(error, request.get(_ASKED))
+    status, body = front_of(request.path, request.method).error(error, request.get(_ASKED))
     if isinstance(body, bytes):
         response = web.Response(status=status, body=body, content_type="text/event-stream")
     else:

@@ -130,6 +130,8 @@ class StandAlone(ProxyServer):
         self.app.middlewares.append(self._held)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{name:.+}", self._models)
+        self.app.router.add_get("/v1beta/models", self._gemini_models)
+        self.app.router.add_get("/v1beta/models/{name:.+}", self._gemini_models)
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/metrics", self._metrics)
 
@@ -331,6 +333,19 @@ class StandAlone(ProxyServer):
             raise RequestError("there is no model of this name", 404, "not_found_error")
         found = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
         return web.json_response(found)
+
+    async def _gemini_models(self, request: web.Request) -> web.Response:
+        self._authenticate(request)
+        name, asked = self.model.id, request.match_info.get("name")
+        model: dict[str, Any] = {
+            "name": f"models/{name}",
+            "displayName": name,
+            "inputTokenLimit": self.model.max_model_len,
+        }
+        model["supportedGenerationMethods"] = ["generateContent", "countTokens"]
+        if asked not in (None, name):
+            raise RequestError("there is no model of this name", 404, "not_found_error")
+        return web.json_response({"models": [model]} if asked is None else model)
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 if a call would be answered now, else 503 with what is missing."""

@@ -36,6 +36,7 @@ class Translated:
         self.units: dict[bytes, Unit] = {}  # hash of what came -> the message
         self.heads: dict[bytes, Tools] = {}  # hash of tools -> translated, with their marks
         self.sides: dict[bytes, bool] = {}  # hash of what came -> whether it is the assistant's, where several are one
+        self.replied: dict[bytes, list[str]] = {}  # hash of a conversation -> replies that were made for it
         self._size = 0
 
     def keep(self, digest: bytes, message: Block) -> Unit:
@@ -60,12 +61,20 @@ class Translated:
         self._grow(_ENTRY)
         self.sides[digest] = side
 
+    def keep_reply(self, place: bytes, reply_id: str) -> None:
+        """Remember for which conversation a reply is made."""
+        replied = self.replied.setdefault(place, [])
+        if reply_id not in replied:
+            self._grow(_ENTRY)
+            replied.append(reply_id)
+
     def _grow(self, size: int) -> None:
         self._size += size
         if self._size > _MOST:
             self.units.clear()
             self.heads.clear()
             self.sides.clear()
+            self.replied.clear()
             self._size = size
 
 

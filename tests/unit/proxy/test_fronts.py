@@ -22,10 +22,32 @@ from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from rollout.proxy.standalone import ProxyOptions, StandAlone
-from tests.front_kit import SAID, AnthropicAgent, ChatAgent, ContinuingAgent, Gate, ResponsesAgent, opened, rows
+from tests.front_kit import (
+    SAID,
+    AnthropicAgent,
+    ChatAgent,
+    ContinuingAgent,
+    ForgettingAgent,
+    Gate,
+    GeminiAgent,
+    GenaiAgent,
+    ResponsesAgent,
+    SigningAgent,
+    opened,
+    rows,
+)
 from tests.kit import CharTokenizer, QueueEngine, char_policy
 
-AGENTS = {"messages": AnthropicAgent, "chat": ChatAgent, "responses": ResponsesAgent, "continued": ContinuingAgent}
+AGENTS: dict[str, Any] = {
+    "messages": AnthropicAgent,
+    "chat": ChatAgent,
+    "responses": ResponsesAgent,
+    "continued": ContinuingAgent,
+    "gemini": GenaiAgent,
+    "gemini-http": GeminiAgent,
+    "gemini-signed": SigningAgent,
+    "gemini-without-ids": ForgettingAgent,
+}
 
 
 @pytest.fixture
@@ -52,7 +74,7 @@ ENDPOINTS = {
     "messages": lambda port, key: SideEndpoint(f"http://127.0.0.1:{port}", "policy", key),
     "chat": lambda port, key: ChatEndpoint(f"http://127.0.0.1:{port}/v1", "policy", key),
 }
-FORWARDED = [(api, endpoint) for api in AGENTS if api not in ("messages", "continued") for endpoint in ENDPOINTS]
+FORWARDED = [(api, endpoint) for api in ("chat", "responses", "gemini-http") for endpoint in ENDPOINTS]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -81,6 +103,10 @@ PATHS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "responses": (
         "/v1/responses",
         lambda text: {"model": "policy", "input": [{"type": "message", "role": "user", "content": text}]},
+    ),
+    "gemini": (
+        "/v1beta/models/policy:generateContent",
+        lambda text: {"contents": [{"role": "user", "parts": [{"text": text}]}]},
     ),
 }
 
@@ -188,7 +214,7 @@ async def test_the_stand_alone_proxy_serves_all_on_one_port_and_knows_whose_call
     proxy.policy = char_policy(QueueEngine(*["hello"] * 20))
     await proxy.start()
     named: list[tuple[dict[str, str], dict[str, Any]]] = [
-        ({"session-id": "a"}, {}), ({}, {"prompt_cache_key": "b"}), ({}, {"user": "c"}), ({}, {})
+        ({"session-id": "a"}, {}), ({}, {"prompt_cache_key": "b"}), ({}, {"user": "c"}), ({}, {}),
     ]  # fmt: skip
     for path, body in PATHS.values():
         for headers, fields in named:
@@ -206,4 +232,6 @@ async def test_the_stand_alone_proxy_serves_all_on_one_port_and_knows_whose_call
         assert (await client.models.retrieve("model")).owned_by == "vllm"
     async with anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{proxy.port}", auth_token="right") as client:
         assert [model.id async for model in client.models.list()] == ["model"]
+    async with http.get(f"http://127.0.0.1:{proxy.port}/v1beta/models?key=right") as response:
+        assert (await response.json())["models"][0]["name"] == "models/model"
     await proxy.stop()

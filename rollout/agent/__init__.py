@@ -1,7 +1,7 @@
 """An agent is a program that works on a task inside a sandbox and reaches its model through a proxy session.
 
-``Agent`` is all that an episode needs to know of one; ``rollout.agent.claude_code`` is the first. examples/own_agent
-is one in a package of its own.
+``Agent`` is all that an episode needs to know of one. ``rollout.agent.claude_code`` is the first; ``headless`` is what
+the others have in common (docs/agents.md). examples/own_agent is one in a package of its own.
 """
 
 from __future__ import annotations

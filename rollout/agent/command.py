@@ -33,7 +33,13 @@ class CommandAgent(Headless):
 
     @classmethod
     def of(
-        cls, *, command: Sequence[str] | None, env: Mapping[str, Any], shows: Sequence[str], **settings: Any
+        cls,
+        *,
+        extra_args: Sequence[str] = (),
+        command: Sequence[str] | None = None,
+        env: Mapping[str, Any] | None = None,
+        shows: Sequence[str] = (),
+        **settings: Any,
     ) -> Self:
         """Make the agent from a config's plain values. Raises FileNotFoundError, ValueError."""
         if not command:
@@ -41,8 +47,9 @@ class CommandAgent(Headless):
         paths = [Path(os.path.abspath(os.path.expanduser(path))) for path in shows]
         if lost := [path for path in paths if not path.exists()]:
             raise FileNotFoundError(f"agent.shows: {lost[0]} does not exist")
-        told = {name: str(value) for name, value in env.items()}
-        return super().of(words=tuple(map(str, command)), variables=told, shown=tuple(paths), **settings)
+        told = {name: str(value) for name, value in (env or {}).items()}
+        words = tuple(map(str, command))
+        return super().of(extra_args=extra_args, words=words, variables=told, shown=tuple(paths), **settings)
 
     @property
     def programs(self) -> Sequence[Path]:

@@ -6,7 +6,6 @@ Only Claude Code can be told of a unix socket; the other agents need TCP, and a 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shutil
@@ -32,7 +31,6 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "claude-code-rl", "agents")
 
 
-@functools.cache
 def program() -> Path:
     """Return the forwarder, which is built if this machine has none yet. Raises FileNotFoundError if it cannot be."""
     name = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]

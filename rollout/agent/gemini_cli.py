@@ -58,14 +58,19 @@ class GeminiCli(Headless):
                 said.append(text(words))
                 last, words = words, ""
             if kind == "tool_use":
-                said.append(call(event.get("tool_id"), event.get("tool_name"), event.get("parameters")))
+                said.append(call(_id(event), event.get("tool_name"), event.get("parameters")))
             elif said:
                 yield assistant(said)
                 said = []
             if kind == "tool_result":
                 failed = event.get("status") != "success"
                 output = at(event, "error", "message") if failed else event.get("output")
-                yield results((event.get("tool_id"), output, failed))
+                yield results((_id(event), output, failed))
             elif kind == "result":
                 failed = event.get("status") != "success"
                 yield ended(at(event, "error", "message") if failed else last, failed=failed)
+
+
+def _id(event: Event) -> str:
+    """Return a call's own id, before which the program writes the tool's name."""
+    return str(event.get("tool_id")).rpartition("__")[2]

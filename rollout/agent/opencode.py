@@ -22,6 +22,9 @@ _OFF = (
     "SHARE",
 )  # fmt: skip
 
+# What it calls a tool that is not there, or whose input is wrong.
+_INVALID = "invalid"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCode(Headless):
@@ -80,11 +83,19 @@ class OpenCode(Headless):
                 found.append((at(part, "callID"), at(state, "error" if failed else "output"), failed))
             elif kind == "error":
                 failure = at(event, "error", "data", "message") or at(event, "error", "name")
-            if kind == "step_finish" and said:
-                yield assistant(said)
-                yield from [results(*found)] if found else ()
+            if kind == "step_finish":
+                yield from _reply(said, found)
                 said, found = [], []
-        if said:
-            yield assistant(said)
+        yield from _reply(said, found)
         if failure is not None or done.returncode == 0:
             yield ended(last if failure is None else failure, failed=failure is not None)
+
+
+def _reply(said: list[Event], found: list[tuple[object, object, bool]]) -> Iterator[Event]:
+    """Yield a reply and its results. It does not tell what an invalid call was: then none of them is known."""
+    if any(one.get("name") == _INVALID for one in said):
+        said = [one for one in said if one["type"] == "text"]
+    if said:
+        yield assistant(said)
+    if found:
+        yield results(*found)

@@ -208,4 +208,4 @@ async def test_without_a_compiler_one_line_says_what_is_needed(tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="install gcc"):
-        forward.program.__wrapped__()
+        forward.program()

@@ -18,6 +18,7 @@ from bench_proxy import _policy, show
 from proxy_load import Talk
 
 from rollout.proxy.front import front_of
+from rollout.proxy.garbage import collect_rarely, keep_imports
 
 PATHS = {
     "messages": "/v1/messages",
@@ -118,6 +119,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", required=True)
     policy = _policy(options.parse_args().model)
+    keep_imports()  # as StandAlone.load does
+    collect_rarely()
     took: dict[str, list[list[float]]] = {api: [] for api in PATHS}
     for number in range(_TIMES):  # in turns, so that what else runs on the machine disturbs all alike
         for api in PATHS:

@@ -201,10 +201,14 @@ async def test_what_takes_long_to_translate_is_not_translated_on_the_event_loop(
     front, here, threads = front_of(path), threading.get_ident(), list[bool]()
     translate = front.wire
     monkeypatch.setattr(front, "wire", lambda *args: threads.append(threading.get_ident() != here) or translate(*args))
-    session = await opened(proxy, "one", "two", "three")
-    for text in ("short", "x" * 20_000, "x" * 20_000):
-        assert (await post(http, proxy, session, path, body(text)))[0] == 200
-    assert threads == [False, True, False]
+    session = await opened(proxy, *["hello"] * 5)
+    tool = {"name": "f", "description": "x" * 20_000}
+    tools = {"chat": {"function": tool}, "responses": {"type": "function", **tool}}
+    offered = {"tools": [tools.get(api, {"functionDeclarations": [tool]})]}
+    long = body("x" * 20_000)
+    for asked in (body("short"), long, long, body("other") | offered, body("another") | offered):
+        assert (await post(http, proxy, session, path, asked))[0] == 200
+    assert threads == [False, True, False, True, False]
 
 
 async def test_the_stand_alone_proxy_serves_all_on_one_port_and_knows_whose_calls_are_whose(

@@ -13,7 +13,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from docker.errors import DockerException
+import requests
+from docker.errors import APIError, DockerException
 
 from rewards.harbor import SEPARATE
 from rewards.task import Task
@@ -81,9 +82,14 @@ def _dockerfile(engine: ContainerEngine, context: Path, name: str, timeout_s: fl
         tar.add(context, ".")
     buffer.seek(0)
     how: dict[str, Any] = {"custom_context": True, "encoding": "gzip", "rm": True, "forcerm": True, "decode": True}
-    for line in engine.client.build(fileobj=buffer, tag=name, timeout=int(timeout_s), **how):
-        if "error" in line:
-            raise BuildFailed(" ".join(f"environment/Dockerfile: {line['error']}".split()))
+    try:
+        for line in engine.client.build(fileobj=buffer, tag=name, timeout=int(timeout_s), **how):
+            if "error" in line:
+                raise BuildFailed(" ".join(f"environment/Dockerfile: {line['error']}".split()))
+    except APIError as error:  # the engine cannot read it
+        raise BuildFailed(" ".join(f"environment/Dockerfile: {error.explanation}".split())) from error
+    except requests.Timeout as error:
+        raise BuildFailed(f"environment/Dockerfile: nothing was said for {timeout_s:.0f} s") from error
 
 
 def _fit(engine: ContainerEngine, image: str, task: Task) -> None:

@@ -183,28 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tasks = load_tasks(args.tasks)
         numbers = chosen(tasks, args.limit)
         engine = get_engine()
-        harbor = [tasks[n].image.startswith(f"{IMAGES}:") for n in numbers]
-        if any(harbor) and not all(harbor):
-            raise MakeError("only some of the tasks are Harbor's; split the file")
-        base = None
-        if not any(harbor):
-            if args.base is None:
-                raise MakeError("tasks with local snapshots need --base")
-            base = look(engine, args.base, {tasks[n].repo: tasks[n].snapshot for n in numbers}, args.allow_copies)
+        make = _maker(engine, [tasks[number] for number in numbers], args)
         built, names, failed = 0, {}, []
         for count, number in enumerate(numbers):
             task = tasks[number]
             screen.show("images", count, len(numbers), task.instance_id)
             try:
-                if base is None:
-                    name, new = task.image, harbor_images.build(engine, task)
-                else:
-                    name, new = build(engine, base, task, args.repository)
+                names[task.instance_id], new = make(task)
+                built += new
             except harbor_images.BuildFailed as error:
                 failed.append(f"{task.instance_id}: {error}")
-                continue
-            built += new
-            names[task.instance_id] = name
         screen.clear()
         for line in failed:
             screen.say(f"left out: {line}")
@@ -229,9 +217,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
     screen.next(
         ("admit", f"{sys.orig_argv[0]} -m rl.data.admit {args.out} --out {admitted} sandbox=docker"),
-        ("to a registry", f"docker push --all-tags {args.repository}"),
+        ("to a registry", f"docker push --all-tags {next(iter(names.values())).rpartition(':')[0]}"),
     )
     return 0
+
+
+def _maker(
+    engine: ContainerEngine, tasks: Sequence[Task], args: argparse.Namespace
+) -> Callable[[Task], tuple[str, bool]]:
+    """Return a function like `build` for a task alone. Raises MakeError, SandboxError."""
+    harbor = [task.image.startswith(f"{IMAGES}:") for task in tasks]
+    if all(harbor):
+        return lambda task: (task.image, harbor_images.build(engine, task))
+    if any(harbor):
+        raise MakeError("only some of the tasks are Harbor's; split the file")
+    if args.base is None:
+        raise MakeError("tasks with local snapshots need --base")
+    base = look(engine, args.base, {task.repo: task.snapshot for task in tasks}, args.allow_copies)
+    return lambda task: build(engine, base, task, args.repository)
 
 
 def _parser() -> argparse.ArgumentParser:

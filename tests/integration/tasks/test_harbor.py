@@ -21,7 +21,7 @@ from rollout.episode import Episode, Setup, run_episode
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox.docker.engine import get_engine
 from tests.docker_kit import base_image, left
-from tests.harbor_kit import write_task, write_tasks
+from tests.harbor_kit import NO_NETWORK, write_task, write_tasks
 from tests.integration.claude_kit import Script, call, check_record, in_turn, scripted
 from tests.kit import char_policy
 from tests.packages_kit import install
@@ -37,6 +37,8 @@ def becomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
     place = tmp_path_factory.mktemp("harbor")
     expected = write_tasks(place / "all", base_image())
     write_task(place / "all", "unbuilt", base="no/such:image")
+    write_task(place / "all", "misspelt", base=f"{base_image()}\nRAN nothing")
+    write_task(place / "all", "at-the-root", base=base_image(), toml=f'{NO_NETWORK}workdir = "/"\n')
     assert convert.main(["harbor", str(place / "all"), "--out", str(place / "rows.parquet")]) == 0
     assert images.main([str(place / "rows.parquet"), "--out", str(place / "built.parquet")]) == 0
     yield place / "built.parquet", expected
@@ -53,7 +55,7 @@ def test_tasks_are_admitted_or_refused(
 ) -> None:
     file, expected = becomes
     built = {name for name, what in expected.items() if what != "unsupported"}
-    assert {task.instance_id for task in load_tasks(file)} == built  # and "unbuilt" is left out
+    assert {task.instance_id for task in load_tasks(file)} == built  # and those without an image are left out
     out = tmp_path / "admitted.parquet"
     assert admit.main([str(file), "--out", str(out), "--tries", "1", "--jobs", "2", "sandbox=docker"]) == 0
     assert {task.instance_id for task in load_tasks(out)} == {name for name in built if expected[name] == "pass"}

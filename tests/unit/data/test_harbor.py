@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from rewards.task import TaskError, load_tasks
+from rl.config.compose import ConfigError
 from rl.data import convert, harbor
 from rl.data.fields import RowError, Why
 from rl.data.rates import write_rows
 from rl.data.sets import ConversionOptions
-from rl.episodes.boxes import _at_least
+from rl.episodes.boxes import FromImages, Local, _at_least
 from rollout.sandbox import Limits
 from tests.harbor_kit import write_task, write_tasks
 
@@ -174,6 +176,19 @@ def test_a_box_has_at_least_what_its_task_wants() -> None:
     assert _at_least(limits, {}) == limits
     more = _at_least(limits, {"memory_mb": 8192, "cpus": 1, "disk_mb": 1})
     assert (more.memory_bytes, more.cpus, more.disk_bytes) == (8 << 30, 2.0, limits.disk_bytes)
+
+
+def test_boxes_that_cannot_take_the_tests_are_refused(tmp_path: Path) -> None:
+    class Images(FromImages):
+        pass
+
+    write_task(tmp_path / "all", "one")
+    assert convert.main(["harbor", str(tmp_path / "all"), "--out", str(tmp_path / "t.parquet")]) == 0
+    tasks, sandbox = load_tasks(tmp_path / "t.parquet"), OmegaConf.create({"base_image": None})
+    with pytest.raises(ConfigError, match="the grader harbor cannot put its tests into boxes of sandbox=images"):
+        Images(sandbox).check_tasks(tasks)
+    with pytest.raises(ConfigError, match="one needs boxes made from its image"):
+        Local(sandbox).check_tasks(tasks)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("harbor"), reason="harbor is not installed")

@@ -85,9 +85,9 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
 @each
 async def test_a_tool_that_is_not_there_and_an_engine_that_fails(name: str, task: Task, tmp_path: Path) -> None:
     way = WAYS[name]
-    replies = in_turn(way.run("echo one"), call("no_such_tool", x=1), way.end)
+    replies = iter([way.run("echo one"), call("no_such_tool", x=1), way.end])
     rows = 2 if name == "mini_swe_agent" else 1  # which drops a reply without a proper call from its history
-    async with agent_stage(way.kind, Moody(replies, failing(2)), task, **way.settings) as stage:
+    async with agent_stage(way.kind, Moody(lambda prompt: next(replies), failing(2)), task, **way.settings) as stage:
         run = await stage.play("MAIN: fix it")
         assert run.status is Status.FINISHED, run
         assert stage.session.counters.engine_errors == 1

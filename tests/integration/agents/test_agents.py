@@ -143,6 +143,24 @@ async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: 
         stage.check(tmp_path, rows=2)
 
 
+async def test_codex_sums_up_when_its_window_is_full(task: Task, tmp_path: Path) -> None:
+    """Three rows: until the summary, the summary, and what comes after it."""
+    long = "yes 01234567890123456789012345678901234567890123456789 | head -100"
+    calls = [0]
+
+    def replies(prompt: str) -> str:
+        calls[0] += 1
+        if "CONTEXT CHECKPOINT" in prompt[-6000:]:
+            return "All that was done."
+        return f"Text.{WAYS['codex'].run(f'echo {calls[0]}; {long}')}" if calls[0] < 9 else "Done."
+
+    async with agent_stage(Codex, scripted(replies), task, max_context=45_000) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert run.status is Status.FINISHED, run
+        assert "All that was done." in stage.requests[-1].text()
+        stage.check(tmp_path, rows=3)
+
+
 SCRIPT = """
 import http.client, json, os, sys
 messages = [{"role": "user", "content": sys.stdin.read()}]

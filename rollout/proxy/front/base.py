@@ -56,6 +56,10 @@ class Translated:
             known = self.heads[digest] = found, marks
         return known
 
+    def new_heads(self, *raws: msgspec.Raw) -> int:
+        """Return the bytes of those tools and system prompts that are not known."""
+        return sum(len(raw) for raw in raws if hashed(raw) not in self.heads)
+
     def keep_side(self, digest: bytes, side: bool) -> None:
         """Remember whose a part of a message is."""
         self._grow(_ENTRY)

@@ -25,7 +25,6 @@ from rollout.proxy.front.translating import (
     free_text,
     image,
     message,
-    new_bytes,
     offered,
     refused,
     request_of,
@@ -183,7 +182,9 @@ class Chat(Front[_Request]):
 
     def new_bytes(self, asked: _Request, known: Translated, tree: Tree) -> int:
         """Return how many bytes of a request have to be translated."""
-        return new_bytes(asked, known)
+        units = known.units
+        new = [len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in units]
+        return sum(new) + known.new_heads(asked.tools)
 
     def wire(self, asked: _Request, known: Translated, tree: Tree) -> WireRequest:
         """Return a request in the form of the Messages API. Raises RequestError."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -213,13 +212,15 @@ class Gemini(Front[_Request]):
     def new_bytes(self, asked: _Request, known: Translated, tree: Tree) -> int:
         """Return how many bytes of a request have to be translated."""
         sides = known.sides
-        return sum(len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in sides)
+        new = [len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in sides]
+        return sum(new) + known.new_heads(asked.tools, asked.system_instruction)
 
     def wire(self, asked: _Request, known: Translated, tree: Tree) -> WireRequest:
         """Return a request in the form of the Messages API. Raises RequestError."""
         tools = known.tools(asked.tools, lambda raw: offered(_offered(raw)))[0]
         system = known.tools(asked.system_instruction, _system)[0]
         messages, digests, place = list[msgspec.Raw](), list[bytes](), b""
+        named: dict[str, Reply] | None = None
         for at, digest in enumerate(asked.digests()):
             raw, field = asked.contents[at], f"contents[{at}]"
             bound = known.sides.get(digest)
@@ -228,9 +229,11 @@ class Gemini(Front[_Request]):
             key = hashed(digest + place) if bound else digest
             unit = known.units.get(key)
             if unit is None:
+                if named is None:
+                    named = {node.reply.id: node.reply for node in tree.nodes if node.reply is not None}
                 before = messages[-1] if bound and messages else None
-                replies = _replies(tree, known.replied.get(place, ())) if bound else []
-                unit = known.keep(key, _translate(decoded_as(_content, raw, field), field, before, replies, tree, key))
+                made = [named[name] for name in reversed(known.replied.get(place, ())) if name in named]
+                unit = known.keep(key, _translate(decoded_as(_content, raw, field), field, before, made, named, key))
             messages.append(unit[0])
             digests.append(unit[1])
             place = hashed(place + digest)
@@ -321,16 +324,17 @@ def _bound(content: _Content) -> bool:
     return any(one is not None and not one.id for one in inner)
 
 
-def _replies(tree: Tree, names: Sequence[str]) -> list[Reply]:
-    """Return the replies of these ids, the newest first."""
-    return [node.reply for node in reversed(tree.nodes) if node.reply is not None and node.reply.id in names]
-
-
 def _translate(
-    content: _Content, field: str, before: msgspec.Raw | None, replies: list[Reply], tree: Tree, key: bytes
+    content: _Content,
+    field: str,
+    before: msgspec.Raw | None,
+    replies: list[Reply],
+    named: dict[str, Reply],
+    key: bytes,
 ) -> Block:
     """Return the message that a content becomes. ``before``: the message before it, and ``replies``: those that were
-    made in its place, if the place matters. ``key``: makes ids for calls of nobody's.
+    made in its place, the newest first, if the place matters. ``named``: all replies, by their ids. ``key``: makes ids
+    for calls of nobody's.
     """
     role = _ROLES.get(content.role)
     if role is None:
@@ -340,7 +344,7 @@ def _translate(
     if role == "assistant":
         blocks += [{"type": "thinking", "thinking": "", "signature": name} for name in dict.fromkeys(signatures)]
         calls = [part.function_call for part in content.parts if part.function_call is not None]
-        ids = iter(_ids(calls, _replies(tree, signatures) + replies, key))
+        ids = iter(_ids(calls, [named[name] for name in signatures if name in named] + replies, key))
     elif before is not None:
         made = [block for block in blocks_of(_message.decode(before).content) if block["type"] == "tool_use"]
     for at, part in enumerate(content.parts):

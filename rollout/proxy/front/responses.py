@@ -241,6 +241,7 @@ class Responses(Front[_Request]):
         """Return how many bytes of a request have to be translated, or put together again."""
         sides = known.sides
         new = sum(len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in sides)
+        new += known.new_heads(asked.tools)
         if asked.previous_response_id is None:
             return new
         return new + sum(len(node.says) for node in _replied(tree, asked.previous_response_id).path())

@@ -76,12 +76,6 @@ class Asked(msgspec.Struct, dict=True):
         return self._digests
 
 
-def new_bytes(asked: Asked, known: Translated) -> int:
-    """Return the bytes of those items of a request that were not translated before."""
-    units = known.units
-    return sum(len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in units)
-
-
 def translated(
     asked: Asked, field: str, known: Translated, translate: Callable[[msgspec.Raw, str], Block]
 ) -> tuple[list[msgspec.Raw], list[bytes]]:

@@ -128,6 +128,7 @@ def test_any_conversation_is_the_same_in_both_forms_new_or_known(forms: tuple[An
 
 def test_what_was_translated_is_not_read_again_and_little_of_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     known, messages, tree = Translated(), [{"role": "user", "content": "x" * 100}], Tree()
+    talk(HELLO, known)  # has no tools, as those that follow
     for turn in range(5):
         asked = FRONT.read(json.dumps({"messages": messages}).encode(), "")
         assert FRONT.new_bytes(asked, known, tree) == sum(len(json.dumps(one)) for one in messages[-2:])

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from rollout import SIDE_MODEL
+from rollout.audit import audit_text, audit_tokens
 from rollout.proxy.chat import ChatEndpoint
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.front import front_of
@@ -22,6 +23,7 @@ from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Session
 from rollout.proxy.standalone import ProxyOptions, StandAlone
+from rollout.records import VERSION, node_records, row_records
 from tests.front_kit import (
     SAID,
     AnthropicAgent,
@@ -36,7 +38,7 @@ from tests.front_kit import (
     opened,
     rows,
 )
-from tests.kit import CharTokenizer, QueueEngine, char_policy
+from tests.kit import CallReading, CharTokenizer, QueueEngine, char_policy, empty_record
 
 AGENTS: dict[str, Any] = {
     "messages": AnthropicAgent,
@@ -68,6 +70,11 @@ async def test_five_turns_with_tools_are_one_row_and_the_same_in_each_api(
     assert await AGENTS[api](proxy, session, stream, rewrites).play() == "All is done."
     assert len(wanted) == 1 and sum(wanted[0][2]) == session.tree.sampled_tokens()
     assert rows(session) == wanted
+    record = empty_record(
+        version=VERSION, nodes=node_records(session.tree), rows=row_records(session.tree.sequences()), events=[]
+    )
+    assert [*audit_tokens(record), *audit_text(record, CharTokenizer(), CallReading())] == []
+    assert [len(node.says) > 2 for node in record.nodes] == [node.logprobs is None for node in record.nodes]
 
 
 ENDPOINTS = {
@@ -201,10 +208,14 @@ async def test_what_takes_long_to_translate_is_not_translated_on_the_event_loop(
     front, here, threads = front_of(path), threading.get_ident(), list[bool]()
     translate = front.wire
     monkeypatch.setattr(front, "wire", lambda *args: threads.append(threading.get_ident() != here) or translate(*args))
-    session = await opened(proxy, "one", "two", "three")
-    for text in ("short", "x" * 20_000, "x" * 20_000):
-        assert (await post(http, proxy, session, path, body(text)))[0] == 200
-    assert threads == [False, True, False]
+    session = await opened(proxy, *["hello"] * 5)
+    tool = {"name": "f", "description": "x" * 20_000}
+    tools = {"chat": {"function": tool}, "responses": {"type": "function", **tool}}
+    offered = {"tools": [tools.get(api, {"functionDeclarations": [tool]})]}
+    long = body("x" * 20_000)
+    for asked in (body("short"), long, long, body("other") | offered, body("another") | offered):
+        assert (await post(http, proxy, session, path, asked))[0] == 200
+    assert threads == [False, True, False, True, False]
 
 
 async def test_the_stand_alone_proxy_serves_all_on_one_port_and_knows_whose_calls_are_whose(

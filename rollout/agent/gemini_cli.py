@@ -24,6 +24,7 @@ class GeminiCli(Headless):
         npm=("@google/gemini-cli@0.61.0", NODE),
         main=(NODE_PROGRAM, "node_modules/@google/gemini-cli/bundle/gemini.js"),
     )
+    UNREPORTED: ClassVar[tuple[str, ...]] = ("invoke_agent",)
 
     def command(self, home: str) -> list[str]:
         """Return its command line; the prompt is read from standard input."""
@@ -40,6 +41,7 @@ class GeminiCli(Headless):
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "model": {"maxSessionTurns": self.max_turns or -1, "skipNextSpeakerCheck": True},
+            "tools": {"exclude": ["google_web_search", "web_fetch"]},  # they call other models of Google's
             "context": {"fileName": "none"},  # no GEMINI.md of the work tree
             "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
         }

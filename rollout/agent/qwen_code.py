@@ -26,6 +26,7 @@ class QwenCode(Headless):
         npm=("@qwen-code/qwen-code@0.24.4", NODE),
         main=(NODE_PROGRAM, "node_modules/@qwen-code/qwen-code/cli.js"),
     )
+    UNREPORTED: ClassVar[tuple[str, ...]] = ("agent",)
 
     def command(self, home: str) -> list[str]:
         """Return its command line; the prompt is read from standard input."""

@@ -39,7 +39,7 @@ async def agent_stage(
     """
     if kind.PROGRAM and not kind.PROGRAM.directory.is_dir():
         lacks(f"{kind.PROGRAM.name} {kind.PROGRAM.version}: python -m rl.agents install {kind.PROGRAM.name}")
-    agent = kind.of(**{"timeout_s": 600.0, "max_tokens": 2000, "max_context": 200_000, **settings})
+    agent = kind.of(**{"timeout_s": 600.0, "max_tokens": 2000, "max_context": min(max_context, 10**6), **settings})
     listener = Listener()
     server = ProxyServer(ping_s=0.3)
     server._runner.app.middlewares.append(listener.hear)

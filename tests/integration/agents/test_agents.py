@@ -85,9 +85,9 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
 @each
 async def test_a_tool_that_is_not_there_and_an_engine_that_fails(name: str, task: Task, tmp_path: Path) -> None:
     way = WAYS[name]
-    replies = in_turn(way.run("echo one"), call("no_such_tool", x=1), way.end)
+    replies = iter([way.run("echo one"), call("no_such_tool", x=1), way.end])
     rows = 2 if name == "mini_swe_agent" else 1  # which drops a reply without a proper call from its history
-    async with agent_stage(way.kind, Moody(replies, failing(2)), task, **way.settings) as stage:
+    async with agent_stage(way.kind, Moody(lambda prompt: next(replies), failing(2)), task, **way.settings) as stage:
         run = await stage.play("MAIN: fix it")
         assert run.status is Status.FINISHED, run
         assert stage.session.counters.engine_errors == 1
@@ -141,6 +141,24 @@ async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: 
         assert run.status is Status.FINISHED, run
         assert "It is there." in stage.requests[-1].text()
         stage.check(tmp_path, rows=2)
+
+
+async def test_codex_sums_up_when_its_window_is_full(task: Task, tmp_path: Path) -> None:
+    """Three rows: until the summary, the summary, and what comes after it."""
+    long = "yes 01234567890123456789012345678901234567890123456789 | head -100"
+    calls = [0]
+
+    def replies(prompt: str) -> str:
+        calls[0] += 1
+        if "CONTEXT CHECKPOINT" in prompt[-6000:]:
+            return "All that was done."
+        return f"Text.{WAYS['codex'].run(f'echo {calls[0]}; {long}')}" if calls[0] < 9 else "Done."
+
+    async with agent_stage(Codex, scripted(replies), task, max_context=45_000) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert run.status is Status.FINISHED, run
+        assert "All that was done." in stage.requests[-1].text()
+        stage.check(tmp_path, rows=3)
 
 
 SCRIPT = """

@@ -4,7 +4,7 @@ The program itself is ``rl.view``, because it shows figures and panels of runs. 
 ``rollout.collect`` and the command of ``rollout.records`` import ``rl``.
 """
 
-from rl.view.__main__ import main
+from rl.view.command import main
 from rollout import program
 
 if __name__ == "__main__":

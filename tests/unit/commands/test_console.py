@@ -16,14 +16,13 @@ from rl.console import USES, completions
 from tests.unit.commands.test_help import PROGRAMS
 
 ROOT = Path(__file__).parents[3]
-# Steps of an experiment's preparation, a simulation that docs name, and the module behind a program of rollout.
+# Steps of an experiment's preparation, and a simulation that docs name.
 ELSEWHERE = {
     "rl.quickstart.policy",
     "rl.quickstart.prepare",
     "rl.quickstart.tasks",
     "rl.plan.schedules",
 }
-BEHIND = {"rl.view": "rollout.view"}
 
 
 def ccrl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +34,7 @@ def test_no_program_is_hidden() -> None:
     modules = [use.module for use in USES.values()]
     assert len(set(modules)) == len(modules) and all(map(importlib.util.find_spec, modules))
     own = {path.removesuffix(".py").removesuffix("/__main__").replace("/", ".") for path in PROGRAMS}
-    own = {BEHIND.get(module, module) for module in own if not module.startswith(("scripts.", "examples."))}
+    own = {module for module in own if not module.startswith(("scripts.", "examples."))}
     assert own - ELSEWHERE | {"rollout.audit"} == set(modules)
 
 

@@ -45,8 +45,6 @@ HANDLERS = {
 
 def command(path: str) -> str:
     """Return how a user starts a program."""
-    if path == "rl/view/__main__.py":
-        return "python -m rollout.view"
     if path.startswith("examples/"):
         return Path(path).name
     if path.startswith("scripts/"):

@@ -78,10 +78,10 @@ def test_what_python_leads_to() -> None:
 
 
 def test_commands_stand_in_strings_of_tests() -> None:
-    tree = ast.parse("run('timeout 5 python -m rl.view RUN; bash scripts/slurm/common.sh')")
+    tree = ast.parse("run('timeout 5 python -m rl.plan X; bash scripts/slurm/common.sh')")
     assert list(inputs._by_python("rl/made.py", tree)) == []
     found = set(inputs._by_python("tests/made.py", tree))
-    assert found == {"rl/view/__init__.py", "rl/view/__main__.py", "scripts/slurm/common.sh"}
+    assert found == {"rl/plan/__init__.py", "rl/plan/__main__.py", "scripts/slurm/common.sh"}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from rl.export import main as export
 from rl.sft.episodes import write_rows
-from rl.view.__main__ import main as view
+from rl.view.command import main as view
 from rl.view.terminal import main as terminal
 from rollout import audit
 from rollout.proxy.standalone import ProxyOptions, StandAlone

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl.data import labels
-from rl.view.__main__ import main
+from rl.view.command import main
 from tests.view_kit import HOSTILE, hostile, run
 
 ADDRESSES = ("href", "src", "action", "data-here", "data-tokens", "data-up", "data-before", "data-after", "data-curves")

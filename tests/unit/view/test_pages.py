@@ -376,7 +376,7 @@ async def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path, sessio
 
 
 def test_a_run_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rl.view.__main__ import main
+    from rl.view.command import main
 
     assert main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.strip().endswith("no such run directory or record file")

@@ -78,7 +78,3 @@ async def _serve(app: web.Application, host: str, port: int, token: str) -> None
         await ended.wait()
     finally:
         await runner.cleanup()
-
-
-if __name__ == "__main__":
-    program.end(main)

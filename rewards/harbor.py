@@ -105,13 +105,12 @@ async def _tested_beside_the_agent(grading: Grading, box: Sandbox, tests: Mappin
 
     It cannot remove its box or stop the container engine; whatever else it can do fails again, but not in a fresh box.
     """
-    for again in (False, True):
+    said = ""
+    for _ in range(2):
         try:
             return await _tested(grading, box, tests)
         except SandboxError as error:
-            said = error
-            if again:
-                break
+            said = str(error)
     try:
         await box.renew("/logs", _LOGS)  # no program of the box has a part in this
     except SandboxError as error:

@@ -2,7 +2,7 @@
 
     python scripts/bench_fronts.py --model DIR
 
-``DIR``, tokenizer, renderer, parser and the shape of conversations are those of bench_proxy.py.
+The model, tokenizer, renderer, parser and the shape of conversations are those of bench_proxy.py.
 """
 
 from __future__ import annotations

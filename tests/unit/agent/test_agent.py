@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ async def test_only_agents_boxes_from_images_have_covers(monkeypatch: pytest.Mon
     for kind in (Kind, FromImages):
         monkeypatch.setattr(kind, "limits", lambda self: Limits())
         for sockets in (Path("/s"), None):
-            await kind(OmegaConf.create()).boot(AGENT)(None, sockets)  # type: ignore[arg-type]
+            await kind(OmegaConf.create()).boot(AGENT)(SimpleNamespace(limits={}), sockets)  # type: ignore[arg-type]
     shown = {Path("/bin/claude"): "/bin/claude"}
     assert given == [shown, None, {**shown, **COVERS}, None] and [*COVERS.values()] == ["/etc/claude-code"]
     assert [path.name for path in next(iter(COVERS)).iterdir()] == ["README"]

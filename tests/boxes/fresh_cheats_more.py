@@ -51,20 +51,14 @@ for p in ('tests/test_new.py', 'tests/test_more.py'):
         },
         "",
     ),
-    "variables for a later process": (
-        "pytest",
-        {
-            "helper.py": hidden_code(HOOK),
-            "pkg/mod.py": hidden_code(
-                """\
+    "variables for a later process": cheat(
+        """\
 import os
 os.environ['PYTHONOPTIMIZE'] = '1'
 os.environ['PYTEST_' + 'ADDOPTS'] = '-p helper'
 """
-                + OLD
-            ),
-        },
-        "",
+        + OLD,
+        files={"helper.py": hidden_code(HOOK)},
     ),
     "the directory of tests is moved away": cheat(
         r"""import os, shutil

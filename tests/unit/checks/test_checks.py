@@ -314,10 +314,6 @@ def test_row_longer_than_a_packed_batch(config, key):
 # --- agent and sandbox
 
 
-def test_missing_binary(config, tmp_path):
-    refused(config, str(tmp_path / "none"), agent__binary=str(tmp_path / "none"))
-
-
 def test_binary_that_cannot_be_executed(config):
     Path(config.agent.binary).chmod(0o644)
     refused(config, config.agent.binary)
@@ -360,10 +356,6 @@ def test_weights_that_one_message_of_a_cpu_cannot_hold(config, dtype, needed):
 def test_hub_names_are_not_looked_up(config):
     config.actor_rollout_ref.model.path = "Qwen/Qwen3-8B"
     check(config)
-
-
-def test_model_that_is_not_set(config):
-    refused(config, "model.path is not set", actor_rollout_ref__model__path=None)
 
 
 @pytest.fixture

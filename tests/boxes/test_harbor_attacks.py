@@ -133,9 +133,10 @@ async def test_what_code_does_while_it_is_tested(tasks: dict[str, Task], boot: B
     assert (verdict.reason, verdict.reward) == (reason, 0.0), verdict
 
 
-# These leave a box in which no tests can run. It must not become an infrastructure failure.
+# These leave wrong work, and a box in which no tests can run or only those that are quick. That must not become an
+# infrastructure failure.
 BROKEN = {
-    "the disk is full": "head -c 200M /dev/zero >/fill",
+    "the disk is full": "for n in 1 2 3 4; do head -c 60M /dev/zero >/fill$n; done",
     "no shell": "rm /bin/sh",
     "no bash": "rm /bin/bash",
     "a bash that ends": "cp /bin/true /bin/bash",
@@ -149,7 +150,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 async def test_a_broken_box_is_the_policys_doing(tasks: dict[str, Task], boot: Boot, name: str) -> None:
-    verdict = await attacked(tasks["shared"], boot, f"{RIGHT}; {BROKEN[name]}")
+    verdict = await attacked(tasks["shared"], boot, BROKEN[name])
     assert not verdict.is_infra and verdict.reason is not None and verdict.reward == 0.0, verdict
 
 

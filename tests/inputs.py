@@ -29,6 +29,7 @@ NAMED_ELSEWHERE = {
     "rl/run/vllm_server.py": ("rl/run/vllm_plugin.py",),
     "rl/cpu/vllm_replica.py": ("rl/run/vllm_plugin.py",),
     "rl/ingest.py": ("rl/traces/ingest",),
+    "rollout/proxy/front/__init__.py": ("rollout/proxy/front",),
     "tests/published.py": ("scripts/smollm2.jinja",),
     "tests/unit/commands/test_help.py": ("scripts", "examples"),
     "tests/unit/scripts/test_setup.py": ("constraints", "packaging/container", "scripts"),

@@ -13,6 +13,9 @@ from rollout.agent.headless import Event, Headless, assistant, at, call, ended, 
 from rollout.agent.programs import NODE, NODE_PROGRAM, Program
 from rollout.sandbox import ExecResult
 
+# At its end it drops what a pipe has not taken of its output yet: the end of a long result, and all events after it.
+_WHOLE = '"$@" >"$HOME/.output"; status=$?; cat "$HOME/.output"; exit $status'
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiCli(Headless):
@@ -28,7 +31,8 @@ class GeminiCli(Headless):
 
     def command(self, home: str) -> list[str]:
         """Return its command line; the prompt is read from standard input."""
-        return [*self.started(), "--output-format", "stream-json", "--yolo", "--skip-trust", "--model", POLICY_MODEL]
+        options = ["--output-format", "stream-json", "--yolo", "--skip-trust", "--model", POLICY_MODEL]
+        return ["sh", "-c", _WHOLE, "sh", *self.started(), *options]
 
     def told(self, secret: str, base_url: str) -> dict[str, str]:
         """Return where the session is."""

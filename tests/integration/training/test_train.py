@@ -107,9 +107,11 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
     metric_docs.check(set().union(*metrics) - {"step", "time"})
     # Infrastructure is tried again, then left out: it is no reward of 0. A container that somebody else has stopped is
     # no agent that hangs.
-    assert metrics[2]["infra/missing_image"] == 12 and metrics[2]["infra/box_killed"] == 2
-    assert metrics[2]["infra/failures"] == 14 and metrics[2]["episode/count"] == 4
-    assert len(episodes(run, "train")) == played + 4 + 14
+    # The second one may meet a held-out episode.
+    lost = metrics[2]["infra/box_killed"]
+    assert lost + metrics[2].get("val/infra/box_killed", 0) == 2 and metrics[2]["infra/missing_image"] == 12
+    assert metrics[2]["infra/failures"] == 12 + lost and metrics[2]["episode/count"] == 4
+    assert len(episodes(run, "train")) == played + 4 + 12 + lost
 
     records = list(Reader(run))
     assert len(records) > records_before

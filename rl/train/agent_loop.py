@@ -83,10 +83,12 @@ class Worker:
         model = self.config.cluster.staged_from or self.config.actor_rollout_ref.model.path
         record = record_of(episode, split, step, model, self.setup.policy.parser.spec)
         record.trainer = {"session": session, "engine": self.engine.servers.pop(episode.id, None)}
+        if self.own:
+            record.trainer["own"] = own.figures(self.own, record)
         if split == "train" and "agent" in episode.timing and not episode.verdict.is_infra:
             self.deadline.note(episode.timing["agent"])
         self.records.append(record)
-        self.log.append(line(record) | {"own": own.figures(self.own, record)})
+        self.log.append(line(record))
         self.samples.offer(record)
 
 

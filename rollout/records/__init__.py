@@ -107,8 +107,8 @@ class Record(msgspec.Struct, omit_defaults=True):
     own event stream; ``repo`` and ``difficulty``: the task's; ``overlong``: whether a limit ended the episode;
     ``train_side_calls``: whether side calls are trained on. ``number`` and ``previous``, which the writer fills in: the
     record's place in its file, from 0, and the SHA-256 of the payload before it. Older records lack the fields from
-    ``repo`` on. ``seal``: see ``seal_of``; ``trainer``: the trainer's key of the episode, and the name of the engine's
-    replica that answered it. Both are empty before version 5.
+    ``repo`` on. ``seal``: see ``seal_of``; ``trainer``: the trainer's key of the episode, the name of the engine's
+    replica that answered it, and figures of one's own. Both are empty before version 5.
 
     ``parts`` and ``calls``: forwarded calls (``rollout.proxy.calls``). ``missing``: what should have been kept of
     the episode but was not, in words.
@@ -141,7 +141,7 @@ class Record(msgspec.Struct, omit_defaults=True):
     parts: list[bytes] = []
     calls: list[CallRecord] = []
     missing: list[str] = []
-    trainer: dict[str, str | None] = {}
+    trainer: dict[str, Any] = {}
     seal: bytes = b""
 
 

@@ -228,7 +228,7 @@ async def test_an_engine_that_is_restarted(stand: Stand, own: OwnEngine, monkeyp
 
 async def test_a_grading_that_hangs(stand: Stand, own: OwnEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine hangs while the tests run."""
-    monkeypatch.setattr(grading, "_CLOSE_S", 0.5)
+    monkeypatch.setattr("rewards.grading._CLOSE_S", 0.5)
     monkeypatch.setattr(docker_engine, "_TIMEOUT_S", 15.0)  # a call is waited for, also by who gave up
     (file,) = (path.name for path in stand.task.snapshot.glob("*.py"))
     slow = call("Bash", command=f"printf 'import os; os.system(\"sleep {stand.nap}\")\\n' >> {file}")

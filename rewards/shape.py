@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason, Verdict
@@ -100,7 +101,7 @@ class Shape:
         return self.fail_to_pass * passed / (passed + failed)
 
 
-def load(name: str) -> Function:
+def load(name: str) -> Callable[..., Any]:
     """Import the callable that "module:function" names. Raises ValueError, which says why that is not possible."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:

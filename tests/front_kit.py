@@ -309,7 +309,7 @@ class GenaiAgent(GeminiAgent):
 
 
 def as_json(model: Any) -> dict[str, Any]:
-    """What came, as the SDK read it."""
+    """Return what came, as the SDK read it."""
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 

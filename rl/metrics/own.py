@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import pkgutil
 from collections.abc import Callable, Mapping
 
+from rewards import shape
 from rl.config.compose import ConfigError
 from rollout.records import Record
 
@@ -21,13 +21,9 @@ def load(named: Mapping[str, str]) -> dict[str, Function]:
     wrong = []
     for name, place in named.items():
         try:
-            if ":" not in str(place):
-                raise ValueError("it must be module:function")
-            found[name] = pkgutil.resolve_name(place)
-            if not callable(found[name]):
-                raise ValueError(f"this is a {type(found[name]).__name__}, not a function")
-        except Exception as error:  # importing another package may raise anything
-            wrong.append(f"episode.figures.{name}={place}: {type(error).__name__}: {error}")
+            found[name] = shape.load(str(place))
+        except ValueError as error:
+            wrong.append(f"episode.figures.{name}={place}: {error}")
     if wrong:
         raise ConfigError(*wrong)
     return found

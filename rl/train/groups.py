@@ -1,4 +1,4 @@
-"""Which groups a step plays, and who plays them: mix-ins for verl's replay buffer and its agent loop manager.
+"""Choose which groups a step plays, and who plays them: mix-ins for verl's replay buffer and its agent loop manager.
 
 Dynamic filtering (``algorithm.filter_groups``) replaces groups whose rewards are all equal. verl plays a batch, starts
 two groups for each one that it replaces, and gives small batches to the first workers. ``GroupBuffer`` keeps as many

@@ -1,4 +1,4 @@
-"""What agents other than Claude Code have in common: a program that runs headless, knows only TCP, and prints events.
+"""Run an agent other than Claude Code: a program that runs headless, knows only TCP, and prints events.
 
 A module derives a class from ``Headless`` and says how its program is started and told of the session (``command``,
 ``told``), and what its output means in the form of Claude Code's events (``events``), which records, viewer and audit

@@ -1,4 +1,4 @@
-"""What the kinds of box have in common: the life of an exec, paths, mounts."""
+"""Do what is the same in all kinds of box: the life of an exec, paths, mounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the front ends have in common; no I/O.
+"""Define what a front end is, and what it remembers of a session; no I/O.
 
 A front end translates a request of its API, message by message, into the form of the Messages API, in which sessions,
 records and the audit know a conversation. A request repeats the whole conversation, so what translating a message gave

@@ -1,4 +1,4 @@
-"""What OpenAI's two APIs, chat completions and Responses, have in common: errors and refusals; no I/O."""
+"""Write errors as both of OpenAI's APIs do, chat completions and Responses; no I/O."""
 
 from __future__ import annotations
 

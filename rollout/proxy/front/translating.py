@@ -1,4 +1,4 @@
-"""What the front ends that translate have in common: items, calls, tools, images; no I/O."""
+"""Translate what several APIs have: items, calls, tools, images; no I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from rollout.proxy.wire import (
 # The name of the one argument of a tool that takes any text, where an API has such tools.
 FREE = "input"
 FREE_MARK = ""
-
 
 # How a translated system message begins; its content is what comes next.
 _SYSTEM = b'{"role":"system","content":'
@@ -59,7 +58,7 @@ def offered(tools: list[Tool]) -> tuple[list[Block], dict[str, str]]:
 
 
 class Asked(msgspec.Struct, dict=True):
-    """What the requests of translated APIs are decoded into. ``marks``: of its tools (``offered``)."""
+    """An Asked is a decoded request of a translated API. ``marks``: of its tools (``offered``)."""
 
     def __post_init__(self) -> None:
         self.marks: dict[str, str] = {}

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
@@ -20,7 +21,7 @@ from omegaconf import DictConfig
 from rl.cluster.link import ROLES, JobPosition, NodeError
 from rl.config.compose import workers_environment
 from rl.run.fork_server import ForkServer
-from rl.run.programs import end_processes, free_port, tied
+from rl.run.programs import end_of_log, end_processes, free_port, tied
 from rl.run.scratch import ray_directory, remove_socket_directory, socket_directory
 from rollout.sandbox import directory
 
@@ -85,7 +86,8 @@ class RayNode:
 
     async def _ended(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        raise NodeError(f"{self._place.node}: Ray has ended (exit code {code}); see {self._logs / 'ray-start.log'}")
+        log = self._logs / "ray-start.log"
+        raise NodeError(f"{self._place.node}: Ray has ended (exit code {code}: {_cause(log)}); see {log}")
 
     async def stop(self) -> None:
         """End all of Ray's processes, sweep their sandboxes, and copy the logs under the attempt's number."""
@@ -112,6 +114,13 @@ class RayNode:
             if not Path(self._sockets).exists():
                 break
         remove_socket_directory(self._note)
+
+
+def _cause(log: Path) -> str:
+    """Return what Ray has told last of an error or of a process that ended, at most 300 characters of it."""
+    lines = log.read_text(errors="replace").splitlines()
+    told = [" ".join(line.split()) for line in lines if re.search(r"\[exit code=|Error|Exception", line)]
+    return "; ".join(told[-2:])[:300] or end_of_log(log)
 
 
 def _fork_server(config: DictConfig, sockets: str, logs: Path) -> ForkServer:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -11,6 +14,21 @@ from tests.boxes.kinds import KINDS, BoxKit, param
 from tests.docker_kit import small_image
 from tests.own_engine import OwnPodman, running
 from tests.sandboxes import history
+
+
+@pytest.fixture(autouse=True)
+def _drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a second opinion draws follows from the test's name, and differs from one grading of a test to the next.
+
+    Some cheats get through in a share of all draws, which docs/rewards.md names.
+    """
+    count = itertools.count()
+
+    def token(length: int) -> str:
+        name = f"{request.node.nodeid} {next(count)}"
+        return hashlib.sha256(name.encode()).hexdigest()[: 2 * length]
+
+    monkeypatch.setattr("rewards.second.secrets", SimpleNamespace(token_hex=token))
 
 
 @pytest.fixture(scope="session")

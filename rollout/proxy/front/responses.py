@@ -147,7 +147,7 @@ class _Answer(Answer):
         failure = {"code": told["code"] if error.full else "server_error", "message": told["message"]}
         return self._event("failed", response=self._response("failed") | {"error": failure})
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         self._sent += 1
         return sse(f"response.{name}", {"sequence_number": self._sent - 1, **fields})
 
@@ -211,10 +211,11 @@ class _Answer(Answer):
         else:
             field = "arguments" if item["type"] == "function_call" else "input"
             kind = "function_call_arguments" if field == "arguments" else "custom_tool_call_input"
+            named = {"name": item["name"]} if field == "arguments" else {}  # openai 2 asks for it, 3 does not know it
             started |= {field: ""}
             first = [self._event("output_item.added", output_index=at, item=started)]
             inner.append(self._event(f"{kind}.delta", **place, delta=item[field]))
-            inner.append(self._event(f"{kind}.done", **place, **{field: item[field]}))
+            inner.append(self._event(f"{kind}.done", **place, **named, **{field: item[field]}))
         return b"".join([*first, *inner, self._event("output_item.done", output_index=at, item=item)])
 
 

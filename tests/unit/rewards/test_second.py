@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import random
 import re
 import textwrap
@@ -253,6 +254,30 @@ def test_some_of_several_tests_stay_as_they_are(
             kept = f"def test_{n}():\n    assert f() == {n}\n" in Path("t.py").read_text()
             assert kept == (f"t.py::test_{n}" not in wrong)
     assert len(sizes) > 3
+
+
+def test_answers_that_are_right_in_part_are_found_in_most_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text that equals each of its length passes most wrong tests; where one has another length, it is not found."""
+
+    class Text(str):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, str) and len(self) == len(other)
+
+    monkeypatch.chdir(tmp_path)
+    text = "def test_a():\n    assert f('ab') == 'ba'\n    assert f('') == ''\n\ndef test_b():\n    assert f('c') == 'c'\n"
+    found = 0
+    for seed in range(200):
+        Path("t.py").write_text(text)
+        falsify.main("w", 1, True, str(seed), ["t.py::test_a", "t.py::test_b"], [], [])
+        (wrong,) = re.findall(r"^w t\.py::(\w+)$", capsys.readouterr().out, re.MULTILINE)
+        space: dict[str, Any] = {"f": Text}
+        exec(Path("t.py").read_text(), space)
+        with contextlib.suppress(AssertionError):
+            space[wrong]()
+            found += 1
+    assert 140 < found < 190
 
 
 @pytest.mark.parametrize("kind", ["ZeroDivisionError", "ValueError", "KeyError", "UserWarning"])

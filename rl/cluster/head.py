@@ -21,7 +21,7 @@ from rl.cluster.link import ROLES, JobPosition, Listener, NodeError
 from rl.cluster.member import Say, check_node, judge, log_directory, prepare_node, unless
 from rl.cluster.network import node_address
 from rl.cluster.preflight import preflight
-from rl.cluster.ray import RayNode, answers, gpu_nodes, joined
+from rl.cluster.ray import RayNode, gpu_nodes, joined
 from rl.config.compose import ConfigError
 from rl.run import slurm, stop
 from rl.run.directory import RunDirectory
@@ -154,7 +154,7 @@ async def head(place: JobPosition, config: DictConfig, overrides: list[str], run
         lease.renew(lambda text: print(f"cluster: {text}", file=sys.stderr, flush=True))
         starts.note(run, place.job, place.attempt, prepared)
         logs = log_directory(run_dir, place.node)
-        ray = RayNode(place, config, logs)
+        ray = RayNode(place, config, logs, say)
         say(f"{place.nodes} nodes, run directory {run_dir}" + (f", start {place.attempt + 1}" if place.attempt else ""))
         for peer in nodes.peers.values():
             await peer.send(go=True)
@@ -167,7 +167,7 @@ async def head(place: JobPosition, config: DictConfig, overrides: list[str], run
             own, "--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"
         )
         guards.append(ended)
-        await unless(guards, answers(place.node, own, int(port), config.cluster.start_timeout_s))
+        await unless(guards, ray.up())
         for peer in nodes.peers.values():
             await peer.send(ray=address)
         await unless(guards, joined(address, [place.node, *nodes.peers], config))

@@ -135,7 +135,7 @@ async def member(place: JobPosition, config: DictConfig, run_dir: Path, low: lis
         if await heard is None:
             return
         logs = log_directory(run_dir, place.node)  # not before: the run directory may be another job's
-        ray = RayNode(place, config, logs)
+        ray = RayNode(place, config, logs, say)
         if config.cluster.preflight and not await answer(link, config, logs):
             return
         heard = asyncio.ensure_future(link.receive())

@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -27,18 +27,22 @@ from rollout.sandbox import directory
 
 # For Ray to end by itself. A cancelled job has 30 s by default (SLURM's KillWait) for all that is done then.
 _STOP_S = 12.0
+# What `ray start` prints when the node is up, and when it was not in 30 s (ray._private.node), as on a busy machine or
+# where Python's modules come from a slow disk. The second try finds them in memory.
+_STARTED, _TOO_SLOW = b"Ray runtime started.", "The current node timed out during startup."
 
 
 class RayNode:
     """A RayNode is Ray's processes on one node. Signals to the job's tasks miss them: they have their own session."""
 
-    def __init__(self, place: JobPosition, config: DictConfig, logs: Path) -> None:
-        self._place, self._config, self._logs = place, config, logs
+    def __init__(self, place: JobPosition, config: DictConfig, logs: Path, say: Callable[[str], None]) -> None:
+        self._place, self._config, self._logs, self._say = place, config, logs, say
         self._note = logs / "ray_dir"
         self._sockets = socket_directory(self._note, config.cluster.local_dir)
         self._forks = _fork_server(config, self._sockets, logs) if config.trainer.device == "cpu" else None
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Future[None] | None = None
+        self._up = asyncio.Event()
 
     async def start(self, address: str, *how: str) -> asyncio.Future[None]:
         """Start Ray and return a future that fails with a NodeError when Ray ends.
@@ -72,22 +76,43 @@ class RayNode:
             # When Ray is told to end, no work is left that it would have to drain.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
-        with open(self._logs / "ray-start.log", "ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *tied(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *how, *arguments),
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._watch = asyncio.ensure_future(self._ended(self._process))
+        command = tied(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *how, *arguments)
+        self._watch = asyncio.ensure_future(self._lives(command, environment))
         return self._watch
 
-    async def _ended(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    async def up(self) -> None:
+        """Wait until Ray is up on this node. Raises NodeError after config.cluster.start_timeout_s."""
+        seconds = self._config.cluster.start_timeout_s
+        try:
+            await asyncio.wait_for(self._up.wait(), seconds)
+        except TimeoutError as error:
+            log = self._logs / "ray-start.log"
+            raise NodeError(f"{self._place.node}: Ray is not up in {seconds:.0f} s; see {log}") from error
+
+    async def _lives(self, command: list[str], environment: dict[str, str]) -> None:
         log = self._logs / "ray-start.log"
-        raise NodeError(f"{self._place.node}: Ray has ended (exit code {code}: {_cause(log)}); see {log}")
+        end = time.monotonic() + self._config.cluster.start_timeout_s
+        while True:
+            with open(log, "ab") as file:
+                begin = file.tell()
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            ended = asyncio.ensure_future(self._process.wait())
+            while not ended.done() and not self._up.is_set():
+                await asyncio.wait([ended], timeout=0.2)
+                if _STARTED in log.read_bytes()[begin:]:
+                    self._up.set()
+            code, said = await ended, log.read_bytes()[begin:].decode(errors="replace")
+            if self._up.is_set() or _TOO_SLOW not in said or time.monotonic() > end:
+                why = _cause(said) or end_of_log(log)
+                raise NodeError(f"{self._place.node}: Ray has ended (exit code {code}: {why}); see {log}")
+            self._say(f"{self._place.node}: Ray took over 30 s to start, which is its own limit; starting it again")
 
     async def stop(self) -> None:
         """End all of Ray's processes, sweep their sandboxes, and copy the logs under the attempt's number."""
@@ -116,11 +141,10 @@ class RayNode:
         remove_socket_directory(self._note)
 
 
-def _cause(log: Path) -> str:
-    """Return what Ray has told last of an error or of a process that ended, at most 300 characters of it."""
-    lines = log.read_text(errors="replace").splitlines()
-    told = [" ".join(line.split()) for line in lines if re.search(r"\[exit code=|Error|Exception", line)]
-    return "; ".join(told[-2:])[:300] or end_of_log(log)
+def _cause(said: str) -> str:
+    """Return what Ray has told last of an error or of a process that ended, at most 300 characters; "" if nothing."""
+    told = [" ".join(line.split()) for line in said.splitlines() if re.search(r"\[exit code=|Error|Exception", line)]
+    return "; ".join(told[-2:])[:300]
 
 
 def _fork_server(config: DictConfig, sockets: str, logs: Path) -> ForkServer:
@@ -140,20 +164,6 @@ def reachable(address: str) -> str:
     import ray.util
 
     return ray.util.get_node_ip_address() if address.startswith("127.") else address
-
-
-async def answers(node: str, address: str, port: int, seconds: float) -> None:
-    """Wait until something listens at ``address``:``port`` of the node. Raises NodeError after ``seconds``."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(address, port)
-            writer.close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                raise NodeError(f"{node}: Ray does not answer at {address}:{port} in {seconds:.0f} s") from error
-            await asyncio.sleep(0.2)
 
 
 async def joined(address: str, names: list[str], config: DictConfig) -> None:

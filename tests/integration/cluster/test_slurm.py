@@ -147,7 +147,9 @@ def test_a_node_that_is_lost_is_named(cluster: Slurm, warm_start: WarmStart, tmp
         assert (sockets / "ray").is_dir() and sockets.stat().st_mode & 0o077 == 0, "others could enter"
     (raylet,) = [one for one in cluster.processes(SLURMD_NODENAME="n2") if one.name() == "raylet"]
     raylet.kill()
-    read_until(cluster, job, out, r"node n2: Ray has ended \(exit code 1: raylet \[.*\); see .*/logs/n2/ray-start\.log", 200)
+    read_until(
+        cluster, job, out, r"node n2: Ray has ended \(exit code 1: raylet \[.*\); see .*/logs/n2/ray-start\.log", 200
+    )
     ended = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", seconds=300)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "69:0"), out.read_text()
     assert "raylet" in (logs / "n2" / "ray-start.log").read_text()

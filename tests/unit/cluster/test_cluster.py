@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl.cluster.head import Signals, StartStopped, check_job, head
 from rl.cluster.link import JobPosition, Link, Listener, NodeError
 from rl.cluster.member import check_node, judge, prepare_node, unless
-from rl.cluster.ray import answers, check_gpus, joined
+from rl.cluster.ray import RayNode, check_gpus, joined
 from rl.cluster.stage import copy, stage
 from rl.cluster.task import run_directory, sweep_line
 from rl.config.compose import ConfigError, compose
@@ -135,12 +135,45 @@ async def test_a_node_that_does_not_join_ray_is_named(monkeypatch: pytest.Monkey
     assert said == ["head:1", "shutdown", "other:1", "head:1", "shutdown"]
 
 
-async def test_a_ray_that_does_not_answer_is_named_with_its_node(unused_tcp_port: int) -> None:
-    with pytest.raises(NodeError, match=rf"^n1: Ray does not answer at 127\.0\.0\.1:{unused_tcp_port} in 0 s$"):
-        await answers("n1", "127.0.0.1", unused_tcp_port, 0)
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", unused_tcp_port)
-    async with server:
-        await answers("n1", "127.0.0.1", unused_tcp_port, 0)
+# What `ray start` prints: the node is too slow once, up, and then its raylet ends.
+_RAY = """\
+import pathlib, sys, time
+first = pathlib.Path({flag!r})
+if not first.exists():
+    first.touch()
+    raise Exception("The current node timed out during startup. This could happen because ...")
+print("Ray runtime started.", flush=True)
+time.sleep(1)
+print("Some Ray subprocesses exited unexpectedly:\\n  raylet [exit code=-9]\\nRemaining processes will be killed.")
+sys.exit(1)
+"""
+
+
+async def test_a_ray_that_is_too_slow_starts_again_and_one_that_ends_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose(["+experiment=quickstart"])
+    config.trainer.device = "cuda"  # there, workers are not forked from a server
+    scripts = tmp_path / "ray/scripts/scripts.py"
+    scripts.parent.mkdir(parents=True)
+    scripts.write_text(_RAY.format(flag=str(tmp_path / "first")))
+    (tmp_path / "ray/__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in ("RL_SOCKET_DIR", "RL_BOX_DIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    said: list[str] = []
+    node = RayNode(place("n1", 1, 1), config, tmp_path, said.append)
+    try:
+        ended = await node.start("127.0.0.1", "--head")
+        await unless([ended], node.up())
+        assert said == ["n1: Ray took over 30 s to start, which is its own limit; starting it again"]
+        log = tmp_path / "ray-start.log"
+        with pytest.raises(
+            NodeError, match=rf"^n1: Ray has ended \(exit code 1: raylet \[exit code=-9\]\); see {log}$"
+        ):
+            await ended
+    finally:
+        await node.stop()
 
 
 def test_a_task_of_a_sweep_gets_its_line(tmp_path: Path) -> None:

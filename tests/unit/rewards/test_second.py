@@ -266,7 +266,9 @@ def test_answers_that_are_right_in_part_are_found_in_most_draws(
             return isinstance(other, str) and len(self) == len(other)
 
     monkeypatch.chdir(tmp_path)
-    text = "def test_a():\n    assert f('ab') == 'ba'\n    assert f('') == ''\n\ndef test_b():\n    assert f('c') == 'c'\n"
+    text = (
+        "def test_a():\n    assert f('ab') == 'ba'\n    assert f('') == ''\n\ndef test_b():\n    assert f('c') == 'c'\n"
+    )
     found = 0
     for seed in range(200):
         Path("t.py").write_text(text)

@@ -35,8 +35,8 @@ _End = asyncio.Transport | socket.socket
 class Deliveries:
     """Deliveries holds, by connection, the replies that are not yet known to have been read.
 
-    A client may ask for its connection to be closed after the reply (``Connection: close``). It still reads then, so our
-    socket is kept until that is known.
+    A client may ask for its connection to be closed after the reply (``Connection: close``). It still reads then, so
+    our socket is kept until that is known.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,6 @@ names a package with config groups: its folder ``agent/`` with ``mine.yaml`` mak
 from __future__ import annotations
 
 import importlib.util
-import pkgutil
 import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -18,6 +17,8 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from rollout.dotted import attribute
+
 CONFIGS = "claude_code_rl.configs"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,10 +27,10 @@ def named(kind: object, known: Mapping[str, Any]) -> Any:
     """Return what a kind names. Raises ValueError, whose text says what it must be or why it cannot be had."""
     if isinstance(kind, str) and ":" in kind:
         try:
-            return pkgutil.resolve_name(kind)
-        except (ImportError, AttributeError, ValueError) as error:
+            return attribute(kind)
+        except ValueError as error:
             hint = to_install(f"{re.split('[.:]', kind)[0]}/__init__.py")
-            raise ValueError(f"is {kind!r}, which cannot be imported: {error}{hint}") from error
+            raise ValueError(f"is {kind!r}, which {error}{hint}") from error
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"is {kind!r}; it must be one of {', '.join(known)}, or module:attribute")
     return known[kind]

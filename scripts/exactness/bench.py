@@ -30,7 +30,6 @@ from scenes import SCENES, plays
 from rl.run.programs import free_port, last_lines
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.agent.mini_swe_agent import MiniSweAgent
-from rollout.agent.opencode import OpenCode
 from rollout.sandbox.docker.engine import cache_dir
 
 HERE = Path(__file__).parent
@@ -38,7 +37,6 @@ LIMITS: dict[str, Any] = {"timeout_s": 300.0, "max_tokens": 2000, "max_context":
 AGENTS = {
     "claude_code": lambda: ClaudeCode(find_binary(None), **LIMITS),
     "mini_swe_agent": lambda: MiniSweAgent.of(**LIMITS),
-    "opencode": lambda: OpenCode.of(**LIMITS),
 }
 _OWN, _VERIFIERS = sys.executable, cache_dir("exactness") / "verifiers/bin/python"
 # Of each system: its gateway's Python and program, and why it cannot serve some agents.
@@ -49,11 +47,7 @@ SYSTEMS: dict[str, tuple[str | Path, str, dict[str, str]]] = {
         "gateway_verifiers.py",
         {"claude_code": "its client for training refuses Messages"},
     ),
-    "agentlightning 1.0.2": (
-        _OWN,
-        "gateway_lightning1.py",
-        {"claude_code": "no Messages API", "opencode": "no streaming"},
-    ),
+    "agentlightning 1.0.2": (_OWN, "gateway_lightning1.py", {"claude_code": "it has no Messages API"}),
     "agentlightning 0.3.0": (_OWN, "gateway_lightning0.py", {}),
 }
 _SET = {

@@ -25,7 +25,9 @@ async def main(engine: str, model: str) -> None:
         return [f"http://127.0.0.1:{server.port}", sessions[-1].secret]
 
     async def rows() -> list:
-        await server.close_session(sessions[-1])
+        async with asyncio.timeout(10):  # it may take a moment until the agent's end is noticed
+            while any(node.pending for node in sessions[-1].tree.nodes):
+                await asyncio.sleep(0.05)
         made = [(one, [0] * len(one.prompt_ids)) for one in sessions[-1].tree.sequences()]
         return [row(one.prompt_ids + one.response_ids, read + one.mask, read + one.logprobs) for one, read in made]
 

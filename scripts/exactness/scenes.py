@@ -29,20 +29,12 @@ def _mini(command: str) -> str:
     return _call("bash", command=command)
 
 
-def _opencode(command: str) -> str:
-    return _call("bash", command=command, description="Runs it")
-
-
-RUN: dict[str, Callable[[str], str]] = {"claude_code": _claude, "mini_swe_agent": _mini, "opencode": _opencode}
-_SUB = {
-    "claude_code": lambda task: _call("Agent", description="d", prompt=task, subagent_type="general-purpose"),
-    "opencode": lambda task: _call("task", description="d", prompt=task, subagent_type="general"),
-}
+RUN: dict[str, Callable[[str], str]] = {"claude_code": _claude, "mini_swe_agent": _mini}
 
 
 def plays(agent: str, scene: str) -> bool:
     """Tell whether an agent has what a scene is about."""
-    return agent == "claude_code" or (scene != "compaction" and (scene != "sub_agent" or agent in _SUB))
+    return agent == "claude_code" or scene not in ("sub_agent", "compaction")
 
 
 def _replies(agent: str, scene: str, name: str) -> list[str]:
@@ -67,7 +59,8 @@ def _replies(agent: str, scene: str, name: str) -> list[str]:
         code = "Two ways:\n\n    def f():\n        return 1\n\n\nand so on. "
         return [f"{code}\n\n<tool_call>\n{loose}\n</tool_call>", f"\nSo\x00me|thing\x00 else.\n\n{more}\n", last]
     if scene == "sub_agent":
-        return [f"Someone else may look (@@).\n{_SUB[agent](f'Look around. SUB {name}')}", more, last]
+        task = _call("Agent", description="d", prompt=f"Look around. SUB {name}", subagent_type="general-purpose")
+        return [f"Someone else may look (@@).\n{task}", more, last]
     if scene == "compaction":
         return [f"Step.\n{run('seq 1 1700')}" for _ in range(12)] + [last]
     return [f"I look first.\n{look}", more, run("echo four"), last]

@@ -56,8 +56,7 @@ _SET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # on loopback only
 }
-_KINDS = ("once", "lost", "altered", "twice")
-_COLUMNS = (*_KINDS, "unread", "made up", "logprobs")
+_COLUMNS = ("once", "lost", "altered", "twice", "unread", "made up", "logprobs")
 Rows = list[tuple[list[int], list[int], list[float]]]
 
 
@@ -106,11 +105,13 @@ class Cable:
 
 async def _program(python: str | Path, log: Path, *argv: str) -> asyncio.subprocess.Process:
     """Start a program of this folder."""
-    pipe, env = asyncio.subprocess.PIPE, {**os.environ, **_SET}
-    with log.open("ab") as file:
-        return await asyncio.create_subprocess_exec(
-            python, HERE / argv[0], *argv[1:], stdin=pipe, stdout=pipe, stderr=file, env=env, limit=1 << 30
-        )
+    return await _start(log, python, HERE / argv[0], *argv[1:], env={**os.environ, **_SET})
+
+
+async def _start(log: Path, *argv: Any, **more: Any) -> asyncio.subprocess.Process:
+    with log.open("ab") as said:
+        pipes: dict[str, Any] = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": said}
+        return await asyncio.create_subprocess_exec(*argv, limit=1 << 30, **pipes, **more)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -130,20 +131,16 @@ async def _ask(gateway: Any, log: Path, line: str = "") -> Any:
 async def _act(name: str, prompt: str, url: str, key: str, place: Path) -> None:
     """Run an agent's process to its end, in a directory of its own."""
     agent, home, work = AGENTS[name](), place / "home", place / "work"
-    for directory in (home, work):
-        directory.mkdir(parents=True)
+    home.mkdir(parents=True)
+    work.mkdir()
     (work / "a.txt").write_text("one\n")
     argv = agent.argv(str(home))[name != "claude_code" :]  # without the forwarder
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin", **agent.environment(key, base_url=url)}
-    with (place / "said").open("wb") as said:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *argv, cwd=work, env=env, stdin=pipe, stdout=said, stderr=said, start_new_session=True
-        )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.communicate(agent.stdin(prompt)), agent.timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    process = await _start(place / "said", *argv, cwd=work, env=env, start_new_session=True)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.communicate(agent.stdin(prompt)), agent.timeout_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def compare(sampled: Rows, rows: Rows) -> Counter[str]:
@@ -229,9 +226,8 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", required=True)
-    options.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    options.add_argument("--agents", nargs="+", choices=AGENTS, default=[*AGENTS])
-    options.add_argument("--scenes", nargs="+", choices=SCENES, default=[*SCENES])
+    for name, known in (("systems", SYSTEMS), ("agents", AGENTS), ("scenes", SCENES)):
+        options.add_argument(f"--{name}", nargs="+", choices=known, default=[*known])
     given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="exactness-", ignore_cleanup_errors=True) as logs:
         print(table(asyncio.run(play(given, Path(logs)))))

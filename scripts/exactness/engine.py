@@ -49,16 +49,11 @@ class Scripted:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the script's reply in one piece."""
         ids, tokenizer = list(prompt["prompt_token_ids"]), self.renderer.get_tokenizer()
-        said = [
-            token
-            for piece in self.script.reply(tokenizer.decode(ids))
-            for token in tokenizer.encode(piece, add_special_tokens=False)
-        ]
-        said = [*said, tokenizer.convert_tokens_to_ids("<|im_end|>")][: sampling_params.max_tokens]
+        pieces = [*self.script.reply(tokenizer.decode(ids)), "<|im_end|>"]
+        said = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
         logprobs = [-next(self.tokens) / 1024 for _ in said]
         print(json.dumps([ids, said, logprobs]), file=self.log, flush=True)
-        words = [tokenizer.decode([token]) for token in said]
-        known = [{t: Logprob(p, 1, w)} for t, p, w in zip(said, logprobs, words, strict=True)]
+        known = [{t: Logprob(p, 1, tokenizer.decode([t]))} for t, p in zip(said, logprobs, strict=True)]
         text = tokenizer.decode(said[:-1], skip_special_tokens=sampling_params.skip_special_tokens)
         output = CompletionOutput(0, text, said, sum(logprobs), known, finish_reason="stop")
         yield RequestOutput(request_id, None, ids, None, [output], True, num_cached_tokens=0)
@@ -70,12 +65,6 @@ class Scripted:
     async def is_tracing_enabled(self) -> bool:
         """Return that it traces nothing."""
         return False
-
-    async def check_health(self) -> None:
-        """Raise nothing: a script is always well."""
-
-    async def abort(self, request_id: Any) -> None:
-        """Do nothing: a reply is sampled at once."""
 
 
 async def main(model: str, port: str, log: str) -> None:

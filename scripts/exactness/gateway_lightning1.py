@@ -10,8 +10,6 @@ import asyncio
 import importlib
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from talk import answer, row
@@ -20,21 +18,19 @@ from rl.run.programs import free_port
 from rollout import POLICY_MODEL
 from rollout.sandbox.docker.engine import cache_dir
 
-VENV, LONGEST = cache_dir("exactness") / "agentlightning", 65_536
+PLACE, LONGEST = cache_dir("exactness"), 65_536
 
 
 async def main(engine: str, model: str) -> None:
     """Serve rollouts, each of which is a path."""
-    (package,) = VENV.glob("lib/python3*/site-packages")
-    links = tempfile.mkdtemp(prefix="lightning-")  # in place of the version that this project has
-    for name in ("agentlightning", "httpx_retries"):
-        Path(links, name).symlink_to(package / name)
-    sys.path.insert(0, links)
+    sys.path.insert(0, str(PLACE / "functions"))  # in place of the version that this project has
     manager = importlib.import_module("agentlightning.verl.agl_rollout_manager")
     adapter = importlib.import_module("agentlightning.verl.rollout_adapter")
     url = f"http://127.0.0.1:{(port := free_port())}"
     told = ["host=127.0.0.1", f"port={port}", "key=x", f"default_proxy.model_name={POLICY_MODEL}", "hydra.run.dir=/tmp"]
-    server = subprocess.Popen([VENV / "bin/python", "-m", "agentlightning.server", *told], stdout=sys.stderr)
+    server = subprocess.Popen(
+        [PLACE / "agentlightning/bin/python", "-m", "agentlightning.server", *told], stdout=sys.stderr
+    )
     calls = manager.AglRolloutManager(agl_base_url=url, agl_key="x", model=POLICY_MODEL, step=0)
     calls.client.get("/healthz")  # it tries again until the server is there
     calls.register_model([f"{engine}/v1"])

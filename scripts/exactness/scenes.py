@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 
 _NAMED = re.compile(r"SCENE (\w+) (\w+) (\w+)")
 SCENES = ("loop", "parallel", "error", "cut", "thinking", "spelling", "sub_agent", "compaction")
@@ -21,15 +20,10 @@ def _call(name: str, **arguments: object) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def _claude(command: str) -> str:
-    return _call("Bash", command=command, description="Runs it")
-
-
-def _mini(command: str) -> str:
+def _run(agent: str, command: str) -> str:
+    if agent == "claude_code":
+        return _call("Bash", command=command, description="Runs it")
     return _call("bash", command=command)
-
-
-RUN: dict[str, Callable[[str], str]] = {"claude_code": _claude, "mini_swe_agent": _mini}
 
 
 def plays(agent: str, scene: str) -> bool:
@@ -39,9 +33,9 @@ def plays(agent: str, scene: str) -> bool:
 
 def _replies(agent: str, scene: str, name: str) -> list[str]:
     def run(command: str) -> str:
-        return RUN[agent](f"{command} # @@")
+        return _run(agent, f"{command} # @@")
 
-    done = RUN[agent]("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT") if agent == "mini_swe_agent" else "All is done."
+    done = _run(agent, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT") if agent == "mini_swe_agent" else "All is done."
     look, more, last = run("cat a.txt"), run("printf '    two\\n\\n  three\\n'"), f"I am through (@@).\n{done}"
     if scene == "parallel":
         return [f"Both at once.\n{look}\n{more}", last]
@@ -86,7 +80,7 @@ class Script:
         else:
             number = self.calls[named[0], sub]
             self.calls[named[0], sub] += 1
-            looks = ["I look.\n" + RUN[agent]("cat a.txt # @@"), "It is there (@@)."]
+            looks = ["I look.\n" + _run(agent, "cat a.txt # @@"), "It is there (@@)."]
             known = looks if sub else _replies(agent, scene, named[0])
             text = known[min(number, len(known) - 1)]
         return text.replace("@@", f"no. {next(self.numbers)}").split("\x00")

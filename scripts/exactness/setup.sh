@@ -7,3 +7,5 @@ for one in verifiers==0.4.0 agentlightning==1.0.2; do
     "${1:-python3.12}" -m venv "$place"
     "$place/bin/python" -m pip install --quiet "$one"
 done
+# What makes agentlightning's rows wants this project's torch and verl, beside which its other version is installed.
+"$place/bin/python" -m pip install --quiet --no-deps --target "${place%/*}/functions" "$one" httpx-retries

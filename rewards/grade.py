@@ -47,12 +47,17 @@ async def grade(
     there. own: the agent's box, for a task whose tests run there (`Grader.shares`); the caller closes it. timeout_s:
     seconds for `git apply` and the tests, unless the task has its own. rules: what of the patch is graded, and what is
     flagged. second_opinion: a task that is resolved is graded once more, with tests that must fail. spare_s: seconds
-    for everything else; a grading that takes longer than both together (for each run of the tests) is GRADER_HUNG.
+    for everything else; a grading that takes longer than both together (for each run of the tests) is GRADER_HUNG. Of a
+    task with steps, each is tested with this patch, as if an agent had made it in the first one and then nothing.
     Raises nothing except on cancellation, and always closes the sandbox.
     """
     started, deadline = time.monotonic(), asyncio.timeout(None)
     try:
-        timeout_s = graders.named(task.grader).timeout_s(task, timeout_s)
+        grader = graders.named(task.grader)
+        if grader.steps(task)[0] is not task:
+            how: dict[str, Any] = {"rules": rules, "second_opinion": second_opinion, "spare_s": spare_s}
+            return await step_by_step(task, lambda step, _: grade(step, patch, boot, timeout_s=timeout_s, **how))
+        timeout_s = grader.timeout_s(task, timeout_s)
         runs = _RUNS if second_opinion else 1 if own is None else 2
         async with asyncio.timeout((spare_s + timeout_s) * runs) as deadline:
             verdict = await _screened(Grading(task, boot, timeout_s, rules, second_opinion, own=own), patch)
@@ -66,6 +71,26 @@ async def grade(
     return replace(verdict, seconds=time.monotonic() - started, grader=task.grader)
 
 
+async def step_by_step(task: Task, one: Callable[[Task, bool], Awaitable[Verdict]]) -> Verdict:
+    """Play and grade the steps of a task one after the other, as long as its grader goes on; return the whole verdict.
+
+    one: returns the verdict on a step, given that and whether it is the last one; it may raise PatchTooLarge. An
+    infrastructure failure of a step is the task's.
+    """
+    grader, verdicts = graders.named(task.grader), list[Verdict]()
+    steps = grader.steps(task)
+    for step in steps:
+        try:
+            verdicts.append(await one(step, step is steps[-1]))
+        except PatchTooLarge as error:
+            verdicts.append(Verdict(Reason.PATCH_TOO_LARGE, str(error)))
+        if verdicts[-1].is_infra:
+            return verdicts[-1]
+        if not grader.goes_on(step, verdicts[-1]):
+            break
+    return grader.together(task, verdicts)
+
+
 async def grade_gold(task: Task, boot: Callable[[], Awaitable[Sandbox]], **how: Any) -> Verdict:
     """Grade the known solution of a task; see `grade`, also for `how`. Raises nothing except on cancellation."""
     if task.patch:
@@ -73,11 +98,13 @@ async def grade_gold(task: Task, boot: Callable[[], Awaitable[Sandbox]], **how: 
     box = None
     try:
         grader, box = graders.named(task.grader), await boot()
-        await grader.solve(task, box)
         shares = grader.shares(task)
-        return await grade(task, await changes(box, shares), boot, box if shares else None, **how)
-    except PatchTooLarge as error:
-        return Verdict(Reason.PATCH_TOO_LARGE, str(error))
+
+        async def solved(step: Task, _: bool) -> Verdict:
+            await grader.solve(step, box)
+            return await grade(step, await changes(box, shares), boot, box if shares else None, **how)
+
+        return await step_by_step(task, solved)
     except SandboxError as error:
         return Verdict.infra(error.cause, str(error))
     except Exception as error:

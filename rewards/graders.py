@@ -8,6 +8,7 @@ to a verdict in fresh boxes that have the patch. Deadlines, the rules for patche
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rewards.verdict import Verdict
@@ -39,6 +40,21 @@ class Grader:
     def shares(self, task: Task) -> bool:
         """Return whether the tests of ``task`` run in the agent's own box, after all of the agent's processes."""
         return False
+
+    def steps(self, task: Task) -> Sequence[Task]:
+        """Return what an agent is given of ``task`` one after the other, each with tests of its own: its steps.
+
+        Most tasks are their only step. All steps are played in one box of the agent's, and graded in fresh ones.
+        """
+        return (task,)
+
+    def goes_on(self, step: Task, verdict: Verdict) -> bool:
+        """Return whether the agent is given the next step after this verdict on ``step``."""
+        return True
+
+    def together(self, task: Task, verdicts: Sequence[Verdict]) -> Verdict:
+        """Return the verdict on ``task``. verdicts: on the steps that were played, none an infrastructure failure."""
+        return verdicts[-1]
 
     def timeout_s(self, task: Task, given: float) -> float:
         """Return the seconds for one run of the tests of ``task``. given: what the config says."""

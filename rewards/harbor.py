@@ -16,7 +16,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from rewards.verdict import Reason, Verdict
 from rollout.sandbox import RENEWED_CAP, ExecResult, Sandbox, SandboxError
 
 SHARED, SEPARATE = MODES = ("shared", "separate")
-READ = ("tests", "solution")
+READ = ("tests", "solution", "steps")
 """The directories of a task that are read when it is graded, and hashed."""
 
 _MOST = 256 * 2**20  # bytes of them
 _LOGS = {"verifier/": b"", "agent/": b"", "artifacts/": b""}
+_REWARDED = (None, Reason.TESTS_FAILED, Reason.EMPTY_PATCH, Reason.FORBIDDEN_PATH_ONLY, Reason.NOT_GRADED)
 _SOLVE_S = 3600.0  # if the task does not say how long an agent may take
 # What pytest and unittest say at the end: how many tests did what.
 _PYTEST = re.compile(r"^=* ?((?:\d+ [a-z]+,? ?)+|no tests ran) in \d[\d.]*s\b", re.MULTILINE)
@@ -49,12 +51,18 @@ class Harbor(Grader):
         for name in ("directory", "sha256", "reward"):
             if not isinstance(asked.get(name), str):
                 raise TaskError(f"{name} is {asked.get(name)!r}")
-        for name in ("timeout_s", "threshold"):
-            value = asked.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise TaskError(f"{name} is {value!r}")
+        steps = asked.get("steps") or []
+        if not isinstance(steps, list) or not all(isinstance(one, dict) and _named(one) for one in steps):
+            raise TaskError("its steps are no list of objects with a name and a statement")
+        for one in (asked, *({**asked, **step} for step in steps)):
+            numbers = {name: one.get(name) for name in ("timeout_s", "threshold")}
+            for name, value in (numbers | {"min_reward": one.get("min_reward") or 1}).items():
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                    raise TaskError(f"{name} is {value!r}")
         if asked.get("mode") not in MODES:
             raise TaskError(f"mode is {asked.get('mode')!r}; it must be one of {', '.join(MODES)}")
+        if steps and asked["mode"] == SHARED:
+            raise TaskError("its steps cannot be graded in the agent's own box")
         if task.image.startswith("dir:"):
             raise TaskError("a Harbor task needs a container image, not a local snapshot")
         _files(task)
@@ -62,6 +70,42 @@ class Harbor(Grader):
     def shares(self, task: Task) -> bool:
         """See Grader."""
         return task.asked["mode"] == SHARED
+
+    def steps(self, task: Task) -> Sequence[Task]:
+        """See Grader. A row has of each step what differs from the whole task."""
+        asked = task.asked
+        return [
+            replace(task, problem_statement=one["statement"], grading=json.dumps({**asked, **one, "steps": None}))
+            for one in asked.get("steps") or ()
+        ] or [task]
+
+    def goes_on(self, step: Task, verdict: Verdict) -> bool:
+        """Return whether a step has a reward, as it has after any run of Harbor's verifier, and at least min_reward."""
+        least = step.asked.get("min_reward")
+        return verdict.reason in _REWARDED and (least is None or verdict.reward is None or verdict.reward >= least)
+
+    def together(self, task: Task, verdicts: Sequence[Verdict]) -> Verdict:
+        """Return the mean of the rewards of the steps that were played, or the last one of them, as Harbor does.
+
+        Steps without a reward, which Harbor leaves out, have 0. Only a task whose steps were all played is resolved.
+        """
+        asked, last = task.asked, verdicts[-1]
+        steps, rewards = asked.get("steps") or (), [one.reward or 0.0 for one in verdicts]
+        if not steps or last.reason is Reason.NOT_GRADED:
+            return last
+        reward = last.reward or 0.0 if asked.get("strategy") == "final" else sum(rewards) / len(rewards)
+        resolved = len(rewards) == len(steps) and reward >= asked["threshold"]
+        failed = [one for one in verdicts if one.reason is not None]
+        said = "; ".join(f"{one['name']}: {it.detail or it.reason}" for one, it in zip(steps, verdicts, strict=False))
+        return replace(
+            failed[-1] if failed else last,
+            reason=None if resolved else failed[-1].reason if failed else Reason.TESTS_FAILED,
+            detail=f"reward {reward:g} of {len(rewards)} of {len(steps)} steps ({said})",
+            shaped=None if reward == float(resolved) else reward,
+            dropped=tuple(sorted({path for one in verdicts for path in one.dropped})),
+            flags=tuple(sorted({flag for one in verdicts for flag in one.flags})),
+            seconds=sum(one.seconds for one in verdicts),
+        )
 
     def timeout_s(self, task: Task, given: float) -> float:
         """Return the task's own limit for its tests."""
@@ -202,15 +246,31 @@ def nothing_passed(log: str, ctrf: bytes | None = None) -> bool:
         return False
 
 
+def _named(step: Mapping[str, Any]) -> bool:
+    """Tell whether a step has a statement, and a name that is one of a directory."""
+    name, statement = step.get("name"), step.get("statement")
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and isinstance(statement, str)
+
+
 def _files(task: Task) -> dict[str, dict[str, bytes]]:
-    """Return the contents of a task's tests and solution by relative paths. Raises TaskError if they have changed."""
+    """Return the contents of a task's tests and solution by relative paths. Raises TaskError if they have changed.
+
+    A step's tests are the task's with its own over them; its solution, if it has one, stands in place of the task's.
+    """
     directory = task.directory
     assert directory is not None
     files = {name: read_tree(directory / name) for name in READ}
     if digest(files) != task.asked["sha256"]:
-        what = "have changed since the task was converted" if files["tests"] else "are not there"
+        what = "have changed since the task was converted" if any(files.values()) else "are not there"
         raise TaskError(f"the tests in {directory} {what}; convert it again")
-    return files
+    own = within(files["steps"], task.asked.get("name") or "")
+    tests = {**files["tests"], **within(own, "tests")}
+    return {"tests": tests, "solution": within(own, "solution") or files["solution"]}
+
+
+def within(files: Mapping[str, bytes], directory: str) -> dict[str, bytes]:
+    """Return those of the files that are in a directory, by their paths in there."""
+    return {path.removeprefix(start): data for path, data in files.items() if path.startswith(start := f"{directory}/")}
 
 
 def read_tree(directory: Path) -> dict[str, bytes]:

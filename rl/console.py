@@ -35,6 +35,7 @@ USES = {
     "tasks convert": Use("rl.data.convert", "take tasks from SWE-bench, SWE-Gym and others"),
     "tasks admit": Use("rl.data.admit", "keep the tasks whose gold patch is graded as it must be"),
     "tasks images": Use("rl.data.images", "put made tasks into container images"),
+    "tasks export": Use("rl.data.export", "write made tasks in Harbor's format, for other systems"),
     "tasks pull": Use("rl.boxes", "pull and seal the images of tasks"),
     "tasks overlap": Use("rl.data.overlap", "find what training and held-out tasks have in common"),
     "tasks probe": Use("rl.data.probe", "measure how often a policy resolves each task"),

@@ -17,19 +17,20 @@ from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rewards import graders
-from rewards.grade import changes, grade
+from rewards.grade import changes, grade, step_by_step
 from rewards.rules import Rules
 from rewards.shape import Effort, Shape
 from rewards.task import Task, TaskError
 from rewards.verdict import Reason, Verdict
-from rollout.agent import Agent, AgentRun, Status, run_agent
+from rollout.agent import Agent, AgentRun, Status, joined, run_agent
 from rollout.agent.events import blocks, commands
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import TrainingSequence
-from rollout.sandbox import PatchTooLarge, Sandbox, SandboxError
+from rollout.sandbox import Sandbox, SandboxError
 
 log = logging.getLogger(__name__)
 
@@ -101,37 +102,33 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
                 box = await setup.boot(task, home)
             if setup.grades and not shares:
                 grading = _Booting(fresh)  # while the agent works
-            try:
-                session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
-                with watch("agent"):
-                    prompt, turns = task.problem_statement, session.turns
-                    run = await run_agent(box, setup.agent, prompt, session.secret, home / "s", turns, setup.keeps)
-                verdict = infra_failure(run, session)
-                if verdict is None:
+            session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
+            act = functools.partial(_act, setup, box, session, home / "s")
+
+            async def played(step: Task, last: bool) -> Verdict:
+                nonlocal run, patch
+                try:
+                    with watch("agent"):
+                        run = await act(step.problem_statement, run)
+                    if lost := infra_failure(run, session):
+                        return lost
                     with watch("diff"):
                         patch = await changes(box, shares)
                         if not patch and grading:  # the agent changed nothing, or the disk is full and it could not
                             await grading.check()
-            finally:
-                if session is not None:
-                    await setup.proxy.close_session(session)
-                if not shares:
-                    await box.close()
-            if not setup.grades:
-                verdict = verdict or Verdict(Reason.NOT_GRADED)
-            elif verdict is None:
+                finally:
+                    if last:
+                        await setup.proxy.close_session(session)
+                        if not shares:
+                            await box.close()
+                if not setup.grades:
+                    return Verdict(Reason.NOT_GRADED)
+                boot, own = grading.take if grading else fresh, box if shares else None
+                how: dict[str, Any] = {"timeout_s": setup.grade_timeout_s, "second_opinion": setup.second_opinion}
                 with watch("grade"):
-                    verdict = await grade(
-                        task,
-                        patch,
-                        grading.take if grading else fresh,
-                        box if shares else None,
-                        timeout_s=setup.grade_timeout_s,
-                        rules=setup.rules,
-                        second_opinion=setup.second_opinion,
-                    )
-    except PatchTooLarge as error:
-        verdict = Verdict(Reason.PATCH_TOO_LARGE, str(error))
+                    return await grade(step, patch, boot, own, rules=setup.rules, **how)
+
+            verdict = await step_by_step(task, played)
     except SandboxError as error:
         log.warning("episode %s: %s", episode_id, error)
         verdict = Verdict.infra(error.cause, str(error))
@@ -142,6 +139,8 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         verdict = Verdict(Reason.NO_SPACE if full else Reason.PROXY_FAILED, str(error))
     finally:
+        if session is not None:
+            await setup.proxy.close_session(session)
         if grading is not None:
             await grading.close()
         if box is not None:
@@ -173,6 +172,20 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
             break
         await asyncio.sleep(0.2 * 2**attempt)
     return episode
+
+
+async def _act(
+    setup: Setup, box: Sandbox, session: Session, socket: Path, prompt: str, before: AgentRun | None
+) -> AgentRun:
+    """Let the agent act on a prompt, and return its run, with those before; limits are for one step."""
+    begun = session.turns() if before else 0
+
+    def turns() -> int:
+        return session.turns() - begun
+
+    again = before is not None
+    run = await run_agent(box, setup.agent, prompt, session.secret, socket, turns, setup.keeps, again)
+    return joined(before, run) if before else run
 
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
@@ -225,6 +238,8 @@ class _Booting:
 
     async def check(self) -> None:
         """Raise SandboxError if the box cannot be booted or written to: the machine's disk may be full."""
+        if self._taken:  # for an earlier step
+            self._booting, self._taken = asyncio.ensure_future(self._boot()), False
         box = await asyncio.shield(self._booting)
         await box.put(f"{box.tmpdir}/space", bytes(1 << 16))
 
@@ -249,4 +264,4 @@ class _Stopwatch:
         try:
             yield
         finally:
-            self.seconds[phase] = time.perf_counter() - began
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began

@@ -78,8 +78,21 @@ def perl_task(place: Path, name: str, base: str, **more: Any) -> Path:
     )
 
 
+def steps_task(**more: Any) -> dict[str, Any]:
+    """Return what a task with two steps has: the first has tests and a solution of its own."""
+    steps = '[[steps]]\nname = "one"\nmin_reward = 0.5\n[steps.verifier]\ntimeout_sec = 90.0\n[[steps]]\nname = "two"\n'
+    says_hi = f'[ "$(cat first.txt)" = hi ] && [ ! -e /solution ]\n{REWARD}'
+    files = {
+        "steps/one/instruction.md": "Write hi into first.txt.\n",
+        "steps/one/tests/test.sh": f"#!/bin/bash\n{says_hi}",
+        "steps/one/solution/solve.sh": "#!/bin/bash\necho hi >first.txt\n",
+        "steps/two/instruction.md": "Write bye into greeting.txt.\n",
+    }
+    return {"toml": f"{NO_NETWORK}{steps}", "files": files, "test": f"[ -e first.txt ] || exit 1\n{SAYS_BYE}", **more}
+
+
 def write_tasks(place: Path, base: str) -> dict[str, str]:
-    """Write eleven tasks on a base image with git, perl and pytest; return what admission says of each, or why not."""
+    """Write twelve tasks on a base image with git, perl and pytest; return what admission says of each, or why not."""
 
     def add(name: str, **what: Any) -> None:
         write_task(place, name, base=base, **what)
@@ -114,11 +127,11 @@ def write_tasks(place: Path, base: str) -> dict[str, str]:
     skipped = f"{PYTEST} -q /tests/test_skipped.py\n[ -e greeting.txt ]\n{REWARD}"
     add("skipped", test=skipped, files={"tests/test_skipped.py": _SKIPPED})
     add("network", toml='[environment]\nnetwork_mode = "public"\n')
-    steps = '[[steps]]\nname = "one"\nmin_reward = 0.5\n[[steps]]\nname = "two"\n'
-    files = {f"steps/{name}/instruction.md": "Do it.\n" for name in ("one", "two")}
-    add("steps", toml=f"{NO_NETWORK}{steps}", files=files)
+    add("steps", **steps_task())
+    staged = {"steps/one/instruction.md": "Do.", "steps/one/workdir/setup.sh": "true"}
+    add("staged", toml=f'{NO_NETWORK}[[steps]]\nname = "one"\n', files=staged)
     return {
-        **dict.fromkeys(("made__shell", "separate", "shared", "perl", "partial", "keys", "given"), "pass"),
+        **dict.fromkeys(("made__shell", "separate", "shared", "perl", "partial", "keys", "given", "steps"), "pass"),
         **dict.fromkeys(("broken", "skipped"), "broken"),
-        **dict.fromkeys(("network", "steps"), "unsupported"),
+        **dict.fromkeys(("network", "staged"), "unsupported"),
     }

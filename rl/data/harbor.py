@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rewards.harbor import MODES, READ, SEPARATE, SHARED, digest, read_tree
 from rewards.task import TaskError
@@ -68,22 +68,28 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
     _migrate(environment)
     if not isinstance(workdir := environment.get("workdir", "/"), str) or not workdir.startswith("/"):
         raise RowError(Why.INVALID, f"workdir is {workdir!r}")
-    if reason := _unsupported(directory, config, environment, agent, verifier):
-        raise RowError(Why.UNSUPPORTED, reason)
-    if not (directory / "tests" / "test.sh").is_file():
+    whole = _Part(directory, config, agent, verifier)
+    parts = _steps(whole) or [whole]
+    for part in dict.fromkeys((whole.place, *(one.place for one in parts))):
+        about = next((one for one in parts if one.place == part), whole)
+        if reason := _unsupported(part, about.config, environment, about.agent, about.verifier):
+            raise RowError(Why.UNSUPPORTED, reason)
+    if not all(any((at / "tests" / "test.sh").is_file() for at in (one.place, directory)) for one in parts):
         raise RowError(Why.NO_RECIPE, "there is no tests/test.sh")
-    mode = _mode(verifier)
-    if mode == SEPARATE and (reason := _not_in_the_diff(directory, config, environment, verifier)):
-        raise RowError(Why.UNSUPPORTED, reason)
-    network = _network(environment, agent, verifier)
+    mode = SEPARATE
+    for part in parts:
+        mode = _mode(part.verifier)
+        if mode == SEPARATE and (reason := _not_in_the_diff(directory, part, environment)):
+            raise RowError(Why.UNSUPPORTED, reason)
+    network = next(filter(None, (_network(environment, one.agent, one.verifier) for one in parts)), "")
     if network and not options.without_network:
         raise RowError(
             Why.UNSUPPORTED,
             f"{network}, and boxes have no network; --without-network converts it all the same, and admission tells "
             "whether it can be solved so",
         )
-    statement = _instruction(_text(directory, "instruction.md"))
-    if not statement.strip():
+    statements = [_instruction(_text(part.place, "instruction.md")) for part in parts]
+    if not all(statement.strip() for statement in statements):
         raise RowError(Why.NO_STATEMENT)
     about = _table(config, "task")
     name = about.get("name") or directory.name
@@ -95,24 +101,30 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
     except TaskError as error:
         raise RowError(Why.UNSUPPORTED, str(error)) from error
     limits = {key: _number(environment, old) for key, old in _LIMITS.items()}
+    graded = [_graded(part, directory) for part in parts]
+    if stepped := parts[0] is not whole:
+        for step, part, statement in zip(graded, parts, statements, strict=True):
+            step |= {"name": part.place.name, "statement": statement, "min_reward": _least(part.config, options.reward)}
+        strategy = config.get("multi_step_reward_strategy") or "mean"
+        if strategy not in ("mean", "final"):
+            raise RowError(Why.INVALID, f"multi_step_reward_strategy is {strategy!r}")
+        steps = {"steps": graded, "strategy": strategy, "solution": all(step["solution"] for step in graded)}
     return {
         "instance_id": name.replace("/", "__"),
         "repo": name,
         "version": label(about.get("version")) or "",
-        "problem_statement": statement,
+        "problem_statement": "\n\n".join(statements),
         "image": image,
         "difficulty": label(_table(config, "metadata").get("difficulty")),
         "grader": "harbor",
         "grading": {
             "directory": os.path.relpath(directory, options.out.absolute()),
             "sha256": digest(files),
-            "mode": mode,
+            "mode": SEPARATE if stepped else mode,
             "reward": options.reward,
             "threshold": options.threshold,
-            "timeout_s": _number(verifier, "timeout_sec") or _TEST_S,
-            "agent_timeout_s": _number(agent, "timeout_sec"),
-            "env": _variables(verifier, "verifier"),
-            "solution": "solve.sh" in files["solution"],
+            **graded[0],
+            **(steps if stepped else {}),
             "solution_env": _variables(solution, "solution"),
             "environment": {
                 "docker_image": environment.get("docker_image"),
@@ -124,6 +136,60 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
             "network": network and f"{network}; the boxes have none",
         },
     }
+
+
+class _Part(NamedTuple):
+    """A part of a task is a step of it, or the whole: its directory, its table, and what holds for agent and tests."""
+
+    place: Path
+    config: Row
+    agent: dict[str, Any]
+    verifier: dict[str, Any]
+
+
+def _steps(whole: _Part) -> list[_Part]:
+    """Return the steps of a task, which have the task's settings and their own over them. Raises RowError."""
+    parts: list[_Part] = []
+    given = whole.config.get("steps") or []
+    for step in given if isinstance(given, list) else [given]:
+        name = step.get("name") if isinstance(step, dict) else None
+        if not isinstance(name, str) or not name.isprintable() or "/" in name or name.strip(". ") != name or not name:
+            raise RowError(Why.INVALID, f"[[steps]] name is {name!r}")
+        place = whole.place / "steps" / name
+        if (place / "workdir").exists():
+            raise RowError(Why.UNSUPPORTED, f"steps/{name}/workdir: nothing is put into the box between two steps")
+        agent, verifier = (_table(step, one) for one in ("agent", "verifier"))
+        env = {**_table(whole.verifier, "env"), **_table(verifier, "env")}
+        artifacts = [one for table in (whole.config, step) for one in _listed(table.get("artifacts"))]
+        tables = {**whole.agent, **agent}, {**whole.verifier, **verifier, "env": env}
+        parts.append(_Part(place, {**step, "artifacts": artifacts}, *tables))
+    if len({part.place.name.casefold() for part in parts}) < len(parts):
+        raise RowError(Why.INVALID, "two [[steps]] have the same name")
+    return parts
+
+
+def _least(step: Row, reward: str) -> float | None:
+    """Return the reward from which the next step is played. Raises RowError."""
+    given = step.get("min_reward")
+    wanted = given if isinstance(given, dict) else {} if given is None else {"reward": given}
+    if others := [key for key in wanted if key != reward]:
+        raise RowError(Why.UNSUPPORTED, f"min_reward of {others[0]!r}, but the reward that counts is {reward!r}")
+    return _number(wanted, reward) if wanted.get(reward) else None
+
+
+def _graded(part: _Part, directory: Path) -> dict[str, Any]:
+    """Return what the grader is told of a part alone. directory: the task's. Raises RowError."""
+    own = part.place / "solution"
+    return {
+        "timeout_s": _number(part.verifier, "timeout_sec") or _TEST_S,
+        "agent_timeout_s": _number(part.agent, "timeout_sec"),
+        "env": _variables(part.verifier, "verifier"),
+        "solution": ((own if own.is_dir() else directory / "solution") / "solve.sh").is_file(),
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value else []
 
 
 # What a box gets at least (`rl.episodes.boxes`), by our names.
@@ -154,13 +220,13 @@ def _unsupported(
     compose = [name for name in _COMPOSE if (directory / "environment" / name).exists()]
     ignores = sorted(path.name for part in READ for path in (directory / part).rglob(".harborignore"))
     wants = {
-        "[[steps]]: an episode has one prompt, and tests run once, after it": config.get("steps"),
         f"[environment] os = {system!r}": system != "linux",
         "GPUs": environment.get("gpus"),
         "a TPU": environment.get("tpu"),
         "MCP servers": environment.get("mcp_servers"),
         "skills_dir: the agent is not given a task's skills": environment.get("skills_dir"),
-        "a healthcheck: nothing runs in a box before the agent": environment.get("healthcheck"),
+        "a healthcheck: nothing runs in a box before the agent": environment.get("healthcheck")
+        or config.get("healthcheck"),
         f"services: environment/{''.join(compose[:1])}": compose,
         "[verifier] collect": verifier.get("collect"),
         "[agent] user: all programs have the image's user": agent.get("user") is not None,
@@ -179,17 +245,16 @@ def _mode(verifier: Row) -> str:
     return mode
 
 
-def _not_in_the_diff(directory: Path, config: Row, environment: Row, verifier: Row) -> str:
-    """Return what keeps a task with a separate verifier from being graded by the diff of its work tree, or ""."""
-    own = _table(verifier, "environment")
-    if own.get("docker_image") or any((directory / "tests" / name).exists() for name in ("Dockerfile", *_COMPOSE)):
+def _not_in_the_diff(directory: Path, part: _Part, environment: Row) -> str:
+    """Return what keeps a part with a separate verifier from being graded by the diff of its work tree, or ""."""
+    own, tests = _table(part.verifier, "environment"), {part.place / "tests", directory / "tests"}
+    if own.get("docker_image") or any((at / name).exists() for at in tests for name in ("Dockerfile", *_COMPOSE)):
         return "the verifier has an image of its own, and a patch is graded in a fresh box of the agent's image"
     workdir = environment.get("workdir")
     if not workdir and (directory / "environment" / "Dockerfile").is_file():
         said = re.findall(r"^\s*WORKDIR\s+(\S+)", _text(directory, "environment/Dockerfile"), re.MULTILINE | re.I)
         workdir = PurePosixPath("/", *said).as_posix() if said else None
-    artifacts = config.get("artifacts") or []
-    for one in artifacts if isinstance(artifacts, list) else [artifacts]:
+    for one in _listed(part.config.get("artifacts")):
         source = one.get("source") if isinstance(one, dict) else one
         if not isinstance(source, str) or (isinstance(one, dict) and one.get("service") not in (None, "main")):
             return f"the artifact {one!r}"

@@ -118,6 +118,23 @@ def outcome(
     return AgentRun(status, turns, str(last.get("result", "")), events, replies)
 
 
+STEP = "step"
+"""The type of the event between the events of two steps, whose ``ended`` is the first one's status."""
+
+
+def joined(first: AgentRun, then: AgentRun) -> AgentRun:
+    """Return the runs of two steps, which followed each other in one box, as one run, which ended as the second did."""
+    replies = None if first.replies is None or then.replies is None else first.replies | then.replies
+    between = {"type": STEP, "ended": first.status.value}
+    kept = then.kept
+    if first.kept and kept:
+        problems = [*first.kept.problems, *kept.problems]
+        out, err = first.kept.stdout + kept.stdout, first.kept.stderr + kept.stderr
+        kept = replace(kept, stdout=out, stderr=err, problems=problems)
+    events = [*first.events, between, *then.events]
+    return replace(then, turns=first.turns + then.turns, events=events, replies=replies, kept=kept)
+
+
 async def run_agent(
     box: Sandbox,
     agent: Agent,
@@ -126,20 +143,24 @@ async def run_agent(
     socket: Path,
     turns: Callable[[], int],
     keeps: bool = False,
+    again: bool = False,
 ) -> AgentRun:
     """Run ``agent`` on ``prompt`` in ``box`` until it ends or its time is up. Raises SandboxError.
 
     ``secret`` and ``socket``: the proxy session's; ``turns``: tells how many turns the session has seen; ``keeps``:
-    whether to keep the raw output and the agent's own files.
+    whether to keep the raw output and the agent's own files; ``again``: it has run in this box before. An agent with a
+    method ``continued``, which returns a command line like ``argv``, goes on with its conversation; others begin one.
     """
+    argv = getattr(agent, "continued", agent.argv) if again else agent.argv
     for path, content in agent.files().items():
         await box.put(f"{box.home}/{path}", content)
     done = await box.exec(
-        agent.argv(box.home),
+        argv(box.home),
         env=agent.environment(secret, socket=socket),
         timeout_s=agent.timeout_s,
         stdin=agent.stdin(prompt),
         output_cap=_OUTPUT_CAP,
     )
     run = agent.result(done, turns())
+    run = replace(run, events=[event for event in run.events if event.get("type") != STEP])
     return replace(run, kept=await keep(box, done, agent.leaves)) if keeps else run

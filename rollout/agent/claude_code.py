@@ -151,6 +151,10 @@ class ClaudeCode:
             argv += ["--mcp-config", self.mcp]
         return argv + list(self.extra_args)
 
+    def continued(self, home: str) -> list[str]:
+        """Return the command line of a run that goes on with the conversation of the last one in the box."""
+        return [*self.argv(home), "--continue"]
+
     def stdin(self, prompt: str) -> bytes:
         """Return ``prompt``, after a line break if it begins with a slash and would be taken for a command."""
         return f"\n{prompt}".encode() if prompt.startswith("/") else prompt.encode()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from rewards.graders import SWE_BENCH
 from rewards.verdict import Outcome, Reason
+from rollout.agent import STEP
 from rollout.audit.tokens import SEALS
 from rollout.proxy.engine import AT_1, SAMPLED
 from rollout.records import SEALED, Record
@@ -70,7 +71,9 @@ def _agent(record: Record) -> Iterator[str]:
     full = bool(counters.get("context_full") or counters.get("cut_replies"))
     if record.overlong != (bool(counters) and (status in ("max_turns", "timeout") or (status == "error" and full))):
         yield f"overlong is {record.overlong}, but the agent's status is {status}"
-    last = next((event for event in reversed(record.events) if event.get("type") == "result"), None)
+    last = None  # of the last step
+    for event in record.events:
+        last = None if event.get("type") == STEP else event if event.get("type") == "result" else last
     if last is not None:
         failed, turned = bool(last.get("is_error")), last.get("subtype") == "error_max_turns"
         ends = {"finished": not failed, "error": failed, "max_turns": turned, "timeout": True}

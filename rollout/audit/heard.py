@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rollout.agent import STEP
 from rollout.agent.events import blocks, message_id
 from rollout.audit.ran import changed_input, same_input
 from rollout.audit.tokens import SEALS
@@ -20,11 +21,15 @@ def audit_heard(record: Record) -> Iterator[str]:
     if counted != len(record.events):
         yield f"the agent had {counted} events, but {len(record.events)} are recorded"
     heard: dict[str, dict[Any, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    ended, cut = ("timeout", "crashed"), set[str]()  # the replies after which an agent was killed
     for event in record.events:
+        if event.get("type") == STEP and event.get("ended") in ended:
+            cut.add(next(reversed(heard), ""))
         if said := blocks(event, "assistant"):
             heard[message_id(event)][str(event.get("parent_tool_use_id") or event.get("partial") or "")] += said
     sent = {node.message_id: i for i, node in enumerate(nodes) if node.logprobs is not None}
-    last = next(reversed(heard), "") if record.agent.get("status") in ("timeout", "crashed") else ""
+    if record.agent.get("status") in ended:
+        cut.add(next(reversed(heard), ""))
     for name in (name for name in heard if name in sent):
         node, i = nodes[sent[name]], sent[name]
         if not node.delivered:
@@ -35,7 +40,7 @@ def audit_heard(record: Record) -> Iterator[str]:
                 call, ran = calls.get(str(block.get("id"))), block.get("input")
                 if call and not same_input(str(call.get("name")), call.get("input"), ran):
                     yield f"node {i}: {_ran(call, ran)}"
-            if not _same(said, node.blocks, bool(partly), name == last):
+            if not _same(said, node.blocks, bool(partly), name in cut):
                 yield f"node {i}: the agent reports another reply than the one it was sent ({name})"
     yield from _hooks(record)
     reports = record.agent.get("reports", "foreign_calls" in record.counters and any(heard))

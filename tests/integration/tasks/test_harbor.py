@@ -12,9 +12,10 @@ from rewards.grade import IN_THE_AGENTS_BOX, grade
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason
 from rl.config.compose import compose
-from rl.data import admit, convert, images
+from rl.data import admit, convert, export, images
 from rl.episodes.boxes import kind_of
 from rl.episodes.setup import agent_from
+from rl.quickstart.tasks import make_tasks
 from rollout.agent import Agent
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Episode, Setup, run_episode
@@ -117,6 +118,35 @@ async def test_a_scripted_agent_plays_one(
     check_record(episode, tmp_path / "record")
     episode = await played(tasks["made__shell"], agent, in_turn("I do nothing."))
     assert (episode.verdict.reason, episode.verdict.reward) == (Reason.TESTS_FAILED, 0.0)
+
+
+async def test_claude_code_plays_steps(tasks: dict[str, Task], tmp_path: Path) -> None:
+    agent = ClaudeCode(find_binary(None), 8, 90, 2000, system_prompt="Do.", tools=("Bash",), bare=True)
+    hi, bye = (
+        call("Bash", command=f"ls /tests /logs; {what}") for what in ("echo hi >first.txt", "echo bye >greeting.txt")
+    )
+    episode = await played(tasks["steps"], agent, in_turn(hi, "Done.", bye, "Done."))
+    assert (episode.verdict.reason, episode.verdict.reward) == (None, 1.0), episode.verdict
+    assert IN_THE_AGENTS_BOX not in episode.verdict.flags
+    record = check_record(episode, tmp_path / "both")
+    (row,) = record.rows
+    assert len(row.nodes) == 4
+    read = b"".join(node.says for node in record.nodes).decode()
+    assert read.count("cannot access '/tests'") == 2  # also after the first step was graded
+    episode = await played(tasks["steps"], agent, in_turn("No.", bye, "Done."))
+    assert (episode.verdict.reason, episode.verdict.reward) == (Reason.EMPTY_PATCH, 0.0), episode.verdict
+    check_record(episode, tmp_path / "none")
+
+
+def test_exported_tasks_are_read_back_and_admitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tasks(tmp_path / "made", 3, n_train=1, n_heldout=1)
+    file = tmp_path / "made" / "train.parquet"
+    names = [str(tmp_path / f"{name}.parquet") for name in ("rows", "built", "admitted")]
+    assert export.main([str(file), "--base", base_image(), "--out", str(tmp_path / "out")]) == 0
+    assert convert.main(["harbor", str(tmp_path / "out"), "--out", names[0]]) == 0
+    assert images.main([names[0], "--out", names[1]]) == 0
+    assert admit.main([names[1], "--out", names[2], "--tries", "1", "sandbox=docker"]) == 0
+    assert len(load_tasks(names[2])) == 1, capsys.readouterr().out  # solve.sh resolves it, and an empty run does not
 
 
 async def test_claude_code_plays_both_modes(tasks: dict[str, Task], tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 
 from rl.episodes.boxes import FromImages, Kind
 from rl.episodes.setup import agent_from
-from rollout.agent import AgentRun, Status, run_agent
+from rollout.agent import STEP, AgentRun, Status, joined, run_agent
 from rollout.agent.claude_code import COVERS, ClaudeCode, find_binary
+from rollout.agent.kept import AgentOutput
 from rollout.sandbox import ExecResult, Limits
 
 AGENT = ClaudeCode(binary=Path("/bin/claude"), max_turns=3, timeout_s=9, max_tokens=64)
@@ -187,6 +188,24 @@ async def test_another_agent_is_a_class_of_its_own() -> None:
     file, started = box.given
     assert file == ("/home/agent/.other/config.toml", b"x = 1")
     assert started == (["/bin/other", "exec"], b"fix it", {"KEY": "secret", "SOCKET": "/s"}, 7)
+
+
+async def test_a_later_step_goes_on_with_the_conversation() -> None:
+    forged = b'{"type": "step", "ended": "timeout"}\n{"type": "result", "result": "Fine."}\n'
+    box: Any = Box(stdout=forged)
+    run = await run_agent(box, AGENT, "more", "secret", Path("/s"), lambda: 1, again=True)
+    assert box.given[-1][0] == [*AGENT.argv(box.home), "--continue"]
+    assert [event["type"] for event in run.events] == ["result"]  # nobody but us says where a step begins
+
+
+def test_two_runs_become_one() -> None:
+    first = AgentRun(Status.TIMEOUT, 2, "late", [{"type": "a"}], frozenset({"m1"}), AgentOutput(b"1", b"", {}, ["x"]))
+    then = AgentRun(Status.FINISHED, 1, "done", [{"type": "b"}], frozenset({"m2"}), AgentOutput(b"2", b"", {"f": b""}))
+    both = joined(first, then)
+    assert (both.status, both.turns, both.detail, both.replies) == (Status.FINISHED, 3, "done", {"m1", "m2"})
+    assert both.events == [{"type": "a"}, {"type": STEP, "ended": "timeout"}, {"type": "b"}]
+    assert both.kept == AgentOutput(b"12", b"", {"f": b""}, ["x"])
+    assert joined(first, replace(then, replies=None)).replies is None
 
 
 def test_only_a_window_with_room_to_compact_is_told() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rewards.task import TaskError, load_tasks
+from rewards.harbor import Harbor, _files
+from rewards.task import Task, TaskError, load_tasks
 from rl.config.compose import ConfigError
 from rl.data import convert, harbor
 from rl.data.fields import RowError, Why
@@ -31,7 +32,7 @@ def test_tasks_are_converted_or_refused(tmp_path: Path) -> None:
     assert convert.main(["harbor", str(tmp_path / "all"), "--out", str(tmp_path / "rows" / "t.parquet")]) == 0
     report = json.loads((tmp_path / "rows" / "t.convert.json").read_text())
     assert {one["instance_id"]: one["why"] for one in report["rows"]} == dict.fromkeys(
-        ("network", "steps"), "unsupported"
+        ("network", "staged"), "unsupported"
     )
     tasks = {task.instance_id: task for task in load_tasks(tmp_path / "rows" / "t.parquet")}
     assert set(tasks) == {name for name, what in becomes.items() if what != "unsupported"}
@@ -96,7 +97,11 @@ BASE = "[environment]\nnetwork_mode = 'no-network'\n"
         (f"{BASE}[verifier]\nuser = 'root'\n", Why.UNSUPPORTED, "[verifier] user"),
         (f"{BASE}[agent]\nuser = 1000\n", Why.UNSUPPORTED, "[agent] user"),
         (f"{BASE}[[verifier.collect]]\ncommand = 'true'\n", Why.UNSUPPORTED, "[verifier] collect"),
-        (f"{BASE}[[steps]]\nname = 'a'\n", Why.UNSUPPORTED, "[[steps]]"),
+        (f"{BASE}[[steps]]\nname = '../a'\n", Why.INVALID, "[[steps]] name is '../a'"),
+        (f"{BASE}[[steps]]\nname = 'a'\n[[steps]]\nname = 'A'\n", Why.INVALID, "two [[steps]]"),
+        (f"steps = 1\n{BASE}", Why.INVALID, "[[steps]] name is None"),
+        (f"{BASE}[[steps]]\nname = 'a'\n[steps.healthcheck]\ncommand = 'x'\n", Why.UNSUPPORTED, "a healthcheck"),
+        (f"{BASE}[[steps]]\nname = 'a'\n[steps.agent]\nuser = 'x'\n", Why.UNSUPPORTED, "[agent] user"),
         (f"{BASE}[verifier]\nenvironment_mode = 'both'\n", Why.INVALID, "[verifier] environment_mode is 'both'"),
         (
             f"{BASE}[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\ncpus = 1\n",
@@ -143,6 +148,35 @@ def test_directories_that_lack_something(tmp_path: Path, changes: dict[str, Any]
     with pytest.raises(RowError) as caught:
         converted(write_task(tmp_path, "one", **changes))
     assert caught.value.why is why
+
+
+def test_steps_have_the_tasks_settings_and_their_own(tmp_path: Path) -> None:
+    about = '[verifier]\nenv = { A = "1", B = "1" }\n[[steps]]\nname = "a"\nmin_reward = { reward = 0.5 }\n'
+    about += '[steps.verifier]\ntimeout_sec = 9.0\nenv = { B = "2" }\n[[steps]]\nname = "b"\n'
+    files = {f"steps/{name}/instruction.md": f"# canary\n\n{name}\n" for name in "ab"}
+    files["steps/b/tests/more"] = files["steps/b/solution/no"] = "x"
+    directory = write_task(tmp_path, "one", toml=f"{BASE}{about}", files=files)
+    row = converted(directory)
+    assert row["problem_statement"] == "a\n\n\nb\n"
+    asked = row["grading"]
+    assert (asked["mode"], asked["strategy"], asked["solution"]) == ("separate", "mean", False)
+    a, b = asked["steps"]
+    assert (a["timeout_s"], a["env"], a["min_reward"], a["solution"]) == (9.0, {"A": "1", "B": "2"}, 0.5, True)
+    assert (b["timeout_s"], b["env"], b["min_reward"], b["solution"]) == (600.0, {"A": "1", "B": "1"}, None, False)
+    task = Task.from_row(row, tmp_path)
+    first, second = Harbor().steps(task)
+    assert (first.problem_statement, second.problem_statement) == ("a\n", "b\n")
+    assert Harbor().timeout_s(first, 1) == 9.0 and Harbor().steps(first) == [first]
+    assert not Harbor().shares(task) and not Harbor().solvable(task)
+    assert set(_files(first)["tests"]) == {"test.sh"} and set(_files(second)["tests"]) == {"test.sh", "more"}
+    assert set(_files(first)["solution"]) == {"solve.sh"} and set(_files(second)["solution"]) == {"no"}
+    with pytest.raises(RowError, match="min_reward of 'reward', but the reward that counts is 'style'"):
+        converted(directory, reward="style")
+    (directory / "steps" / "b" / "tests" / "more").write_text("y")
+    with pytest.raises(TaskError, match="have changed since"):
+        Task.from_row(row, tmp_path)
+    with pytest.raises(RowError, match="multi_step_reward_strategy is 'best'"):
+        converted(write_task(tmp_path, "two", toml=f"multi_step_reward_strategy = 'best'\n{BASE}{about}", files=files))
 
 
 def test_links_are_refused(tmp_path: Path) -> None:
@@ -200,6 +234,13 @@ def test_harbors_own_models_read_the_same(tmp_path: Path) -> None:
     for row in harbor.rows(str(tmp_path), None):
         theirs = Theirs(row["path"])
         if theirs.has_steps:
+            if theirs.paths.step_workdir_dir("one").exists():
+                continue
+            ours = harbor.convert(row, ConversionOptions({}, out=tmp_path))["grading"]
+            for step, their in zip(ours["steps"], theirs.config.steps, strict=True):
+                assert (step["name"], step["min_reward"]) == (their.name, their.min_reward)
+                assert step["statement"] == theirs.step_instruction(their.name)
+                assert step["timeout_s"] == their.verifier.timeout_sec
             continue
         ours = harbor.convert(row, ConversionOptions({}, out=tmp_path, without_network=True))
         about, grading = theirs.config, ours["grading"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.grade import IN_THE_AGENTS_BOX, grade
-from rewards.harbor import READ, digest, nothing_passed, read_tree, reward_in
+from rewards.harbor import READ, Harbor, digest, nothing_passed, read_tree, reward_in
 from rewards.rules import Rules
 from rewards.second import NONE
 from rewards.task import Task, TaskError
@@ -164,6 +164,48 @@ async def test_rewards_between_0_and_1_are_kept(tmp_path: Path) -> None:
     assert (verdict.reason, verdict.shaped, verdict.reward) == (Reason.TESTS_FAILED, None, 0.0)
 
 
+STEPS = [{"name": "a", "statement": "A", "min_reward": 0.4}, {"name": "b", "statement": "B"}]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "strategy", "outcome"),
+    [
+        ([Verdict(None), Verdict(None)], "mean", (None, 1.0)),
+        ([Verdict(None), Verdict(Reason.TESTS_FAILED, shaped=0.5)], "mean", (Reason.TESTS_FAILED, 0.75)),
+        ([Verdict(None), Verdict(Reason.TEST_TIMEOUT)], "mean", (Reason.TEST_TIMEOUT, 0.5)),
+        ([Verdict(None), Verdict(Reason.EMPTY_PATCH)], "final", (Reason.EMPTY_PATCH, 0.0)),
+        ([Verdict(Reason.TESTS_FAILED, shaped=0.5), Verdict(None)], "final", (None, 1.0)),
+        ([Verdict(Reason.TESTS_FAILED, shaped=0.25)], "mean", (Reason.TESTS_FAILED, 0.25)),
+        ([Verdict(None)], "final", (Reason.TESTS_FAILED, 1.0)),
+        ([Verdict(Reason.NOT_GRADED)] * 2, "mean", (Reason.NOT_GRADED, None)),
+    ],
+)
+def test_the_reward_of_steps(
+    tmp_path: Path, verdicts: list[Verdict], strategy: str, outcome: tuple[Reason | None, float | None]
+) -> None:
+    task = made(tmp_path, mode="separate", steps=STEPS, strategy=strategy)
+    verdict = Harbor().together(task, verdicts)
+    assert (verdict.reason, verdict.reward) == outcome
+    assert Harbor().together(made(tmp_path), verdicts) is verdicts[-1]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "first", "second"),
+    [
+        (Verdict(None), True, True),
+        (Verdict(Reason.NOT_GRADED), True, True),
+        (Verdict(Reason.TESTS_FAILED, shaped=0.4), True, True),
+        (Verdict(Reason.TESTS_FAILED, shaped=0.3), False, True),
+        (Verdict(Reason.EMPTY_PATCH), False, True),
+        (Verdict(Reason.TEST_TIMEOUT), False, False),
+        (Verdict(Reason.LOG_UNPARSABLE), False, False),
+    ],
+)
+def test_which_steps_are_followed_by_another(tmp_path: Path, verdict: Verdict, first: bool, second: bool) -> None:
+    one, two = Harbor().steps(made(tmp_path, mode="separate", steps=STEPS))
+    assert (Harbor().goes_on(one, verdict), Harbor().goes_on(two, verdict)) == (first, second)
+
+
 async def test_a_task_without_a_second_opinion_that_needs_one_is_worth_nothing(tmp_path: Path) -> None:
     task, box = made(tmp_path, threshold=0.5), ScriptedBox(reward("0.7"))
     verdict = await graded(task, box, second_opinion=True)
@@ -236,6 +278,10 @@ async def test_tests_that_have_changed_are_not_run(tmp_path: Path) -> None:
         ({"timeout_s": 0}, "timeout_s is 0"),
         ({"threshold": True}, "threshold is True"),
         ({"reward": None}, "reward is None"),
+        ({"steps": STEPS}, "its steps cannot be graded in the agent's own box"),
+        ({"mode": "separate", "steps": [{"name": "../a", "statement": ""}]}, "its steps are no list"),
+        ({"mode": "separate", "steps": [STEPS[0] | {"min_reward": "1"}]}, "min_reward is '1'"),
+        ({"mode": "separate", "steps": [STEPS[0] | {"timeout_s": -1}]}, "timeout_s is -1"),
         ({"sha256": "0"}, "the tests in"),
     ],
 )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rewards import graders
+from rewards.credit import Credit, CreditRow
 from rewards.grade import changes, grade
 from rewards.rules import Rules
 from rewards.shape import Effort, Shape
@@ -50,6 +51,7 @@ class Setup:
     rules: Rules = field(default_factory=Rules)
     second_opinion: bool = False
     shape: Shape | None = None  # None: the reward is 1 if resolved, else 0
+    credit: Credit | None = None  # None: all rows have the episode's reward
     infra_retries: int = 1
     keeps: bool = False  # True: keep the agent's raw output and its own files in ``AgentRun.kept``
     grades: bool = True  # False: the verdict is that nothing was graded
@@ -61,7 +63,8 @@ class Setup:
 @dataclass
 class Episode:
     """An episode is what one attempt on a task left behind. ``session`` holds every token; ``rows`` are the training
-    sequences, empty after an infrastructure failure. ``timing``: seconds by phase (boot, agent, diff, grade, total)."""
+    sequences, empty after an infrastructure failure. ``timing``: seconds by phase (boot, agent, diff, grade, total).
+    ``credit``: the reward of each row, and ``credit_by``: what gave them; empty if all have the episode's."""
 
     id: str
     task: Task
@@ -73,6 +76,8 @@ class Episode:
     patch: bytes
     rows: Sequence[TrainingSequence]
     timing: dict[str, float]
+    credit: Sequence[float] = ()
+    credit_by: str = ""
 
     @property
     def overlong(self) -> bool:
@@ -155,9 +160,27 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         tokens = session.tree.sampled_tokens() if session else 0
         effort = Effort(run.turns if run else 0, tokens, patch)
         verdict = await asyncio.to_thread(setup.shape, verdict, task, effort)  # may be anybody's function
+    credit: Sequence[float] = ()
     if session is not None and not verdict.is_infra:
         rows = session.tree.sequences()
-    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds)
+        if setup.credit is not None and verdict.reward is not None:
+            try:
+                credit = await asyncio.to_thread(setup.credit, credit_rows(session, rows), verdict.reward)
+            except Exception as error:  # the function is the user's code; the policy is not to blame for its errors
+                detail = f"{setup.credit.name}: {type(error).__name__}: {error}"
+                rows, verdict = [], replace(verdict, reason=Reason.REWARD_FAILED, detail=detail)
+    by = setup.credit.name if setup.credit and credit else ""
+    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds, credit, by)
+
+
+def credit_rows(session: Session, rows: Sequence[TrainingSequence]) -> list[CreditRow]:
+    """Return what a credit function is told of training rows."""
+    made = []
+    for row in rows:
+        nodes = [session.tree.nodes[index] for index in row.nodes]
+        role = nodes[0].asked.role if nodes[0].asked else ""
+        made.append(CreditRow(role, [node.reply.blocks for node in nodes if node.reply], sum(row.mask)))
+    return made
 
 
 async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], Awaitable[None] | None]) -> Episode:
@@ -176,9 +199,11 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
 
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
-    """Return the verdict on a run that an infrastructure failure ended: the agent could not start, or the engine or the
-    proxy failed. Return None for all other runs, which are graded: an empty patch, a full context, and running out of
+    """Return the verdict on a run that an infrastructure failure ended: the agent could not start, or the engine, the
+    proxy or the endpoint of a role failed. Return None for all other runs, which are graded: an empty patch, a full context, and running out of
     turns, calls or time are the policy's doing."""
+    if session.roles is not None and session.roles.failing:  # an agent works on without its sub-agent
+        return Verdict(Reason.ENGINE_FAILED, next(iter(session.roles.failing.values())))
     if run.status is Status.FINISHED or session.counters.refused_calls:
         return None
     if session.closed:  # and not by us: we have not closed it yet

@@ -55,9 +55,35 @@ def line(record: Record) -> Line:
         # Mean per call of the proxy's own time, without the engine's; None without a call.
         "proxy_overhead_ms": 1e3 * counters["overhead_s"] / calls if calls else None,
         "record": record.seal.hex(),  # empty before version 5
+        **({"roles": _roles(record)} if record.roles is not None else {}),
         # session: a key in TransferQueue; engine: the replica that answered, None without a call; own: rl.metrics.own
         **record.trainer,
     }
+
+
+def _roles(record: Record) -> dict[str, dict[str, float]]:
+    """Return figures by role: calls that were answered, turns (those whose replies the agent has read), tokens of the
+    replies (of another endpoint, as it counts them), rows and, if a function gave them rewards, their mean credit."""
+    found: dict[str, dict[str, float]] = {}
+
+    def add(role: str, **counts: float) -> None:
+        one = found.setdefault(role, {"calls": 0, "turns": 0, "tokens": 0, "rows": 0})
+        one |= {name: one.get(name, 0) + count for name, count in counts.items()}
+
+    for node in record.nodes:
+        if node.logprobs is not None:
+            add(node.role, calls=1, turns=int(node.delivered), tokens=node.length)
+    for call in record.calls:
+        used = call.reply.get("usage")
+        tokens = used.get("output_tokens") if isinstance(used, dict) else 0
+        add(call.role, calls=1, turns=1, tokens=tokens if isinstance(tokens, int) else 0)
+    for number, row in enumerate(record.rows):
+        credit = {"credit": record.credit[number]} if record.credit else {}
+        add(record.nodes[row.nodes[0]].role, rows=1, **credit)
+    for one in found.values():
+        if "credit" in one:
+            one["credit"] /= one["rows"]
+    return found
 
 
 def _calls(record: Record) -> bool:

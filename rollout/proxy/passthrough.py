@@ -6,6 +6,7 @@ so their episodes have no training rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from rollout import SIDE_MODEL
 from rollout.proxy.forward import BrokenOffError, EndpointError, SideEndpoint
+from rollout.proxy.roles import AGENT_HEADER, Rule, endpoints
 from rollout.proxy.server import ProxyServer, is_retry
 from rollout.proxy.session import Policy
 from rollout.proxy.wire import FULL, RequestError
@@ -21,11 +23,16 @@ from rollout.proxy.wire import FULL, RequestError
 class PassThrough(ProxyServer):
     """A PassThrough forwards the calls of its sessions to ``endpoint``, and side calls to ``side_endpoint`` if given.
 
-    Its sessions are opened with its ``policy``, a placeholder. ``max_calls``: of each session.
+    Its sessions are opened with its ``policy``, a placeholder. ``max_calls``: of each session. ``roles``: as a
+    ``Policy``'s.
     """
 
     def __init__(
-        self, endpoint: SideEndpoint, side_endpoint: SideEndpoint | None = None, max_calls: int | None = None
+        self,
+        endpoint: SideEndpoint,
+        side_endpoint: SideEndpoint | None = None,
+        max_calls: int | None = None,
+        roles: Mapping[str, Rule] | None = None,
     ) -> None:
         super().__init__()
         self.endpoint = endpoint
@@ -40,14 +47,14 @@ class PassThrough(ProxyServer):
             max_context=0,
             side_endpoint=side_endpoint,
             max_calls=max_calls,
+            roles=roles,
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Stop as ProxyServer does, and close the connections to the endpoints."""
         await super().stop(grace_s)
-        for endpoint in (self.endpoint, self.policy.side_endpoint):
-            if endpoint is not None:
-                await endpoint.close()
+        for endpoint in (self.endpoint, *endpoints(self.policy.roles, self.policy.side_endpoint)):
+            await endpoint.close()
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         """Forward a call. ``engine_errors`` counts the failures since the last success.
@@ -59,9 +66,10 @@ class PassThrough(ProxyServer):
         session.counters.calls += 1
         session.counters.side_calls += side
         session.counters.retries += is_retry(request)
-        endpoint = (side and session.policy.side_endpoint) or self.endpoint
+        whose = await session.whose(wire, request.headers.get(AGENT_HEADER, ""))
+        endpoint = whose.endpoint or self.endpoint
         try:
-            response = await self.forward(session, endpoint, request, front, asked, wire)
+            response = await self.forward(session, endpoint, request, front, asked, wire, whose)
         except (EndpointError, BrokenOffError) as error:
             full = FULL in str(error)
             session.counters.context_full += full

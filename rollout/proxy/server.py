@@ -30,10 +30,11 @@ from rollout.proxy.front import PATHS, counts, front_of
 from rollout.proxy.front.base import Answer, Front
 from rollout.proxy.messages import RequestError, WireRequest
 from rollout.proxy.replies import Reply, reply_json
+from rollout.proxy.roles import AGENT_HEADER, Asked
 from rollout.proxy.secret import issued
-from rollout.proxy.session import Policy, Session, closed_error
+from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import Node
-from rollout.proxy.wire import LARGE, takes_long
+from rollout.proxy.wire import LARGE, closed_error, takes_long
 
 if TYPE_CHECKING:  # not loaded where nothing is forwarded, and no metrics are served
     from rollout.proxy.forward import SideEndpoint
@@ -241,9 +242,13 @@ class ProxyServer:
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         session, front, asked, wire = await self.asked(request)
-        if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
-            session.counters.side_calls += 1
-            return await self.forward(session, session.policy.side_endpoint, request, front, asked, wire)
+        whose = await session.whose(wire, request.headers.get(AGENT_HEADER, ""))
+        if whose.endpoint is not None:
+            session.counters.side_calls += wire.model == SIDE_MODEL
+            if session.roles is not None:
+                session.counters.calls += 1
+                session.counters.retries += is_retry(request)
+            return await self.forward(session, whose.endpoint, request, front, asked, wire, whose)
         before = session.counters.overhead_s
         transport = request.transport
         if transport is None:
@@ -256,7 +261,7 @@ class ProxyServer:
                 # Requests pass this part one at a time, so that when many arrive at once, the first is sampled while
                 # the others are being encoded, and not only after all of them are.
                 async with self._entrance:
-                    call = session.prepare(wire, is_retry(request), place)
+                    call = session.prepare(wire, is_retry(request), place, whose.role)
                     sampled = waiting.enter_context(session.sampling(call))
                     await asyncio.sleep(0)  # lets the generation begin
             answer = front.answer(asked, call.message_id, call.context.length)
@@ -275,8 +280,37 @@ class ProxyServer:
         front: Front[Any],
         asked: Any,
         wire: WireRequest,
+        whose: Asked,
     ) -> web.StreamResponse:
         """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
+        if session.roles is None:
+            return (await self._forward(session, endpoint, request, front, asked, wire, ""))[0]
+        from rollout.proxy.forward import BrokenOffError, EndpointError
+
+        with session.roles.relaying():
+            try:
+                response, blocks = await self._forward(session, endpoint, request, front, asked, wire, whose.role)
+            except (EndpointError, BrokenOffError) as error:
+                session.counters.context_full += session.roles.answered(whose, str(error))
+                raise
+            session.roles.heard(blocks)
+        said = ""
+        if response.status >= 300:
+            told = response.body if isinstance(response, web.Response) else b""
+            said = f"status {response.status}: {told.decode('utf-8', 'replace') if isinstance(told, bytes) else ''}"
+        session.counters.context_full += session.roles.answered(whose, said)
+        return response
+
+    async def _forward(
+        self,
+        session: Session,
+        endpoint: SideEndpoint,
+        request: web.Request,
+        front: Front[Any],
+        asked: Any,
+        wire: WireRequest,
+        role: str,
+    ) -> tuple[web.StreamResponse, list[Any]]:
         began = time.time()
         if not front.name:  # byte for byte
             heard = bytearray()
@@ -293,9 +327,10 @@ class ProxyServer:
             if reply is None:
                 raise endpoint.broken(asking.exception())
             heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
+        blocks: list[Any] = []
         if response.status == 200:
-            session.talk.forwarded(wire, bytes(heard), began, time.time() - began)
-        return response
+            blocks = session.talk.forwarded(wire, bytes(heard), began, time.time() - began, role)
+        return response, blocks
 
     async def _answered(
         self, request: web.Request, session: Session, answer: Answer, stream: bool | None, said: Said

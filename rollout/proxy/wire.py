@@ -49,6 +49,11 @@ class RequestError(Exception):
         return {"type": "error", "error": {"type": self.kind, "message": str(self)}}
 
 
+def closed_error() -> RequestError:
+    """Return the error for a request to a closed session."""
+    return RequestError("this session is closed", 410, "not_found_error")
+
+
 T = TypeVar("T")
 
 

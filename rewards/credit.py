@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.shape import load
-
 
 @dataclass(frozen=True)
 class CreditRow:
@@ -29,15 +27,11 @@ class CreditRow:
 
 @dataclass(frozen=True)
 class Credit:
-    """Credit divides an episode's reward among its rows. name: "module:function"; function: what that is."""
+    """Credit divides an episode's reward among its rows. name: "module:function"; function: what
+    that is (`rewards.shape.load`)."""
 
     name: str
     function: Callable[[Sequence[CreditRow], float], Sequence[float]]
-
-    @classmethod
-    def of(cls, name: str) -> Credit:
-        """Import a credit function. Raises ValueError, which says why that is not possible."""
-        return cls(name, load(name))
 
     def __call__(self, rows: Sequence[CreditRow], reward: float) -> list[float]:
         """Return the reward of each row. Raises whatever the function does, and ValueError for what is no such list."""

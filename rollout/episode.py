@@ -163,24 +163,21 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
     credit: Sequence[float] = ()
     if session is not None and not verdict.is_infra:
         rows = session.tree.sequences()
-        if setup.credit is not None and verdict.reward is not None:
-            try:
-                credit = await asyncio.to_thread(setup.credit, credit_rows(session, rows), verdict.reward)
-            except Exception as error:  # the function is the user's code; the policy is not to blame for its errors
-                detail = f"{setup.credit.name}: {type(error).__name__}: {error}"
-                rows, verdict = [], replace(verdict, reason=Reason.REWARD_FAILED, detail=detail)
+    if setup.credit is not None and session is not None and verdict.reward is not None:
+        try:
+            told = [_credit_row(session, row) for row in rows]
+            credit = await asyncio.to_thread(setup.credit, told, verdict.reward)
+        except Exception as error:  # the function is the user's code; the policy is not to blame for its errors
+            failed = f"{setup.credit.name}: {type(error).__name__}: {error}"
+            rows, verdict = [], replace(verdict, reason=Reason.REWARD_FAILED, detail=failed)
     by = setup.credit.name if setup.credit and credit else ""
     return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds, credit, by)
 
 
-def credit_rows(session: Session, rows: Sequence[TrainingSequence]) -> list[CreditRow]:
-    """Return what a credit function is told of training rows."""
-    made = []
-    for row in rows:
-        nodes = [session.tree.nodes[index] for index in row.nodes]
-        role = nodes[0].asked.role if nodes[0].asked else ""
-        made.append(CreditRow(role, [node.reply.blocks for node in nodes if node.reply], sum(row.mask)))
-    return made
+def _credit_row(session: Session, row: TrainingSequence) -> CreditRow:
+    nodes = [session.tree.nodes[index] for index in row.nodes]
+    role = nodes[0].asked.role if nodes[0].asked else ""
+    return CreditRow(role, [node.reply.blocks for node in nodes if node.reply], sum(row.mask))
 
 
 async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], Awaitable[None] | None]) -> Episode:
@@ -200,8 +197,8 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
     """Return the verdict on a run that an infrastructure failure ended: the agent could not start, or the engine, the
-    proxy or the endpoint of a role failed. Return None for all other runs, which are graded: an empty patch, a full context, and running out of
-    turns, calls or time are the policy's doing."""
+    proxy or the endpoint of a role failed. Return None for all other runs, which are graded: an empty patch, a full
+    context, and running out of turns, calls or time are the policy's doing."""
     if session.roles is not None and session.roles.failing:  # an agent works on without its sub-agent
         return Verdict(Reason.ENGINE_FAILED, next(iter(session.roles.failing.values())))
     if run.status is Status.FINISHED or session.counters.refused_calls:

@@ -7,10 +7,11 @@ audit computes them once more.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import Any
 
 from rewards.verdict import Outcome
-from rollout.agent.events import usage
+from rollout.agent.events import output_tokens, usage
 from rollout.records import Record
 
 Line = dict[str, Any]
@@ -62,28 +63,20 @@ def line(record: Record) -> Line:
 
 
 def _roles(record: Record) -> dict[str, dict[str, float]]:
-    """Return figures by role: calls that were answered, turns (those whose replies the agent has read), tokens of the
-    replies (of another endpoint, as it counts them), rows and, if a function gave them rewards, their mean credit."""
-    found: dict[str, dict[str, float]] = {}
+    """Return sums by role: calls that were answered, turns (those whose replies the agent has read), tokens of the
+    replies (of another endpoint, as it counts them), rows and, if a function has given the rows rewards, these."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(("calls", "turns", "tokens", "rows"), 0))
 
     def add(role: str, **counts: float) -> None:
-        one = found.setdefault(role, {"calls": 0, "turns": 0, "tokens": 0, "rows": 0})
-        one |= {name: one.get(name, 0) + count for name, count in counts.items()}
+        found[role] |= {name: found[role].get(name, 0) + count for name, count in counts.items()}
 
-    for node in record.nodes:
-        if node.logprobs is not None:
-            add(node.role, calls=1, turns=int(node.delivered), tokens=node.length)
+    for node in (node for node in record.nodes if node.logprobs is not None):
+        add(node.role, calls=1, turns=int(node.delivered), tokens=node.length)
     for call in record.calls:
-        used = call.reply.get("usage")
-        tokens = used.get("output_tokens") if isinstance(used, dict) else 0
-        add(call.role, calls=1, turns=1, tokens=tokens if isinstance(tokens, int) else 0)
+        add(call.role, calls=1, turns=1, tokens=output_tokens(call.reply))
     for number, row in enumerate(record.rows):
-        credit = {"credit": record.credit[number]} if record.credit else {}
-        add(record.nodes[row.nodes[0]].role, rows=1, **credit)
-    for one in found.values():
-        if "credit" in one:
-            one["credit"] /= one["rows"]
-    return found
+        add(record.nodes[row.nodes[0]].role, rows=1, **({"credit": record.credit[number]} if record.credit else {}))
+    return {**found}
 
 
 def _calls(record: Record) -> bool:

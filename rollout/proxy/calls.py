@@ -23,7 +23,7 @@ class CallRecord(msgspec.Struct, omit_defaults=True):
     places in ``CallLog.parts``.
 
     ``reply``: the body of the endpoint's answer. ``started``: Unix time; ``seconds``: until the reply was sent.
-    ``role``: ``rollout.proxy.roles``, "" where roles are not told apart.
+    ``role``: ``rollout.proxy.roles``.
     ``node``: in records before version 4, the index of the sampled node that answered a call; -1 for a forwarded one.
     """
 
@@ -61,9 +61,7 @@ class CallLog:
         self._size += len(text)
         return text
 
-    def forwarded(
-        self, wire: WireRequest, heard: bytes, started: float, seconds: float, role: str = ""
-    ) -> list[dict[str, Any]]:
+    def forwarded(self, wire: WireRequest, heard: bytes, started: float, seconds: float, role: str) -> list[Any]:
         """Add a call that an endpoint has answered with the bytes ``heard``; return the reply's blocks."""
         reply = reply_in(heard)
         if reply is None or not self.keep(heard):
@@ -72,8 +70,8 @@ class CallLog:
         messages = [self._place(raw) for raw in wire.messages]
         head = self._place(wire.system), self._place(wire.tools)
         side = wire.model == SIDE_MODEL
-        call = CallRecord(messages, *head, side=side, reply=reply, started=started, seconds=seconds, role=role)
-        self.calls.append(call)
+        times = {"started": started, "seconds": seconds}
+        self.calls.append(CallRecord(messages, *head, side=side, reply=reply, role=role, **times))
         return reply["content"]
 
     def _place(self, raw: msgspec.Raw) -> int:

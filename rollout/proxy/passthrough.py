@@ -6,33 +6,27 @@ so their episodes have no training rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from aiohttp import web
 
 from rollout import SIDE_MODEL
-from rollout.proxy.forward import BrokenOffError, EndpointError, SideEndpoint
-from rollout.proxy.roles import AGENT_HEADER, Rule, endpoints
+from rollout.proxy.forward import SideEndpoint
+from rollout.proxy.roles import AGENT_HEADER, endpoints
 from rollout.proxy.server import ProxyServer, is_retry
 from rollout.proxy.session import Policy
-from rollout.proxy.wire import FULL, RequestError
+from rollout.proxy.wire import FULL, BrokenOffError, EndpointError, RequestError
 
 
 class PassThrough(ProxyServer):
     """A PassThrough forwards the calls of its sessions to ``endpoint``, and side calls to ``side_endpoint`` if given.
 
-    Its sessions are opened with its ``policy``, a placeholder. ``max_calls``: of each session. ``roles``: as a
-    ``Policy``'s.
+    Its sessions are opened with its ``policy``, a placeholder. ``max_calls``: of each session.
     """
 
     def __init__(
-        self,
-        endpoint: SideEndpoint,
-        side_endpoint: SideEndpoint | None = None,
-        max_calls: int | None = None,
-        roles: Mapping[str, Rule] | None = None,
+        self, endpoint: SideEndpoint, side_endpoint: SideEndpoint | None = None, max_calls: int | None = None
     ) -> None:
         super().__init__()
         self.endpoint = endpoint
@@ -47,7 +41,6 @@ class PassThrough(ProxyServer):
             max_context=0,
             side_endpoint=side_endpoint,
             max_calls=max_calls,
-            roles=roles,
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:

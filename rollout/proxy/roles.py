@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rollout.proxy.messages import Conversation
 from rollout.proxy.texts import squeezed
-from rollout.proxy.wire import FULL
+from rollout.proxy.wire import FULL, BrokenOffError, EndpointError
 
 if TYPE_CHECKING:  # the core runs without HTTP
     from rollout.proxy.forward import SideEndpoint
 
+T = TypeVar("T")
+
 MAIN, SIDE, SUBAGENT = "main", "side", "subagent"
 AGENT_HEADER = "x-claude-code-agent-id"
 """With which Claude Code (2.1.329) names the sub-agent that sends a request."""
-_TOOLS = ("Agent", "Task")
+_TOOLS = ("Agent", "Task")  # which start a sub-agent without saying its type, too
 _TYPE = re.compile(r"[\w.:-]{1,64}")
 _OTHER = f"{SUBAGENT}/other"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Rule:
     train: bool = True
     endpoint: SideEndpoint | None = None
 
+    @property
     def told(self) -> dict[str, Any]:
         """Return what a record says of the rule, without the endpoint's key."""
-        if self.endpoint is None:
-            return {"train": self.train}
-        return {"endpoint": self.endpoint.url, "model": self.endpoint.model}
+        end = self.endpoint
+        return {"train": self.train} if end is None else {"train": False, "endpoint": end.url, "model": end.model}
 
 
 class Asked(NamedTuple):
@@ -54,8 +54,9 @@ class Asked(NamedTuple):
     endpoint: SideEndpoint | None
 
 
-def rule_of(rules: Mapping[str, T], role: str) -> T | None:
+def rule_of(rules: Mapping[str, T] | None, role: str) -> T | None:
     """Return the rule for a role: its own, or that of all sub-agents; None if no rule is for it."""
+    rules = rules or {}
     return rules.get(role, rules.get(SUBAGENT) if role.startswith(f"{SUBAGENT}/") else None)
 
 
@@ -67,13 +68,12 @@ def endpoints(rules: Mapping[str, Rule] | None, side: SideEndpoint | None) -> li
 def started(block: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the role of the sub-agent that a block starts, and its first prompt; None for all other blocks."""
     asked = block.get("input")
-    if block.get("type") != "tool_use" or not isinstance(asked, Mapping):
+    if block.get("type") != "tool_use" or not isinstance(asked, Mapping) or not isinstance(asked.get("prompt"), str):
         return None
-    kind, prompt = asked.get("subagent_type"), asked.get("prompt")
-    if not isinstance(prompt, str) or not (isinstance(kind, str) or block.get("name") in _TOOLS):
+    kind = asked.get("subagent_type") or ("general-purpose" if block.get("name") in _TOOLS else None)
+    if not isinstance(kind, str):
         return None
-    kind = kind or "general-purpose"
-    return (f"{SUBAGENT}/{kind}" if isinstance(kind, str) and _TYPE.fullmatch(kind) else _OTHER), prompt
+    return f"{SUBAGENT}/{kind}" if _TYPE.fullmatch(kind) else _OTHER, asked["prompt"]
 
 
 class Roles:
@@ -91,15 +91,23 @@ class Roles:
         self._firsts: set[bytes] = set()  # first messages of the main conversation
         self._relayed: set[asyncio.Future[None]] = set()  # calls that are being forwarded
 
-    def heard(self, blocks: Sequence[Mapping[str, Any]]) -> None:
-        """Take in a reply before the agent has it: it may start sub-agents."""
-        found = [one for one in map(started, blocks) if one is not None]
-        self._started += [(role, squeezed(prompt)) for role, prompt in found]
-
     def sampled(self, role: str) -> bool:
-        """Tell whether the policy answers the calls of a role."""
+        """Tell whether the policy answers the calls of a role, unless they are side calls."""
         rule = rule_of(self.rules, role)
         return rule is None or rule.endpoint is None
+
+    def heard(self, blocks: Sequence[Mapping[str, Any]]) -> None:
+        """Take in a reply before anybody acts on it: it may start sub-agents."""
+        self._started += [(one[0], squeezed(one[1])) for one in map(started, blocks) if one is not None]
+
+    def answered(self, whose: Asked, failure: str, blocks: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Note the reply that another endpoint has given, or its failure, until the conversation's next call. That a
+        prompt is too long is an answer."""
+        self.heard(blocks)
+        self.failing.pop(whose.conversation, None)
+        if failure and FULL not in failure and not self.sampled(whose.role):
+            said = " ".join(failure.split())[:300]
+            self.failing[whose.conversation] = f"{whose.role}: {whose.endpoint and whose.endpoint.url}: {said}"
 
     async def whose(self, talk: Conversation, agent: str, side: bool, endpoint: SideEndpoint | None) -> Asked:
         """Return whose a call is.
@@ -108,61 +116,41 @@ class Roles:
         ``endpoint`` answers if no rule says otherwise. A client may act on the beginning of a reply whose end still has
         to come from another endpoint; while nothing says whose a call is, such replies are waited for.
         """
-        conversation = agent or (talk.head.key, talk.spans.identities[0][0])
-        while (role := self.find(talk, agent)) is None and self._relayed:
+        first = talk.spans.identities[0][0]
+        conversation = agent or (talk.head.key, first)
+        while (role := self._known.get(conversation) or self._begun(talk, agent)) is None and self._relayed:
             await asyncio.wait([*self._relayed], return_when=asyncio.FIRST_COMPLETED)
-        role = role or self._settled(talk, conversation, _OTHER if agent else MAIN)
+        role = self._known[conversation] = role or (_OTHER if agent else MAIN)
+        self._heads.setdefault(talk.head.key, role)
+        self._firsts |= {first} if role == MAIN else set()
         role = SIDE if side and role == MAIN else role
         rule = rule_of(self.rules, role)
         return Asked(role, conversation, rule.endpoint if rule else endpoint)
 
+    def _begun(self, talk: Conversation, agent: str) -> str | None:
+        """Return the role of a conversation that begins, None if nothing says it."""
+        known = self._heads.get(talk.head.key)
+        if not agent and (known == MAIN or talk.spans.identities[0][0] in self._firsts):
+            return MAIN  # compacted, or with other tools
+        # One that inherits the conversation (a fork) is told last what to do, in a text of the agent's own.
+        texts = [squeezed(talk.spans[at].text) for at in ((0, -1) if agent else (0,))]
+        taken, fits = {*self._heads.values()}, list[tuple[bool, bool, bool, int]]()
+        for place, (role, prompt) in enumerate(self._started):
+            whole = any(text.endswith(prompt) for text in texts)
+            if prompt and (whole or (agent and any(prompt in text for text in texts))):
+                fits.append((not whole, role != known, role in taken, place))
+        return self._started.pop(min(fits)[-1])[0] if fits else None if known == MAIN else known
+
     @contextlib.contextmanager
-    def relaying(self) -> Generator[None]:
-        """Tell ``whose`` that a call is being forwarded while this block lasts."""
+    def relaying(self, whose: Asked) -> Generator[None]:
+        """Forward a call in this block, which ends with ``answered``."""
         over = asyncio.get_running_loop().create_future()
         self._relayed.add(over)
         try:
             yield
+        except (EndpointError, BrokenOffError) as error:
+            self.answered(whose, str(error))
+            raise
         finally:
             self._relayed.discard(over)
             over.set_result(None)
-
-    def answered(self, whose: Asked, failure: str) -> bool:
-        """Note how the endpoint of a role has answered a call: ``failure`` is empty if it has replied. Tell whether the
-        prompt was too long for that endpoint, which is an answer, too."""
-        full = FULL in failure
-        if failure and not full and not self.sampled(whose.role):
-            said = " ".join(failure.split())[:300]
-            self.failing[whose.conversation] = f"{whose.role}: {whose.endpoint and whose.endpoint.url}: {said}"
-        else:
-            self.failing.pop(whose.conversation, None)
-        return full and not self.sampled(whose.role)
-
-    def find(self, talk: Conversation, agent: str) -> str | None:
-        """Return the role of a conversation, None if nothing says so yet."""
-        conversation = agent or (talk.head.key, talk.spans.identities[0][0])
-        role = self._known.get(conversation) or self._begun(talk, agent)
-        return role and self._settled(talk, conversation, role)
-
-    def _settled(self, talk: Conversation, conversation: object, role: str) -> str:
-        self._known[conversation] = role
-        self._heads.setdefault(talk.head.key, role)
-        if role == MAIN:
-            self._firsts.add(talk.spans.identities[0][0])
-        return role
-
-    def _begun(self, talk: Conversation, agent: str) -> str | None:
-        known = self._heads.get(talk.head.key)
-        if not agent and (known == MAIN or talk.spans.identities[0][0] in self._firsts):
-            return MAIN  # compacted, or with other tools
-        # One that inherits the conversation (a fork) is told last what to do.
-        texts = [squeezed(talk.spans[at].text) for at in ((0, -1) if agent else (0,))]
-        taken = {*self._heads.values()}
-        fits: list[tuple[tuple[bool, ...], int]] = []
-        for place, (role, prompt) in enumerate(self._started):
-            whole = any(text.endswith(prompt) for text in texts)
-            if prompt and (whole or (agent and any(prompt in text for text in texts))):
-                fits.append(((not whole, role != known, role in taken), place))
-        if fits:
-            return self._started.pop(min(fits)[1])[0]
-        return None if known == MAIN else known

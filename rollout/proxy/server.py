@@ -245,9 +245,8 @@ class ProxyServer:
         whose = await session.whose(wire, request.headers.get(AGENT_HEADER, ""))
         if whose.endpoint is not None:
             session.counters.side_calls += wire.model == SIDE_MODEL
-            if session.roles is not None:
-                session.counters.calls += 1
-                session.counters.retries += is_retry(request)
+            session.counters.calls += session.roles is not None
+            session.counters.retries += session.roles is not None and is_retry(request)
             return await self.forward(session, whose.endpoint, request, front, asked, wire, whose)
         before = session.counters.overhead_s
         transport = request.transport
@@ -283,54 +282,30 @@ class ProxyServer:
         whose: Asked,
     ) -> web.StreamResponse:
         """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
-        if session.roles is None:
-            return (await self._forward(session, endpoint, request, front, asked, wire, ""))[0]
-        from rollout.proxy.forward import BrokenOffError, EndpointError
-
-        with session.roles.relaying():
-            try:
-                response, blocks = await self._forward(session, endpoint, request, front, asked, wire, whose.role)
-            except (EndpointError, BrokenOffError) as error:
-                session.counters.context_full += session.roles.answered(whose, str(error))
-                raise
-            session.roles.heard(blocks)
-        said = ""
-        if response.status >= 300:
-            told = response.body if isinstance(response, web.Response) else b""
-            said = f"status {response.status}: {told.decode('utf-8', 'replace') if isinstance(told, bytes) else ''}"
-        session.counters.context_full += session.roles.answered(whose, said)
+        began, roles = time.time(), session.roles
+        with roles.relaying(whose) if roles is not None else contextlib.nullcontext():
+            if not front.name:  # byte for byte
+                heard = bytearray()
+                response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
+            else:
+                name = f"msg_{uuid.uuid4().hex}"
+                asking = asyncio.ensure_future(endpoint.ask(wire.body))
+                try:
+                    response, reply = await self._answered(
+                        request, session, front.answer(asked, name, 0), wire.stream, asking
+                    )
+                finally:
+                    asking.cancel()
+                if reply is None:
+                    raise endpoint.broken(asking.exception())
+                heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
+            blocks: list[Any] = []
+            if response.status == 200:
+                blocks = session.talk.forwarded(wire, bytes(heard), began, time.time() - began, whose.role)
+            if roles is not None:
+                failure = f"status {response.status}: {getattr(response, 'body', b'')!r}"
+                roles.answered(whose, failure if response.status >= 300 else "", blocks)
         return response
-
-    async def _forward(
-        self,
-        session: Session,
-        endpoint: SideEndpoint,
-        request: web.Request,
-        front: Front[Any],
-        asked: Any,
-        wire: WireRequest,
-        role: str,
-    ) -> tuple[web.StreamResponse, list[Any]]:
-        began = time.time()
-        if not front.name:  # byte for byte
-            heard = bytearray()
-            response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
-        else:
-            name = f"msg_{uuid.uuid4().hex}"
-            asking = asyncio.ensure_future(endpoint.ask(wire.body))
-            try:
-                response, reply = await self._answered(
-                    request, session, front.answer(asked, name, 0), wire.stream, asking
-                )
-            finally:
-                asking.cancel()
-            if reply is None:
-                raise endpoint.broken(asking.exception())
-            heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
-        blocks: list[Any] = []
-        if response.status == 200:
-            blocks = session.talk.forwarded(wire, bytes(heard), began, time.time() - began, role)
-        return response, blocks
 
     async def _answered(
         self, request: web.Request, session: Session, answer: Answer, stream: bool | None, said: Said

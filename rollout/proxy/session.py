@@ -26,8 +26,7 @@ from rollout.proxy.messages import Conversation, MessageMemory, RequestError, Wi
 from rollout.proxy.replies import Reply
 from rollout.proxy.roles import MAIN, Asked, Roles, Rule, rule_of
 from rollout.proxy.secret import issue
-from rollout.proxy.texts import NoRoom, Room, within
-from rollout.proxy.threads import in_thread
+from rollout.proxy.texts import NoRoom, Room, in_thread, within
 from rollout.proxy.tree import Match, Node, Prompt, SamplingTerms, Tree, routed
 from rollout.proxy.wire import closed_error
 
@@ -451,7 +450,7 @@ class Session:
             output_tokens=len(ids),
             stop_sequence=stop,
         )
-        rule = rule_of(policy.roles or {}, call.asked.role)
+        rule = rule_of(policy.roles, call.asked.role)
         node = self.tree.add_sampled(
             call.context,
             ids,

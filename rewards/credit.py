@@ -25,19 +25,12 @@ class CreditRow:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Credit:
-    """Credit divides an episode's reward among its rows. name: "module:function"; function: what
-    that is (`rewards.shape.load`)."""
+Credit = Callable[[Sequence[CreditRow], float], Sequence[float]]
 
-    name: str
-    function: Callable[[Sequence[CreditRow], float], Sequence[float]]
 
-    def __call__(self, rows: Sequence[CreditRow], reward: float) -> list[float]:
-        """Return the reward of each row. Raises whatever the function does, and ValueError for what is no such list."""
-        given = [float(one) for one in self.function(rows, reward)]
-        if len(given) != len(rows):
-            raise ValueError(f"returned {len(given)} rewards for {len(rows)} rows")
-        if wrong := [one for one in given if not math.isfinite(one)]:
-            raise ValueError(f"returned {wrong[0]}")
-        return given
+def divided(credit: Credit, rows: Sequence[CreditRow], reward: float) -> list[float]:
+    """Return the reward of each row. Raises whatever the function does, and ValueError for what is no such list."""
+    given = [float(one) for one in credit(rows, reward)]
+    if len(given) != len(rows) or not all(map(math.isfinite, given)):
+        raise ValueError(f"returned {given} for {len(rows)} rows")
+    return given

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rewards import graders
-from rewards.credit import Credit, CreditRow
+from rewards.credit import Credit, CreditRow, divided
 from rewards.grade import changes, grade
 from rewards.rules import Rules
 from rewards.shape import Effort, Shape
@@ -64,7 +64,7 @@ class Setup:
 class Episode:
     """An episode is what one attempt on a task left behind. ``session`` holds every token; ``rows`` are the training
     sequences, empty after an infrastructure failure. ``timing``: seconds by phase (boot, agent, diff, grade, total).
-    ``credit``: the reward of each row, and ``credit_by``: what gave them; empty if all have the episode's."""
+    ``credit``: the reward of each row, empty if all have the episode's."""
 
     id: str
     task: Task
@@ -77,7 +77,6 @@ class Episode:
     rows: Sequence[TrainingSequence]
     timing: dict[str, float]
     credit: Sequence[float] = ()
-    credit_by: str = ""
 
     @property
     def overlong(self) -> bool:
@@ -166,12 +165,11 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
     if setup.credit is not None and session is not None and verdict.reward is not None:
         try:
             told = [_credit_row(session, row) for row in rows]
-            credit = await asyncio.to_thread(setup.credit, told, verdict.reward)
+            credit = await asyncio.to_thread(divided, setup.credit, told, verdict.reward)
         except Exception as error:  # the function is the user's code; the policy is not to blame for its errors
-            failed = f"{setup.credit.name}: {type(error).__name__}: {error}"
+            failed = f"episode.credit: {type(error).__name__}: {error}"
             rows, verdict = [], replace(verdict, reason=Reason.REWARD_FAILED, detail=failed)
-    by = setup.credit.name if setup.credit and credit else ""
-    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds, credit, by)
+    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds, credit)
 
 
 def _credit_row(session: Session, row: TrainingSequence) -> CreditRow:

@@ -117,7 +117,7 @@ class Record(msgspec.Struct, omit_defaults=True):
     the episode but was not, in words.
 
     ``roles``: by role, what was done with its calls (``rollout.proxy.roles.Rule.told``); None: roles were not told
-    apart. ``credit``: the reward of each row, given by ``credit_by``; empty if all have the episode's.
+    apart. ``credit``: the reward of each row, empty if all have the episode's.
     """
 
     version: int
@@ -151,7 +151,6 @@ class Record(msgspec.Struct, omit_defaults=True):
     seal: bytes = b""
     roles: dict[str, dict[str, Any]] | None = None
     credit: list[float] = []
-    credit_by: str = ""
 
 
 def seal_of(record: Record) -> bytes:
@@ -201,9 +200,8 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         parts=session.talk.parts if session else [],
         calls=session.talk.calls if session else [],
         missing=[f"{session.talk.lost} texts or calls"] if session and session.talk.lost else [],
-        roles={name: rule.told() for name, rule in session.roles.rules.items()} if session and session.roles else None,
+        roles={name: rule.told for name, rule in session.roles.rules.items()} if session and session.roles else None,
         credit=list(episode.credit),
-        credit_by=episode.credit_by,
     )
 
 

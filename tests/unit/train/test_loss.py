@@ -18,7 +18,8 @@ import torch.distributed
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 
-from rl.train.trainer import EpisodeTrainer, rejected, trainer_class
+from rl.train.trainer import EpisodeTrainer, trainer_class
+from rl.train.weights import rejected
 from tests.check_kit import composed
 
 PROMPT = 2  # tokens

@@ -88,7 +88,7 @@ def shape_from(config: DictConfig) -> Shape | None:
 
 
 def credit_from(config: DictConfig) -> Credit | None:
-    """Return what gives rows their rewards; None: all have their episode's. Raises ValueError that begins with the key."""
+    """Return what gives rows their rewards, None for their episode's. Raises ValueError that begins with the key."""
     name = config.episode.get("credit")  # evaluations have none
     try:
         return load(name) if name else None

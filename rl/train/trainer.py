@@ -382,9 +382,7 @@ class EpisodeTrainer(PPOTrainer):
         weights = row_weights(sessions, tokens) if self.config.episode.weigh_by_episode else [1.0] * len(sessions)
         weights = [w if key in self.trained else 0.0 for key, w in zip(batch.keys, weights, strict=True)]
         columns: dict[str, list[torch.Tensor]] = {}
-        if self.config.episode.credit:
-            columns["advantages"] = list(data["advantages"].unbind(0))
-        if any(w != 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
+        if self.config.episode.credit or any(w != 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
             # The clipped loss is linear in a positive factor on the advantage: scaling the advantage scales the row's
             # share.
             columns["advantages"] = [row * w for row, w in zip(data["advantages"].unbind(0), weights, strict=True)]

@@ -369,9 +369,9 @@ class EpisodeTrainer(PPOTrainer):
 
         known = _columns(batch, "response_mask", *trained.columns(self.config))  # before rejection changes the mask
         batch = super()._compute_advantage(batch, metrics)
-        data = _columns(batch, "advantages", "response_mask", *(["extra_fields"] if self.config.episode.credit else []))
+        data = _columns(batch, "advantages", "response_mask")
         if self.config.episode.credit:
-            data["advantages"] = credited(data["advantages"], data["response_mask"], data.pop("extra_fields").tolist())
+            data["advantages"] = credited(data, _columns(batch, "extra_fields").pop("extra_fields").tolist())
         trained.write(self.run_dir, self.global_steps, trained.rows(batch, known, data["advantages"]))
         sessions = [session_of(key) for key in batch.keys]
         real = {s for s, tag in zip(sessions, batch.tags, strict=True) if not tag.get("is_padding")}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl.train.groups import session_of
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def row_weights(sessions: list[str], row_tokens: list[int]) -> list[float]:
@@ -39,17 +42,17 @@ def rejected(keys: list[str], row_tokens: list[int]) -> set[str]:
     return {session for session, tokens in last.items() if not tokens}
 
 
-def credited(advantages: torch.Tensor, masks: torch.Tensor, extras: list[dict[str, Any]]) -> torch.Tensor:
+def credited(data: TensorDict, extras: list[dict[str, Any]]) -> torch.Tensor:
     """Return the advantages of rows that have rewards of their own.
 
     GRPO's advantage is an episode's reward less the mean of its group. A row's is its own reward less that mean, so it
     differs by what its reward has more than the episode's (``credit`` in ``extras``).
 
     Args:
-        advantages, masks: nested tensors, one row of tokens each.
+        data: columns advantages and response_mask, nested tensors with one row of tokens each.
         extras: the rows' extra fields.
     """
-    rows = zip(advantages.unbind(0), masks.unbind(0), extras, strict=True)
+    rows = zip(data["advantages"].unbind(0), data["response_mask"].unbind(0), extras, strict=True)
     moved = [row + extra.get("credit", 0.0) * mask for row, mask, extra in rows]
     return torch.nested.as_nested_tensor(moved, layout=torch.jagged)
 

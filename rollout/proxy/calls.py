@@ -70,8 +70,7 @@ class CallLog:
         messages = [self._place(raw) for raw in wire.messages]
         head = self._place(wire.system), self._place(wire.tools)
         side = wire.model == SIDE_MODEL
-        times = {"started": started, "seconds": seconds}
-        self.calls.append(CallRecord(messages, *head, side=side, reply=reply, role=role, **times))
+        self.calls.append(CallRecord(messages, *head, side, -1, reply, started, seconds, role))
         return reply["content"]
 
     def _place(self, raw: msgspec.Raw) -> int:

@@ -70,8 +70,8 @@ def _check_roles(config: DictConfig, plays: bool) -> None:
     if "algorithm" in config:  # training
         if not any(rule.train for rule in ({MAIN: Rule(), SUBAGENT: Rule()} | rules).values()):
             lines.append("proxy.roles: nothing is trained, neither the main conversation nor any sub-agent")
-        plain = config.algorithm.adv_estimator == "grpo" and not config.algorithm.norm_adv_by_std_in_grpo
-        if config.episode.credit and not plain:
+        by_std = config.algorithm.get("norm_adv_by_std_in_grpo", True)
+        if config.episode.get("credit") and (by_std or config.algorithm.adv_estimator != "grpo"):
             lines.append("episode.credit needs algorithm.adv_estimator=grpo and norm_adv_by_std_in_grpo=false")
     if lines:
         raise ConfigError(*lines)

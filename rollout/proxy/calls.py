@@ -61,7 +61,7 @@ class CallLog:
         self._size += len(text)
         return text
 
-    def forwarded(self, wire: WireRequest, heard: bytes, started: float, seconds: float, role: str) -> list[Any]:
+    def forwarded(self, wire: WireRequest, heard: bytes, started: float, seconds: float, role: str = "") -> list[Any]:
         """Add a call that an endpoint has answered with the bytes ``heard``; return the reply's blocks."""
         reply = reply_in(heard)
         if reply is None or not self.keep(heard):

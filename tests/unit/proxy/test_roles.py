@@ -34,7 +34,12 @@ ELSEWHERE = Rule(False, SideEndpoint("http://127.0.0.1:1", "m"))
 
 
 def request(first: str, system: str = "main", model: str = "policy", more: tuple[Any, ...] = ()) -> dict[str, Any]:
-    return {"model": model, "max_tokens": 90, "system": system, "messages": [{"role": "user", "content": first}, *more]}
+    return {
+        "model": model,
+        "max_tokens": 9000,
+        "system": system,
+        "messages": [{"role": "user", "content": first}, *more],
+    }
 
 
 def start(kind: str | None, prompt: str) -> str:
@@ -165,6 +170,7 @@ async def test_foreign_calls_are_told_apart_from_those_that_are_only_served() ->
     await played.ask(request("find it", "pretending"), "a1")
     played.events.pop()
     record = played.record()
+    record.verdict["flags"] = ["foreign_calls"]
     assert findings(record) == [] and record.counters["foreign_calls"] == 1
     assert [node.foreign for node in record.nodes if node.logprobs is not None] == [False, False, True]
     for changes, found in (
@@ -205,7 +211,8 @@ class Front:
             aiohttp.ClientSession() as http,
             http.post(f"http://127.0.0.1:{self.server.port}/v1/messages", json=body, headers=headers) as reply,
         ):
-            return reply.status, json.loads(await reply.text())
+            text = await reply.text()
+            return reply.status, json.loads(text) if reply.status == 200 else text
 
 
 async def opened(rules: Mapping[str, Rule], *said: str) -> Front:
@@ -239,7 +246,7 @@ async def test_another_endpoint_answers_a_role_and_nothing_of_it_is_trained_on(b
     assert line(record)["roles"]["subagent/Explore"] == {"calls": 1, "turns": 1, "tokens": 10, "rows": 0}
     assert "the key" not in str(record) and back.keys == {"the key"}
     record.events[-1]["message"]["content"] = [{"type": "text", "text": "other"}]
-    assert any("reports another reply" in one for one in findings(record)) is False  # of sub-agents, only calls are
+    assert any(one.startswith("call 0: the agent reports another reply") for one in findings(record))
     record.calls[0].role = "main"
     assert "call 0: another model has replied, but the policy answers main" in findings(record)
     await there.close()

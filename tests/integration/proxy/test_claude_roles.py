@@ -1,6 +1,6 @@
 """This module tests roles with the real Claude Code: sub-agents that are served untrained, or answered elsewhere.
 
-The other endpoint is a second proxy with a fixed engine, as ``python -m rl.proxy`` would be.
+The other endpoint is a second proxy with a fixed engine, as ``python -m rollout.proxy`` would be.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards import graders
+from rewards.credit import Credit, CreditRow, divided
 from rewards.grade import changes, grade, step_by_step
 from rewards.rules import Rules
 from rewards.shape import Effort, Shape
@@ -51,6 +52,7 @@ class Setup:
     rules: Rules = field(default_factory=Rules)
     second_opinion: bool = False
     shape: Shape | None = None  # None: the reward is 1 if resolved, else 0
+    credit: Credit | None = None  # None: all rows have the episode's reward
     infra_retries: int = 1
     keeps: bool = False  # True: keep the agent's raw output and its own files in ``AgentRun.kept``
     grades: bool = True  # False: the verdict is that nothing was graded
@@ -62,7 +64,8 @@ class Setup:
 @dataclass
 class Episode:
     """An episode is what one attempt on a task left behind. ``session`` holds every token; ``rows`` are the training
-    sequences, empty after an infrastructure failure. ``timing``: seconds by phase (boot, agent, diff, grade, total)."""
+    sequences, empty after an infrastructure failure. ``timing``: seconds by phase (boot, agent, diff, grade, total).
+    ``credit``: the reward of each row, empty if all have the episode's."""
 
     id: str
     task: Task
@@ -74,6 +77,7 @@ class Episode:
     patch: bytes
     rows: Sequence[TrainingSequence]
     timing: dict[str, float]
+    credit: Sequence[float] = ()
 
     @property
     def overlong(self) -> bool:
@@ -154,9 +158,23 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         tokens = session.tree.sampled_tokens() if session else 0
         effort = Effort(run.turns if run else 0, tokens, patch)
         verdict = await asyncio.to_thread(setup.shape, verdict, task, effort)  # may be anybody's function
+    credit: Sequence[float] = ()
     if session is not None and not verdict.is_infra:
         rows = session.tree.sequences()
-    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds)
+    if setup.credit is not None and session is not None and verdict.reward is not None:
+        try:
+            told = [_credit_row(session, row) for row in rows]
+            credit = await asyncio.to_thread(divided, setup.credit, told, verdict.reward)
+        except Exception as error:  # the function is the user's code; the policy is not to blame for its errors
+            failed = f"episode.credit: {type(error).__name__}: {error}"
+            rows, verdict = [], replace(verdict, reason=Reason.REWARD_FAILED, detail=failed)
+    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds, credit)
+
+
+def _credit_row(session: Session, row: TrainingSequence) -> CreditRow:
+    nodes = [session.tree.nodes[index] for index in row.nodes]
+    role = nodes[0].asked.role if nodes[0].asked else ""
+    return CreditRow(role, [node.reply.blocks for node in nodes if node.reply], sum(row.mask))
 
 
 async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episode], Awaitable[None] | None]) -> Episode:
@@ -189,9 +207,11 @@ async def _act(
 
 
 def infra_failure(run: AgentRun, session: Session) -> Verdict | None:
-    """Return the verdict on a run that an infrastructure failure ended: the agent could not start, or the engine or the
-    proxy failed. Return None for all other runs, which are graded: an empty patch, a full context, and running out of
-    turns, calls or time are the policy's doing."""
+    """Return the verdict on a run that an infrastructure failure ended: the agent could not start, or the engine, the
+    proxy or the endpoint of a role failed. Return None for all other runs, which are graded: an empty patch, a full
+    context, and running out of turns, calls or time are the policy's doing."""
+    if session.roles is not None and session.roles.failing:  # an agent works on without its sub-agent
+        return Verdict(Reason.ENGINE_FAILED, next(iter(session.roles.failing.values())))
     if run.status is Status.FINISHED or session.counters.refused_calls:
         return None
     if session.closed:  # and not by us: we have not closed it yet

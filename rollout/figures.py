@@ -7,10 +7,11 @@ audit computes them once more.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import Any
 
 from rewards.verdict import Outcome
-from rollout.agent.events import usage
+from rollout.agent.events import output_tokens, usage
 from rollout.records import Record
 
 Line = dict[str, Any]
@@ -55,9 +56,27 @@ def line(record: Record) -> Line:
         # Mean per call of the proxy's own time, without the engine's; None without a call.
         "proxy_overhead_ms": 1e3 * counters["overhead_s"] / calls if calls else None,
         "record": record.seal.hex(),  # empty before version 5
+        **({"roles": _roles(record)} if record.roles is not None else {}),
         # session: a key in TransferQueue; engine: the replica that answered, None without a call; own: rl.metrics.own
         **record.trainer,
     }
+
+
+def _roles(record: Record) -> dict[str, dict[str, float]]:
+    """Return sums by role: calls that were answered, turns (those whose replies the agent has read), tokens of the
+    replies (of another endpoint, as it counts them), rows and, if a function has given the rows rewards, these."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(("calls", "turns", "tokens", "rows"), 0))
+
+    def add(role: str, **counts: float) -> None:
+        found[role] |= {name: found[role].get(name, 0) + count for name, count in counts.items()}
+
+    for node in (node for node in record.nodes if node.logprobs is not None):
+        add(node.role, calls=1, turns=int(node.delivered), tokens=node.length)
+    for call in record.calls:
+        add(call.role, calls=1, turns=1, tokens=output_tokens(call.reply))
+    for number, row in enumerate(record.rows):
+        add(record.nodes[row.nodes[0]].role, rows=1, **({"credit": record.credit[number]} if record.credit else {}))
+    return {**found}
 
 
 def _calls(record: Record) -> bool:

@@ -1,16 +1,19 @@
 """Checks of what episodes need, in training and in an evaluation: agent, proxy, boxes, grading and store."""
 
-import os
+import asyncio
 
 from omegaconf import DictConfig
 
 from rl.checks.numbers import check_positive
 from rl.config.compose import ConfigError, check_all
+from rl.episodes.asking import ask_endpoint
 from rl.episodes.boxes import kind_of
-from rl.episodes.setup import ENDPOINTS, agent_from, rules_from, shape_from
+from rl.episodes.setup import agent_from, credit_from, roles_from, rules_from, shape_from, side_endpoint_from
 from rl.metrics import own
 from rl.run.store import check_store
+from rollout.agent.claude_code import SUBAGENTS
 from rollout.proxy.parsers import FORMATS
+from rollout.proxy.roles import MAIN, SUBAGENT, Rule
 
 
 def check_episodes(config: DictConfig, plays: bool = True) -> None:
@@ -20,6 +23,7 @@ def check_episodes(config: DictConfig, plays: bool = True) -> None:
     """
     played = (_check_agent, check_boxes) if plays else ()
     check_all(config, *played, _check_proxy, _check_grading, _check_figures, check_store)
+    _check_roles(config, plays)
 
 
 def check_boxes(config: DictConfig) -> None:
@@ -50,10 +54,30 @@ def _check_proxy(config: DictConfig) -> None:
         for key in ("url", "model"):
             if not side[key]:
                 raise ConfigError(f"proxy.side_calls=forward needs proxy.side_endpoint.{key}")
-        if side.get("protocol", "messages") not in ENDPOINTS:
-            raise ConfigError(f"proxy.side_endpoint.protocol is {side.protocol!r}; it must be messages or chat")
-        if side.key_env and not os.environ.get(side.key_env):
-            raise ConfigError(f"proxy.side_endpoint.key_env names {side.key_env}, which is not set")
+
+
+def _check_roles(config: DictConfig, plays: bool) -> None:
+    """Raise ConfigError if what is said of roles can be read, but cannot work."""
+    rules, agent, lines = roles_from(config) or {}, config.agent, []
+    types = {role.removeprefix(f"{SUBAGENT}/") for role in rules} - {MAIN}
+    if types and agent.get("kind", "claude_code") == "claude_code":
+        if agent.tools is not None and "Agent" not in agent.tools:
+            lines.append("proxy.roles: agent.tools has no Agent, so there are no sub-agents")
+        unknown = types - {SUBAGENT, *SUBAGENTS}
+        if unknown and not (agent.get("project_settings") or agent.extra_args):  # which may define some
+            names = ", ".join(SUBAGENTS)
+            lines.append(f"proxy.roles.subagent/{min(unknown)}: Claude Code has no such sub-agent; it has {names}")
+    if "algorithm" in config:  # training
+        if not any(rule.train for rule in ({MAIN: Rule(), SUBAGENT: Rule()} | rules).values()):
+            lines.append("proxy.roles: nothing is trained, neither the main conversation nor any sub-agent")
+        by_std = config.algorithm.get("norm_adv_by_std_in_grpo", True)
+        if config.episode.get("credit") and (by_std or config.algorithm.adv_estimator != "grpo"):
+            lines.append("episode.credit needs algorithm.adv_estimator=grpo and norm_adv_by_std_in_grpo=false")
+    if lines:
+        raise ConfigError(*lines)
+    for role, rule in rules.items() if plays else ():
+        if rule.endpoint is not None:
+            asyncio.run(ask_endpoint(rule.endpoint, f"proxy.roles.{role}"))
 
 
 def _check_figures(config: DictConfig) -> None:
@@ -61,7 +85,7 @@ def _check_figures(config: DictConfig) -> None:
 
 
 def _check_grading(config: DictConfig) -> None:
-    for read in (rules_from, shape_from):
+    for read in (rules_from, shape_from, side_endpoint_from, roles_from, credit_from):
         try:
             read(config)
         except ValueError as error:

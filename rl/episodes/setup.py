@@ -6,15 +6,17 @@ verl and vLLM are imported when the first policy is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rewards.credit import Credit
 from rewards.rules import Rules
-from rewards.shape import Shape
+from rewards.shape import Shape, load
 from rl.config import plugins
 from rl.episodes.boxes import kind_of
 from rollout.agent import Agent
@@ -32,6 +34,7 @@ from rollout.proxy.fits import check_fits
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.parsers import VllmReplyParser
 from rollout.proxy.render import ChatTemplateRenderer, end_ids, generation_config, vocabulary
+from rollout.proxy.roles import SIDE, Rule
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy
 
@@ -84,12 +87,58 @@ def shape_from(config: DictConfig) -> Shape | None:
         raise ValueError(f"grading.reward: {error}") from error
 
 
+def credit_from(config: DictConfig) -> Credit | None:
+    """Return what gives rows their rewards, None for their episode's. Raises ValueError that begins with the key."""
+    name = config.episode.get("credit")  # evaluations have none
+    try:
+        return load(name) if name else None
+    except ValueError as error:
+        raise ValueError(f"episode.credit: {error}") from error
+
+
+def roles_from(config: DictConfig) -> dict[str, Rule] | None:
+    """Return the rules by role, None if roles are not told apart. Raises ValueError that begins with the key."""
+    given: Any = OmegaConf.to_container(config.proxy.get("roles") or OmegaConf.create(), resolve=True)
+    rules: dict[str, Rule] = {}
+    for role, said in given.items():
+        key = f"proxy.roles.{role}"
+        if role == SIDE:
+            raise ValueError(f"{key}: proxy.side_calls says what is done with side calls")
+        if not re.fullmatch(r"main|subagent(/[\w.:-]{1,64})?", str(role)):
+            raise ValueError(f"{key}: there is no such role; roles are main, subagent and subagent/TYPE")
+        match said:
+            case {"train": bool(train), **rest} if not rest:
+                rules[role] = Rule(train)
+            case {"endpoint": str(url), "model": str(model), **rest} if rest.keys() <= {"protocol", "key_env"}:
+                if not re.match("https?://[^@]+$", url):
+                    raise ValueError(f"{key}.endpoint must be a URL without a key in it, such as http://HOST:8000")
+                rules[role] = Rule(False, _endpoint(key, url, model, **rest))
+            case _:
+                raise ValueError(f"{key} is {said}; give train, or endpoint and model (and protocol, key_env)")
+    return rules if rules or config.episode.get("credit") else None
+
+
+def side_endpoint_from(config: DictConfig) -> SideEndpoint | None:
+    """Return the endpoint that answers side calls, None for the policy. Raises ValueError that begins with the key."""
+    side, forwards = config.proxy.side_endpoint, config.proxy.side_calls == "forward"
+    protocol = side.get("protocol", "messages")  # configs of earlier runs do not name it
+    return _endpoint("proxy.side_endpoint", side.url, side.model, protocol, side.key_env) if forwards else None
+
+
+def _endpoint(key: str, url: str, model: str, protocol: str = "messages", key_env: str | None = None) -> SideEndpoint:
+    if protocol not in ENDPOINTS:
+        raise ValueError(f"{key}.protocol is {protocol!r}; it must be messages or chat")
+    if key_env and not os.environ.get(key_env):
+        raise ValueError(f"{key}.key_env names {key_env}, which is not set")
+    return ENDPOINTS[protocol](url, model, os.environ[key_env] if key_env else None)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings are what a config says about episodes, as plain values.
 
     ``max_tokens``: of one reply; ``max_context``: of a prompt and its reply together. ``side_endpoint``: where side
-    calls go; None: to the policy, which is trained on them if ``train_side_calls``.
+    calls go; None: to the policy, which is trained on them if ``train_side_calls``. ``roles``: see ``Policy``.
     """
 
     agent: Agent
@@ -109,6 +158,8 @@ class Settings:
     max_calls: int
     max_body: int
     max_session_tokens: int
+    roles: Mapping[str, Rule] | None
+    credit: Credit | None
 
 
 def training_settings(config: DictConfig) -> Settings:
@@ -128,11 +179,6 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
     """
     proxy = config.proxy
     agent = agent_from(config, max_tokens, max_context)
-    side_endpoint = None
-    if proxy.side_calls == "forward":
-        side = proxy.side_endpoint
-        endpoint = ENDPOINTS[side.get("protocol", "messages")]  # configs of earlier runs do not name it
-        side_endpoint = endpoint(side.url, side.model, os.environ.get(side.key_env) if side.key_env else None)
     return Settings(
         agent=agent,
         boot=kind_of(config.sandbox).boot(agent, run),
@@ -145,12 +191,14 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
         reasoning_parser=proxy.reasoning_parser,
         any_family=proxy.any_family,
         train_side_calls=proxy.side_calls == "train",
-        side_endpoint=side_endpoint,
+        side_endpoint=side_endpoint_from(config),
         max_tokens=max_tokens,
         max_context=max_context,
         max_calls=proxy.max_calls,
         max_body=int(proxy.max_body_mb * 2**20),
         max_session_tokens=proxy.max_session_tokens,
+        roles=roles_from(config),
+        credit=credit_from(config),
     )
 
 
@@ -176,6 +224,7 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
         max_body=settings.max_body,
         max_session_tokens=settings.max_session_tokens,
         vocabulary=vocabulary(model),
+        roles=settings.roles,
     )
 
 
@@ -190,6 +239,7 @@ def make_setup(settings: Settings, policy: Policy, proxy: ProxyServer) -> Setup:
         rules=settings.rules,
         second_opinion=settings.second_opinion,
         shape=settings.shape,
+        credit=settings.credit,
         infra_retries=settings.infra_retries,
         scratch=Path(scratch) if (scratch := os.environ.get("RL_SOCKET_DIR")) else None,
     )

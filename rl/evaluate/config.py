@@ -183,6 +183,8 @@ def identity_of(config: DictConfig, weights: Weights | None, tasks: Sequence[Tas
     """Return everything that decides how an episode ends. Two evaluations with equal identities are the same one."""
     plain: Any = OmegaConf.to_container(config, resolve=True)
     identity = {name: plain[name] for name in (*_GROUPS, "protocol", "tokenizer", "sampling", "max_context")}
+    if not identity["proxy"].get("roles"):  # evaluations of before there were any
+        identity["proxy"].pop("roles", None)
     if weights is not None:
         identity |= {"policy": weights.model, "weights": digest(weights.stamps())[:8], "serve": plain["serve"]}
         identity["serve"].pop("timeout_s")

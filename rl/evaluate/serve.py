@@ -8,16 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from rl.config.compose import ConfigError
+from rl.episodes.asking import ASK_S, ask
 from rl.run.forks import Forks
 from rl.run.vllm_server import VllmServer
 from rollout.proxy.engine import EngineError
-from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.vllm_http import VllmHttpEngine
-
-_ASK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ async def ask_server(url: str, model: str | None, key: str | None) -> ServedMode
 
     model: None for the only model that the server has. key: the server's API key. Raises ConfigError.
     """
-    status, text = await _ask(f"{url.rstrip('/')}/v1/models", {"Authorization": f"Bearer {key}"} if key else {})
+    status, text = await ask(f"{url.rstrip('/')}/v1/models", {"Authorization": f"Bearer {key}"} if key else {})
     if status in (401, 403):
         raise ConfigError(f"endpoint: {url}: status {status}; set key_env to the server's --api-key")
     try:
@@ -65,35 +61,11 @@ async def ask_server(url: str, model: str | None, key: str | None) -> ServedMode
     served = found[model] if model is not None else next(iter(found.values()))
     engine = VllmHttpEngine(url, served.name, key)
     try:
-        async with asyncio.timeout(_ASK_S):
+        async with asyncio.timeout(ASK_S):
             return replace(served, processed=await engine.processed([0]))
     except TimeoutError:
-        raise ConfigError(f"endpoint: {url} gives no reply in {_ASK_S:g} s") from None
+        raise ConfigError(f"endpoint: {url} gives no reply in {ASK_S:g} s") from None
     except EngineError as error:
         raise ConfigError(f"endpoint: {error}") from None
     finally:
         await engine.close()
-
-
-async def ask_endpoint(endpoint: SideEndpoint) -> None:
-    """Ask an endpoint for a short reply, to check address, key and model. Raises ConfigError."""
-    url = endpoint.address("/v1/messages")
-    status, text = await _ask(url, endpoint.headers(), endpoint.hello())
-    said = " ".join(text.split())[:300]
-    if status in (401, 403):
-        where = "it does not accept the key in key_env" if endpoint.key else "it needs a key; set key_env=VARIABLE"
-        raise ConfigError(f"endpoint: {url}: status {status}; {where}: {said}")
-    if status != 200:
-        raise ConfigError(f"endpoint: {url} does not answer as {endpoint.model!r}: status {status}: {said}")
-
-
-async def _ask(url: str, headers: dict[str, str], body: dict[str, Any] | None = None) -> tuple[int, str]:
-    """Return status and text of the answer to a GET, or to a POST of ``body``. Raises ConfigError if there is none."""
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S)) as http,
-            http.request("POST" if body else "GET", url, json=body, headers=headers) as reply,
-        ):
-            return reply.status, await reply.text(errors="replace")
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConfigError(f"endpoint: {url} does not answer: {str(error) or type(error).__name__}") from None

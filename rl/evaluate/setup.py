@@ -10,9 +10,10 @@ from typing import cast
 from omegaconf import DictConfig
 
 from rl.config.compose import ConfigError
+from rl.episodes.asking import ask_endpoint
 from rl.episodes.setup import ENDPOINTS, load_policy, make_setup
 from rl.evaluate.config import endpoint_key, settings_of
-from rl.evaluate.serve import ServedModel, ask_endpoint, ask_server
+from rl.evaluate.serve import ServedModel, ask_server
 from rl.run.vllm_server import SERVED_AS, VllmServer
 from rl.run.weights import Weights
 from rollout.episode import Setup
@@ -20,6 +21,7 @@ from rollout.proxy.engine import Engine
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.render import generation_config
+from rollout.proxy.roles import endpoints
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy
 
@@ -60,6 +62,7 @@ def forwarding_setup(config: DictConfig, name: str) -> Setup:
     """Return the set-up in which all calls of the agent go on to the endpoint. name: marks the boxes."""
     settings = settings_of(config, config.max_context or _HOSTED_CONTEXT, name)
     proxy = PassThrough(_endpoint(config), settings.side_endpoint, settings.max_calls)
+    proxy.policy = replace(proxy.policy, roles=settings.roles)
     return make_setup(settings, proxy.policy, proxy)
 
 
@@ -91,8 +94,8 @@ async def token_setup(
     engine = VllmHttpEngine(url, served_as, endpoint_key(config) if server is None else None)
     stack.push_async_callback(engine.close)
     policy = await asyncio.to_thread(_load, config, model, engine, name)
-    if policy.side_endpoint is not None:
-        stack.push_async_callback(policy.side_endpoint.close)
+    for endpoint in endpoints(policy.roles, policy.side_endpoint):
+        stack.push_async_callback(endpoint.close)
     if server is not None:
         await asyncio.to_thread(server.wait, config.serve.timeout_s)
         served = await ask_server(url, served_as, None)

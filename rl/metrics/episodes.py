@@ -138,6 +138,10 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
     for name in sorted({name for one in graded for name in one.get("own", ())}):
         values = [one["own"][name] for one in graded if name in one["own"]]
         metrics[f"{outer}own/{name}"] = sum(values) / len(values)
+    counts = {(role, name) for one in graded for role, told in one.get("roles", {}).items() for name in told}
+    for role, name in sorted(counts):
+        total = sum(one.get("roles", {}).get(role, {}).get(name, 0) for one in graded)
+        metrics[f"{outer}role/{metric_name(role)}/{name}"] = total / len(graded)
     overheads = [float(one["proxy_overhead_ms"]) for one in graded if one["proxy_overhead_ms"] is not None]
     if overheads:
         metrics[f"{outer}proxy/overhead_ms"] = sum(overheads) / len(overheads)

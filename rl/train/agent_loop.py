@@ -68,11 +68,12 @@ class Worker:
 
     def setting(self, parameters: dict[str, Any], split: str) -> Setup:
         """Return the set-up of an episode that samples with the trainer's ``parameters``. Held-out ones have no
-        deadline: their results are compared."""
+        deadline, because their results are compared, and no rows that need rewards."""
         agent: Any = self.setup.agent  # a frozen dataclass, as all agents are
+        setup = replace(self.setup, policy=replace(self.setup.policy, sampling=parameters))
         if split == "train":
-            agent = replace(agent, timeout_s=self.deadline.seconds)
-        return replace(self.setup, agent=agent, policy=replace(self.setup.policy, sampling=parameters))
+            return replace(setup, agent=replace(agent, timeout_s=self.deadline.seconds))
+        return replace(setup, credit=None)
 
     def keep(self, episode: Episode, split: str, step: int, session: str) -> None:
         """Write the record of an attempt, and from it the line for its step's metrics and perhaps a sample.
@@ -154,7 +155,8 @@ def episode_seed(run_seed: int, split: str, step: int, task: str, session: int) 
 
 
 def outputs(episode: Episode, mask_overlong: bool = False) -> list[AgentLoopOutput]:
-    """Return an episode's rows in verl's form. All of them carry the episode's reward; verl reads the last one's."""
+    """Return an episode's rows in verl's form. All of them carry the episode's reward; verl reads the last one's. What
+    a row's own reward has more than that is its ``credit``, which ``rl.train.trainer`` adds to its advantage."""
     if episode.verdict.is_infra or (mask_overlong and episode.overlong):
         return []
     seconds = episode.timing
@@ -176,7 +178,8 @@ def outputs(episode: Episode, mask_overlong: bool = False) -> list[AgentLoopOutp
                 "min_global_steps": row.versions[0],
                 "max_global_steps": row.versions[1],
                 "reward_extra_info": {"resolved": float(episode.verdict.outcome is Outcome.RESOLVED)},
+                **({"credit": episode.credit[number] - (episode.verdict.reward or 0.0)} if episode.credit else {}),
             },
         )
-        for row in episode.rows
+        for number, row in enumerate(episode.rows)
     ]

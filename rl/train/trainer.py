@@ -44,6 +44,7 @@ from rl.run.watch import Watchdog
 from rl.train import unfinished
 from rl.train.curriculum import CurriculumTrainer
 from rl.train.groups import GroupBuffer, RolloutInterrupted, alone, group_of, manager_class, session_of
+from rl.train.weights import credited, place, rejected, row_weights
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -52,42 +53,6 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 else:
     ReplayBuffer = PPOTrainer = object  # the real bases depend on the mode: see trainer_class
-
-
-def row_weights(sessions: list[str], row_tokens: list[int]) -> list[float]:
-    """Return the weights with which token means of rows add up to token means of episodes.
-
-    Args:
-        sessions: episode key of each row.
-        row_tokens: number of sampled tokens of each row; 0 for padding.
-
-    Returns:
-        Per row, its share of the sampled tokens of its episode. The weights of an episode sum to 1.
-    """
-    totals: dict[str, int] = {}
-    for session, tokens in zip(sessions, row_tokens, strict=True):
-        totals[session] = totals.get(session, 0) + tokens
-    return [t / totals[s] if t else 0.0 for s, t in zip(sessions, row_tokens, strict=True)]
-
-
-def rejected(keys: list[str], row_tokens: list[int]) -> set[str]:
-    """Return the episodes whose last row has no token left in the loss, because rejection sampling took it.
-
-    verl reads an episode's advantage from the tokens of its last row (the main thread's); without any it is 0 for all.
-
-    Args:
-        keys: the rows' keys.
-        row_tokens: number of tokens of each row that are left.
-    """
-    rows = sorted(zip(keys, row_tokens, strict=True), key=lambda row: _place(row[0]))
-    last = {session_of(key): tokens for key, tokens in rows}
-    return {session for session, tokens in last.items() if not tokens}
-
-
-def _place(key: str) -> tuple[int, int]:
-    """Return (session, row) of a row's key."""
-    session, row = key.split("_")[-2:]
-    return int(session), int(row)
 
 
 def _columns(batch: "KVBatchMeta", *names: str, keys: list[str] | None = None) -> "TensorDict":
@@ -377,7 +342,7 @@ class EpisodeTrainer(PPOTrainer):
                 f"step {self.global_steps} has no two episodes of a task to compare: {causes or 'none was recorded'}"
             )
         tasks = _columns(batch, "index")["index"]
-        ranks = [(int(task), *_place(key)) for task, key in zip(tasks, batch.keys, strict=True)]
+        ranks = [(int(task), *place(key)) for task, key in zip(tasks, batch.keys, strict=True)]
         batch.reorder(sorted(range(len(ranks)), key=ranks.__getitem__))
         return super()._balance_batch(batch, metrics, *args, **kwargs)
 
@@ -405,6 +370,8 @@ class EpisodeTrainer(PPOTrainer):
         known = _columns(batch, "response_mask", *trained.columns(self.config))  # before rejection changes the mask
         batch = super()._compute_advantage(batch, metrics)
         data = _columns(batch, "advantages", "response_mask")
+        if self.config.episode.credit:
+            data["advantages"] = credited(data, _columns(batch, "extra_fields").pop("extra_fields").tolist())
         trained.write(self.run_dir, self.global_steps, trained.rows(batch, known, data["advantages"]))
         sessions = [session_of(key) for key in batch.keys]
         real = {s for s, tag in zip(sessions, batch.tags, strict=True) if not tag.get("is_padding")}
@@ -415,7 +382,7 @@ class EpisodeTrainer(PPOTrainer):
         weights = row_weights(sessions, tokens) if self.config.episode.weigh_by_episode else [1.0] * len(sessions)
         weights = [w if key in self.trained else 0.0 for key, w in zip(batch.keys, weights, strict=True)]
         columns: dict[str, list[torch.Tensor]] = {}
-        if any(w != 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
+        if self.config.episode.credit or any(w != 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
             # The clipped loss is linear in a positive factor on the advantage: scaling the advantage scales the row's
             # share.
             columns["advantages"] = [row * w for row, w in zip(data["advantages"].unbind(0), weights, strict=True)]

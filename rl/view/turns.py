@@ -19,6 +19,7 @@ import msgspec
 from rewards.verdict import Outcome
 from rollout.agent.events import blocks, message_id
 from rollout.audit import audit_heard, audit_tokens
+from rollout.audit.roles import trains
 from rollout.reading import FormatReading
 from rollout.records import NodeRecord, Record, path_of, unpack_floats, unpack_ids
 from rollout.trace import Trace, TraceError, sound, trace
@@ -280,6 +281,8 @@ def _why(record: Record, turn: Turn, mask_overlong: bool) -> str:
         return "nothing proves that the agent has read it (never delivered)"
     if node.side and not record.train_side_calls:
         return "it answers a side call, and this run only serves these (proxy.side_calls)"
+    if not trains(record, node):
+        return f"this run only serves {node.role} (proxy.roles)"
     if not node.trained:
         return "the agent does not report it: another program in the box asked for it"
     return "no row has it: the audit says more"

@@ -27,6 +27,8 @@ from rollout.sandbox import ExecResult
 _LEAST_WINDOW = 45_000
 # The longest JSON text on the command line; Linux takes no argument of more than 128 KiB.
 _ARGUMENT = 100_000
+SUBAGENTS = ("claude", "Explore", "fork", "general-purpose", "Plan", "statusline-setup")
+"""The types of sub-agents that Claude Code (2.1.329) has by itself."""
 COVERS = {Path(__file__).with_name("managed"): "/etc/claude-code"}
 """What stands in place of an image's settings for all users, above which no option stands."""
 

@@ -83,5 +83,11 @@ def usage(event: dict[str, Any]) -> tuple[int, int]:
     )
 
 
+def output_tokens(reply: dict[str, Any]) -> int:
+    """Return the tokens of a reply of the Messages API, as the endpoint counts them."""
+    used = reply.get("usage")
+    return _count(used.get("output_tokens")) if isinstance(used, dict) else 0
+
+
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0

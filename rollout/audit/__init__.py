@@ -23,6 +23,8 @@ Every record is checked with code that shares nothing with the session tree:
    its file and has the same version. No episode, no reply's name and no other episode's content is there twice.
 8. Every line of episode_metrics and of journals has its record, and all figures of it; every record has its line. An
    episode that a selection inside the run has copied (rl.data.select) is the same as in the record it was copied from.
+9. Where a config says what is done with roles of calls (proxy.roles), each reply has the role that the agent's events
+   tell, and was answered and trained on as the config says. Rewards of rows are finite, one for each.
 
 The exit status is 0, with one summary line, or 1, with one line per finding. docs/records.md says how each field is
 proven, and what cannot be found.
@@ -40,6 +42,7 @@ from rollout import program
 from rollout.audit.claims import audit_claims
 from rollout.audit.heard import audit_heard
 from rollout.audit.lines import Lines
+from rollout.audit.roles import audit_roles
 from rollout.audit.texts import audit_text, audit_turns, closing_of, tokenizer_of
 from rollout.audit.tokens import SEALS, audit_tokens, infra_failed, torn_columns
 from rollout.reading import FormatReading
@@ -49,6 +52,7 @@ from rollout.records.reading import Reader
 __all__ = [
     "audit_claims",
     "audit_heard",
+    "audit_roles",
     "audit_text",
     "audit_tokens",
     "audit_turns",
@@ -142,6 +146,7 @@ class Audit:
             return
         yield from audit_heard(record)
         yield from audit_claims(record)
+        yield from audit_roles(record)
         if not record.nodes:  # an evaluation of another endpoint leaves none, and has no tokenizer
             return
         model = str(self.model or record.model)

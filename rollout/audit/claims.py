@@ -14,6 +14,7 @@ from rewards.verdict import Outcome, Reason
 from rollout.agent import STEP
 from rollout.audit.tokens import SEALS
 from rollout.proxy.engine import AT_1, SAMPLED
+from rollout.proxy.roles import MAIN
 from rollout.records import SEALED, Record
 
 
@@ -85,7 +86,9 @@ def _agent(record: Record) -> Iterator[str]:
     if told is not None and told != len(record.events):
         return  # check 5 says it
     most = sum(node.delivered and not node.side for node in record.nodes)
-    if not record.nodes:
+    if record.roles is not None:
+        most += sum(call.role == MAIN for call in record.calls)
+    elif not record.nodes:
         most = max(0, int(sum(counters.get(name, 0) * sign for name, sign in _FORWARDED)))
     if not isinstance(turns, int) or not 0 <= turns <= most:
         yield f"the agent had {turns} turns, but at most {most} replies"
@@ -122,6 +125,8 @@ def _counters(record: Record) -> Iterator[str]:
     replies = [node for node in record.nodes if node.logprobs is not None]
     cut = sum(node.stop_reason == "max_tokens" for node in replies)
     foreign = sum(node.delivered and not node.trained and not node.side for node in replies)
+    if record.roles is not None:
+        foreign = sum(node.foreign for node in replies)
     lost = sum(not node.delivered for node in replies)
     calls = counters.get("calls", 0)
     for name, least, most in (

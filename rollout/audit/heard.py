@@ -10,7 +10,9 @@ from typing import Any
 from rollout.agent import STEP
 from rollout.agent.events import blocks, message_id
 from rollout.audit.ran import changed_input, same_input
+from rollout.audit.roles import trains
 from rollout.audit.tokens import SEALS
+from rollout.proxy.roles import MAIN, rule_of
 from rollout.records import NodeRecord, Record
 
 
@@ -28,6 +30,7 @@ def audit_heard(record: Record) -> Iterator[str]:
         if said := blocks(event, "assistant"):
             heard[message_id(event)][str(event.get("parent_tool_use_id") or event.get("partial") or "")] += said
     sent = {node.message_id: i for i, node in enumerate(nodes) if node.logprobs is not None}
+    sampled = {*sent.values()}
     if record.agent.get("status") in ended:
         cut.add(next(reversed(heard), ""))
     for name in (name for name in heard if name in sent):
@@ -42,22 +45,32 @@ def audit_heard(record: Record) -> Iterator[str]:
                     yield f"node {i}: {_ran(call, ran)}"
             if not _same(said, node.blocks, bool(partly), name in cut):
                 yield f"node {i}: the agent reports another reply than the one it was sent ({name})"
+    for number, call in enumerate(record.calls if record.roles is not None else ()):
+        for partly, said in heard.get(name := str(call.reply.get("id")), {}).items():
+            if not _same(said, call.reply["content"], bool(partly), name in cut):
+                yield f"call {number}: the agent reports another reply than the one it was sent ({name})"
     yield from _hooks(record)
     reports = record.agent.get("reports", "foreign_calls" in record.counters and any(heard))
     if not reports or any(node.parent >= i for i, node in enumerate(nodes)):
         return  # an agent that reports nothing, an older record, or a finding of check 1
-    known = _known(nodes, {i for name, i in sent.items() if name in heard and nodes[i].delivered})
+    named = {i for name, i in sent.items() if name in heard and nodes[i].delivered}
+    known = _known(nodes, named, "endpoint" not in (rule_of(record.roles, MAIN) or {}))
     for number in sorted({n for row in record.rows for n in row.nodes} - known):
         yield f"node {number}: it is trained on, but the agent does not report it"
     if record.version < SEALS:
         return
+    if record.roles is not None:
+        sent |= {str(call.reply.get("id")): -1 for call in record.calls}
+        others = {i for i in sampled if nodes[i].delivered and not nodes[i].side} - known
+        for i in sorted(others ^ {i for i, node in enumerate(nodes) if node.foreign}):
+            yield f"node {i}: foreign is {nodes[i].foreign}, which the agent's reports do not say"
     unknown = sum(name.startswith("msg_") and name not in sent for name in heard)
     counted = record.counters.get("unknown_reports", 0)
     if unknown != counted and nodes:
         what = "reply that is" if unknown == 1 else "replies that are"
         yield f"the agent reports {unknown} {what} not recorded; {counted:g} were counted"
     for i in sorted(known):
-        if not nodes[i].trained and nodes[i].delivered and (record.train_side_calls or not nodes[i].side):
+        if not nodes[i].trained and nodes[i].delivered and trains(record, nodes[i]):
             yield f"node {i}: it is not trained on, though it is a reply of the agent's"
 
 
@@ -97,8 +110,9 @@ def _same(said: list[dict[str, Any]], sent: list[dict[str, Any]], partly: bool, 
     return partly and all(block in rest for block in left) and called == (calls[: len(called)] if cut else calls)
 
 
-def _known(nodes: list[NodeRecord], named: set[int]) -> set[int]:
-    """Return the delivered replies that are the agent's own. ``named``: those that it reports."""
+def _known(nodes: list[NodeRecord], named: set[int], first: bool) -> set[int]:
+    """Return the delivered replies that are the agent's own. ``named``: those that it reports. ``first``: the first
+    conversation is its own."""
     roots: list[int] = []
     lengths: list[int] = []
     longest: dict[int, int] = {}
@@ -109,7 +123,7 @@ def _known(nodes: list[NodeRecord], named: set[int]) -> set[int]:
         best = longest.get(roots[i])
         if node.delivered and node.logprobs is not None and (best is None or lengths[i] > lengths[best]):
             longest[roots[i]] = i
-    own = {0, *(roots[i] for i in named)}
+    own = {*([0] if first else []), *(roots[i] for i in named)}
     known: set[int] = set()
     for i in (*named, *(end for root, end in longest.items() if root in own)):
         while i >= 0 and i not in known:

@@ -23,6 +23,7 @@ class CallRecord(msgspec.Struct, omit_defaults=True):
     places in ``CallLog.parts``.
 
     ``reply``: the body of the endpoint's answer. ``started``: Unix time; ``seconds``: until the reply was sent.
+    ``role``: ``rollout.proxy.roles``.
     ``node``: in records before version 4, the index of the sampled node that answered a call; -1 for a forwarded one.
     """
 
@@ -34,6 +35,7 @@ class CallRecord(msgspec.Struct, omit_defaults=True):
     reply: dict[str, Any] = {}
     started: float = 0.0
     seconds: float = 0.0
+    role: str = ""
 
 
 class CallLog:
@@ -59,16 +61,17 @@ class CallLog:
         self._size += len(text)
         return text
 
-    def forwarded(self, wire: WireRequest, heard: bytes, started: float, seconds: float) -> None:
-        """Add a call that an endpoint has answered with the bytes ``heard``."""
+    def forwarded(self, wire: WireRequest, heard: bytes, started: float, seconds: float, role: str = "") -> list[Any]:
+        """Add a call that an endpoint has answered with the bytes ``heard``; return the reply's blocks."""
         reply = reply_in(heard)
         if reply is None or not self.keep(heard):
             self.lost += reply is None
-            return
+            return reply["content"] if reply else []
         messages = [self._place(raw) for raw in wire.messages]
         head = self._place(wire.system), self._place(wire.tools)
         side = wire.model == SIDE_MODEL
-        self.calls.append(CallRecord(messages, *head, side=side, reply=reply, started=started, seconds=seconds))
+        self.calls.append(CallRecord(messages, *head, side, -1, reply, started, seconds, role))
+        return reply["content"]
 
     def _place(self, raw: msgspec.Raw) -> int:
         text = bytes(raw)

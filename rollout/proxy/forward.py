@@ -20,6 +20,7 @@ from rollout.proxy.calls import reply_in
 from rollout.proxy.connections import taken
 from rollout.proxy.messages import RequestError, check_blocks
 from rollout.proxy.replies import Reply
+from rollout.proxy.wire import BrokenOffError, EndpointError
 
 _BEGUN = re.compile(rb'"message_start".*?\n\r?\n', re.DOTALL)  # the end of the event that has a reply's id
 _FAILED = re.compile(rb"^event: ?error\r?\n(.{0,2000})", re.MULTILINE)  # a reply that begins with status 200 may end so
@@ -27,14 +28,6 @@ _LATEST = 1 << 20  # bytes of a line in which it is looked for
 _JSON = re.compile(rb"\s*\{")
 _LARGEST = 32 << 20  # bytes of a reply
 _ENDLESS = f"a reply of more than {_LARGEST >> 20} MiB"
-
-
-class BrokenOffError(ConnectionResetError):
-    """The endpoint broke off in the middle of a reply, or said there that it failed."""
-
-
-class EndpointError(RequestError):
-    """The endpoint failed or refuses a call. (A RequestError of another class is the client's doing.)"""
 
 
 @dataclass

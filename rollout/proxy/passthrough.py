@@ -12,10 +12,11 @@ from typing import Any
 from aiohttp import web
 
 from rollout import SIDE_MODEL
-from rollout.proxy.forward import BrokenOffError, EndpointError, SideEndpoint
+from rollout.proxy.forward import SideEndpoint
+from rollout.proxy.roles import AGENT_HEADER, endpoints
 from rollout.proxy.server import ProxyServer, is_retry
 from rollout.proxy.session import Policy
-from rollout.proxy.wire import FULL, RequestError
+from rollout.proxy.wire import FULL, BrokenOffError, EndpointError, RequestError
 
 
 class PassThrough(ProxyServer):
@@ -45,9 +46,8 @@ class PassThrough(ProxyServer):
     async def stop(self, grace_s: float = 0.0) -> None:
         """Stop as ProxyServer does, and close the connections to the endpoints."""
         await super().stop(grace_s)
-        for endpoint in (self.endpoint, self.policy.side_endpoint):
-            if endpoint is not None:
-                await endpoint.close()
+        for endpoint in (self.endpoint, *endpoints(self.policy.roles, self.policy.side_endpoint)):
+            await endpoint.close()
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         """Forward a call. ``engine_errors`` counts the failures since the last success.
@@ -59,9 +59,10 @@ class PassThrough(ProxyServer):
         session.counters.calls += 1
         session.counters.side_calls += side
         session.counters.retries += is_retry(request)
-        endpoint = (side and session.policy.side_endpoint) or self.endpoint
+        whose = await session.whose(wire, request.headers.get(AGENT_HEADER, ""))
+        endpoint = whose.endpoint or self.endpoint
         try:
-            response = await self.forward(session, endpoint, request, front, asked, wire)
+            response = await self.forward(session, endpoint, request, front, asked, wire, whose)
         except (EndpointError, BrokenOffError) as error:
             full = FULL in str(error)
             session.counters.context_full += full

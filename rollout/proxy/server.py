@@ -30,10 +30,11 @@ from rollout.proxy.front import PATHS, counts, front_of
 from rollout.proxy.front.base import Answer, Front
 from rollout.proxy.messages import RequestError, WireRequest
 from rollout.proxy.replies import Reply, reply_json
+from rollout.proxy.roles import AGENT_HEADER, Asked
 from rollout.proxy.secret import issued
-from rollout.proxy.session import Policy, Session, closed_error
+from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import Node
-from rollout.proxy.wire import LARGE, takes_long
+from rollout.proxy.wire import LARGE, closed_error, takes_long
 
 if TYPE_CHECKING:  # not loaded where nothing is forwarded, and no metrics are served
     from rollout.proxy.forward import SideEndpoint
@@ -241,9 +242,12 @@ class ProxyServer:
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         session, front, asked, wire = await self.asked(request)
-        if wire.model == SIDE_MODEL and session.policy.side_endpoint is not None:
-            session.counters.side_calls += 1
-            return await self.forward(session, session.policy.side_endpoint, request, front, asked, wire)
+        whose = await session.whose(wire, request.headers.get(AGENT_HEADER, ""))
+        if whose.endpoint is not None:
+            session.counters.side_calls += wire.model == SIDE_MODEL
+            session.counters.calls += session.roles is not None
+            session.counters.retries += session.roles is not None and is_retry(request)
+            return await self.forward(session, whose.endpoint, request, front, asked, wire, whose)
         before = session.counters.overhead_s
         transport = request.transport
         if transport is None:
@@ -256,7 +260,7 @@ class ProxyServer:
                 # Requests pass this part one at a time, so that when many arrive at once, the first is sampled while
                 # the others are being encoded, and not only after all of them are.
                 async with self._entrance:
-                    call = session.prepare(wire, is_retry(request), place)
+                    call = session.prepare(wire, is_retry(request), place, whose.role)
                     sampled = waiting.enter_context(session.sampling(call))
                     await asyncio.sleep(0)  # lets the generation begin
             answer = front.answer(asked, call.message_id, call.context.length)
@@ -275,26 +279,32 @@ class ProxyServer:
         front: Front[Any],
         asked: Any,
         wire: WireRequest,
+        whose: Asked,
     ) -> web.StreamResponse:
         """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
-        began = time.time()
-        if not front.name:  # byte for byte
-            heard = bytearray()
-            response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
-        else:
-            name = f"msg_{uuid.uuid4().hex}"
-            asking = asyncio.ensure_future(endpoint.ask(wire.body))
-            try:
-                response, reply = await self._answered(
-                    request, session, front.answer(asked, name, 0), wire.stream, asking
-                )
-            finally:
-                asking.cancel()
-            if reply is None:
-                raise endpoint.broken(asking.exception())
-            heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
-        if response.status == 200:
-            session.talk.forwarded(wire, bytes(heard), began, time.time() - began)
+        began, roles = time.time(), session.roles
+        with roles.relaying(whose) if roles is not None else contextlib.nullcontext():
+            if not front.name:  # byte for byte
+                heard = bytearray()
+                response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
+            else:
+                name = f"msg_{uuid.uuid4().hex}"
+                asking = asyncio.ensure_future(endpoint.ask(wire.body))
+                try:
+                    response, reply = await self._answered(
+                        request, session, front.answer(asked, name, 0), wire.stream, asking
+                    )
+                finally:
+                    asking.cancel()
+                if reply is None:
+                    raise endpoint.broken(asking.exception())
+                heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
+            blocks: list[Any] = []
+            if response.status == 200:
+                blocks = session.talk.forwarded(wire, bytes(heard), began, time.time() - began, whose.role)
+            if roles is not None:
+                failure = f"status {response.status}: {getattr(response, 'body', b'')!r}"
+                roles.answered(whose, failure if response.status >= 300 else "", blocks)
         return response
 
     async def _answered(

@@ -11,10 +11,9 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,16 +24,16 @@ from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCod
 from rollout.proxy.front.base import Front, Translated
 from rollout.proxy.messages import Conversation, MessageMemory, RequestError, WireRequest, conversation
 from rollout.proxy.replies import Reply
+from rollout.proxy.roles import MAIN, Asked, Roles, Rule, rule_of
 from rollout.proxy.secret import issue
-from rollout.proxy.texts import NoRoom, Room, within
+from rollout.proxy.texts import NoRoom, Room, in_thread, within
 from rollout.proxy.tree import Match, Node, Prompt, SamplingTerms, Tree, routed
+from rollout.proxy.wire import closed_error
 
 if TYPE_CHECKING:  # the core runs without HTTP, vLLM and verl, which these modules import
     from rollout.proxy.forward import SideEndpoint
     from rollout.proxy.parsers import ReplyParser
     from rollout.proxy.render import Renderer
-
-R = TypeVar("R")
 
 # A renderer reads only a few of the last ids of a path: an end-of-turn token and its newline.
 _TAIL = 8
@@ -42,8 +41,6 @@ _TAIL = 8
 _AT_ONCE = 1 << 14
 # A head that took less CPU time than this to encode, in seconds, is encoded at once from then on.
 _QUICK_S = 0.015
-# Each session uses one of these threads at a time, which the tokenizer lets run beside the event loop.
-_threads = ThreadPoolExecutor(64, "proxy-encode")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Policy:
     side calls, retries, broken requests and counts of tokens included; None: any number. ``max_body``: the largest
     request of a session in bytes; None: the server's. ``sampling``: the trainer's parameters (temperature, top_p, ...);
     a ``seed`` among them is the episode's, from which each call gets its own (``call_seed``). ``vocabulary``: the
-    number of the model's ids, the first of which is 0.
+    number of the model's ids, the first of which is 0. ``roles``: rules by role; None: roles are not told apart.
     """
 
     engine: Engine
@@ -74,11 +71,7 @@ class Policy:
     max_body: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     vocabulary: int = 1 << 31  # a seal has no room for larger ids
-
-
-def closed_error() -> RequestError:
-    """Return the error for a request to a closed session."""
-    return RequestError("this session is closed", 410, "not_found_error")
+    roles: Mapping[str, Rule] | None = None
 
 
 class Session:
@@ -94,6 +87,8 @@ class Session:
         self.counters = Counters()
         self.closed = False
         self.talk = CallLog()
+        self.roles = None if policy.roles is None else Roles(policy.roles)
+        self.foreign: set[int] = set()  # nodes of replies that the agent did not ask for itself
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called
         self._seen, self._seals = MessageMemory(), Seals()
@@ -130,19 +125,33 @@ class Session:
             if node.sent and node.reply is not None and node.reply.id in reported:
                 node.delivered = True
         self._count_unread()
-        for node in self.tree.unreported(reported):
+        others = self.tree.unreported(reported, first=self.roles is None or self.roles.sampled(MAIN))
+        for node in others:
             node.trained = False
-            self.counters.foreign_calls += not node.side
+        self.foreign = {node.index for node in others if not node.side}
+        self.counters.foreign_calls = len(self.foreign)
         known = {node.reply.id for node in self.tree.nodes if node.reply is not None}
+        known |= {str(call.reply.get("id")) for call in self.talk.calls if call.role}
         self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
     async def translated(self, front: Front[Any], asked: Any) -> WireRequest:
         """Return a request of any API in the form of Messages. Large work is done in a thread. Raises RequestError."""
         known = self._known.setdefault(front.name, Translated())
-        if front.new_bytes(asked, known, self.tree) <= _AT_ONCE:
-            return front.wire(asked, known, self.tree)
+        return await self._done(front.new_bytes(asked, known, self.tree), front.wire, asked, known, self.tree)
+
+    async def _done(self, new_bytes: int, work: Callable[..., Any], *args: Any) -> Any:
+        if new_bytes <= _AT_ONCE:
+            return work(*args)
         async with self.entrance:
-            return await _in_thread(threading.Event(), front.wire, asked, known, self.tree)
+            return await in_thread(threading.Event(), work, *args)
+
+    async def whose(self, request: WireRequest, agent: str) -> Asked:
+        """Return whose a call is. ``agent``: the id of the sub-agent that the client names. Raises RequestError."""
+        side = self.policy.side_endpoint if request.model == SIDE_MODEL else None
+        if self.roles is None:
+            return Asked("", None, side)
+        talk = await self._done(self._seen.new_bytes(request), conversation, request, self._seen)
+        return await self.roles.whose(talk, agent, request.model == SIDE_MODEL, side)
 
     async def ahead(self, request: WireRequest) -> Prompt:
         """Find a request's place and, if the request adds much, encode that. Large work is done in a thread, so that
@@ -160,14 +169,14 @@ class Session:
                 adds = sum(span.size for span in place.match.rest) + (0 if known else request.head_size)
                 if place.match.context is not None or adds <= _AT_ONCE:
                     return place
-            return await _in_thread(left, self._find, request, place, left)
+            return await in_thread(left, self._find, request, place, left)
         finally:
             self.counters.overhead_s += time.perf_counter() - began
 
-    def prepare(self, request: WireRequest, retry: bool, place: Prompt | None = None) -> Call:
+    def prepare(self, request: WireRequest, retry: bool, place: Prompt | None = None, role: str = "") -> Call:
         """Match a request with the tree and encode what is new in it, as far as ``ahead`` has not done so (``place``).
 
-        ``retry``: whether the client marks the request as a retry. Raises RequestError.
+        ``retry``: whether the client marks the request as a retry. ``role``: see ``whose``. Raises RequestError.
         """
         if self.closed:
             raise closed_error()
@@ -190,7 +199,7 @@ class Session:
             context.says = self.talk.keep(place.says)
         self._seen.entered(request)
         side = request.model == SIDE_MODEL
-        if not side and self._main is None:
+        if not side and self._main is None and role in ("", MAIN):
             self._main = talk.head.key
         self.counters.calls += 1
         self.counters.retries += retry
@@ -198,7 +207,7 @@ class Session:
         stop = tuple(stop for stop in request.stop_sequences or () if stop)
         # If the client forbids tools for this reply, what looks like a call stays text.
         tools = () if request.tool_choice and request.tool_choice.type == "none" else talk.head.tools
-        asked = self._asks.setdefault(asked := SamplingTerms(side, limit, stop, bool(tools)), asked)
+        asked = self._asks.setdefault(asked := SamplingTerms(side, limit, stop, bool(tools), role), asked)
         call = Call(self, context, tools, asked, self._message_id(context, asked, retry))
         self.counters.overhead_s += time.perf_counter() - began
         return call
@@ -230,9 +239,9 @@ class Session:
         A session whose calls are forwarded has no tree; all calls but retries and side calls count then.
         """
         self.settle()
-        if not self.tree.nodes:
-            return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
-        return self.tree.replies(self._main)
+        if self.tree.nodes or self.roles is not None:
+            return self.tree.replies(self._main) + sum(call.role == MAIN for call in self.talk.calls)
+        return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
 
     def count(self, request: WireRequest, place: Prompt | None = None) -> int:
         """Return the number of prompt tokens of a request without adding it to the tree.
@@ -426,6 +435,8 @@ class Session:
         blocks = [
             b | {"id": f"toolu_{number}{i:02x}"} if b["type"] == "tool_use" else b for i, b in enumerate(parsed.blocks)
         ]
+        if self.roles is not None:
+            self.roles.heard(blocks)
         self._names.update((block["id"], block["name"]) for block in blocks if block["type"] == "tool_use")
         self.counters.malformed_calls += parsed.malformed
         cut = not ended and stop is None and len(ids) >= call.asked.max_tokens
@@ -439,6 +450,7 @@ class Session:
             output_tokens=len(ids),
             stop_sequence=stop,
         )
+        rule = rule_of(policy.roles, call.asked.role)
         node = self.tree.add_sampled(
             call.context,
             ids,
@@ -448,7 +460,7 @@ class Session:
             ended=ended,
             versions=kept.versions,
             experts=done.experts,
-            trained=policy.train_side_calls or not call.asked.side,
+            trained=rule.train if rule else policy.train_side_calls or not call.asked.side,
             tools_allowed=call.asked.tools,
             seal=sealed,
         )
@@ -457,17 +469,6 @@ class Session:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.policy.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-async def _in_thread(left: threading.Event, work: Callable[..., R], *args: Any) -> R:
-    """Do work in a thread. If the caller is cancelled, set ``left``, and return only when the work has ended."""
-    working = asyncio.get_running_loop().run_in_executor(_threads, work, *args)
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        left.set()
-        await asyncio.gather(working, return_exceptions=True)
-        raise
 
 
 @dataclass(eq=False)

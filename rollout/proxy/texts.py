@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 _REMINDER, _REMINDER_END = "<system-reminder>", "</system-reminder>"
 # The size of a piece in characters.
@@ -81,3 +85,18 @@ def within(room: Room) -> Generator[None]:
 def here() -> Room | None:
     """Return the room for what is encoded now; None: it is not limited."""
     return _room.get()
+
+
+# Each session uses one of these threads at a time, which the tokenizer lets run beside the event loop.
+_threads = ThreadPoolExecutor(64, "proxy-encode")
+
+
+async def in_thread(left: threading.Event, work: Callable[..., Any], *args: Any) -> Any:
+    """Do work in a thread. If the caller is cancelled, set ``left``, and return only when the work has ended."""
+    working = asyncio.get_running_loop().run_in_executor(_threads, work, *args)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        left.set()
+        await asyncio.gather(working, return_exceptions=True)
+        raise

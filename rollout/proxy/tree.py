@@ -27,13 +27,14 @@ class SamplingTerms(NamedTuple):
     """SamplingTerms are what a request asks for besides its conversation; only requests that agree in it share a reply.
 
     ``side``: on the agent's slot for a small model. ``max_tokens`` and ``stop``: as they apply to the reply.
-    ``tools``: whether it may call tools.
+    ``tools``: whether it may call tools. ``role``: ``rollout.proxy.roles``.
     """
 
     side: bool
     max_tokens: int
     stop: tuple[str, ...]
     tools: bool
+    role: str = ""
 
 
 @dataclass(eq=False)
@@ -415,10 +416,10 @@ class Tree:
             rows.append(_row(path, fresh))
         return rows
 
-    def unreported(self, reported: Collection[str]) -> list[Node]:
+    def unreported(self, reported: Collection[str], first: bool = True) -> list[Node]:
         """Return the delivered replies that are not the agent's own, judged by the ids of those that it reports.
 
-        A conversation is the agent's if it is the first one, when nothing but the agent runs yet, or if the agent
+        A conversation is the agent's if it is the ``first`` one, when nothing but the agent runs yet, or if the agent
         reports a reply in it. In such a conversation, the agent's own replies are the reported ones, those on the
         longest path, and all before them. A reply without calls is the agent's own, too, if it follows one of these or
         if its prompt begins like one of these conversations: it is the summary that Claude Code asks for when the
@@ -427,7 +428,7 @@ class Tree:
         """
         delivered = [(node.path()[0].index, node) for node in self.nodes if node.sampled and node.delivered]
         named = [(root, node) for root, node in delivered if node.reply is not None and node.reply.id in reported]
-        own = {root for root, _ in named} | {root.index for root in self.roots[:1]}
+        own = {root for root, _ in named} | {root.index for root in self.roots[:first]}
         longest: dict[int, Node] = {}
         for root, node in delivered:
             if root in own and (root not in longest or node.length > longest[root].length):
@@ -446,8 +447,7 @@ class Tree:
 
     def replies(self, head: bytes | None) -> int:
         """Return the number of delivered replies in conversations with this head."""
-        sampled = (node for node in self.nodes if node.sampled and node.delivered)
-        return sum(node.parent is not None and node.parent.key[0] == head for node in sampled)
+        return sum(n.delivered and n.parent is not None and n.parent.key[0] == head for n in self.nodes if n.sampled)
 
     def sampled_tokens(self) -> int:
         """Return the number of tokens in sampled nodes, delivered or not."""

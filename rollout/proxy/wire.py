@@ -49,6 +49,19 @@ class RequestError(Exception):
         return {"type": "error", "error": {"type": self.kind, "message": str(self)}}
 
 
+class EndpointError(RequestError):
+    """Another endpoint failed or refuses a call. (A RequestError of another class is the client's doing.)"""
+
+
+class BrokenOffError(ConnectionResetError):
+    """Another endpoint broke off in the middle of a reply, or said there that it failed."""
+
+
+def closed_error() -> RequestError:
+    """Return the error for a request to a closed session."""
+    return RequestError("this session is closed", 410, "not_found_error")
+
+
 T = TypeVar("T")
 
 

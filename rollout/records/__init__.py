@@ -15,7 +15,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,8 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     it answers a side call; ``seal``: ``rollout.proxy.engine.Seals``; ``begins``, of a root: a hash of system prompt,
     tools and first message. Records before version 3 lack these three. ``started`` (Unix time) and ``seconds``: of the
     reply's generation; 0 before version 4. ``logprobs_of``: what the logprobs are of
-    (``rollout.proxy.engine.Completion``); empty before version 5.
+    (``rollout.proxy.engine.Completion``); empty before version 5. ``role``: ``rollout.proxy.roles``; ``foreign``: the
+    agent did not ask for it itself. Both are empty where roles are not told apart.
     """
 
     parent: int
@@ -79,6 +80,8 @@ class NodeRecord(msgspec.Struct, omit_defaults=True):
     started: float = 0.0
     seconds: float = 0.0
     logprobs_of: str = ""
+    role: str = ""
+    foreign: bool = False
 
     @property
     def length(self) -> int:
@@ -112,6 +115,9 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     ``parts`` and ``calls``: forwarded calls (``rollout.proxy.calls``). ``missing``: what should have been kept of
     the episode but was not, in words.
+
+    ``roles``: by role, what was done with its calls (``rollout.proxy.roles.Rule.told``); None: roles were not told
+    apart. ``credit``: the reward of each row, empty if all have the episode's.
     """
 
     version: int
@@ -143,6 +149,8 @@ class Record(msgspec.Struct, omit_defaults=True):
     missing: list[str] = []
     trainer: dict[str, Any] = {}
     seal: bytes = b""
+    roles: dict[str, dict[str, Any]] | None = None
+    credit: list[float] = []
 
 
 def seal_of(record: Record) -> bytes:
@@ -177,7 +185,7 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         model=model,
         parser=parser,
         sampling=dict(session.policy.sampling) if session else {},
-        nodes=node_records(session.tree) if session else [],
+        nodes=node_records(session.tree, session.foreign if session.roles else ()) if session else [],
         rows=row_records(episode.rows),
         verdict=episode.verdict.to_dict(),
         agent={"status": run.status.value, "turns": run.turns, "detail": run.detail, **_reported(run)} if run else {},
@@ -192,6 +200,8 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         parts=session.talk.parts if session else [],
         calls=session.talk.calls if session else [],
         missing=[f"{session.talk.lost} texts or calls"] if session and session.talk.lost else [],
+        roles={name: rule.told for name, rule in session.roles.rules.items()} if session and session.roles else None,
+        credit=list(episode.credit),
     )
 
 
@@ -200,8 +210,8 @@ def _reported(run: AgentRun) -> dict[str, Any]:
     return {"events": len(run.events), "reports": run.replies is not None}
 
 
-def node_records(tree: Tree) -> list[NodeRecord]:
-    """Return the nodes of a session tree, in their order."""
+def node_records(tree: Tree, foreign: Collection[int] = ()) -> list[NodeRecord]:
+    """Return the nodes of a session tree, in their order. ``foreign``: those that the agent did not ask for itself."""
     out = []
     for node in tree.nodes:
         record = NodeRecord(parent=node.parent.index if node.parent else -1, ids=pack_ids(node.ids))
@@ -216,6 +226,7 @@ def node_records(tree: Tree) -> list[NodeRecord]:
             record.trained, record.tools_allowed = node.trained, node.tools_allowed
             record.versions = pack_ids(list(node.versions))
             record.side, record.seal = node.side, node.seal
+            record.role, record.foreign = node.asked.role if node.asked else "", node.index in foreign
             record.started, record.seconds, record.logprobs_of = node.started, node.seconds, node.logprobs_of
         out.append(record)
     return out

@@ -78,7 +78,7 @@ class Bare:
 def test_a_kind_that_is_nowhere_is_told(kind: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         boxes.kind_of(OmegaConf.create({"kind": kind}))
-    with pytest.raises(ValueError, match="must be|imported|form"):
+    with pytest.raises(ValueError, match=r"must be|imported|form"):
         named(kind, {})
 
 

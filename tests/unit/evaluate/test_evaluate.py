@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from rewards.task import Task, load_tasks
 from rewards.verdict import Reason, Verdict
 from rl.config.compose import ConfigError, compose
+from rl.episodes import asking
 from rl.evaluate import compare, config, player, results, serve, setup
 from rl.evaluate.__main__ import main
 from rl.evaluate.player import LostError, Player
@@ -100,7 +101,7 @@ async def test_a_vllm_server_is_asked_for_its_models_and_a_token(monkeypatch: py
     async with vllm(silent=1) as url:
         with pytest.raises(ConfigError, match=r"endpoint: .* status 404"):
             await serve.ask_server(url, None, None)
-    monkeypatch.setattr(serve, "_ASK_S", 0.3)
+    monkeypatch.setattr(serve, "ASK_S", 0.3)
     async with vllm(slow=1) as url:
         with pytest.raises(ConfigError, match=r"endpoint: http.* gives no reply in 0.3 s"):
             await serve.ask_server(url, None, None)
@@ -111,17 +112,17 @@ async def test_an_endpoint_is_asked_for_a_token() -> None:
     await back.start()
     session = await back.open_session("e", char_policy(QueueEngine("x")))
     url = f"http://127.0.0.1:{back.port}"
-    await serve.ask_endpoint(SideEndpoint(url, "m", session.secret))
+    await asking.ask_endpoint(SideEndpoint(url, "m", session.secret))
     with pytest.raises(ConfigError, match="status 401; it does not accept the key in key_env"):
-        await serve.ask_endpoint(SideEndpoint(url, "m", "wrong"))
+        await asking.ask_endpoint(SideEndpoint(url, "m", "wrong"))
     with pytest.raises(ConfigError, match="status 401; it needs a key; set key_env=VARIABLE"):
-        await serve.ask_endpoint(SideEndpoint(url, "m"))
+        await asking.ask_endpoint(SideEndpoint(url, "m"))
     with pytest.raises(ConfigError, match="is no vLLM server"):
         await serve.ask_server(url, None, None)
     await back.stop()
     async with vllm(one=1) as other:
         with pytest.raises(ConfigError, match="does not answer as 'm': status 404"):
-            await serve.ask_endpoint(SideEndpoint(other, "m", "k"))
+            await asking.ask_endpoint(SideEndpoint(other, "m", "k"))
 
 
 # --- what is evaluated

@@ -306,3 +306,14 @@ def test_step_line_and_summary(tmp_path):
 
 def test_summary_of_a_run_without_steps():
     assert report.summary([]) == [("steps", "0")]
+
+
+def test_roles_are_averaged_over_all_episodes_also_those_without_the_role() -> None:
+    """By default there are no such metrics."""
+    assert not [name for name in metrics.fold([episode(reward=1.0)], "episode") if "role/" in name]
+    main = {"calls": 2, "turns": 2, "tokens": 9, "rows": 1, "credit": 0.5}
+    lines = [episode(reward=1.0, roles={"main": main, "subagent/own:x": {"calls": 4}}), episode(roles={"main": main})]
+    lines[1]["reward"] = 0.0
+    found = metrics.fold(lines, "val")
+    assert found["val/role/main/credit"] == 0.5 and found["val/role/main/rows"] == 1
+    assert found["val/role/subagent/own_x/calls"] == 2

@@ -1,6 +1,7 @@
 """An episode becomes the training rows that verl is given."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,14 @@ def test_rows_have_the_form_that_verl_stores() -> None:
     # One entry per token but the last, whose routing nobody needs; verl pads with 0.
     assert row["routed_experts"].shape == (5, 4, 2) and row["routed_experts"][:, 0, 0].tolist() == [5, 5, 6, 6, 0]
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (3, 4)
+
+
+def test_a_rows_own_reward_is_told_beside_its_episodes() -> None:
+    from rl.train.agent_loop import outputs
+
+    played = replace(episode(), rows=[ROW, ROW], credit=[0.25, 1.0])
+    assert [(one.reward_score, one.extra_fields["credit"]) for one in outputs(played)] == [(1.0, -0.75), (1.0, 0.0)]
+    assert "credit" not in outputs(episode())[0].extra_fields
 
 
 def test_an_infrastructure_failure_has_no_rows() -> None:

@@ -18,7 +18,8 @@ import torch.distributed
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 
-from rl.train.trainer import EpisodeTrainer, rejected, trainer_class
+from rl.train.trainer import EpisodeTrainer, trainer_class
+from rl.train.weights import rejected
 from tests.check_kit import composed
 
 PROMPT = 2  # tokens
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     reward: float
     trained: list[int]
     off: float = 0.0
+    credit: float = 0.0
 
 
 FAR = 0.2  # a mean divergence (k3) of 0.021 or 0.019 nats per token, above the experiments' 0.01; 0.1 is 0.005
@@ -75,6 +77,7 @@ def fields(key: str, row: Row) -> dict[str, Any]:
         "rollout_log_probs": engine,
         "old_log_probs": engine + row.off,
         "row": torch.tensor([list(ROWS).index(key)]),
+        "extra_fields": {"credit": row.credit} if row.credit else {"min_global_steps": 0},
     }
 
 
@@ -233,6 +236,18 @@ def test_rejected_tokens_are_in_no_token_mean(monkeypatch):
     }
     step = Step(monkeypatch, {}, BY_TOKEN | rejection)  # all tokens of h_0 are at exp(0.1)
     same(step.gradients(), {"g_0_0": 0.5 / 9, "g_0_1": 0.5 / 9, "g_1_0": -0.5 / 9}, step.rows)
+
+
+@pytest.mark.parametrize(("config", "tokens"), [({}, 7 * 3), (BY_ROW, 2 * 4), (BY_TOKEN, 12)], ids=["e", "r", "t"])
+def test_a_row_with_a_reward_of_its_own_has_the_advantage_of_that_reward(monkeypatch, config, tokens):
+    """The sub-agent's row of an episode of reward 1 gets 0.25 of it. Its group's mean stays 0.5."""
+    rows = {"g_0_0": ROWS["g_0_0"]._replace(credit=-0.75)}
+    step = Step(monkeypatch, rows, {**config, "episode__credit": "tests.kit:ends"})
+    plain = Step(monkeypatch, {}, config).gradients()
+    found = step.gradients()
+    torch.testing.assert_close(found.pop("g_0_0"), (-0.25 / tokens * torch.tensor([1, 0, 1])).float())
+    plain.pop("g_0_0")
+    torch.testing.assert_close(found, plain)
 
 
 def test_an_episode_is_rejected_with_its_last_row():

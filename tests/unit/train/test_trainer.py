@@ -18,7 +18,8 @@ from transfer_queue import KVBatchMeta
 from rl.metrics import episodes as metrics
 from rl.run import phases, stop
 from rl.train.groups import alone
-from rl.train.trainer import EpisodeTrainer, row_weights, trainer_class
+from rl.train.trainer import EpisodeTrainer, trainer_class
+from rl.train.weights import row_weights
 from rollout.figures import line
 from tests.check_kit import composed
 from tests.kit import empty_record

@@ -42,7 +42,7 @@ SUB = in_turn(call("Bash", command="echo sub"), "I found it.")
 
 def said(prompt: str) -> str:
     """Play all three: the fork's prompt has the main conversation and, last, what it is told."""
-    if "MAIN" in prompt and "SUB three" in prompt.split("assistant: ")[-2]:
+    if "MAIN" in prompt and "SUB three" in prompt.split("assistant: ")[-2].partition("<e>")[2]:
         return "Forked."
     return with_subs(MAIN, SUB)(prompt)
 
@@ -134,6 +134,8 @@ async def elsewhere(engine: Any) -> AsyncIterator[SideEndpoint]:
     await server.start()
     session = await server.open_session("fixed", char_policy(engine))
     endpoint = SideEndpoint(f"http://127.0.0.1:{server.port}", "fixed", session.secret)
-    yield endpoint
-    await endpoint.close()
-    await server.stop()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.close()
+        await server.stop()

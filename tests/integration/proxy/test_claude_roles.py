@@ -86,7 +86,7 @@ async def test_sub_agents_that_are_only_served(task: Task, tmp_path: Path) -> No
 
 async def test_sub_agents_that_another_endpoint_answers(task: Task, tmp_path: Path) -> None:
     """Their tokens are in no row, the record says who has answered, and the audit follows the agent's reports."""
-    async with elsewhere(scripted(SUB)) as there, playing(task, {"subagent": Rule(False, there)}) as played:
+    async with elsewhere(scripted(said)) as there, playing(task, {"subagent": Rule(False, there)}) as played:
         assert (played.runs[-1].status, played.runs[-1].detail) == ("finished", "Done.")
         record = checked(played, tmp_path)
         assert infra_failure(played.runs[-1], played.session) is None
@@ -98,7 +98,7 @@ async def test_sub_agents_that_another_endpoint_answers(task: Task, tmp_path: Pa
         "main": 3,
         "subagent/Explore": 2,
         "subagent/general-purpose": 2,
-        "subagent/fork": 2,
+        "subagent/fork": 1,
     }
     assert record.roles == {"subagent": {"train": False, "endpoint": there.url, "model": "fixed"}}
     assert {call.reply["model"] for call in record.calls} == {"fixed"} and there.key not in str(record)

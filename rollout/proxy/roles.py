@@ -19,7 +19,9 @@ from rollout.proxy.texts import squeezed
 from rollout.proxy.wire import FULL, BrokenOffError, EndpointError
 
 if TYPE_CHECKING:  # the core runs without HTTP
+    from rollout.proxy.calls import CallRecord
     from rollout.proxy.forward import SideEndpoint
+    from rollout.proxy.tree import Node
 
 T = TypeVar("T")
 
@@ -74,6 +76,12 @@ def started(block: Mapping[str, Any]) -> tuple[str, str] | None:
     if not isinstance(kind, str):
         return None
     return f"{SUBAGENT}/{kind}" if _TYPE.fullmatch(kind) else _OTHER, asked["prompt"]
+
+
+def turns(nodes: Sequence[Node], calls: Sequence[CallRecord]) -> int:
+    """Return the number of replies of the main conversation that have reached the agent. (A fork's begin as these.)"""
+    sampled = [node.asked.role for node in nodes if node.delivered and node.asked is not None]
+    return [*sampled, *(call.role for call in calls)].count(MAIN)
 
 
 class Roles:

@@ -24,7 +24,7 @@ from rollout.proxy.engine import Completion, Engine, EngineError, Seals, TextCod
 from rollout.proxy.front.base import Front, Translated
 from rollout.proxy.messages import Conversation, MessageMemory, RequestError, WireRequest, conversation
 from rollout.proxy.replies import Reply
-from rollout.proxy.roles import MAIN, Asked, Roles, Rule, rule_of
+from rollout.proxy.roles import MAIN, Asked, Roles, Rule, rule_of, turns
 from rollout.proxy.secret import issue
 from rollout.proxy.texts import NoRoom, Room, in_thread, within
 from rollout.proxy.tree import Match, Node, Prompt, SamplingTerms, Tree, routed
@@ -125,8 +125,7 @@ class Session:
             if node.sent and node.reply is not None and node.reply.id in reported:
                 node.delivered = True
         self._count_unread()
-        others = self.tree.unreported(reported, first=self.roles is None or self.roles.sampled(MAIN))
-        for node in others:
+        for node in (others := self.tree.unreported(reported, self.roles is None or self.roles.sampled(MAIN))):
             node.trained = False
         self.foreign = {node.index for node in others if not node.side}
         self.counters.foreign_calls = len(self.foreign)
@@ -199,7 +198,7 @@ class Session:
             context.says = self.talk.keep(place.says)
         self._seen.entered(request)
         side = request.model == SIDE_MODEL
-        if not side and self._main is None and role in ("", MAIN):
+        if not side and self._main is None:
             self._main = talk.head.key
         self.counters.calls += 1
         self.counters.retries += retry
@@ -239,9 +238,11 @@ class Session:
         A session whose calls are forwarded has no tree; all calls but retries and side calls count then.
         """
         self.settle()
-        if self.tree.nodes or self.roles is not None:
-            return self.tree.replies(self._main) + sum(call.role == MAIN for call in self.talk.calls)
-        return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
+        if self.roles is not None:
+            return turns(self.tree.nodes, self.talk.calls)
+        if not self.tree.nodes:
+            return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
+        return self.tree.replies(self._main)
 
     def count(self, request: WireRequest, place: Prompt | None = None) -> int:
         """Return the number of prompt tokens of a request without adding it to the tree.

@@ -42,7 +42,7 @@ SUB = in_turn(call("Bash", command="echo sub"), "I found it.")
 
 def said(prompt: str) -> str:
     """Play all three: the fork's prompt has the main conversation and, last, what it is told."""
-    if "MAIN" in prompt and "SUB three" in prompt.split("assistant: ")[-2]:
+    if "MAIN" in prompt and "SUB three" in prompt.split("assistant: ")[-2].partition("<e>")[2]:
         return "Forked."
     return with_subs(MAIN, SUB)(prompt)
 
@@ -86,7 +86,7 @@ async def test_sub_agents_that_are_only_served(task: Task, tmp_path: Path) -> No
 
 async def test_sub_agents_that_another_endpoint_answers(task: Task, tmp_path: Path) -> None:
     """Their tokens are in no row, the record says who has answered, and the audit follows the agent's reports."""
-    async with elsewhere(scripted(SUB)) as there, playing(task, {"subagent": Rule(False, there)}) as played:
+    async with elsewhere(scripted(said)) as there, playing(task, {"subagent": Rule(False, there)}) as played:
         assert (played.runs[-1].status, played.runs[-1].detail) == ("finished", "Done.")
         record = checked(played, tmp_path)
         assert infra_failure(played.runs[-1], played.session) is None
@@ -98,7 +98,7 @@ async def test_sub_agents_that_another_endpoint_answers(task: Task, tmp_path: Pa
         "main": 3,
         "subagent/Explore": 2,
         "subagent/general-purpose": 2,
-        "subagent/fork": 2,
+        "subagent/fork": 1,
     }
     assert record.roles == {"subagent": {"train": False, "endpoint": there.url, "model": "fixed"}}
     assert {call.reply["model"] for call in record.calls} == {"fixed"} and there.key not in str(record)
@@ -134,6 +134,8 @@ async def elsewhere(engine: Any) -> AsyncIterator[SideEndpoint]:
     await server.start()
     session = await server.open_session("fixed", char_policy(engine))
     endpoint = SideEndpoint(f"http://127.0.0.1:{server.port}", "fixed", session.secret)
-    yield endpoint
-    await endpoint.close()
-    await server.stop()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.close()
+        await server.stop()

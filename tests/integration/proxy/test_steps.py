@@ -66,7 +66,7 @@ async def played(proxy: ProxyServer, task: Task, script: Script, **more: Any) ->
         return await boot_local(task.snapshot, binds=binds, socket_dir=socket_dir)
 
     settings: dict[str, Any] = {"system_prompt": "Do.", "tools": ("Bash",), "bare": True}
-    agent = more.pop("kind", ClaudeCode)(binary, 5, 60, 2000, **settings)
+    agent = more.pop("kind", ClaudeCode)(binary, 5, 180, 2000, **settings)
     return await run_episode(Setup(char_policy(scripted(script)), proxy, boot, agent, 30, **more), task, "e")
 
 

@@ -102,7 +102,7 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
             if setup.grades and not shares:
                 grading = _Booting(fresh)  # while the agent works
             try:
-                session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
+                session = await setup.proxy.open_session(episode_id, setup.policy, home / "s", box.relays)
                 with watch("agent"):
                     prompt, turns = task.problem_statement, session.turns
                     run = await run_agent(box, setup.agent, prompt, session.secret, home / "s", turns, setup.keeps)

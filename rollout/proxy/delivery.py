@@ -33,9 +33,11 @@ class Deliveries:
         self._sent: dict[asyncio.Transport, list[tuple[Session, Node]]] = {}
 
     def sent(self, transport: asyncio.Transport, session: Session, node: Node) -> None:
-        """Note that the kernel has taken all of a reply."""
-        self._sent.setdefault(transport, []).append((session, node))
-        node.sent, node.pending = True, node.pending + 1
+        """Note that the kernel has taken all of a reply. If a session is relayed, the connection proves no more."""
+        node.sent = True
+        if not session.relayed:
+            self._sent.setdefault(transport, []).append((session, node))
+            node.pending += 1
 
     def look(self, session: Session) -> None:
         """Mark the replies of a session that have been read by now as delivered."""

@@ -92,7 +92,7 @@ class Session:
         self._id = secrets.token_hex(8) if seed is None else f"{seed:016x}"
         self.tree = Tree()
         self.counters = Counters()
-        self.closed = False
+        self.closed = self.relayed = False
         self.talk = CallLog()
         self._main: bytes | None = None  # key of the main thread's head: the agent's first call opens it
         self._names: dict[Any, str] = {}  # tool_use id -> name of the tool that was called

@@ -50,8 +50,8 @@ main() {
 
 # Remove the boxes of connections that nobody keeps any more: their hosts, or what ran there, were killed.
 sweep() {
-    find "$home/leases" -mindepth 1 -maxdepth 1 -mmin "+$((ttl / 60 + 1))" | while read -r old; do
-        remove "$old"
+    for old in "$home"/leases/*; do
+        [ $(($(date +%s) - $(stat -c %Y "$old"))) -le "$((ttl + 10))" ] || remove "$old"
     done
 }
 

@@ -41,7 +41,7 @@ main() {
         touch "$lease"
         said=$(eval "$line" 2>&1 </dev/null)
         echo "$? ${said//$'\n'/ }"
-        ((++lines % 60)) || sweep </dev/null >/dev/null 2>&1 &
+        ((++lines % 12)) || sweep </dev/null >/dev/null 2>&1 &
     done
     remove "$lease"
     sleep 2 # a box that was being made
@@ -51,7 +51,7 @@ main() {
 # Remove the boxes of connections that nobody keeps any more: their hosts, or what ran there, were killed.
 sweep() {
     for old in "$home"/leases/*; do
-        [ $(($(date +%s) - $(stat -c %Y "$old"))) -le "$((ttl + 10))" ] || remove "$old"
+        [ $(($(date +%s) - $(stat -c %Y "$old"))) -le "$ttl" ] || remove "$old"
     done
 }
 

@@ -48,7 +48,7 @@ _OPTIONS = {
     "StreamLocalBindUnlink": "yes",
     "ConnectTimeout": "15",
     "ServerAliveCountMax": "3",
-    "LogLevel": "ERROR",
+    "LogLevel": "INFO",
 }
 _ADVICE = {
     "host key": "its host key is unknown or has changed; check it, and connect by hand once",

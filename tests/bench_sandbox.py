@@ -28,7 +28,6 @@ from rollout.sandbox.docker.fleet import boot_elsewhere
 from tests.docker_kit import task_images
 from tests.ssh_kit import fleet_of, servers
 
-
 Boot = Callable[[], Awaitable[DockerSandbox]]
 
 
@@ -108,8 +107,6 @@ if __name__ == "__main__":
     parser = program.parser("python -m tests.bench_sandbox", __doc__)
     parser.add_argument("--repeat", type=int, default=20, help="measurements of each kind")
     parser.add_argument("--boxes", type=int, default=16, help="episodes in parallel")
-    parser.add_argument(
-        "--hosts", type=int, default=0, help="SSH servers of this machine that boxes are reached through"
-    )
+    parser.add_argument("--hosts", type=int, default=0, help="SSH servers of this machine that lead to boxes")
     options = parser.parse_args()
     asyncio.run(main(options.repeat, options.boxes, options.hosts))

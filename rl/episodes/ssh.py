@@ -1,5 +1,7 @@
 """The kind of box that ``sandbox=ssh`` names: containers on other machines, whose engines are reached by SSH."""
 
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from rl.config.compose import ConfigError
 from rl.episodes.boxes import Docker
 from rollout.sandbox import Sandbox
 from rollout.sandbox.docker.engine import ContainerEngine
-from rollout.sandbox.docker.fleet import Fleet, boot_elsewhere, get_fleet
+from rollout.sandbox.docker.fleet import Fleet, boot_elsewhere, fleet_for
 
 
 class Ssh(Docker):
@@ -21,15 +23,16 @@ class Ssh(Docker):
     @property
     def fleet(self) -> Fleet:
         """Return this process's connections to the hosts."""
-        config = self.sandbox.ssh_config
-        return get_fleet(self.sandbox.hosts, Path(config).expanduser() if config else None, self.sandbox.per_host)
+        box = self.sandbox
+        config = Path(box.ssh_config).expanduser() if box.ssh_config else None
+        return fleet_for(os.getpid(), tuple(box.hosts), config, box.per_host)
 
     def check(self) -> None:
         """Raise ConfigError, with a line for each host that cannot be used, or if the base image cannot be had."""
+        if shutil.which("ssh") is None:
+            raise ConfigError("sandbox=ssh: there is no program ssh on this machine; install openssh-client")
         if not self.sandbox.hosts:
             raise ConfigError("sandbox.hosts is empty; give the hosts of boxes, as in [user@host-a,host-b:2222]")
-        if (config := self.sandbox.ssh_config) and not Path(config).expanduser().is_file():
-            raise ConfigError(f"sandbox.ssh_config: no file {config}")
         if problems := self.fleet.problems():
             raise ConfigError(*(f"sandbox.hosts: {problem}" for problem in problems))
         super().check()

@@ -100,7 +100,7 @@ async def boot_docker(
                 container, _ = await booting
                 await engine.call(engine.remove, container)
                 if sockets is not None:
-                    await engine.call(engine.unshare, sockets)
+                    await engine.call(engine.machine.unshare, sockets)
             raise
         except SandboxError as error:
             if error.cause != "missing_image" or attempt:
@@ -165,7 +165,7 @@ class DockerSandbox(BaseSandbox):
             try:
                 await self._engine.call(self._engine.remove, container)
                 if self._sockets is not None:
-                    await self._engine.call(self._engine.unshare, self._sockets)
+                    await self._engine.call(self._engine.machine.unshare, self._sockets)
                 return
             except SandboxError as error:
                 logger.warning("removing a container: %s", error)
@@ -182,7 +182,7 @@ class DockerSandbox(BaseSandbox):
             await self._call(client.start, self.container, cause="exec_failed")
             self._up = True
         if self._sockets is not None:
-            await self._call(self._engine.let_in, self._sockets, self._sealed.uid, cause="exec_failed")
+            await self._call(self._engine.machine.let_in, self._sockets, self._sealed.uid, cause="exec_failed")
         made = await self._call(
             client.exec_create,
             self.container,
@@ -309,18 +309,18 @@ def _boot(
     run: str,
 ) -> tuple[str, bool]:
     """Start a container; returns its id and whether the engine limits its disk."""
-    shown = [(engine.shown(path), inside) for path, inside in [(_HOSTS, "/etc/hosts"), *mounts]]
+    shown = [(engine.machine.shown(path), inside) for path, inside in [(_HOSTS, "/etc/hosts"), *mounts]]
     if engine.podman:  # podman puts a file there that a box could write to
         shown.append((os.devnull, "/run/.containerenv"))
     if sockets is not None:
-        shown.append((engine.shared(sockets), str(sockets)))
+        shown.append((engine.machine.shared(sockets), str(sockets)))
     host = {
         "network_mode": "none",
         "cap_drop": ["ALL"],
         "security_opt": engine.security_opt,
         "mem_limit": limits.memory_bytes,
         "memswap_limit": limits.memory_bytes,
-        "nano_cpus": int(min(limits.cpus, engine.cpus) * 1e9),
+        "nano_cpus": int(min(limits.cpus, engine.machine.cpus) * 1e9),
         "pids_limit": limits.processes,
         "ulimits": engine.ulimits(
             core=0,

@@ -10,17 +10,13 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
-import os
 import random
-import shlex
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from docker.errors import DockerException
 
 from rollout.sandbox import SandboxError, infrastructure
 from rollout.sandbox.docker import images
@@ -31,36 +27,29 @@ from rollout.sandbox.sealing import Source, digest
 
 LEASE = f"{PROJECT}.lease"
 RETRY_S = 60.0
-_HOSTS_FAULT = ("no_engine", "no_space")
 
 logger = logging.getLogger(__name__)
 
 
 class HostEngine(ContainerEngine):
-    """This is the engine of a host. failed: when it did not answer or had no space last, by `time.monotonic`, and how
-    it said so."""
+    """This is the engine of a host. failed: when it did not answer or had no space last, by `time.monotonic`."""
 
     relays = True
 
     def __init__(self, link: Link) -> None:
-        self.link, self.failed = link, (-RETRY_S, "")
-        super().__init__(f"unix://{link.engine()}", link.name)
+        self.link, self.failed = link, -RETRY_S
+        super().__init__(f"unix://{link.engine()}", link)
 
     async def call(self, function: Callable[..., Any], *args: Any, cause: str = "docker_failed", **options: Any) -> Any:
         """Run a blocking function in the thread pool, as `ContainerEngine.call` does; errors name the host."""
         try:
             return await super().call(function, *args, cause=cause, **options)
         except SandboxError as error:
-            told = error
-            if not self.link.alive:
-                told = SandboxError("no_engine", f"{self.name} is lost: {self.link.problem()}")
-            elif error.cause == "no_engine":
-                told = SandboxError("no_engine", f"{self.name}: its container engine does not answer")
-            elif self.name not in str(error):
-                told = SandboxError(error.cause, f"{self.name}: {str(error).removeprefix(f'{error.cause}: ')}")
-            if told.cause in _HOSTS_FAULT:
-                self.failed = time.monotonic(), str(told)
-            raise told from error
+            cause = error.cause if self.link.alive else "no_engine"
+            if cause in ("no_engine", "no_space"):
+                self.failed = time.monotonic()
+            why = str(error) if self.link.alive else f"the host is lost: {self.link.problem()}"
+            raise SandboxError(cause, f"{self.name}: {why}") from error
 
     def labels(self, run: str = "") -> dict[str, str]:
         """Return the labels of a new container, by which the host finds it when the connection has ended."""
@@ -74,36 +63,6 @@ class HostEngine(ContainerEngine):
     def cache(self, kind: str) -> Path:
         """Return a directory of this machine for what is worth keeping about this engine."""
         return cache_dir(f"hosts/{digest(self.name)}/{kind}")
-
-    @functools.cached_property
-    def cpus(self) -> int:
-        """Return how many CPUs the host has."""
-        return self.link.cpus
-
-    def processes_limit(self) -> int:
-        """Return how many processes the host lets its user have."""
-        said = self.link.run("cat /proc/sys/kernel/pid_max; ulimit -Hu").split()
-        return min(int(number) for number in said if number.isdigit())
-
-    def read(self, path: str) -> str:
-        """Return the text of a file of the host; its lines become one."""
-        return self.link.run(f"cat {shlex.quote(path)}")
-
-    def shown(self, path: Path) -> str:
-        """Return where the host has a copy of what is at a path here."""
-        return self.link.copy(path)
-
-    def shared(self, directory: Path) -> str:
-        """Return where the host has the sockets of a directory here."""
-        return self.link.share(directory)
-
-    def unshare(self, directory: Path) -> None:
-        """Remove a shared directory from the host."""
-        self.link.unshare(directory)
-
-    def let_in(self, directory: Path, uid: int) -> None:
-        """Lead the sockets of a shared directory to the host."""
-        self.link.let_in(directory)
 
     def fetch(self, image: str) -> bool:
         """Copy an image from this machine's engine, if there is one that has it."""
@@ -119,43 +78,36 @@ class HostEngine(ContainerEngine):
 
 
 class Host:
-    """A Host is one of a fleet's machines, connected or not. error: why it is not.
+    """A Host is one of a fleet's machines, connected or not. error: why it is not. tried: whether that was tried.
 
-    booting: boxes that are being made. boxes: those that are there or were. images: those that it has, or will have.
+    booting: boxes that are being made. boxes: those that are there or were. images: those that were asked for on it.
     """
 
     def __init__(self, name: str, config: Path | None) -> None:
         self.name, self.error, self.tried = name, "", False
-        self.booting = 0
-        self.boxes: weakref.WeakSet[DockerSandbox] = weakref.WeakSet()
-        self.images: set[str] = set()
-        self._config = config
+        self.booting, self.boxes = 0, weakref.WeakSet[DockerSandbox]()
+        self.images, self.cpus = set[str](), 1
+        self._config, self._again_at = config, 0.0
         self._connecting: concurrent.futures.Future[None] | None = None
-        self._again_at = 0.0
         self._engine: HostEngine | None = None
 
     def up(self) -> HostEngine | None:
         """Return its engine if it is connected."""
         return self._engine if self._engine and self._engine.link.alive else None
 
-    def why(self) -> str:
-        """Return why it is not used."""
-        engine = self.up()
-        return self.error or (engine.failed[1] if engine else "") or f"{self.name} is lost"
-
     def engine(self) -> HostEngine:
         """Return its engine. Raises SandboxError no_engine."""
         if (engine := self.up()) is None:
-            raise SandboxError("no_engine", self.why())
+            raise SandboxError("no_engine", self.error or f"{self.name} is lost")
         return engine
 
     def usable(self) -> bool:
         """Return whether it is connected, and has not failed lately."""
         engine = self.up()
-        return engine is not None and time.monotonic() - engine.failed[0] >= RETRY_S
+        return engine is not None and time.monotonic() - engine.failed >= RETRY_S
 
-    def load(self) -> float:
-        """Return the number of its boxes that this process has."""
+    def load(self) -> int:
+        """Return the number of boxes that this process has on it."""
         return self.booting + sum(bool(box.container) for box in self.boxes)
 
     def wake(self, pool: concurrent.futures.Executor, now: bool) -> concurrent.futures.Future[None] | None:
@@ -169,43 +121,26 @@ class Host:
         if self._engine is not None:
             logger.warning("%s is lost, and its boxes with it: %s", self.name, self._engine.link.problem())
             self._engine.link.close()
-            self._engine = None
-        link = None
+        self._engine, link = None, None
         try:
             link = Link(self.name, self._config)
-            self._engine, self.error = HostEngine(link), ""
-            self.images.clear()
+            self._engine, self.error, self.cpus = HostEngine(link), "", link.cpus
         except (SandboxError, OSError) as error:
             if link is not None:
                 link.close()
-            self.error = str(error).removeprefix("no_engine: ")
+            self.error = f"{self.name}: {str(error).removeprefix('no_engine: ')}"
             self._again_at = time.monotonic() + RETRY_S
-        finally:
-            self.tried = True
+        self.tried = True
 
-    def has(self, image: str) -> bool:
-        """Return whether it has an image. Asks it, unless that is known."""
-        engine = self.up()
-        if engine is None:
-            return False
-        if image not in self.images:
-            try:
-                if images.missing(engine, [image]):
-                    return False
-            except SandboxError:
-                return False
-            self.images.add(image)
-        return True
-
-    def answers(self) -> bool:
-        """Return whether its engine answers; if it does not, the host is left out for a while."""
-        engine = self.up()
+    def has(self, image: str) -> bool | None:
+        """Return whether it has an image, None if it does not answer; then it is left out for a while."""
         try:
-            return engine is not None and engine.client.ping()
-        except (DockerException, OSError) as error:
-            assert engine is not None
-            engine.failed = time.monotonic(), f"no_engine: {self.name}: {error}"
-            return False
+            return not images.missing(self.engine(), [image])
+        except SandboxError as error:
+            logger.warning("%s does not answer: %s", self.name, error)
+            if (engine := self.up()) is not None:
+                engine.failed = time.monotonic()
+            return None
 
 
 class Fleet:
@@ -233,11 +168,8 @@ class Fleet:
 
     def close(self) -> None:
         """End the connections; what is left of boxes is removed on the hosts."""
-        for pool in (self.choosing, self._pool):
-            pool.shutdown()
-        for host in self.hosts:
-            if (engine := host.up()) is not None:
-                engine.link.close()
+        for host in filter(Host.up, self.hosts):
+            host.engine().link.close()
 
     def problems(self) -> list[str]:
         """Return a line for each host that cannot be used."""
@@ -247,28 +179,26 @@ class Fleet:
     def choose(self, image: str) -> Host:
         """Return the host for a box, which counts as its own until `done`. Raises SandboxError no_engine."""
         connected = self.connected()
-        while up := [host for host in connected if host.usable()] or connected:
-            having = {host for host in up if host.has(image)}
-            with self._lock:
-                host = min(up, key=lambda host: self._rank(host, host in having or image in host.images))
-                host.booting += 1
-                host.images.add(image)  # others of its group come here, too
-            if host.answers():
-                return host
-            self.done(host)
-            connected.remove(host)
-        raise SandboxError("no_engine", f"no host answers: {'; '.join(host.why() for host in self.hosts)}")
+        asked = {host: host.has(image) for host in [host for host in connected if host.usable()] or connected}
+        with self._lock:
+            if not (up := [host for host, had in asked.items() if had is not None and host.up()]):
+                told = "; ".join(host.error or f"{host.name} is lost" for host in self.hosts)
+                raise SandboxError("no_engine", f"no host answers: {told}")
+
+            def rank(host: Host) -> tuple[bool, float, int, float]:
+                having = asked[host] or image in host.images  # others of a group come where its first one has
+                preferred = having and host.load() < self._per_host
+                return not preferred, host.load() / host.cpus, len(host.images), random.random()
+
+            host = min(up, key=rank)
+            host.booting += 1
+            host.images.add(image)
+        return host
 
     def done(self, host: Host) -> None:
         """Note that a box that a host was chosen for is booted, or will never be."""
         with self._lock:
             host.booting -= 1
-
-    def _rank(self, host: Host, having: bool) -> tuple[Any, ...]:
-        load = host.load()
-        engine = host.up()
-        preferred = having and load < self._per_host
-        return not preferred, load / (engine.cpus if engine else 1), len(host.images), random.random()
 
     def engine_for(self, image: str) -> ContainerEngine:
         """Return the engine of the host that is to have an image. Raises SandboxError no_engine."""
@@ -287,13 +217,9 @@ class Fleet:
 
 
 @functools.cache
-def _fleet(pid: int, names: tuple[str, ...], config: Path | None, per_host: int) -> Fleet:
+def fleet_for(pid: int, names: tuple[str, ...], config: Path | None, per_host: int) -> Fleet:
+    """Return the fleet of these hosts of a process (a forked child connects by itself); see `Fleet`."""
     return Fleet(names, config, per_host)
-
-
-def get_fleet(names: Iterable[str], config: Path | None, per_host: int) -> Fleet:
-    """Return this process's fleet of these hosts; see `Fleet`."""
-    return _fleet(os.getpid(), tuple(names), config, per_host)  # a forked child connects by itself
 
 
 @infrastructure("boot_failed")

@@ -29,6 +29,7 @@ main() {
     command -v tar >/dev/null || problem "it has no tar"
     home=$HOME/.cache/claude-code-rl/hosts/$(printf %s "$socket" | cksum | cut -d' ' -f1)
     lease=$home/leases/$token
+    [[ $home =~ ^[[:alnum:]/._+@-]+$ ]] || problem "the name of $home has characters that commands would need to quote"
     said=$(mkdir -p "$home/copies" "$lease" 2>&1) || problem "$said"
     [ ${#lease} -le 95 ] || problem "$lease is too long for the path of a socket"
     find "$home/copies" -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + 2>/dev/null

@@ -7,6 +7,7 @@ tried again goes to another one; it comes back when it can.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 
@@ -15,7 +16,7 @@ import pytest
 from rewards.verdict import Reason
 from rollout.sandbox.docker import link
 from rollout.sandbox.docker.engine import get_engine
-from rollout.sandbox.docker.fleet import Fleet, get_fleet
+from rollout.sandbox.docker.fleet import Fleet, fleet_for
 from tests.integration.fault_kit import Stand, repairing
 from tests.sandboxes import alive
 from tests.ssh_kit import Sshd, fleet_of, servers
@@ -37,7 +38,7 @@ async def far(stand: Stand, hosts: list[Sshd]) -> AsyncIterator[tuple[Stand, tup
     socket = get_engine().url.removeprefix("unix://")
     names = tuple(f"{host.name}{socket}" for host in hosts[:2])
     stand.kind = "ssh"
-    fleet = get_fleet(names, hosts[0].config, 16)
+    fleet = fleet_for(os.getpid(), names, hosts[0].config, 16)
     yield stand, (f"sandbox.hosts=[{','.join(names)}]", f"sandbox.ssh_config={hosts[0].config}"), fleet
     fleet.close()
 

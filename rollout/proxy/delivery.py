@@ -1,7 +1,7 @@
 """Delivered replies: find out which ones their clients have read.
 
 When the kernel has taken a reply, the client may still have gone without reading it. Two things prove that it was read,
-without the client's help:
+without the client's help, unless what reads only hands it on (``Session.relayed``):
 
 * On a unix socket the kernel knows how much of what was written the other process has not taken out. If that is
   nothing, and the other end was not closed with something unread in it, then all of it was read.
@@ -33,17 +33,16 @@ class Deliveries:
         self._sent: dict[asyncio.Transport, list[tuple[Session, Node]]] = {}
 
     def sent(self, transport: asyncio.Transport, session: Session, node: Node) -> None:
-        """Note that the kernel has taken all of a reply. If a session is relayed, the connection proves no more."""
-        node.sent = True
-        if not session.relayed:
-            self._sent.setdefault(transport, []).append((session, node))
-            node.pending += 1
+        """Note that the kernel has taken all of a reply."""
+        self._sent.setdefault(transport, []).append((session, node))
+        node.sent, node.pending = True, node.pending + 1
 
     def look(self, session: Session) -> None:
         """Mark the replies of a session that have been read by now as delivered."""
         for transport, sent in list(self._sent.items()):
             # A connection that is closing may have told its error to the event loop, which hands it to `ended`.
-            if not transport.is_closing() and any(owner is session for owner, _ in sent) and _read(transport):
+            ours = not session.relayed and any(owner is session for owner, _ in sent)
+            if ours and not transport.is_closing() and _read(transport):
                 self._settle(transport, read=True)
 
     def ended(self, transport: asyncio.Transport | None, error: BaseException | None) -> None:
@@ -57,8 +56,8 @@ class Deliveries:
         self._sent = {transport: sent for transport, sent in left.items() if sent}
 
     def _settle(self, transport: asyncio.Transport, read: bool) -> None:
-        for _, node in self._sent.pop(transport):
-            node.delivered = node.delivered or read
+        for session, node in self._sent.pop(transport):
+            node.delivered = node.delivered or (read and not session.relayed)
             node.pending -= 1
 
 

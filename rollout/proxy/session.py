@@ -227,12 +227,13 @@ class Session:
     def turns(self) -> int:
         """Return the number of calls of the main thread, sub-agents' left out, whose replies reached the agent.
 
+        Those of a relayed session are counted that may have reached it.
         A session whose calls are forwarded has no tree; all calls but retries and side calls count then.
         """
         self.settle()
         if not self.tree.nodes:
             return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
-        return self.tree.replies(self._main)
+        return self.tree.replies(self._main, self.relayed)
 
     def count(self, request: WireRequest, place: Prompt | None = None) -> int:
         """Return the number of prompt tokens of a request without adding it to the tree.

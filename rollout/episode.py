@@ -106,7 +106,7 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
                 box = await setup.boot(task, home)
             if setup.grades and not shares:
                 grading = _Booting(fresh)  # while the agent works
-            session = await setup.proxy.open_session(episode_id, setup.policy, home / "s")
+            session = await setup.proxy.open_session(episode_id, setup.policy, home / "s", box.relays)
             act = functools.partial(_act, setup, box, session, home / "s")
 
             async def played(step: Task, last: bool) -> Verdict:

@@ -26,6 +26,7 @@ NAMED_ELSEWHERE = {
         "rl/cpu/__init__.py",
         "rl/cpu/checkpoint_engine.py",
     ),
+    "rl/episodes/boxes.py": ("rl/episodes/ssh.py",),
     "rl/run/vllm_server.py": ("rl/run/vllm_plugin.py",),
     "rl/cpu/vllm_replica.py": ("rl/run/vllm_plugin.py",),
     "rl/ingest.py": ("rl/traces/ingest",),

@@ -26,7 +26,7 @@ from rollout.episode import Boot
 from rollout.sandbox import Limits, Sandbox, SandboxError, registry
 from rollout.sandbox.docker import images as docker_images
 from rollout.sandbox.docker.box import boot_docker
-from rollout.sandbox.docker.engine import checked, get_engine
+from rollout.sandbox.docker.engine import ContainerEngine, checked, get_engine
 from rollout.sandbox.local import bwrap
 from rollout.sandbox.local.box import boot_local
 from rollout.sandbox.pulls import Pulls
@@ -195,15 +195,23 @@ class Docker(FromImages):
     renews = True
     base_hint = "; scripts/task_images.py --base makes one and prints its name"
 
+    def engine_for(self, image: str) -> ContainerEngine:
+        """Return the engine that has, or is to have, an image. Blocks. Raises SandboxError."""
+        return get_engine()
+
+    def lacking(self, images: Iterable[str]) -> list[str]:
+        """Return the images that are nowhere but perhaps in a registry. Blocks. Raises SandboxError."""
+        return docker_images.missing(get_engine(), images)
+
     def check(self) -> None:
         """Raise ConfigError if no engine answers or it does not have the base image."""
         base = self.sandbox.base_image
         try:
-            if docker_images.missing(get_engine(), [base] if base else []):
+            if self.lacking([base] if base else []):
                 raise ConfigError(f"sandbox.base_image: no image {base}{self.base_hint}")
         except SandboxError as error:
             raise ConfigError(
-                f"sandbox=docker: {error}; start the engine, set DOCKER_HOST or choose sandbox=local"
+                f"sandbox={self.name}: {error}; start the engine, set DOCKER_HOST or choose sandbox=local"
             ) from error
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
@@ -214,24 +222,30 @@ class Docker(FromImages):
         """
         super().check_tasks(tasks)
         try:
-            lost = docker_images.missing(get_engine(), (task.image for task in tasks if not is_snapshot(task)))
-            if lost and not get_engine().podman:
-                checked("missing_image", get_engine().client.inspect_distribution, lost[0])
+            lost = self.lacking(task.image for task in tasks if not is_snapshot(task))
+            engine = self.engine_for(lost[0]) if lost else None
+            if engine and not engine.podman:
+                checked("missing_image", engine.client.inspect_distribution, lost[0])
         except SandboxError as error:
-            raise ConfigError(f"sandbox=docker: an image is not here and cannot be pulled: {error}") from error
+            raise ConfigError(f"sandbox={self.name}: an image is not here and cannot be pulled: {error}") from error
+
+    def how(self, run: str) -> dict[str, Any]:
+        """Return the boot function's parameters that are the same for all tasks of a run."""
+        return {"run": run, "budget_bytes": self.budget_bytes, "pulls": replace(self.pulls, patience_s=0)}
 
     async def boot_box(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
         """Boot a container of the task's sealed image; see ``Kind.boot_box``."""
-        made_from, pulls = self.made_from(task, grading), replace(self.pulls, patience_s=0)
-        return await boot_docker(**made_from, run=run, budget_bytes=self.budget_bytes, pulls=pulls, **common)
+        return await boot_docker(**self.made_from(task, grading), **self.how(run), **common)
 
     async def seal(self, wanted: Sequence[Wanted], **how: Any) -> dict[str, dict]:
         """Pull and seal images in the engine; see ``FromImages.seal``."""
-        return await docker_images.prepare(wanted, budget_bytes=self.budget_bytes, pulls=self.pulls, **how)
+        return await docker_images.prepare(
+            wanted, engine_for=self.engine_for, budget_bytes=self.budget_bytes, pulls=self.pulls, **how
+        )
 
     def missing(self, wanted: Sequence[Wanted]) -> list[str]:
-        """Return the images that the engine does not have. Blocks. Raises SandboxError."""
-        return docker_images.missing(get_engine(), (one.source.image for one in wanted))
+        """Return the images that have to be pulled. Blocks. Raises SandboxError."""
+        return self.lacking(one.source.image for one in wanted)
 
     def store(self) -> Path | None:
         """Return the engine's directory. Blocks. Raises SandboxError."""

@@ -51,6 +51,8 @@ class Host:
 class FarBox:
     """A FarBox stands for a box of a ``Host``, with the verbs of ``rollout.sandbox.Sandbox``."""
 
+    relays = False
+
     def __init__(self, host: Any, number: int, workdir: str, home: str, tmpdir: str) -> None:
         self.workdir, self.home, self.tmpdir = workdir, home, tmpdir
         self._host, self._number, self._closed = host, number, False

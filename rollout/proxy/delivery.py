@@ -1,7 +1,7 @@
 """Delivered replies: find out which ones their clients have read.
 
 When the kernel has taken a reply, the client may still have gone without reading it. Two things prove that it was read,
-without the client's help:
+without the client's help, unless what reads only hands it on (``Session.relayed``):
 
 * On a unix socket the kernel knows how much of what was written the other process has not taken out. If that is
   nothing, and the other end was not closed with something unread in it, then all of it was read.
@@ -51,7 +51,7 @@ class Deliveries:
         """Mark the replies of a session that have been read by now as delivered."""
         for end in list(self._of(session)):
             # A connection that is closing may have told its error to the event loop, which hands it to `ended`.
-            if isinstance(end, socket.socket) or not end.is_closing():
+            if not session.relayed and (isinstance(end, socket.socket) or not end.is_closing()):
                 read = _read(end)
                 if read or (isinstance(end, socket.socket) and read is not None):
                     self._settle(end, read)
@@ -60,7 +60,8 @@ class Deliveries:
         """Note that a connection has ended, with an ``error`` if not in order. Its socket is still open now."""
         if transport not in self._sent:
             return
-        read = _read(transport) if error is None else False
+        relayed = all(session.relayed for session, _ in self._sent[transport])
+        read = _read(transport) if error is None and not relayed else False
         if read is not None:
             self._settle(transport, read)
             return
@@ -90,8 +91,8 @@ class Deliveries:
         return (end for end, sent in self._sent.items() if any(owner is session for owner, _ in sent))
 
     def _settle(self, end: _End, read: bool) -> None:
-        for _, node in self._sent.pop(end):
-            node.delivered = node.delivered or read
+        for session, node in self._sent.pop(end):
+            node.delivered = node.delivered or (read and not session.relayed)
             node.pending -= 1
         if isinstance(end, socket.socket):
             end.close()

@@ -126,14 +126,18 @@ class ProxyServer:
             await self.close_session(session)
         await self._runner.cleanup()
 
-    async def open_session(self, episode_id: str, policy: Policy, socket: Path | None = None) -> Session:
+    async def open_session(
+        self, episode_id: str, policy: Policy, socket: Path | None = None, relayed: bool = False
+    ) -> Session:
         """Open a session, which is also reachable at the unix socket ``socket`` if that is given.
 
+        ``relayed``: what reads from a connection is not the agent, so its reading proves nothing (``Deliveries``).
         Raises OSError if the socket cannot be made or the server is stopped.
         """
         if self._stopping:
             raise OSError("the proxy is stopped")
         session = Session(episode_id, policy)
+        session.relayed = relayed
         session.settle = lambda: self._deliveries.look(session)
         if socket is not None:
             path = str(socket)

@@ -85,7 +85,7 @@ class Session:
         self._id = secrets.token_hex(8) if seed is None else f"{seed:016x}"
         self.tree = Tree()
         self.counters = Counters()
-        self.closed = False
+        self.closed = self.relayed = False
         self.talk = CallLog()
         self.roles = None if policy.roles is None else Roles(policy.roles)
         self.foreign: set[int] = set()  # nodes of replies that the agent did not ask for itself
@@ -235,6 +235,7 @@ class Session:
     def turns(self) -> int:
         """Return the number of calls of the main thread, sub-agents' left out, whose replies reached the agent.
 
+        Those of a relayed session are counted that may have reached it.
         A session whose calls are forwarded has no tree; all calls but retries and side calls count then.
         """
         self.settle()
@@ -242,7 +243,7 @@ class Session:
             return turns(self.tree.nodes, self.talk.calls)
         if not self.tree.nodes:
             return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
-        return self.tree.replies(self._main)
+        return self.tree.replies(self._main, self.relayed)
 
     def count(self, request: WireRequest, place: Prompt | None = None) -> int:
         """Return the number of prompt tokens of a request without adding it to the tree.

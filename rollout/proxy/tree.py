@@ -445,9 +445,10 @@ class Tree:
 
         return [node for _, node in delivered if node.index not in known and not sums_up(node)]
 
-    def replies(self, head: bytes | None) -> int:
-        """Return the number of delivered replies in conversations with this head."""
-        return sum(n.delivered and n.parent is not None and n.parent.key[0] == head for n in self.nodes if n.sampled)
+    def replies(self, head: bytes | None, sent: bool = False) -> int:
+        """Return the number of delivered (or of all ``sent``) replies in conversations with this head."""
+        sampled = (node for node in self.nodes if node.sampled and (node.delivered or (sent and node.sent)))
+        return sum(node.parent is not None and node.parent.key[0] == head for node in sampled)
 
     def sampled_tokens(self) -> int:
         """Return the number of tokens in sampled nodes, delivered or not."""

@@ -143,6 +143,10 @@ class Sandbox(Protocol):
     def tmpdir(self) -> str:
         """Return the box's directory for temporary files."""
 
+    @property
+    def relays(self) -> bool:
+        """Return whether what is written to a socket of `socket_dir` is read by another program, which hands it on."""
+
     async def exec(
         self,
         argv: Sequence[str],

@@ -22,6 +22,8 @@ class BaseSandbox:
     in_turn: programs (and diffs) run one after another.
     """
 
+    relays = False
+
     def __init__(self, workdir: str, home: str, tmpdir: str, *, in_turn: bool) -> None:
         self.workdir, self.home, self.tmpdir = workdir, home, tmpdir
         self.renewed: list[str] = []

@@ -14,6 +14,7 @@ from tests.boxes.kinds import KINDS, BoxKit, param
 from tests.docker_kit import small_image
 from tests.own_engine import OwnPodman, running
 from tests.sandboxes import history
+from tests.ssh_kit import Sshd, servers
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_podman() -> Iterator[OwnPodman]:
     """A podman of the session's own, with `small_image` from the machine's Docker engine."""
     with running(OwnPodman, small_image(), data_mb=2000) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def own_sshd() -> Iterator[list[Sshd]]:
+    """Two SSH servers of the session's own, which lead to this machine."""
+    with servers(2) as started:
         yield started
 
 

@@ -23,12 +23,14 @@ from apptainer_boxes.images import Cache
 from rollout.sandbox import Limits, Sandbox, directory
 from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import get_engine
+from rollout.sandbox.docker.fleet import Fleet, boot_elsewhere
 from rollout.sandbox.local.box import Isolation, LocalSandbox, boot_local
 from rollout.sandbox.sealing import Source
 from tests.boxes.apptainer_kit import IMAGE, Stub
 from tests.docker_kit import base_image, left, small_image
 from tests.own_engine import used
 from tests.sandboxes import BWRAP
+from tests.ssh_kit import fleet_of
 
 TIGHT = Limits(memory_bytes=256 * 2**20, processes=128, disk_bytes=48 * 2**20, cpu_s=60, file_bytes=8 * 2**20)
 """Limits of a box that may be attacked: a hole does no harm to this machine."""
@@ -133,6 +135,22 @@ class Podman(Docker):
             yield
 
 
+class Ssh(Docker):
+    """Containers of the machine's Docker engine, which is reached through an SSH server."""
+
+    fleet: Fleet
+
+    @contextlib.contextmanager
+    def ready(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        with fleet_of(*request.getfixturevalue("own_sshd")) as self.fleet:
+            yield
+
+    async def boot(self, snapshot: Path | None = None, source: Source | None = None, **options: Any) -> DockerSandbox:
+        if source is None:
+            source = Source(await asyncio.to_thread(base_image if snapshot else small_image))
+        return await boot_elsewhere(self.fleet, source, snapshot=snapshot, **options)
+
+
 class Apptainer(BoxKit):
     """Boxes of the stand-in for apptainer, with or without what it may be unable to do."""
 
@@ -177,6 +195,7 @@ KINDS: dict[str, tuple[type[BoxKit], tuple[pytest.MarkDecorator, ...]]] = {
     "bwrap": (Local, tuple(BWRAP.marks)),
     "docker": (Docker, _DOCKER),
     "podman": (Podman, (*_DOCKER, pytest.mark.podman, pytest.mark.xdist_group("podman"))),
+    "ssh": (Ssh, _DOCKER),
     "apptainer": (Apptainer, (pytest.mark.bwrap,)),
     "apptainer-less": (Apptainer, (pytest.mark.bwrap,)),
 }

@@ -215,7 +215,7 @@ async def test_the_least_recently_used_go_first(engine: ContainerEngine, tags: l
     sealed = [await engine.call(images.sealed, engine, Source(tag)) for tag in tags[:2]]
     try:
         for age, one in ((100, sealed[0]), (50, sealed[1])):
-            note = images._file("sealed", one.ref)
+            note = images._file(get_engine(), "sealed", one.ref)
             os.utime(note, (note.stat().st_atime, note.stat().st_mtime - age))
         inspect = engine.client.inspect_image
         sizes = [inspect(one.ref)["Size"] - inspect(one.source)["Size"] for one in sealed]

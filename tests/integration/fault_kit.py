@@ -42,6 +42,7 @@ def repairing(task: Task, *first: str) -> Callable[[str], str]:
 class Stand:
     """Episodes of one task, in containers, and what is known of them from outside.
 
+    kind: of boxes, docker or ssh.
     boxes: of agents and of gradings, in the order of their boots. kept: the attempts that ended. nap: a duration for
     `sleep` that no other process has.
     """
@@ -49,6 +50,7 @@ class Stand:
     task: Task
     proxy: ProxyServer
     scratch: Path
+    kind: str = "docker"
     boxes: dict[str, list[DockerSandbox]] = field(default_factory=lambda: {"agent": [], "grading": []})
     kept: list[Episode] = field(default_factory=list)
     nap: str = field(default_factory=lambda: f"{random.randrange(10**4, 10**5)}.{random.randrange(10**6, 10**7)}")
@@ -56,7 +58,7 @@ class Stand:
     def setup(self, *scripts: Callable[[str], str], options: tuple[str, ...] = (), **agent: Any) -> Setup:
         """One script for each attempt, the last one for all others. options: of the sandbox's config."""
         base = made(task_images().base_image, docker_engine.get_engine())
-        composed = compose(["sandbox=docker", f"sandbox.base_image={base}", *options])
+        composed = compose([f"sandbox={self.kind}", f"sandbox.base_image={base}", *options])
 
         async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
             box = await inner(task, socket_dir)

@@ -1,4 +1,4 @@
-"""A sandbox in a container, on any engine that speaks Docker's API and runs on this machine.
+"""A sandbox in a container, on any engine that speaks Docker's API and runs on this machine (or one of a `fleet`).
 
 `boot_docker` starts a container from the sealed image of a task (see `rollout.sandbox.docker.images`): it has no
 network, no capabilities, no new privileges, and the image's own user. All `Limits` are enforced. Process 1 does
@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 async def boot_docker(
     source: images.Source,
     *,
+    engine: ContainerEngine | None = None,
     snapshot: Path | None = None,
     limits: Limits = Limits(),  # noqa: B008  frozen
     binds: Mapping[Path, str] | None = None,
@@ -71,37 +72,40 @@ async def boot_docker(
 ) -> DockerSandbox:
     """Return a fresh sandbox on the sealed image of `source`, which is pulled and sealed first if it is not there.
 
-    snapshot: a directory with a git repository, small and sealed already; the work tree is a copy of it, and the
-    source's image has only the tools. binds: host path -> path inside, read-only. socket_dir: a host directory that
-    appears at its own path inside; unix sockets in it can be connected to. run: a name for the container's labels.
+    engine: None: this machine's. snapshot: a directory with a git repository, small and sealed already; the work tree
+    is a copy of it, and the source's image has only the tools. binds: host path -> path inside, read-only. socket_dir:
+    a host directory that appears at its own path inside; unix sockets in it can be connected to. run: a name for the
+    container's labels.
     budget_bytes, pulls: for images (see `images.sealed`). The caller closes the sandbox.
     Raises SandboxError: no_engine, missing_image, missing_snapshot, seal_failed, missing_bind, no_space, boot_failed.
     """
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
-    engine = await asyncio.to_thread(get_engine)
+    sockets = mounts.pop()[0] if socket_dir else None
+    engine = engine or await asyncio.to_thread(get_engine)
     for attempt in (0, 1):
         if snapshot is None:
             sealed = await engine.call(images.sealed, engine, source, budget_bytes, pulls)
         else:
             sealed = await engine.call(images.plain, engine, source.image)
-        foreign = socket_dir if sealed.uid != os.getuid() else None
         booting = asyncio.ensure_future(
-            engine.call(_boot, engine, sealed, snapshot, limits, mounts, run, cause="boot_failed")
+            engine.call(_boot, engine, sealed, snapshot, limits, mounts, sockets, run, cause="boot_failed")
         )
         try:
             container, limited = await asyncio.shield(booting)
             watched = None if limited else limits.disk_bytes
-            return DockerSandbox(engine, container, sealed, snapshot, watched, foreign)
+            return DockerSandbox(engine, container, sealed, snapshot, watched, sockets)
         except asyncio.CancelledError:
             # The thread cannot be stopped, so wait for what it makes and remove that.
             with contextlib.suppress(SandboxError):
                 container, _ = await booting
                 await engine.call(engine.remove, container)
+                if sockets is not None:
+                    await engine.call(engine.machine.unshare, sockets)
             raise
         except SandboxError as error:
             if error.cause != "missing_image" or attempt:
                 raise
-            images.forget(source)  # somebody has removed the sealed image: seal it again
+            images.forget(engine, source)  # somebody has removed the sealed image: seal it again
     raise AssertionError("not reached")
 
 
@@ -123,7 +127,8 @@ class DockerSandbox(BaseSandbox):
         self._sealed = sealed
         self._origin: Path | str = snapshot or sealed.ref
         self._watched_bytes = watched_bytes  # None: the engine limits the disk itself
-        self._sockets = sockets  # if the box has another user than this process
+        self._sockets = sockets
+        self.relays = engine.relays
         self._up = True
         self._pending: set[asyncio.Future[Any]] = set()  # calls to the engine
 
@@ -159,6 +164,8 @@ class DockerSandbox(BaseSandbox):
         for pause in (0.5, 2.0, 0.0):
             try:
                 await self._engine.call(self._engine.remove, container)
+                if self._sockets is not None:
+                    await self._engine.call(self._engine.machine.unshare, self._sockets)
                 return
             except SandboxError as error:
                 logger.warning("removing a container: %s", error)
@@ -175,7 +182,7 @@ class DockerSandbox(BaseSandbox):
             await self._call(client.start, self.container, cause="exec_failed")
             self._up = True
         if self._sockets is not None:
-            await asyncio.to_thread(_let_in, self._sockets)
+            await self._call(self._engine.machine.let_in, self._sockets, self._sealed.uid, cause="exec_failed")
         made = await self._call(
             client.exec_create,
             self.container,
@@ -298,19 +305,22 @@ def _boot(
     snapshot: Path | None,
     limits: Limits,
     mounts: list[tuple[Path, str]],
+    sockets: Path | None,
     run: str,
 ) -> tuple[str, bool]:
     """Start a container; returns its id and whether the engine limits its disk."""
-    mounts = [(_HOSTS, "/etc/hosts"), *mounts]
+    shown = [(engine.machine.shown(path), inside) for path, inside in [(_HOSTS, "/etc/hosts"), *mounts]]
     if engine.podman:  # podman puts a file there that a box could write to
-        mounts.append((Path(os.devnull), "/run/.containerenv"))
+        shown.append((os.devnull, "/run/.containerenv"))
+    if sockets is not None:
+        shown.append((engine.machine.shared(sockets), str(sockets)))
     host = {
         "network_mode": "none",
         "cap_drop": ["ALL"],
         "security_opt": engine.security_opt,
         "mem_limit": limits.memory_bytes,
         "memswap_limit": limits.memory_bytes,
-        "nano_cpus": int(min(limits.cpus, os.cpu_count() or 1) * 1e9),
+        "nano_cpus": int(min(limits.cpus, engine.machine.cpus) * 1e9),
         "pids_limit": limits.processes,
         "ulimits": engine.ulimits(
             core=0,
@@ -320,9 +330,7 @@ def _boot(
         ),
         # A box can write to the output of process 1, and the engine would log that to a disk that nobody limits.
         "log_config": {"Type": "none"},
-        "mounts": [
-            {"Type": "bind", "Source": str(source), "Target": inside, "ReadOnly": True} for source, inside in mounts
-        ],
+        "mounts": [{"Type": "bind", "Source": path, "Target": inside, "ReadOnly": True} for path, inside in shown],
     }
     config = {
         "entrypoint": _IDLE,
@@ -344,13 +352,5 @@ def _boot(
         engine.remove(container)
         raise
     if snapshot is None:
-        images.used(sealed)
+        images.used(engine, sealed)
     return container, limited
-
-
-def _let_in(directory: Path) -> None:
-    """Let other users connect to the sockets of a directory; it takes a session's secret to use one."""
-    directory.chmod(0o711)
-    for path in directory.iterdir():
-        if path.is_socket():
-            path.chmod(0o666)

@@ -1,4 +1,4 @@
-"""The container engine (Docker, or podman's socket): calls to it, and the containers and execs that they make.
+"""A container engine (Docker, or podman's socket): calls to it, and the containers and execs that they make.
 
 Calls go through the docker SDK in a thread pool, whose size is also that of the client's connection pool: with fewer
 connections than threads the SDK's pool breaks under load. The one exception is the stream of an exec: the SDK reads
@@ -44,17 +44,59 @@ _GRACE_S = 10.0  # for a killed container to be dead
 _CHUNK = 1 << 16
 
 
-class ContainerEngine:
-    """This is one container engine, the one that DOCKER_HOST and its companions name.
+class Machine:
+    """This is the machine of an engine: this one, unless a subclass says otherwise. Methods block."""
 
+    name = ""
+    cpus = os.cpu_count() or 1
+
+    def most_processes(self) -> int:
+        """Return how many processes podman lets a container have."""
+        return podman.most_processes()
+
+    def read(self, path: str) -> str:
+        """Return the text of a file of the machine. Raises OSError, SandboxError."""
+        return Path(path).read_text()
+
+    def shown(self, path: Path) -> str:
+        """Return where the machine has what is at a path of this one, to be bound into boxes."""
+        return str(path)
+
+    def shared(self, directory: Path) -> str:
+        """Return where the machine has a directory of sockets, to be bound into a box."""
+        return str(directory)
+
+    def unshare(self, directory: Path) -> None:
+        """Forget a directory that was shared with a box."""
+
+    def let_in(self, directory: Path, uid: int) -> None:
+        """Let a box's user connect to the sockets of a shared directory; it takes a session's secret to use one."""
+        if uid != os.getuid():
+            directory.chmod(0o711)
+            for path in filter(Path.is_socket, directory.iterdir()):
+                path.chmod(0o666)
+
+
+class ContainerEngine:
+    """This is one container engine, by default the one that DOCKER_HOST and its companions name.
+
+    url: of its socket here. machine: where it runs; its name tells engines apart. relays: another program reads what is
+    written to a box's sockets, and hands it on.
     The constructor raises SandboxError no_engine if it does not answer. All methods but `call` and `open_stream` block,
     and raise the SDK's errors.
     """
 
-    def __init__(self) -> None:
+    relays = False
+
+    def __init__(self, url: str | None = None, machine: Machine = Machine()) -> None:  # noqa: B008  it has no state
+        self.url, self.machine = url or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock", machine
+        self.name = machine.name
         try:
             self.client = docker.APIClient(
-                **kwargs_from_env(), version="auto", timeout=_TIMEOUT_S, max_pool_size=_THREADS
+                **(kwargs_from_env() if url is None else {"base_url": url}),
+                version="auto",
+                timeout=_TIMEOUT_S,
+                max_pool_size=_THREADS,
             )
             self.podman = podman.is_podman(self.client.version())
         except (DockerException, requests.RequestException) as error:
@@ -78,14 +120,22 @@ class ContainerEngine:
 
     def ulimits(self, **values: int) -> list[dict[str, Any]]:
         """Return limits for each process of a new container, in the form of its host config."""
-        values = {**podman.ulimits(), **values} if self.podman else values
+        values = {**podman.ulimits(self.machine.most_processes()), **values} if self.podman else values
         return [{"Name": name, "Soft": value, "Hard": value} for name, value in values.items()]
 
     @functools.cached_property
     def security_opt(self) -> list[str]:
         """Return the host config's security options of a new container: no new privileges, and no new namespaces."""
-        profile = podman.seccomp(self.client, cache_dir("podman")) if self.podman else None
-        return ["no-new-privileges", *([f"seccomp={profile}"] if profile else [])]
+        profile = podman.seccomp(self.client, self.cache("podman"), self.machine.read) if self.podman else None
+        return ["no-new-privileges", *([f"seccomp={self.machine.shown(profile)}"] if profile else [])]
+
+    def cache(self, kind: str) -> Path:
+        """Return a directory of this machine for what is worth keeping about this engine."""
+        return cache_dir(kind)
+
+    def fetch(self, image: str) -> bool:
+        """Bring an image to the engine from where no registry is needed; return whether that was possible."""
+        return False
 
     def reap(self) -> list[str]:
         """Remove containers whose owner is gone; returns their ids. Failures are logged, never raised."""
@@ -218,14 +268,14 @@ class ContainerEngine:
 
     async def open_stream(self, exec_id: str) -> Stream:
         """Start an exec that was created and attach to it. Raises SandboxError if the engine cannot start it."""
-        url = urlsplit(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
+        url = urlsplit(self.url)
         try:
             if url.scheme == "unix":
                 reader, writer = await asyncio.open_unix_connection(url.path, limit=_CHUNK)
             else:
                 reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=_CHUNK)
         except OSError as error:
-            raise SandboxError("no_engine", str(error)) from error
+            raise SandboxError("no_engine", f"{self.name or self.url}: {error}") from error
         try:
             body = b'{"Detach": false, "Tty": false}'
             head = (

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -59,7 +59,7 @@ class SealedImage:
     workdir: str = WORKDIR
 
 
-_known: dict[Source, SealedImage] = {}
+_known: dict[tuple[str, Source], SealedImage] = {}  # by the engine's name, too
 
 
 def sealed(
@@ -70,12 +70,12 @@ def sealed(
     pulls: where images come from. The result is remembered per process. Blocks.
     Raises SandboxError: missing_image, seal_failed, no_git, no_space.
     """
-    known = _known.get(source)
+    known = _known.get((engine.name, source))
     if known is None:
         check_source(source)
-        with locked(digest(repr(source))):
+        with locked(f"{engine.name} {source!r}"):
             known, fresh = _find_or_seal(engine, source, pulls)
-        _known[source] = known
+        _known[engine.name, source] = known
         if fresh and budget_bytes is not None:
             evict(engine, budget_bytes, keep=[source.image])
     return known
@@ -87,21 +87,24 @@ def plain(engine: ContainerEngine, image: str) -> SealedImage:
     The result is remembered per process. Blocks. Raises SandboxError missing_image, or seal_failed if its user is not a
     number.
     """
-    known = _known.get(Source(image))
+    known = _known.get((engine.name, Source(image)))
     if known is None:
-        status = _inspect(engine, image)
+        with locked(f"{engine.name} {image}"):
+            status = _inspect(engine, image)
+            if status is None and engine.fetch(image):
+                status = _inspect(engine, image)
         if status is None:
             raise SandboxError("missing_image", f"no image {image} for local snapshots")
         uid, _, gid = (status["Config"].get("User") or "0").partition(":")
         if not uid.isdigit() or not (gid or "0").isdigit():
             raise SandboxError("seal_failed", f"{image}: its user must be a number, not {uid!r}")
-        known = _known[Source(image)] = SealedImage(image, image, int(uid), int(gid or 0), ())
+        known = _known[engine.name, Source(image)] = SealedImage(image, image, int(uid), int(gid or 0), ())
     return known
 
 
-def forget(source: Source) -> None:
+def forget(engine: ContainerEngine, source: Source) -> None:
     """Look for the sealed image of a source again at its next use, because it has been removed."""
-    _known.pop(source, None)
+    _known.pop((engine.name, source), None)
 
 
 def missing(engine: ContainerEngine, images: Iterable[str]) -> list[str]:
@@ -128,7 +131,7 @@ def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tupl
     facts = _read(made["Config"]["Labels"][_LABEL])
     where = tree.get("workdir", WORKDIR)
     result = SealedImage(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]), where)
-    used(result)
+    used(engine, result)
     return result, fresh
 
 
@@ -138,6 +141,9 @@ def pull(engine: ContainerEngine, image: str, pulls: Pulls = _AT_ONCE) -> None:
     Raises SandboxError missing_image if it cannot be had.
     """
     address, waits = pulls.address(image), pulls.waits()
+    if engine.fetch(image):
+        _note(engine, "pulled", image)
+        return
     while True:
         try:
             _pull(engine, address)
@@ -151,7 +157,7 @@ def pull(engine: ContainerEngine, image: str, pulls: Pulls = _AT_ONCE) -> None:
     if address != image:
         checked("missing_image", engine.client.tag, address, *_with_tag(image))
         checked("docker_failed", engine.client.remove_image, address)  # the mirror's name only
-    _note("pulled", image)
+    _note(engine, "pulled", image)
 
 
 def _pull(engine: ContainerEngine, address: str) -> None:
@@ -244,15 +250,21 @@ def hidden_tests(engine: ContainerEngine, ref: str, tests: Iterable[str]) -> lis
 
 
 async def prepare(
-    wanted: Sequence[Wanted], *, budget_bytes: int | None = None, pulls: Pulls = _AT_ONCE, **how: Any
+    wanted: Sequence[Wanted],
+    *,
+    engine_for: Callable[[str], ContainerEngine] = lambda image: get_engine(),
+    budget_bytes: int | None = None,
+    pulls: Pulls = _AT_ONCE,
+    **how: Any,
 ) -> dict[str, dict]:
     """Pull and seal what is not there until the budget is full; see `sealing.ahead`, also for `how`.
 
-    Images that are made later take the place of the least recently used ones.
+    engine_for: returns the engine that is to have an image; it may block. Images that are made later take the place of
+    the least recently used ones.
     """
-    engine = await asyncio.to_thread(get_engine)
 
     async def make(task: Wanted) -> tuple[str, Sequence[str], Sequence[str]] | None:
+        engine = await asyncio.to_thread(engine_for, task.source.image)
         if budget_bytes is not None and await engine.call(_size, engine) >= budget_bytes:
             return None
         made = await engine.call(sealed, engine, task.source, pulls=pulls)
@@ -264,11 +276,11 @@ async def prepare(
 # --- the disk budget
 
 
-def used(image: SealedImage) -> None:
+def used(engine: ContainerEngine, image: SealedImage) -> None:
     """Note a use of an image, which decides the order of eviction."""
     if image.ref != image.source:
-        _note("sealed", image.ref)
-    note = _file("pulled", image.source)
+        _note(engine, "sealed", image.ref)
+    note = _file(engine, "pulled", image.source)
     if note.exists():
         os.utime(note)
 
@@ -278,7 +290,7 @@ def evict(engine: ContainerEngine, budget_bytes: int, keep: Iterable[str] = ()) 
 
     Images that a container uses stay, as do those in `keep` and what was sealed from them.
     """
-    kept = {*keep, *(made.ref for made in _known.values() if made.source in set(keep))}
+    kept = {*keep, *(made.ref for key, made in _known.items() if key[0] == engine.name and made.source in set(keep))}
 
     def remove(image: tuple[str, Path], last: float) -> bool:
         name, note = image
@@ -295,7 +307,7 @@ def evict(engine: ContainerEngine, budget_bytes: int, keep: Iterable[str] = ()) 
         return True
 
     removed = [name for name, _ in evict_oldest(_noted(engine), budget_bytes, remove)]
-    for key in [key for key, made in _known.items() if made.ref in removed]:
+    for key in [key for key, made in _known.items() if key[0] == engine.name and made.ref in removed]:
         del _known[key]
     return removed
 
@@ -307,7 +319,7 @@ def _size(engine: ContainerEngine) -> int:
 def _noted(engine: ContainerEngine) -> list[tuple[float, int, tuple[str, Path]]]:
     """Return (last use, bytes, (name, note)) of each image of this project that is still there."""
     images = []
-    for note in cache_dir("images").glob("*.json"):
+    for note in engine.cache("images").glob("*.json"):
         try:
             name = json.loads(note.read_text())["name"]
             status = _inspect(engine, name)
@@ -324,16 +336,16 @@ def _noted(engine: ContainerEngine) -> list[tuple[float, int, tuple[str, Path]]]
     return images
 
 
-def _note(kind: str, name: str) -> None:
-    note = _file(kind, name)
+def _note(engine: ContainerEngine, kind: str, name: str) -> None:
+    note = _file(engine, kind, name)
     if note.exists():
         os.utime(note)
     else:
         write(note, json.dumps({"kind": kind, "name": name}))
 
 
-def _file(kind: str, name: str) -> Path:
-    return cache_dir("images") / f"{kind}-{digest(name)}.json"
+def _file(engine: ContainerEngine, kind: str, name: str) -> Path:
+    return engine.cache("images") / f"{kind}-{digest(name)}.json"
 
 
 @contextlib.contextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import docker
 
 from rollout.files import write
-from rollout.sandbox import failed
+from rollout.sandbox import SandboxError, failed
 
 # Podman lets every process make namespaces, in which it has all capabilities, and use the keys that a user's processes
 # share. Docker allows only the last two of these calls, without flags for namespaces, unless a process has
@@ -29,22 +29,27 @@ def is_podman(version: Mapping[str, Any]) -> bool:
     return any(part["Name"] == "Podman Engine" for part in version.get("Components") or ())
 
 
-def ulimits() -> dict[str, int]:
+def ulimits(most: int) -> dict[str, int]:
     """Return limits of descriptors and processes for containers that do not name their own.
 
     Podman before 4.6 would raise them to 1048576, which takes CAP_SYS_RESOURCE; for a root without it, no container
-    would start. Podman's own limit of processes is pid_max, or less if it inherited less.
+    would start. most: `most_processes` of the engine's machine.
     """
+    return {"nofile": 4096, "nproc": most}
+
+
+def most_processes() -> int:
+    """Return podman's own limit of processes on this machine, which is pid_max, or less if it inherited less."""
     most = int(Path("/proc/sys/kernel/pid_max").read_text())
     own = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    return {"nofile": 4096, "nproc": most if own == resource.RLIM_INFINITY else min(own, most)}
+    return most if own == resource.RLIM_INFINITY else min(own, most)
 
 
-def seccomp(client: docker.APIClient, directory: Path) -> Path | None:
+def seccomp(client: docker.APIClient, directory: Path, read: Callable[[str], str]) -> Path | None:
     """Write the engine's own filter of system calls, without what Docker refuses, to a directory; returns the file.
 
-    None if the engine uses no filter. Engine and caller must see the same files. Blocks. Raises SandboxError
-    boot_failed.
+    None if the engine uses no filter. read: returns the text of a file of the engine's machine. Blocks. Raises
+    SandboxError boot_failed.
     """
     answer = client.get(f"{client.base_url}/v4.0.0/libpod/info")
     answer.raise_for_status()
@@ -52,8 +57,8 @@ def seccomp(client: docker.APIClient, directory: Path) -> Path | None:
     if not security["seccompEnabled"] or not security["seccompProfilePath"]:
         return None
     try:
-        profile = narrowed(json.loads(Path(security["seccompProfilePath"]).read_text()))
-    except OSError as error:
+        profile = narrowed(json.loads(read(security["seccompProfilePath"])))
+    except (OSError, SandboxError) as error:
         raise failed("boot_failed", f"podman's filter of system calls cannot be read here: {error}") from error
     file = directory / "seccomp.json"
     write(file, json.dumps(profile))  # other processes write the same

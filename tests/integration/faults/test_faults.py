@@ -13,8 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +37,6 @@ from tests.sandboxes import alive
 
 # The first test of all may have to make the base image.
 pytestmark = [pytest.mark.docker, pytest.mark.claude, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A directory with a short path, for sockets."""
-    with tempfile.TemporaryDirectory(prefix="cc-") as directory:
-        yield Path(directory)
-
-
-@pytest.fixture
-async def stand(task: Task, scratch: Path) -> AsyncIterator[Stand]:
-    server = ProxyServer(ping_s=0.3)
-    await server.start()
-    yield Stand(task, server, scratch)
-    await server.stop()
 
 
 def need_root(*programs: str) -> None:

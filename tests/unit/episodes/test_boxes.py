@@ -1,6 +1,7 @@
 """rl.boxes: each thing that can be wrong with boxes is one clear line, before one is booted."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,25 @@ def test_images_are_there_or_can_be_pulled(docker_cfg: DictConfig, tmp_path: Pat
     # At a port that nothing listens at. Podman is not asked, for it can only pull.
     if not get_engine().podman:
         refused(docker_cfg, "sandbox=docker", "localhost:1", data__train_files=lost)
+
+
+# --- sandbox=ssh
+
+
+@pytest.fixture
+def ssh_cfg(docker_cfg: DictConfig) -> DictConfig:
+    keys = {"kind": "rl.episodes.ssh:Ssh", "hosts": ["127.0.0.1:1"], "ssh_config": "/dev/null", "per_host": 16}
+    docker_cfg.sandbox = {**docker_cfg.sandbox, **keys}
+    return docker_cfg
+
+
+def test_hosts_that_cannot_be_used(ssh_cfg: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(ssh_cfg, "sandbox.hosts", sandbox__hosts=[])
+    refused(ssh_cfg, "sandbox.per_host", sandbox__per_host=0)
+    if shutil.which("ssh"):
+        refused(ssh_cfg, "sandbox.hosts: 127.0.0.1:1: ", "Connection refused")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(ssh_cfg, "sandbox=ssh", "no program ssh", "openssh-client")
 
 
 # --- sandbox=apptainer

@@ -303,3 +303,28 @@ async def test_the_agents_events_prove_nothing_of_a_reply_that_was_never_sent() 
     node = await session.prepare(decode_request(b'{"messages": [{"role": "user", "content": "q"}]}'), False).reply()
     session.disown({node.reply.id if node.reply else ""})
     assert not node.delivered
+
+
+def test_what_reads_from_a_relayed_connection_is_not_the_agent(play: Callable[..., None]) -> None:
+    """Its replies may have been read, and are turns; the agent's own word makes them training data."""
+
+    async def case(here: Place) -> None:
+        here.session.relayed = True
+        end = await here.connect()
+        node = await here.ask(end, "q")
+        assert b"hello" in await here.read(end)
+        here.session.settle()
+        assert (node.delivered, node.pending) == (False, 1) and here.session.turns() == 1
+        again = await here.ask(end, "q")
+        assert again is not node  # perhaps the first was read, so this is another question
+        assert b"world" in await here.read(end)
+        end.close()
+        await here.until(lambda: not node.pending)
+        await here.close()
+        assert not node.delivered and here.session.counters.unread_replies == 2
+        assert node.reply is not None
+        here.session.disown({node.reply.id})
+        assert node.delivered and here.session.counters.unread_replies == 1
+        assert len(here.session.tree.sequences()) == 1
+
+    play(case, "hello", "world")

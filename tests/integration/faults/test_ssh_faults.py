@@ -17,6 +17,7 @@ from rewards.verdict import Reason
 from rollout.sandbox.docker import link
 from rollout.sandbox.docker.engine import get_engine
 from rollout.sandbox.docker.fleet import Fleet, fleet_for
+from tests.docker_kit import left
 from tests.integration.fault_kit import Stand, repairing
 from tests.sandboxes import alive
 from tests.ssh_kit import Sshd, fleet_of, servers
@@ -69,6 +70,8 @@ async def test_a_host_that_is_lost_while_the_agent_works(far, hosts: list[Sshd],
             await stand.until(lambda: not alive(stand.nap), asyncio.get_running_loop().create_future())
 
     await stand.play(stand.setup(stand.sleeping(), repairing(stand.task), options=options), lose)
+    while left(get_engine()):  # its programs have ended, and then it is removed
+        await asyncio.sleep(0.05)
     stand.check(Reason.NO_ENGINE, None)
     assert lost[0].name in stand.kept[0].verdict.detail
     session = stand.kept[1].session

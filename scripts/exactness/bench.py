@@ -129,7 +129,7 @@ async def _ask(gateway: Any, log: Path, line: str = "") -> Any:
 
 
 async def _act(name: str, prompt: str, url: str, key: str, place: Path) -> None:
-    """Run an agent's process to its end, in a directory of its own."""
+    """Run an agent's process to its end, in a directory of its own. Raises TimeoutError: no figure comes of a part."""
     agent, home, work = AGENTS[name](), place / "home", place / "work"
     home.mkdir(parents=True)
     work.mkdir()
@@ -137,10 +137,11 @@ async def _act(name: str, prompt: str, url: str, key: str, place: Path) -> None:
     argv = agent.argv(str(home))[name != "claude_code" :]  # without the forwarder
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin", **agent.environment(key, base_url=url)}
     process = await _start(place / "said", *argv, cwd=work, env=env, start_new_session=True)
-    with contextlib.suppress(TimeoutError):
+    try:
         await asyncio.wait_for(process.communicate(agent.stdin(prompt)), agent.timeout_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def compare(sampled: Rows, rows: Rows) -> Counter[str]:
@@ -181,7 +182,8 @@ async def _episode(gateway: Any, logs: Path, agent: str, scene: str, place: Path
         await _act(agent, prompt, f"http://127.0.0.1:{own}/{path}".rstrip("/"), key, place)
     rows = await _ask(gateway, logs / "gateway", "rows\n")
     sampled = [json.loads(line) for line in (logs / "sampled").read_text().splitlines()[before:]]
-    (place / "rows").write_text(json.dumps([sampled, rows]))
+    if not sampled:
+        raise RuntimeError(f"{agent}, {scene}: nothing was sampled: {last_lines((place / 'said').read_text(), 3)}")
     more = {"calls": len(sampled), "ms": round(1000 * statistics.median(cable.took or [0]))}
     return compare(sampled, rows) + Counter(more)
 

@@ -16,7 +16,7 @@ ONE = ([1, 2, 10, 11], [0, 0, 1, 1], [-0.1, -0.2])
 @pytest.fixture
 def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend("scripts/exactness")
-    return importlib.import_module("scripts.exactness.bench").compare
+    return importlib.import_module("bench").compare
 
 
 @pytest.mark.parametrize(

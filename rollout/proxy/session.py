@@ -233,9 +233,8 @@ class Session:
         return new if fresh else alike[0][1]
 
     def turns(self) -> int:
-        """Return the number of calls of the main thread, sub-agents' left out, whose replies reached the agent.
+        """Return the number of calls of the main thread whose replies reached the agent (or may have: a relayed one).
 
-        Those of a relayed session are counted that may have reached it.
         A session whose calls are forwarded has no tree; all calls but retries and side calls count then.
         """
         self.settle()

@@ -1,9 +1,8 @@
 """The session tree holds every token of an episode exactly once, and derives the training sequences from them.
 
 Context nodes and sampled nodes alternate on every path. A *context* node holds what the policy reads up to and
-including the generation prompt, encoded once, when it arrived. A *sampled* node holds one reply, as it was sampled. A
-child comes after its parent, so a path from a root to a context node is exactly a prompt that the engine has seen. A
-new request extends the deepest path that it matches.
+including the generation prompt, encoded once, when it arrived. A *sampled* node holds one reply, as it was sampled. So
+a path from a root to a context node is exactly a prompt that the engine has seen. A new request extends the deepest one.
 
 The tree is plain data, without I/O, clock or randomness. Invariants 1 and 2 (docs/architecture.md) are kept here:
 nothing that was sampled is ever encoded again, and ``sequences()`` puts every sampled token that was delivered, and
@@ -423,8 +422,8 @@ class Tree:
         reports a reply in it. In such a conversation, the agent's own replies are the reported ones, those on the
         longest path, and all before them. A reply without calls is the agent's own, too, if it follows one of these or
         if its prompt begins like one of these conversations: it is the summary that Claude Code asks for when the
-        context is full, and does not report. (The prompt of a conversation's second summary extends no other.) So a
-        command that tampers with the reports takes hardly anything out of training.
+        context is full, and does not report (a second summary's prompt extends no other). So a command that tampers
+        with the reports takes hardly anything out of training.
         """
         delivered = [(node.path()[0].index, node) for node in self.nodes if node.sampled and node.delivered]
         named = [(root, node) for root, node in delivered if node.reply is not None and node.reply.id in reported]

@@ -2,7 +2,7 @@
 
 Context nodes and sampled nodes alternate on every path. A *context* node holds what the policy reads up to and
 including the generation prompt, encoded once, when it arrived. A *sampled* node holds one reply, as it was sampled. So
-a path from a root to a context node is exactly a prompt that the engine has seen. A new request extends the deepest one.
+a path from a root to a context node is exactly a prompt that the engine has seen. A new request extends the deepest.
 
 The tree is plain data, without I/O, clock or randomness. Invariants 1 and 2 (docs/architecture.md) are kept here:
 nothing that was sampled is ever encoded again, and ``sequences()`` puts every sampled token that was delivered, and

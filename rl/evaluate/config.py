@@ -25,9 +25,8 @@ from rl.run.weights import Weights, find_weights
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config; an evaluation inherits what they set.
 _TRAINING = ("experiment", "scale")
-_POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls", "proxy.max_body_mb")
-_POSITIVE += ("proxy.max_session_tokens", "grading.timeout_s", "store.timeout_s", "serve.tensor_parallel_size")
-_POSITIVE += ("serve.timeout_s",)
+_POSITIVE = ("proxy.max_calls", "proxy.max_body_mb", "proxy.max_session_tokens", "grading.timeout_s")
+_POSITIVE += ("store.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
 # Keys of the groups above that change how fast an evaluation runs, but not how an episode ends. A kind of box has more.
 _SPEED_ONLY = ("agent.binary", "episode", "proxy.side_endpoint.key_env")

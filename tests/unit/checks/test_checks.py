@@ -18,9 +18,8 @@ from rl.checks import check, check_values
 from rl.checks.keys import check_types
 from rl.checks.machine import GIB
 from rl.checks.model import check_memory, check_model, check_toy
-from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_numbers, check_schedule
-from rl.config.compose import ConfigError, check_all, compose
-from rl.episodes.setup import AGENTS
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, check_schedule
+from rl.config.compose import ConfigError
 from rl.plan.model import KNOWN
 from tests.check_kit import composed, good_config, refused, write
 from tests.datasets import snapshot_row as row
@@ -97,20 +96,6 @@ def test_lists_of_files_pass(config, tmp_path):
 @pytest.mark.parametrize("value", [0, -1, "many", None, True])
 def test_numbers_must_be_positive(config, key, value):
     refused(config, key, repr(value), **{key: value})
-
-
-@pytest.mark.parametrize("name", sorted(set(AGENTS) - {"claude_code"}))
-def test_an_agent_may_have_no_limit_of_turns(name: str) -> None:
-    """Codex has no such key; opencode's is 0, as that of others may be."""
-    for program in ("train", "evaluate", "collect"):
-        made = compose([f"agent={name}"], program)
-        check_numbers(made, ())
-        check_types(made, program)
-        if "max_turns" in made.agent:
-            for wrong, said in ((-1, "above 0"), ("many", "above 0")):
-                made.agent.max_turns = wrong
-                with pytest.raises(ConfigError, match=rf"^agent\.max_turns is {wrong!r}; it must be a number {said}$"):
-                    check_all(made, lambda made: check_numbers(made, ()), lambda made: check_types(made, program))
 
 
 @pytest.mark.parametrize("key", POSITIVE_OR_NULL)

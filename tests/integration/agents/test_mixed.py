@@ -37,6 +37,7 @@ SETTINGS = [
     "agent.claude_code.timeout_s=600",
     "agent.codex.timeout_s=600",
     "actor_rollout_ref.rollout.max_model_len=1000000",
+    "actor_rollout_ref.model.path=kit",
     "proxy.max_tokens=2000",
     "sandbox.cpu_s=300",
     "sandbox.file_mb=256",

@@ -38,7 +38,7 @@ def test_an_agent_may_have_no_limit_of_turns(name: str) -> None:
 def test_every_agent_of_a_mix_is_checked(config: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its program, its keys and its limits, all in one go; agents that are not in the mix need nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing is installed
-    config.agent = compose(["agent=mixed", "+agent.mix={claude_code:1,command:0}"]).agent
+    config.agent = compose(["agent=mixed", "agent.mix={claude_code:1,command:0}"]).agent
     config.agent.command.command = ["true"]
     check(config)
     rows = [row(f"a-{number}", agent="command" if number else None) for number in range(config.data.train_batch_size)]

@@ -8,10 +8,10 @@ to a verdict in fresh boxes that have the patch. Deadlines, the rules for patche
 from __future__ import annotations
 
 import functools
-import pkgutil
 from typing import TYPE_CHECKING
 
 from rewards.verdict import Verdict
+from rollout.dotted import attribute
 
 if TYPE_CHECKING:  # both import this module
     from rewards.grading import Grading
@@ -68,9 +68,11 @@ def named(name: str) -> Grader:
     if name not in GRADERS and ":" not in name:
         raise ValueError(f"{name[:80]!r} is no grader; it must be one of {', '.join(GRADERS)}, or module:Class")
     try:
-        made = pkgutil.resolve_name(GRADERS.get(name, name))()
-    except Exception as error:  # importing another package may raise anything
-        raise ValueError(f"{name[:80]!r} cannot be imported: {type(error).__name__}: {error}") from error
+        made = attribute(GRADERS.get(name, name))()
+    except ValueError as error:
+        raise ValueError(f"{name[:80]!r} {error}") from error
+    except Exception as error:  # another package's class may raise anything
+        raise ValueError(f"{name[:80]!r} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, Grader):
         raise ValueError(f"{name[:80]!r} is no subclass of rewards.graders.Grader")
     return made

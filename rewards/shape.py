@@ -6,7 +6,6 @@ reward.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason, Verdict
+from rollout.dotted import attribute
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,10 @@ class Shape:
 
 def load(name: str) -> Callable[..., Any]:
     """Import the callable that "module:function" names. Raises ValueError, which says why that is not possible."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ValueError(f"{name!r} is not of the form module:function")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing the user's module may raise anything
-        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+        function = attribute(name)
+    except ValueError as error:
+        raise ValueError(f"{name!r} {error}") from error
     if not callable(function):
-        raise ValueError(f"{name} is a {type(function).__name__}, not a function")
+        raise ValueError(f"{name!r} is a {type(function).__name__}, not a function")
     return function

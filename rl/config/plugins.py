@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import pkgutil
 import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -20,6 +19,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
+from rollout.dotted import attribute
+
 CONFIGS = "claude_code_rl.configs"
 MIXED = "mixed"  # the kind of a mix of agents (rl.episodes.setup)
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,10 +30,10 @@ def named(kind: object, known: Mapping[str, Any]) -> Any:
     """Return what a kind names. Raises ValueError, whose text says what it must be or why it cannot be had."""
     if isinstance(kind, str) and ":" in kind:
         try:
-            return pkgutil.resolve_name(kind)
-        except (ImportError, AttributeError, ValueError) as error:
+            return attribute(kind)
+        except ValueError as error:
             hint = to_install(f"{re.split('[.:]', kind)[0]}/__init__.py")
-            raise ValueError(f"is {kind!r}, which cannot be imported: {error}{hint}") from error
+            raise ValueError(f"is {kind!r}, which {error}{hint}") from error
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"is {kind!r}; it must be one of {', '.join(known)}, or module:attribute")
     return known[kind]

@@ -159,7 +159,7 @@ def test_what_is_wrong_is_said_of_the_row(tmp_path: Path) -> None:
         ({"grading": None}, "one: grading: is missing"),
         ({"grader": "pytest"}, "one: grader: 'pytest' is no grader; it must be one of swebench, harbor, or module:"),
         ({"grader": "checked_tasks:Nobody"}, "one: grader: 'checked_tasks:Nobody' cannot be imported: AttributeError"),
-        ({"grader": "checked_tasks:SOURCE"}, "one: grader: 'checked_tasks:SOURCE' cannot be imported: TypeError"),
+        ({"grader": "checked_tasks:SOURCE"}, "one: grader: 'checked_tasks:SOURCE' cannot be made: TypeError"),
         ({"grader": "pathlib:Path"}, "one: grader: 'pathlib:Path' is no subclass of rewards.graders.Grader"),
         ({"grader": None}, "one: log_parser: is empty"),
         ({"image": ""}, "one: image: is empty"),

@@ -230,6 +230,56 @@ def test_a_reply_that_was_not_read_is_handed_again_and_one_that_may_be_read_is_n
     play(case, "one", "two", "three", "four")
 
 
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_asked_for_the_end_of_its_connection_still_reads(
+    play: Callable[..., None], stream: bool, reads: bool
+) -> None:
+    """As Python's urllib does with each call: the server closes, and what it sent is read later, or never."""
+
+    async def case(here: Place) -> None:
+        end = await here.connect()
+        node = await here.ask(end, "a", stream=stream, Connection="close")
+        await here.until(lambda: any(isinstance(one, socket.socket) for one in here.server._deliveries._sent))
+        here.server._deliveries.look(here.session)
+        assert node.pending and not node.delivered
+        if reads:
+            while await here.loop.sock_recv(end, 1 << 16):
+                pass
+        end.close()
+
+        def settled() -> bool:
+            here.server._deliveries.look(here.session)
+            return not node.pending
+
+        await here.until(settled)
+        assert node.delivered == reads
+        assert len(here.session.tree.sequences()) == reads
+
+    play(case, "one")
+
+
+def test_few_sockets_are_kept_for_a_session(play: Callable[..., None]) -> None:
+    async def case(here: Place) -> None:
+        ends = [await here.connect() for _ in range(12)]
+        nodes = [await here.ask(end, f"a{number}", Connection="close") for number, end in enumerate(ends)]
+        await here.until(lambda: sum(bool(node.pending) for node in nodes) == 8)
+        assert not any(node.delivered for node in nodes)
+        for end in ends:
+            while await here.loop.sock_recv(end, 1 << 16):
+                pass
+            end.close()
+
+        def settled() -> bool:
+            here.server._deliveries.look(here.session)
+            return not any(node.pending for node in nodes)
+
+        await here.until(settled)
+        assert [node.delivered for node in nodes] == [False] * 4 + [True] * 8
+
+    play(case, *"abcdefghijkl")
+
+
 def test_an_echo_and_the_agents_events_prove_what_the_connection_does_not(play: Callable[..., None]) -> None:
     async def case(here: Place) -> None:
         nodes = []

@@ -110,7 +110,7 @@ def test_a_function_that_fails_is_an_infrastructure_failure(what: str) -> None:
         ({"fail_to_pass": 1.0}, "below 1"),
         ({"fail_to_pass": 0.5, "turn_penalty": 0.1}, "below 1"),
         ({"turn_penalty": 0.1, "max_penalty": 1.0}, "worth nothing"),
-        ({"function": "halved"}, "not of the form module:function"),
+        ({"function": "halved"}, "not of the form module:attribute"),
         ({"function": "no.such.module:f"}, "ModuleNotFoundError"),
         ({"function": f"{__name__}:no_such"}, "AttributeError"),
         ({"function": f"{__name__}:OFF"}, "is a dict, not a function"),

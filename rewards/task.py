@@ -29,7 +29,7 @@ ALWAYS = ("instance_id", "image", "repo", "problem_statement")
 _SWE_BENCH = ("log_parser", "eval_type", "eval_script")
 _TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 COLUMNS = (*ALWAYS, "version", "base_commit", *_SWE_BENCH, *_TESTS)
-OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty", "not_passing", "grader", "grading")
+OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty", "not_passing", "grader", "grading", "agent")
 _ONE_LINE = (
     "instance_id",
     "image",
@@ -40,6 +40,7 @@ _ONE_LINE = (
     "base_commit",
     "difficulty",
     "grader",
+    "agent",
 )
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 _LOCAL = "dir:"
@@ -64,7 +65,7 @@ class Task:
     that is not known; admission writes it. grader: the name of what judges its tests (`rewards.graders`); grading: what
     that reads, the JSON text of an object, "" for SWE-bench's, which has its own columns. Another grader may read
     those, too: they may be empty, and it has to check them. solutions: paths that the gold patches of the task's
-    repository touch.
+    repository touch. agent: the name of the agent that plays it in a run with a mix of agents, None for any.
     """
 
     instance_id: str
@@ -86,6 +87,7 @@ class Task:
     not_passing: tuple[str, ...] | None = field(repr=False, default=None)
     grader: str = graders.SWE_BENCH
     grading: str = field(repr=False, default="")
+    agent: str | None = field(repr=False, default=None)
     solutions: frozenset[str] = field(repr=False, default=frozenset())
 
     @property
@@ -136,8 +138,10 @@ class Task:
         tests = {name: _strings(row, name) if swe_bench or row.get(name) is not None else () for name in _TESTS}
         if swe_bench and not tests["FAIL_TO_PASS"]:
             raise _wrong(row, "FAIL_TO_PASS", "is empty: a patch that changes nothing could resolve the task")
-        patches = {
-            name: _checked(row, name, row[name]) for name in ("patch", "setup_patch") if row.get(name) is not None
+        given = {
+            name: _checked(row, name, row[name])
+            for name in ("patch", "setup_patch", "agent")
+            if row.get(name) is not None
         }
         hidden = _strings(row, "hidden_paths") if row.get("hidden_paths") is not None else ()
         if strange := [path for path in hidden if not path.strip("/") or ".." in path.split("/")]:
@@ -148,12 +152,13 @@ class Task:
             grading="" if swe_bench else _object(row, "grading"),
             FAIL_TO_PASS=tests["FAIL_TO_PASS"],
             PASS_TO_PASS=tests["PASS_TO_PASS"],
-            patch=patches.get("patch"),
-            setup_patch=patches.get("setup_patch"),
+            patch=given.get("patch"),
+            setup_patch=given.get("setup_patch"),
+            agent=given.get("agent"),
             difficulty=_difficulty(row),
             hidden_paths=hidden,
             not_passing=_strings(row, "not_passing") if row.get("not_passing") is not None else None,
-            solutions=_touched(patches.get("patch")),
+            solutions=_touched(given.get("patch")),
             base_dir=base_dir.absolute(),
         )
         if not swe_bench:
@@ -178,6 +183,8 @@ class Task:
             row["not_passing"] = json.dumps(self.not_passing)
         if self.grader == graders.SWE_BENCH:
             row |= {"grader": None, "grading": None}
+        if self.agent is None:  # rows of before this column, by whose hashes evaluations are told apart
+            del row["agent"]
         return row
 
 

@@ -13,7 +13,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from rewards.task import Task, TaskError
 from rewards.verdict import Reason, Verdict
 from rollout.agent import Agent, AgentRun, Status, joined, run_agent
 from rollout.agent.events import blocks, commands
+from rollout.agent.mix import Mix
 from rollout.proxy.server import ProxyServer
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import TrainingSequence
@@ -42,7 +43,8 @@ Boot = Callable[[Task, Path | None], Awaitable[Sandbox]]
 
 @dataclass(frozen=True)
 class Setup:
-    """A set-up is what all episodes of a process share."""
+    """A set-up is what all episodes of a process share. ``name``: the agent's, in records. ``mix``: of several agents,
+    each in ``agents`` with the function that boots its boxes; None: ``agent`` plays all episodes."""
 
     policy: Policy
     proxy: ProxyServer
@@ -59,13 +61,24 @@ class Setup:
     # Directory for the sessions' sockets: a short path (sun_path has 108 bytes) that is removed with the run. None: the
     # system's temporary directory.
     scratch: Path | None = None
+    name: str = ""
+    mix: Mix | None = None
+    agents: Mapping[str, tuple[Agent, Boot]] = field(default_factory=dict)
+
+    def of(self, task: Task, step: int = 0) -> Setup:
+        """Return the set-up with the agent that plays ``task`` in ``step``."""
+        if self.mix is None:
+            return self
+        name = self.mix.draw(task.instance_id, step, task.agent)
+        agent, boot = self.agents[name]
+        return replace(self, name=name, agent=agent, boot=boot, mix=None)
 
 
 @dataclass
 class Episode:
     """An episode is what one attempt on a task left behind. ``session`` holds every token; ``rows`` are the training
     sequences, empty after an infrastructure failure. ``timing``: seconds by phase (boot, agent, diff, grade, total).
-    ``credit``: the reward of each row, empty if all have the episode's."""
+    ``credit``: the reward of each row, empty if all have the episode's. ``played_by``: the agent's name."""
 
     id: str
     task: Task
@@ -78,6 +91,7 @@ class Episode:
     rows: Sequence[TrainingSequence]
     timing: dict[str, float]
     credit: Sequence[float] = ()
+    played_by: str = ""
 
     @property
     def overlong(self) -> bool:
@@ -168,7 +182,8 @@ async def run_episode(setup: Setup, task: Task, episode_id: str, attempt: int = 
         except Exception as error:  # the function is the user's code; the policy is not to blame for its errors
             failed = f"episode.credit: {type(error).__name__}: {error}"
             rows, verdict = [], replace(verdict, reason=Reason.REWARD_FAILED, detail=failed)
-    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, watch.seconds, credit)
+    seconds, name = watch.seconds, setup.name
+    return Episode(episode_id, task, attempt, began, verdict, session, run, patch, rows, seconds, credit, name)
 
 
 def _credit_row(session: Session, row: TrainingSequence) -> CreditRow:
@@ -182,6 +197,7 @@ async def play(setup: Setup, task: Task, episode_id: str, keep: Callable[[Episod
 
     ``keep`` is called with every attempt, and awaited if it is asynchronous.
     """
+    setup = setup.of(task)
     for attempt in range(setup.infra_retries + 1):
         episode = await run_episode(setup, task, episode_id if not attempt else f"{episode_id}.{attempt}", attempt)
         if (keeping := keep(episode)) is not None:

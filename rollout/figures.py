@@ -57,6 +57,8 @@ def line(record: Record) -> Line:
         "proxy_overhead_ms": 1e3 * counters["overhead_s"] / calls if calls else None,
         "record": record.seal.hex(),  # empty before version 5
         **({"roles": _roles(record)} if record.roles is not None else {}),
+        # The agent's name in the config; older records lack it.
+        **({"agent_kind": record.agent["kind"]} if "kind" in record.agent else {}),
         # session: a key in TransferQueue; engine: the replica that answered, None without a call; own: rl.metrics.own
         **record.trainer,
     }

@@ -11,6 +11,7 @@ from rewards.task import Task, TaskError, load_tasks
 from rl.checks.alike import KINDS, Overlap, overlaps
 from rl.config.compose import ConfigError, check_all
 from rl.episodes.boxes import is_snapshot, kind_of
+from rl.episodes.setup import mix_from
 
 
 def check_tasks(config: DictConfig) -> list[Task]:
@@ -108,11 +109,20 @@ def _load(config: DictConfig, key: str) -> dict[str, tuple[str, Task]]:
 
 
 def _usable(config: DictConfig) -> Callable[[Task], Any]:
-    """Return a function that raises TaskError if a task lacks a snapshot that it needs; without images all need one."""
-
-    def local(task: Task) -> None:
-        if not task.snapshot.is_dir():
-            raise TaskError(f"{task.instance_id}: image: no directory {task.snapshot}")
-
+    """Return a function that raises TaskError if a task lacks a snapshot that it needs (without images all need one),
+    or an agent in a mix. Raises ConfigError for a wrong mix."""
+    try:
+        mix = mix_from(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     images = kind_of(config.sandbox).from_images
-    return lambda task: None if images and not is_snapshot(task) else local(task)
+
+    def usable(task: Task) -> None:
+        if not (images and not is_snapshot(task)) and not task.snapshot.is_dir():
+            raise TaskError(f"{task.instance_id}: image: no directory {task.snapshot}")
+        try:
+            _ = mix and mix.draw(task.instance_id, 0, task.agent)
+        except ValueError as error:
+            raise TaskError(f"{task.instance_id}: agent: {error}") from error
+
+    return usable

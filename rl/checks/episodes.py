@@ -1,14 +1,24 @@
 """Checks of what episodes need, in training and in an evaluation: agent, proxy, boxes, grading and store."""
 
 import asyncio
+import functools
 
 from omegaconf import DictConfig
 
 from rl.checks.numbers import check_positive
 from rl.config.compose import ConfigError, check_all
+from rl.config.plugins import agents_of
 from rl.episodes.asking import ask_endpoint
 from rl.episodes.boxes import kind_of
-from rl.episodes.setup import agent_from, credit_from, roles_from, rules_from, shape_from, side_endpoint_from
+from rl.episodes.setup import (
+    agent_from,
+    credit_from,
+    mix_from,
+    roles_from,
+    rules_from,
+    shape_from,
+    side_endpoint_from,
+)
 from rl.metrics import own
 from rl.run.store import check_store
 from rollout.agent.claude_code import SUBAGENTS
@@ -19,10 +29,11 @@ from rollout.proxy.roles import MAIN, SUBAGENT, Rule
 def check_episodes(config: DictConfig, plays: bool = True) -> None:
     """Raise ConfigError if something is missing that episodes need, in training or in an evaluation.
 
-    ``plays``: they are played on this machine, which then needs the agent's program and what makes boxes.
+    ``plays``: they are played on this machine, which then needs the agents' programs and what makes boxes.
     """
-    played = (_check_agent, check_boxes) if plays else ()
-    check_all(config, *played, _check_proxy, _check_grading, _check_figures, check_store)
+    agents = [functools.partial(_check_agent, key=key) for key in agents_of(config)]
+    played = (*agents, check_boxes) if plays else ()
+    check_all(config, _check_mix, *played, _check_proxy, _check_grading, _check_figures, check_store)
     _check_roles(config, plays)
 
 
@@ -35,9 +46,16 @@ def check_boxes(config: DictConfig) -> None:
         boxes.need_base_image("the quickstart's tasks are local snapshots")
 
 
-def _check_agent(config: DictConfig) -> None:
+def _check_mix(config: DictConfig) -> None:
     try:
-        agent_from(config, max_tokens=1, max_context=1)  # its limits are not looked at
+        mix_from(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_agent(config: DictConfig, key: str) -> None:
+    try:
+        agent_from(config, max_tokens=1, max_context=1, key=key)  # its limits are not looked at
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
 

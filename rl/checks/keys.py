@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, agent_limits
 from rl.checks.types import dataclass_of, fields, wrong_value
 from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir
 
@@ -74,14 +74,14 @@ def check_keys(config: DictConfig) -> None:
 def check_types(config: DictConfig, name: str = "train", leave: Collection[str] = POSITIVE + POSITIVE_OR_NULL) -> None:
     """Raise ConfigError with a line for each value whose type is not that of its key (``rl.checks.types``).
 
-    name: of the primary config. leave: keys to skip, because ``check_numbers`` looks at them.
+    name: of the primary config. leave: keys to skip, because ``check_numbers`` looks at them (as at limits of agents).
     """
     reference = _reference(config, name)
     lines = []
     for path, key in _changed(_plain(config), _plain(reference), ""):
         value, default = OmegaConf.select(config, path), OmegaConf.select(reference, path)
         line = wrong_value(path, value, default, _declared(config, path).get(key))
-        if line and path not in leave:
+        if line and path not in {*leave, *agent_limits(config)}:
             lines.append(line)
     if lines:
         raise ConfigError(*lines)

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from rl.config.compose import ConfigError
+from rl.config.plugins import agents_of
 
 POSITIVE = (
     "run.grace_s",
     "cluster.start_timeout_s",
-    "agent.max_turns",
-    "agent.timeout_s",
     "proxy.max_calls",
     "proxy.max_body_mb",
     "proxy.max_session_tokens",
@@ -69,12 +68,25 @@ def check_numbers(
     config: DictConfig, positive: Iterable[str] = POSITIVE, positive_or_null: Iterable[str] = POSITIVE_OR_NULL
 ) -> None:
     """Raise ConfigError with a line for each key that must be above 0 and is not, and for a wrong number of retries."""
+    positive = (*agent_limits(config), *positive)
     lines = [*_not_positive(config, positive), *_not_positive(config, positive_or_null, or_null=True)]
     retries = config.episode.infra_retries
     if not isinstance(retries, int) or retries < 0:
         lines.append(f"episode.infra_retries is {retries!r}; it must be 0 or more")
     if lines:
         raise ConfigError(*lines)
+
+
+def agent_limits(config: DictConfig) -> list[str]:
+    """Return the keys of the agents that must be above 0. Only Claude Code needs a limit of turns; others'
+    may be 0."""
+    keys = []
+    for key, settings in agents_of(config).items():
+        if settings.get("kind", "claude_code") == "claude_code" or settings.get("max_turns"):
+            keys.append(f"{key}.max_turns")
+        if "timeout_s" in settings:
+            keys.append(f"{key}.timeout_s")
+    return keys
 
 
 def check_positive(config: DictConfig, keys: Iterable[str]) -> None:

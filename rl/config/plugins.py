@@ -7,6 +7,7 @@ names a package with config groups: its folder ``agent/`` with ``mine.yaml`` mak
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -16,10 +17,12 @@ from typing import Any
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
 
 from rollout.dotted import attribute
 
 CONFIGS = "claude_code_rl.configs"
+MIXED = "mixed"  # the kind of a mix of agents (rl.episodes.setup)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,6 +37,21 @@ def named(kind: object, known: Mapping[str, Any]) -> Any:
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"is {kind!r}; it must be one of {', '.join(known)}, or module:attribute")
     return known[kind]
+
+
+def agents_of(config: DictConfig) -> dict[str, DictConfig]:
+    """Return the settings of a config's agents by the keys where they are: ``agent``, or those of a mix in it."""
+    group = config.agent
+    if group.get("kind") != MIXED:
+        return {"agent": group}
+    mix = group.get("mix")
+    names = mix if OmegaConf.is_dict(mix) else ()
+    return {f"agent.{name}": group[name] for name in names if OmegaConf.is_dict(group.get(name))}
+
+
+def longest(config: DictConfig, limit: str) -> float:
+    """Return the highest value of a limit (max_turns, timeout_s) that agents of a config have; 0 or no key is none."""
+    return max((settings.get(limit) or math.inf for settings in agents_of(config).values()), default=math.inf)
 
 
 def to_install(file: str) -> str:

@@ -183,7 +183,7 @@ _OF_A_TASK = (Reason.MISSING_IMAGE, Reason.MISSING_SNAPSHOT, Reason.SEAL_FAILED,
 @functools.cache
 def _key(task: Task, settings: str) -> str:
     """Return a hash of everything that decides how the task is graded, so that a changed row is graded anew."""
-    row = {name: value for name, value in task.to_row().items() if name != "difficulty"}
+    row = {name: value for name, value in task.to_row().items() if name not in ("difficulty", "agent")}
     text = json.dumps([row, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -8,6 +8,7 @@ which end with it; their boxes are swept like those of any process.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,8 +99,8 @@ class FarBox:
         return await _answer(self._host.do.remote(self._number, verb, *args, **kwargs), "box_killed")
 
 
-def far_boot(near: Boot, config: DictConfig) -> Boot:
-    """Return a Boot that makes boxes for grading on the nodes with ``cluster.grading_resource``, others with ``near``.
+def far_boots(near: Mapping[str, Boot], config: DictConfig) -> dict[str, Boot]:
+    """Return Boots that make boxes for grading on the nodes with ``cluster.grading_resource``, others with ``near``.
 
     Raises RuntimeError if no node of the cluster has the resource.
     """
@@ -110,13 +111,13 @@ def far_boot(near: Boot, config: DictConfig) -> Boot:
     ]
     turns = itertools.cycle(hosts)
 
-    async def boot(task: Task, socket_dir: Path | None) -> Sandbox:
+    async def boot(name: str, task: Task, socket_dir: Path | None) -> Sandbox:
         if socket_dir is not None:
-            return await near(task, socket_dir)
+            return await near[name](task, socket_dir)
         host = next(turns)
         return FarBox(host, *await _answer(host.boot.remote(task), "boot_failed"))
 
-    return boot
+    return {name: functools.partial(boot, name) for name in near}
 
 
 async def _answer(reference: Any, cause: str) -> Any:

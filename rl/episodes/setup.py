@@ -18,6 +18,7 @@ from rewards.credit import Credit
 from rewards.rules import Rules
 from rewards.shape import Shape, load
 from rl.config import plugins
+from rl.config.plugins import MIXED, agents_of
 from rl.episodes.boxes import kind_of
 from rollout.agent import Agent
 from rollout.agent.claude_code import ClaudeCode
@@ -25,6 +26,7 @@ from rollout.agent.codex import Codex
 from rollout.agent.command import CommandAgent
 from rollout.agent.gemini_cli import GeminiCli
 from rollout.agent.mini_swe_agent import MiniSweAgent
+from rollout.agent.mix import Mix
 from rollout.agent.opencode import OpenCode
 from rollout.agent.qwen_code import QwenCode
 from rollout.episode import Boot, Setup
@@ -56,18 +58,43 @@ INSTALLED = (Codex, OpenCode, QwenCode, MiniSweAgent, GeminiCli)
 ENDPOINTS: dict[str, type[SideEndpoint]] = {"messages": SideEndpoint, "chat": ChatEndpoint}
 
 
-def agent_from(config: DictConfig, max_tokens: int, max_context: int) -> Agent:
-    """Return the agent of a config. Raises ValueError for an unknown kind and FileNotFoundError without its program."""
-    settings: Any = OmegaConf.to_container(config.agent, resolve=True)
+def agent_from(config: DictConfig, max_tokens: int, max_context: int, key: str = "agent") -> Agent:
+    """Return the agent whose settings are at ``key``: ``agent``, or its key in a mix (``agents_of``).
+
+    Raises ValueError for an unknown kind and for wrong settings, FileNotFoundError without its program.
+    """
+    settings: Any = OmegaConf.to_container(OmegaConf.select(config, key), resolve=True)
     kind = settings.pop("kind", "claude_code")  # configs of earlier runs do not name it
     try:
         make = plugins.named(kind, AGENTS)
     except ValueError as error:
-        raise ValueError(f"agent.kind {error}") from error
+        raise ValueError(f"{key}.kind {error}") from error
     try:
         return make(max_tokens=max_tokens, max_context=max_context, **settings)
     except (TypeError, KeyError) as error:  # of an agent of another package: keys that it wants, or does not know
-        raise ValueError(f"agent.kind={kind}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{key}.kind={kind}: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise ValueError(str(error) if key == "agent" else f"{key}: {error}") from error
+
+
+def agents_from(config: DictConfig, max_tokens: int, max_context: int) -> dict[str, Agent]:
+    """Return the agents of a config by name, which is the kind of one that is alone. Raises as ``agent_from`` does."""
+    return {
+        key.partition(".")[2] or settings.get("kind", "claude_code"): agent_from(config, max_tokens, max_context, key)
+        for key, settings in agents_of(config).items()
+    }
+
+
+def mix_from(config: DictConfig) -> Mix | None:
+    """Return the mix of a config's agents, None if it has one agent. Raises ValueError."""
+    if config.agent.get("kind") != MIXED:
+        return None
+    group: Any = OmegaConf.to_container(config.agent, resolve=True)
+    mix = Mix(group["mix"], group["seed"])
+    there = [name for name, settings in group.items() if name != "mix" and isinstance(settings, dict)]
+    if unknown := [name for name in mix.weights if name not in there]:
+        raise ValueError(f"agent.mix: there is no agent {unknown[0]!r}; there are {', '.join(there)}")
+    return mix
 
 
 def rules_from(config: DictConfig) -> Rules:
@@ -137,12 +164,13 @@ def _endpoint(key: str, url: str, model: str, protocol: str = "messages", key_en
 class Settings:
     """Settings are what a config says about episodes, as plain values.
 
+    ``agents``: each with the function that boots its boxes, by name; ``mix``: which plays what, None for one agent.
     ``max_tokens``: of one reply; ``max_context``: of a prompt and its reply together. ``side_endpoint``: where side
     calls go; None: to the policy, which is trained on them if ``train_side_calls``. ``roles``: see ``Policy``.
     """
 
-    agent: Agent
-    boot: Boot
+    agents: Mapping[str, tuple[Agent, Boot]]
+    mix: Mix | None
     rules: Rules
     second_opinion: bool
     shape: Shape | None
@@ -178,10 +206,11 @@ def read_settings(config: DictConfig, *, max_tokens: int, max_context: int, run:
     ``run``: the name of the run, which marks its boxes. Raises ConfigError, ValueError and FileNotFoundError.
     """
     proxy = config.proxy
-    agent = agent_from(config, max_tokens, max_context)
+    mix, boxes = mix_from(config), kind_of(config.sandbox)
+    agents = agents_from(config, max_tokens, max_context)
     return Settings(
-        agent=agent,
-        boot=kind_of(config.sandbox).boot(agent, run),
+        agents={name: (agent, boxes.boot(agent, run)) for name, agent in agents.items()},
+        mix=mix,
         rules=rules_from(config),
         second_opinion=config.grading.second_opinion,
         shape=shape_from(config),
@@ -230,11 +259,15 @@ def load_policy(settings: Settings, model: str, tokenizer: Any, model_type: str,
 
 def make_setup(settings: Settings, policy: Policy, proxy: ProxyServer) -> Setup:
     """Return everything that the episodes of a process need."""
+    name, (agent, boot) = next(iter(settings.agents.items()))
     return Setup(
         policy=policy,
         proxy=proxy,
-        boot=settings.boot,
-        agent=settings.agent,
+        boot=boot,
+        agent=agent,
+        name=name,
+        mix=settings.mix,
+        agents=settings.agents,
         grade_timeout_s=settings.grade_timeout_s,
         rules=settings.rules,
         second_opinion=settings.second_opinion,

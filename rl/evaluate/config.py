@@ -17,6 +17,7 @@ from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
 from rl.config.compose import ConfigError, check_all, compose
+from rl.config.plugins import agents_of
 from rl.episodes.boxes import kind_of
 from rl.episodes.setup import Settings, agent_from, read_settings
 from rl.run.array_job import Shard
@@ -25,12 +26,11 @@ from rl.run.weights import Weights, find_weights
 _GROUPS = ("agent", "proxy", "sandbox", "grading", "episode")
 # Groups of training's config; an evaluation inherits what they set.
 _TRAINING = ("experiment", "scale")
-_POSITIVE = ("agent.max_turns", "agent.timeout_s", "proxy.max_calls", "proxy.max_body_mb")
-_POSITIVE += ("proxy.max_session_tokens", "grading.timeout_s", "store.timeout_s", "serve.tensor_parallel_size")
-_POSITIVE += ("serve.timeout_s",)
+_POSITIVE = ("proxy.max_calls", "proxy.max_body_mb", "proxy.max_session_tokens", "grading.timeout_s")
+_POSITIVE += ("store.timeout_s", "serve.tensor_parallel_size", "serve.timeout_s")
 _POSITIVE_OR_NULL = ("limit", "max_context", "proxy.max_tokens")
 # Keys of the groups above that change how fast an evaluation runs, but not how an episode ends. A kind of box has more.
-_SPEED_ONLY = ("agent.binary", "episode", "proxy.side_endpoint.key_env")
+_SPEED_ONLY = ("episode", "proxy.side_endpoint.key_env")
 # Keys of the agent that may name files.
 _AGENT_FILES = ("settings", "hooks", "mcp_servers", "skills", "output_style")
 # The longest reply if neither the config nor the policy's context sets a lower limit: Claude Code's own limit for
@@ -144,6 +144,8 @@ def _check_endpoint(config: DictConfig) -> None:
     if config.protocol == "expert":
         if not config.policy:
             lines.append("an expert plays in the form of a model: give policy=MODEL, and no endpoint")
+        if config.agent.get("kind", "claude_code") != "claude_code":
+            lines.append("an expert knows the tools of Claude Code only: leave out agent=")
     elif config.protocol not in ("tokens", "messages", "chat"):
         lines.append(f"protocol is {config.protocol!r}; it must be tokens, messages or chat")
     elif config.protocol != "tokens" and config.policy:
@@ -190,15 +192,18 @@ def identity_of(config: DictConfig, weights: Weights | None, tasks: Sequence[Tas
         identity["serve"].pop("timeout_s")
     else:
         identity |= {"endpoint": plain["endpoint"], "model": plain["model"]}
-    if any(plain["agent"].get(key) for key in _AGENT_FILES):  # what is in them, too
-        agent = agent_from(config, max_tokens=1, max_context=1)
-        hashes = {path: hashlib.sha256(data).hexdigest() for path, data in agent.files().items()}
-        identity["agent_files"] = digest([agent.argv("")[1:], hashes])
+    agents = agents_of(config)
+    for key, settings in agents.items():
+        if any(settings.get(name) for name in _AGENT_FILES):  # what is in them, too
+            agent = agent_from(config, max_tokens=1, max_context=1, key=key)
+            hashes = {path: hashlib.sha256(data).hexdigest() for path, data in agent.files().items()}
+            identity[f"{key}_files"] = digest([agent.argv("")[1:], hashes])
     if not plain.get("grade", True):
         identity["grade"] = False
     if plain["protocol"] == "expert":
         identity["expert"] = plain["expert"]
-    for path in (*_SPEED_ONLY, *(f"sandbox.{key}" for key in kind_of(config.sandbox).speed_only)):
+    free = [f"{key}.binary" for key in agents] + [f"sandbox.{key}" for key in kind_of(config.sandbox).speed_only]
+    for path in (*_SPEED_ONLY, *free):
         *outer, last = path.split(".")
         inner = identity
         for part in outer:

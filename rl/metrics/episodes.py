@@ -32,6 +32,7 @@ _MEANS = ("rows", "turns", "calls", "malformed_calls", "cut_replies", "wall_s", 
 _MEANS += ("no_call", "refused_calls", "foreign_calls", "unread_replies", "overlong")
 _MEANS += ("tokens_sampled", "tokens_context", "tokens_trained")
 _WALL_PERCENTILES = (50, 90, 99)
+_BY_AGENT = {"resolve_rate": "resolved", "turns": "turns", "rows": "rows", "tokens_sampled": "tokens_sampled"}
 
 # A label with more values than this (repositories, ...) is not split by value: nobody reads as many curves.
 MAX_LABELS = 12
@@ -104,7 +105,8 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
         labels: keys of the lines ("difficulty", "repo") by whose values the resolve rate is split.
 
     Returns:
-        The metrics, none if there are no lines. ``<prefix>/resolve_rate`` and the other means are left out if every
+        The metrics, none if there are no lines; a few are split by agent if several have played.
+        ``<prefix>/resolve_rate`` and the other means are left out if every
         episode was lost to the infrastructure.
     """
     if not lines:
@@ -134,6 +136,11 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
         for value in sorted({one[label] for one in graded if one[label]}):
             resolved = [one["resolved"] for one in graded if one[label] == value]
             metrics[f"{outer}{label}/{metric_name(value)}/resolve_rate"] = sum(resolved) / len(resolved)
+    kinds = sorted({one.get("agent_kind", "") for one in graded})
+    for kind in kinds if len(kinds) > 1 else ():
+        own, name = [one for one in graded if one.get("agent_kind") == kind], f"{outer}agent/{metric_name(kind)}"
+        metrics[f"{name}/count"] = len(own)
+        metrics |= {f"{name}/{as_}": sum(float(one[key]) for one in own) / len(own) for as_, key in _BY_AGENT.items()}
     metrics |= _screening(graded, outer)
     for name in sorted({name for one in graded for name in one.get("own", ())}):
         values = [one["own"][name] for one in graded if name in one["own"]]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
+from rl.config.plugins import longest
 from rl.plan.layout import EngineLayout, Layout
 from rl.plan.memory import kv_room
 from rl.plan.model import ModelShape
@@ -40,7 +41,7 @@ def traffic(config: DictConfig, layout: Layout) -> Traffic:
     """Return the tokens of a mean episode; it ends at the longest row, however many turns are assumed."""
     plan = config.plan
     first, per_turn = min(plan.first_prompt, layout.prompt), plan.sampled + plan.read
-    turns = max(1.0, min(plan.turns, config.agent.max_turns, (layout.row - first) / per_turn))
+    turns = max(1.0, min(plan.turns, longest(config, "max_turns"), (layout.row - first) / per_turn))
     row = min(layout.row, first + turns * per_turn)
     return Traffic(turns, row, (first + row) / 2, first)
 

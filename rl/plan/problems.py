@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rl.config.plugins import longest
 from rl.plan import host, memory
 from rl.plan.layout import ACTOR, FSDP, MEGATRON, MODEL, ROLLOUT, Layout, layout_of, select
 from rl.plan.memory import GIB, Ledger
@@ -127,7 +128,7 @@ def warnings(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) 
     found, engine, boxes = [], layout.engine, layout.per_node
     cpus, limit = select(config, "sandbox.cpus", 1), select(config, "sandbox.memory_mb", 0)
     if pace.cut:
-        wanted = min(config.plan.turns, config.agent.max_turns)
+        wanted = min(config.plan.turns, longest(config, "max_turns"))
         row = f"its row of {layout.row} tokens is full; a longer one is data.max_response_length"
         found.append(f"an episode of plan.turns={wanted:g} is planned with {pace.cut:.0f}, where {row}")
     load = pace.load

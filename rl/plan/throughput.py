@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from rl.config.compose import ConfigError
+from rl.config.plugins import longest
 from rl.plan.engine import EngineLoad, forward, load, traffic
 from rl.plan.layout import ACTOR, ROLLOUT, Layout, TrainerLayout, batches_in_flight, count_tasks, filters, select
 from rl.plan.memory import moments, weights
@@ -82,7 +83,7 @@ def pace(config: DictConfig, shape: ModelShape, layout: Layout) -> Pace:
     calm = validation(config, boxes._replace(hangs=0.0))[0] * episode_s
     sampled = int(made.played / groups * layout.per_step * turns * plan.sampled)
     factor = made.time / plain.time
-    cut = turns if turns < min(plan.turns, config.agent.max_turns) - 0.5 else 0.0
+    cut = turns if turns < min(plan.turns, longest(config, "max_turns")) - 0.5 else 0.0
     return Pace(int(tokens), sampled, groups, made.played, factor, seconds, episode_s, calm, served, cut)
 
 
@@ -95,7 +96,7 @@ def update_passes(config: DictConfig, shape: ModelShape, trainer: TrainerLayout)
 def time_limit(config: DictConfig, episode_s: float, times: float | None) -> float:
     """Return the seconds after which an episode has ended: its agent's time limit, or its deadline of so many times the
     median, and its grading."""
-    limit = config.agent.timeout_s
+    limit = longest(config, "timeout_s")
     if times is not None:
         outside = config.plan.boot_s + config.plan.grade_s
         limit = min(limit, max(SHORTEST_S, times * (episode_s - outside) * math.exp(-(config.plan.spread**2) / 2)))

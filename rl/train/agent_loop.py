@@ -22,9 +22,9 @@ from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 
 from rewards.swebench import warm_up
-from rewards.task import load_tasks
+from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
-from rl.episodes.remote_boxes import far_boot
+from rl.episodes.remote_boxes import far_boots
 from rl.episodes.setup import load_policy, make_setup, training_settings
 from rl.metrics import own
 from rl.metrics.episodes import EpisodeLog
@@ -47,7 +47,9 @@ class Worker:
         self.proxy = ProxyServer()
         settings = training_settings(config)
         if config.cluster.grading_resource:
-            settings = replace(settings, boot=far_boot(settings.boot, config))
+            boots = far_boots({name: boot for name, (_, boot) in settings.agents.items()}, config)
+            agents = {name: (agent, boots[name]) for name, (agent, _) in settings.agents.items()}
+            settings = replace(settings, agents=agents)
         policy = load_policy(settings, config.actor_rollout_ref.model.path, tokenizer, model_type, engine)
         self.setup = make_setup(settings, policy, self.proxy)
         run_dir = Path(config.run.dir)
@@ -55,7 +57,9 @@ class Worker:
         self.log = EpisodeLog(run_dir)
         self.own = own.load(config.episode.figures)
         self.samples = SampleLog(run_dir)
-        self.deadline = Deadline(config.episode.deadline, settings.agent.timeout_s)
+        self.deadlines = {
+            name: Deadline(config.episode.deadline, agent.timeout_s) for name, (agent, _) in settings.agents.items()
+        }
         self.slots = asyncio.Semaphore(config.sandbox.concurrency)
         self.tasks = functools.cache(lambda file: {task.instance_id: task for task in load_tasks(file)})
 
@@ -66,13 +70,14 @@ class Worker:
         self.warming = asyncio.create_task(asyncio.to_thread(warm_up))  # the reference keeps the task alive
         await self.proxy.start()
 
-    def setting(self, parameters: dict[str, Any], split: str) -> Setup:
-        """Return the set-up of an episode that samples with the trainer's ``parameters``. Held-out ones have no
-        deadline, because their results are compared, and no rows that need rewards."""
-        agent: Any = self.setup.agent  # a frozen dataclass, as all agents are
-        setup = replace(self.setup, policy=replace(self.setup.policy, sampling=parameters))
+    def setting(self, parameters: dict[str, Any], split: str, task: Task, step: int) -> Setup:
+        """Return the set-up of an episode that samples with the trainer's ``parameters``. The results of held-out ones
+        are compared: they have no deadline, no rows that need rewards, and of a mix the same agent in each step."""
+        setup = self.setup.of(task, step if split == "train" else 0)
+        setup = replace(setup, policy=replace(setup.policy, sampling=parameters))
+        agent: Any = setup.agent  # a frozen dataclass, as all agents are
         if split == "train":
-            return replace(setup, agent=replace(agent, timeout_s=self.deadline.seconds))
+            return replace(setup, agent=replace(agent, timeout_s=self.deadlines[setup.name].seconds))
         return replace(setup, credit=None)
 
     def keep(self, episode: Episode, split: str, step: int, session: str) -> None:
@@ -87,7 +92,7 @@ class Worker:
         if self.own:
             record.trainer["own"] = own.figures(self.own, record)
         if split == "train" and "agent" in episode.timing and not episode.verdict.is_infra:
-            self.deadline.note(episode.timing["agent"])
+            self.deadlines[episode.played_by].note(episode.timing["agent"])
         self.records.append(record)
         self.log.append(line(record))
         self.samples.offer(record)
@@ -130,7 +135,7 @@ class ClaudeCodeAgentLoop(AgentLoopBase):
             place = (split, step, task.instance_id, row["session_id"])
             sampling_params = {**sampling_params, "seed": episode_seed(self.config.seed, *place)}
         async with worker.slots:
-            setup = worker.setting(sampling_params, split)
+            setup = worker.setting(sampling_params, split, task, step)
             session = f"{row['uid']}_{row['session_id']}"
             episode = await play(setup, task, name, lambda attempt: worker.keep(attempt, split, step, session))
         return outputs(episode, split == "train" and self.config.episode.mask_overlong)  # all held-out episodes count

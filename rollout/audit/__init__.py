@@ -25,6 +25,7 @@ Every record is checked with code that shares nothing with the session tree:
    episode that a selection inside the run has copied (rl.data.select) is the same as in the record it was copied from.
 9. Where a config says what is done with roles of calls (proxy.roles), each reply has the role that the agent's events
    tell, and was answered and trained on as the config says. Rewards of rows are finite, one for each.
+10. All episodes of a group, which are compared with each other, were played by the same agent.
 
 The exit status is 0, with one summary line, or 1, with one line per finding. docs/records.md says how each field is
 proven, and what cannot be found.
@@ -72,6 +73,7 @@ class Audit:
         self.total: Counter[str] = Counter()
         self.contents: dict[str, bytes] = {}  # by episode, a hash of all that its record says
         self.names: dict[object, str] = {}  # what no two episodes have in common, and whose it is
+        self.agents: dict[object, str] = {}  # of each group in a step, the agent's name
         self.tokenizer = functools.cache(tokenizer_of)
         self.closing = functools.cache(lambda model: closing_of(Path(model), self.tokenizer(model)))
         self.reading = functools.cache(FormatReading)
@@ -141,6 +143,9 @@ class Audit:
             yield f"it cannot be read: {type(error).__name__}: {error}"
 
     def _checks(self, record: Record) -> Iterator[str]:
+        group, kind = record.trainer.get("session", "").rpartition("_")[0], record.agent.get("kind")
+        if group and kind and (other := self.agents.setdefault((group, record.step), kind)) != kind:
+            yield f"it was played by {kind}, but its group by {other}"
         yield from audit_tokens(record)
         if torn_columns(record):
             return

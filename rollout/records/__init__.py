@@ -27,7 +27,6 @@ from rollout.proxy.calls import CallRecord
 from rollout.proxy.tree import TrainingSequence, Tree
 
 if TYPE_CHECKING:
-    from rollout.agent import AgentRun
     from rollout.episode import Episode
 
 VERSION = 5
@@ -188,7 +187,7 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
         nodes=node_records(session.tree, session.foreign if session.roles else ()) if session else [],
         rows=row_records(episode.rows),
         verdict=episode.verdict.to_dict(),
-        agent={"status": run.status.value, "turns": run.turns, "detail": run.detail, **_reported(run)} if run else {},
+        agent=_agent(episode),
         patch=episode.patch,
         timing=episode.timing,
         counters={name: float(count) for name, count in asdict(session.counters).items()} if session else {},
@@ -205,9 +204,14 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
     )
 
 
-def _reported(run: AgentRun) -> dict[str, Any]:
-    """Return how many events there are, and whether they tell which replies the agent has received."""
-    return {"events": len(run.events), "reports": run.replies is not None}
+def _agent(episode: Episode) -> dict[str, Any]:
+    """Return the agent's name and how its run ended; how many events there are, and whether they tell which replies the
+    agent has received."""
+    named, run = {"kind": episode.played_by} if episode.played_by else {}, episode.agent
+    if run is None:
+        return named
+    ended = {"status": run.status.value, "turns": run.turns, "detail": run.detail}
+    return {**named, **ended, "events": len(run.events), "reports": run.replies is not None}
 
 
 def node_records(tree: Tree, foreign: Collection[int] = ()) -> list[NodeRecord]:

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rl.data.choice import ChoiceEntry
-from rl.traces.export.conversation import ChatConversation, tokens
+from rl.traces.export.conversation import ChatConversation, agent_name, tokens
 from rl.traces.export.sink import Sink
 from rl.traces.export.source import ExportSource
 from rollout.proxy.messages import ChatMessage
@@ -70,7 +70,7 @@ def trajectory(entry: ChoiceEntry, talk: ChatConversation, name: str) -> dict[st
         "session_id": record.episode,
         "trajectory_id": f"{record.episode}-{name}",
         "agent": {
-            "name": record.agent.get("name", "claude-code"),
+            "name": agent_name(record),
             "version": _agent_version(record),
             "model_name": record.model,
             "tool_definitions": talk.tools,

@@ -20,6 +20,11 @@ class UnreadableEpisode(ValueError):
     """The messages of an episode cannot be told. The message is one line."""
 
 
+def agent_name(record: Record) -> str:
+    """Return the name of the program that played an episode, as exports have it."""
+    return str(record.agent.get("name") or record.agent.get("kind", "claude_code").replace("_", "-"))
+
+
 @dataclass
 class ChatConversation:
     """A conversation has messages in chat form: role, content (a text), and for the assistant reasoning_content and

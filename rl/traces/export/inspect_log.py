@@ -17,7 +17,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from rl.data.choice import ChoiceEntry
 from rl.run.weights import name_of
-from rl.traces.export.conversation import ChatConversation
+from rl.traces.export.conversation import ChatConversation, agent_name
 from rl.traces.export.inspect_sample import Json, clock, sample
 from rl.traces.export.sink import Sink
 from rl.traces.export.source import ExportSource
@@ -53,7 +53,7 @@ class _Log:
     def __init__(self, out: Sink, run: Path, first: Record, model: str) -> None:
         self._out, self._run, self._model = out, shown(str(run)), model
         self._task = shown(f"{run.parent.name}/{run.name}/{first.split}")
-        self._agent = shown(str(first.agent.get("name", "claude-code")))
+        self._agent = shown(agent_name(first))
         self._id = hashlib.sha256(f"{run} {first.episode}".encode(errors="replace")).hexdigest()[:16]
         self._epochs = Counter[str]()
         self.samples: list[Json] = []

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Reason
-from rl.episodes.remote_boxes import far_boot
+from rl.episodes.remote_boxes import far_boots
 from rollout.episode import Boot
 from rollout.sandbox import SandboxError
 from tests.integration.process_kit import command_line
@@ -36,7 +36,7 @@ def boot(cluster: None) -> Boot:
     async def near(task: Task, socket_dir: object) -> None:
         raise AssertionError("a box for grading is a far one")
 
-    return far_boot(near, OmegaConf.create(config))  # ty: ignore
+    return far_boots({"": near}, OmegaConf.create(config))[""]  # ty: ignore
 
 
 def sleepers() -> list[psutil.Process]:

@@ -186,6 +186,22 @@ async def test_forged_reports_are_counted_and_noted(run: Path, capsys: pytest.Ca
     assert "2 replies that agents report were sent by nobody" in capsys.readouterr().out
 
 
+async def test_a_group_has_one_agent(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """verl's asynchronous modes may play a whole group again in a later step."""
+
+    async def plays(name: str, session: str, kind: str, step: int = 1) -> Record:
+        record = msgspec.structs.replace(await named(name), step=step, trainer={"session": session})
+        return msgspec.structs.replace(record, agent={"kind": kind, **record.agent})
+
+    right = [("k", "g_0", "codex"), ("l", "g_1", "codex"), ("m", "h_0", "opencode"), ("n", "g_0", "opencode", 2)]
+    write(run, "right", [await plays(*one) for one in right])
+    assert audit.main([str(run)]) == 0
+    write(run, "wrong", [await plays("o", "g_2", "opencode")])
+    assert audit.main([str(run)]) == 1
+    said = capsys.readouterr()
+    assert "it was played by opencode, but its group by codex" in said.out + said.err
+
+
 async def test_a_line_that_a_resumed_run_has_dropped_is_kept_elsewhere(run: Path) -> None:
     """The records of steps that are played again stay; the audit finds a line that is gone by itself."""
     path = run / "episode_metrics" / "one.jsonl"

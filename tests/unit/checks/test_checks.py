@@ -92,7 +92,7 @@ def test_lists_of_files_pass(config, tmp_path):
     check(config)
 
 
-@pytest.mark.parametrize("key", POSITIVE)
+@pytest.mark.parametrize("key", ("agent.max_turns", "agent.timeout_s", *POSITIVE))
 @pytest.mark.parametrize("value", [0, -1, "many", None, True])
 def test_numbers_must_be_positive(config, key, value):
     refused(config, key, repr(value), **{key: value})

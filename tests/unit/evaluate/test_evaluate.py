@@ -24,6 +24,7 @@ from rewards.task import Task, load_tasks
 from rewards.verdict import Reason, Verdict
 from rl.config.compose import ConfigError, compose
 from rl.episodes import asking
+from rl.episodes.setup import mix_from
 from rl.evaluate import compare, config, player, results, serve, setup
 from rl.evaluate.__main__ import main
 from rl.evaluate.player import LostError, Player
@@ -31,6 +32,7 @@ from rl.quickstart.tasks import make_tasks
 from rl.run.journal import JournalError
 from rl.run.weights import Weights, find_weights
 from rollout.agent import AgentRun, Status
+from rollout.agent.mix import Mix
 from rollout.episode import Episode
 from rollout.figures import journal_line
 from rollout.proxy.forward import SideEndpoint
@@ -196,6 +198,15 @@ def test_a_run_passes_on_its_settings_and_the_command_line_takes_precedence(tmp_
     assert (composed.max_context, composed.tasks) == (1000, "other.parquet")
     with pytest.raises(Exception, match="max_truns"):
         config.compose_evaluation([f"policy={run}", "agent.max_truns=3"])
+    for other in ("codex", "opencode"):  # the run's own settings are for the agent that it was trained in
+        composed, _ = config.compose_evaluation([f"policy={run}", f"agent={other}", "agent.timeout_s=77"])
+        assert composed.agent == compose([f"agent={other}", "agent.timeout_s=77"], "evaluate").agent
+        assert (composed.max_context, composed.proxy.max_tokens, composed.tasks) == (4096, 2048, str(tasks_file))
+        config._check_values(composed, "evaluate")
+    mixed = a_run(tmp_path / "quickstart" / "mixed", tasks_file, "seed=7", "agent=mixed", "agent.mix={codex:1}")
+    checkpoint(mixed, 1)
+    composed, _ = config.compose_evaluation([f"policy={mixed}"])
+    assert mix_from(composed) == Mix({"codex": 1}, 7)  # held-out tasks have the same agents
     with pytest.raises(ConfigError, match="which has its own config"):
         config.compose_evaluation([f"policy={run}", "+experiment=qwen3_8b"])
 
@@ -232,6 +243,14 @@ def test_the_identity_has_only_what_decides_how_an_episode_ends(tasks_file: Path
         assert identity(deciding) != same, deciding
     composed, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}", "sandbox=docker"])
     assert identity() != same
+    composed, weights = config.compose_evaluation(
+        [*HOSTED, f"tasks={tasks_file}", "agent=mixed", "agent.mix={claude_code:1,codex:1}"]
+    )
+    same = identity()
+    assert identity("agent.claude_code.binary=/elsewhere/claude") == same
+    for deciding in ("agent.mix.codex=2", "agent.seed=9", "agent.codex.timeout_s=9"):
+        assert identity(deciding) != same, deciding
+    composed, weights = config.compose_evaluation([*HOSTED, f"tasks={tasks_file}", "sandbox=docker"])
     images = ("pull_parallel=1", "image_budget_gb=1", "registry_mirror=m", "pull_patience_s=1")
     assert {json.dumps(identity(f"sandbox.{free}")) for free in images} == {json.dumps(identity())}
 

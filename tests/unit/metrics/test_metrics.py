@@ -108,6 +108,26 @@ def test_all_lost_to_infrastructure_has_no_resolve_rate():
     assert folded == {"episode/count": 0, "infra/failures": 1, "infra/docker": 1}
 
 
+def test_a_few_figures_are_split_by_agent_where_several_have_played():
+    one = [episode(resolved=True, agent_kind="codex", turns=4), episode(agent_kind="codex", turns=2)]
+    lost = episode(infra=True, reason="docker", reward=None, agent_kind="opencode")
+    assert not any("agent/" in key for key in metrics.fold([*one, lost], "episode"))
+    folded = metrics.fold([*one, lost, episode(rows=3, agent_kind="a:B.of")], "val")
+    assert {key: value for key, value in folded.items() if "agent/" in key and "tokens" not in key} == {
+        "val/agent/codex/count": 2, "val/agent/codex/resolve_rate": 0.5, "val/agent/codex/turns": 3.0,
+        "val/agent/codex/rows": 1.0, "val/agent/a_B.of/count": 1, "val/agent/a_B.of/resolve_rate": 0.0,
+        "val/agent/a_B.of/turns": 0.0, "val/agent/a_B.of/rows": 3.0,
+    }  # fmt: skip
+
+
+def test_the_record_names_the_agent() -> None:
+    task, run = Task.from_row(row(), Path()), AgentRun(Status.FINISHED, 2, "", [])
+    for ended in (run, None):
+        played = Episode("e", task, 0, 0.0, Verdict(Reason.NO_SPACE), None, ended, b"", [], {}, "codex")
+        record = record_of(played, "train", 1, "m", "")
+        assert record.agent["kind"] == line(record)["agent_kind"] == "codex"
+
+
 def test_flags_and_dropped_paths_are_counted():
     records = [
         episode(resolved=True, reward=1.0, flags=["exit", "results"], dropped=2),

@@ -126,6 +126,14 @@ def test_the_command_says_what_it_cannot_plan(
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_turns": 0}])
+def test_an_agent_without_a_limit_of_turns(limit: dict[str, int]) -> None:
+    made = composed("+experiment=qwen3_8b", agent__max_turns=10**6)
+    wanted = plan(made).pace
+    made.agent = {"kind": "codex", "timeout_s": made.agent.timeout_s, **limit}
+    assert plan(made).pace == wanted
+
+
 def test_an_episode_that_hangs_holds_a_step_up_until_its_deadline() -> None:
     """With one in two hundred, a rollout that would take more than an hour takes hardly longer than without any."""
     seconds = {

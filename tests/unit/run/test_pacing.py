@@ -64,20 +64,20 @@ async def test_a_step_does_not_wait_for_an_episode_that_hangs(monkeypatch: pytes
     monkeypatch.setattr(deadline, "SHORTEST_S", 0.0)
     setup: Any = Setup(char_policy(QueueEngine()), None, None, AGENT)  # ty: ignore[invalid-argument-type]
     worker: Any = object.__new__(Worker)
-    worker.setup, worker.deadline = setup, Deadline(3.0, AGENT.timeout_s)
+    worker.setup, worker.deadlines = setup, {"": Deadline(3.0, AGENT.timeout_s)}
 
     async def episode(seconds: float, split: str) -> Status:
-        agent = worker.setting({}, split).agent
+        agent = worker.setting({}, split, None, 1).agent
         began, box = time.monotonic(), Box(seconds)
         run = await run_agent(box, agent, "fix it", "secret", Path("/s"), lambda: 1)  # ty: ignore[invalid-argument-type]
-        worker.deadline.note(time.monotonic() - began)
+        worker.deadlines[""].note(time.monotonic() - began)
         return run.status
 
     async def step(*seconds: float) -> list[Status]:
         return await asyncio.wait_for(asyncio.gather(*(episode(each, "train") for each in seconds)), 20)
 
     await step(*[0.1] * LEAST)
-    assert 0.25 < worker.deadline.seconds < 3
+    assert 0.25 < worker.deadlines[""].seconds < 3
     statuses = await step(*[0.1] * (LEAST - 1), HOUR)
     assert statuses[-1] is Status.TIMEOUT and Status.TIMEOUT not in statuses[:-1]
-    assert worker.setting({}, "val").agent.timeout_s == HOUR
+    assert worker.setting({}, "val", None, 1).agent.timeout_s == HOUR

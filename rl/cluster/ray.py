@@ -27,7 +27,7 @@ from rollout.sandbox import directory
 
 # For Ray to end by itself. A cancelled job has 30 s by default (SLURM's KillWait) for all that is done then.
 _STOP_S = 12.0
-# What `ray start` prints when the node is up, and when it was not in 30 s (ray._private.node), as on a busy machine or
+# What `ray start` prints when the node is up, and when it was not in 30 s, a constant of Ray's, as on a busy machine or
 # where Python's modules come from a slow disk. The second try finds them in memory.
 _STARTED, _TOO_SLOW = b"Ray runtime started.", "The current node timed out during startup."
 

@@ -46,7 +46,8 @@ def test_every_agent_of_a_mix_is_checked(config: DictConfig, tmp_path: Path, mon
     check(config)
     config.agent.mix = {"codex": 0.5, "claude_code": 1}
     config.agent.claude_code.max_turns, config.agent.codex.timeout_s = 0, "long"
-    refused(config, "agent.claude_code.max_turns is 0; it must be a number above 0", "agent.codex.timeout_s is 'long'")
+    refused(config, "agent.claude_code.max_turns is 0; it must be a number above 0")
+    refused(config, "agent.codex.timeout_s is 'long'")
     config.agent.claude_code.max_turns, config.agent.codex.timeout_s = 3, 9
     refused(config, "python -m rl.agents install codex", "a-1: agent: 'command' is not in agent.mix, which has codex")
     config.agent.mix = {"coddex": 1}

@@ -53,8 +53,10 @@ def test_roles(config):
 
 
 def test_credit(config):
-    refused(config, "episode.credit: 'nothing' is not of the form module:function", episode__credit="nothing")
-    refused(config, "episode.credit: tests.lost:f: ModuleNotFoundError", episode__credit="tests.lost:f")
+    refused(config, "episode.credit: 'nothing' is not of the form module:attribute", episode__credit="nothing")
+    refused(
+        config, "episode.credit: 'tests.lost:f' cannot be imported: ModuleNotFoundError", episode__credit="tests.lost:f"
+    )
     config.episode.credit = "tests.kit:ends"
     refused(config, "episode.credit needs algorithm.adv_estimator=grpo and norm_adv_by_std_in_grpo=false")
     config.algorithm.norm_adv_by_std_in_grpo = False

@@ -55,7 +55,7 @@ def command(path: str) -> str:
 @pytest.mark.parametrize("path", PROGRAMS)
 def test_help_is_worth_reading(path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(ROOT / path), "--help"])
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str((ROOT / path).parent if path.startswith("scripts/") else ROOT / "scripts"))
     with pytest.raises(SystemExit) as ended:
         if path in HANDLERS:
             exec(HANDLERS[path], {})

@@ -45,7 +45,7 @@ def test_quickstart_is_a_complete_cpu_config():
             "+experiment=qwen3_9b",
             "there is no experiment 'qwen3_9b'; did you mean qwen3_5_9b? there are quickstart,",
         ),
-        ("sandbox=dcker", "there is no sandbox 'dcker'; did you mean docker? there are docker, local"),
+        ("sandbox=dcker", "there is no sandbox 'dcker'; did you mean docker? there are docker, local, ssh"),
         ("experiment=quickstart", "nothing is chosen here yet; write +experiment=quickstart"),
         ("experimnt=quickstart", "there is no such key; did you mean +experiment=quickstart?"),
         ("+sandbox=docker", "sandbox has a choice already; leave out the +"),
@@ -80,7 +80,7 @@ def test_a_command_tells_all_that_is_wrong_with_it() -> None:
     code, out, err = told("+experiment=quickstart", *wrong, "agent.max_turns=0")
     assert code == 2 and not out
     assert err.splitlines() == [
-        "config: sandbox=dcker: there is no sandbox 'dcker'; did you mean docker? there are docker, local",
+        "config: sandbox=dcker: there is no sandbox 'dcker'; did you mean docker? there are docker, local, ssh",
         "config: data.train_file=x: there is no such key; did you mean data.train_files?",
         "config: agent.max_turns is 0; it must be a number above 0",
         "config: actor_rollout_ref.actor.optim.lr is 'abc'; it must be a number",

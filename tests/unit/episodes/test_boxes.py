@@ -94,6 +94,7 @@ def ssh_cfg(docker_cfg: DictConfig) -> DictConfig:
 def test_hosts_that_cannot_be_used(ssh_cfg: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ssh_cfg, "sandbox.hosts", sandbox__hosts=[])
     refused(ssh_cfg, "sandbox.per_host", sandbox__per_host=0)
+    ssh_cfg.sandbox.hosts, ssh_cfg.sandbox.per_host = ["127.0.0.1:1"], 16
     if shutil.which("ssh"):
         refused(ssh_cfg, "sandbox.hosts: 127.0.0.1:1: ", "Connection refused")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -60,7 +60,7 @@ def test_all_that_is_wrong_with_a_command_is_told_at_once(tmp_path: Path, capfd:
             "config: +scale=tny: there is no scale 'tny'; did you mean tiny? there are cpu, full, gpu, smoke, "
             "smoke_tiny, tiny, tiny_tp2",
             "config: serve.enforce_eager is 'perhaps'; it must be true or false",
-            "config: sandbox=x: there is no sandbox 'x'; there are docker, local",
+            "config: sandbox=x: there is no sandbox 'x'; there are docker, local, ssh",
         ]
     )
     assert main(["endpoint=localhost", f"root={tmp_path}", "protocol=tokn", "key_env=NO_SUCH_KEY"]) == 2

@@ -123,7 +123,7 @@ def test_a_few_figures_are_split_by_agent_where_several_have_played():
 def test_the_record_names_the_agent() -> None:
     task, run = Task.from_row(row(), Path()), AgentRun(Status.FINISHED, 2, "", [])
     for ended in (run, None):
-        played = Episode("e", task, 0, 0.0, Verdict(Reason.NO_SPACE), None, ended, b"", [], {}, "codex")
+        played = Episode("e", task, 0, 0.0, Verdict(Reason.NO_SPACE), None, ended, b"", [], {}, played_by="codex")
         record = record_of(played, "train", 1, "m", "")
         assert record.agent["kind"] == line(record)["agent_kind"] == "codex"
 

@@ -49,12 +49,14 @@ def test_every_agent_of_a_mix_is_checked(config: DictConfig, tmp_path: Path, mon
     refused(config, "agent.claude_code.max_turns is 0; it must be a number above 0")
     refused(config, "agent.codex.timeout_s is 'long'")
     config.agent.claude_code.max_turns, config.agent.codex.timeout_s = 3, 9
-    refused(config, "python -m rl.agents install codex", "a-1: agent: 'command' is not in agent.mix, which has codex")
+    refused(config, "python -m rl.agents install codex")
+    refused(config, "a-1: agent: 'command' is not in agent.mix, which has codex")
     config.agent.mix = {"coddex": 1}
     refused(config, "agent.mix: there is no agent 'coddex'; there are claude_code, codex, command")
     config.agent.mix = {"claude_code": 0}
     refused(config, "a-0: agent: the task names no agent, and all weights of agent.mix are 0")
     config.agent.mix, config.agent.claude_code.bare, config.agent.claude_code.claude_md = {"claude_code": 1}, True, True
-    refused(config, "agent.claude_code: agent.bare=true runs without", "'command' is not in agent.mix")
+    refused(config, "agent.claude_code: agent.bare=true runs without")
+    refused(config, "'command' is not in agent.mix")
     with pytest.raises(ConfigError, match=r"agent\.codex\.timeout: nothing reads this key; did you mean agent\.codex"):
         check_keys(compose(["agent=mixed", "agent.mix={codex:1}", "+agent.codex.timeout=1"]))

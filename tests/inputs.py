@@ -30,6 +30,8 @@ NAMED_ELSEWHERE = {
     "rl/run/vllm_server.py": ("rl/run/vllm_plugin.py",),
     "rl/cpu/vllm_replica.py": ("rl/run/vllm_plugin.py",),
     "rl/ingest.py": ("rl/traces/ingest",),
+    "scripts/exactness/engine.py": ("rl/run/vllm_plugin.py",),
+    "tests/integration/agents/test_mixed.py": ("rl/cpu/__init__.py",),
     "rollout/proxy/front/__init__.py": ("rollout/proxy/front",),
     "tests/published.py": ("scripts/smollm2.jinja",),
     "tests/unit/commands/test_help.py": ("scripts", "examples"),

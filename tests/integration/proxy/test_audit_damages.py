@@ -150,6 +150,7 @@ NODE_FIELDS = [name for name in NodeRecord.__struct_fields__ if name != "parent"
 def more_of(name: str, value: Any) -> Any:
     """Return another value of a field of a record."""
     kinds = {"parts": [b"x"], "trainer": {"session": "x"}, "difficulty": "hard", "version": 4}
+    kinds |= {"roles": {"main": {"train": True}}, "credit": [1.0, 0.0]}
     return [CallRecord([])] if name == "calls" else kinds.get(name, other(value))
 
 

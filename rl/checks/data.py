@@ -118,7 +118,7 @@ def _usable(config: DictConfig) -> Callable[[Task], Any]:
     images = kind_of(config.sandbox).from_images
 
     def usable(task: Task) -> None:
-        if not (images and not is_snapshot(task)) and not task.snapshot.is_dir():
+        if (is_snapshot(task) or not images) and not task.snapshot.is_dir():
             raise TaskError(f"{task.instance_id}: image: no directory {task.snapshot}")
         try:
             _ = mix and mix.draw(task.instance_id, 0, task.agent)

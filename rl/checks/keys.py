@@ -77,11 +77,11 @@ def check_types(config: DictConfig, name: str = "train", leave: Collection[str] 
     name: of the primary config. leave: keys to skip, because ``check_numbers`` looks at them (as at limits of agents).
     """
     reference = _reference(config, name)
-    lines = []
+    lines, left = [], {*leave, *agent_limits(config)}
     for path, key in _changed(_plain(config), _plain(reference), ""):
         value, default = OmegaConf.select(config, path), OmegaConf.select(reference, path)
         line = wrong_value(path, value, default, _declared(config, path).get(key))
-        if line and path not in {*leave, *agent_limits(config)}:
+        if line and path not in left:
             lines.append(line)
     if lines:
         raise ConfigError(*lines)

@@ -78,8 +78,7 @@ def check_numbers(
 
 
 def agent_limits(config: DictConfig) -> list[str]:
-    """Return the keys of the agents that must be above 0. Only Claude Code needs a limit of turns; others'
-    may be 0."""
+    """Return the keys of the agents that must be above 0. Only Claude Code needs a limit of turns; others' may be 0."""
     keys = []
     for key, settings in agents_of(config).items():
         if settings.get("kind", "claude_code") == "claude_code" or settings.get("max_turns"):

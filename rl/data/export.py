@@ -27,6 +27,7 @@ from rewards.task import MARKERS, Task, TaskError, load_tasks
 from rl.data.make.environment import VENV
 from rollout import files, program
 from rollout.sandbox import WORKDIR
+from rollout.sandbox.files import unowned
 
 _ABOUT = ("difficulty", "repo", "version", "maker", "licence", "base_commit", "resolve_rate")
 """Columns of a row that become metadata."""
@@ -177,18 +178,12 @@ def _parsers() -> str:
 
 def _pack(snapshot: Path, archive: Path) -> None:
     """Pack a snapshot; the same snapshot makes the same bytes."""
-
-    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = member.mtime = 0
-        member.uname = member.gname = ""
-        return member
-
     with (
         open(archive, "wb") as file,
         gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", dereference=False) as tar,
     ):
-        tar.add(snapshot, ".", filter=plain)
+        tar.add(snapshot, ".", filter=unowned)
 
 
 def _quoted(value: Any) -> str:

@@ -106,8 +106,7 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
 
     Returns:
         The metrics, none if there are no lines; a few are split by agent if several have played.
-        ``<prefix>/resolve_rate`` and the other means are left out if every
-        episode was lost to the infrastructure.
+        ``<prefix>/resolve_rate`` and the other means are left out if every episode was lost to the infrastructure.
     """
     if not lines:
         return {}

@@ -1,4 +1,4 @@
-"""What each row of a batch counts: its share in its episode, and its advantage if it has a reward of its own."""
+"""Weigh the rows of a batch: a share in its episode for each, and an advantage of its own if it has a reward."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import stat
 import subprocess
+import tarfile
 from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 
@@ -94,3 +95,10 @@ def _parent(base: Path, relative: PurePosixPath, create: bool) -> Generator[int]
         yield directory
     finally:
         os.close(directory)
+
+
+def unowned(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Take owner and time from a member of an archive, so that the same files make the same bytes."""
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member

@@ -33,7 +33,7 @@ TASKS = ("generate",)
 
 
 class Scripted:
-    """What vLLM's server needs of an engine."""
+    """A Scripted stands for an engine before vLLM's server."""
 
     is_running, is_stopped, errored = True, False, False
     dead_error = RuntimeError("never dead")

@@ -1,4 +1,4 @@
-"""What the policy says in each scene, with each agent's own tools. A prompt names its episode: SCENE agent scene n.
+"""Say what the policy says in each scene, with each agent's own tools. A prompt names its episode: SCENE agent scene n.
 
 The n-th call of a thread gets the n-th reply, and the last one for ever; every reply has a number of its own, so that
 no two are equal.

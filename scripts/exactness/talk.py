@@ -1,4 +1,4 @@
-"""What all gateways' programs share: the bench asks by lines of standard input, and gets lines that begin with @.
+"""Talk to the bench, as all gateways' programs do: it asks by lines of standard input, and reads lines with @.
 
 ``open``: begin an episode; the answer is the URL that the agent is told, and its key. ``rows``: what would be trained
 on of that episode, a list of ``row``.

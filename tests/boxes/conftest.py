@@ -19,7 +19,7 @@ from tests.ssh_kit import Sshd, servers
 
 @pytest.fixture(autouse=True)
 def _drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a second opinion draws follows from the test's name, and differs from one grading of a test to the next.
+    """Let a second opinion draw by the test's name, and differently from one grading of a test to the next.
 
     Some cheats get through in a share of all draws, which docs/rewards.md names.
     """

@@ -45,7 +45,7 @@ def until(reached: Callable[[], bool]) -> None:
 
 
 async def test_a_key_that_is_revoked(hosts: list[Sshd]) -> None:
-    """What is connected goes on. A new connection is refused, and others have its boxes, until it is accepted again."""
+    """Who is connected goes on. A new connection is refused, and others have its boxes, until it is accepted again."""
     revoked, other = hosts
     with fleet_of(revoked, other) as fleet:
         first, second = fleet.hosts

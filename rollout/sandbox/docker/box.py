@@ -75,8 +75,7 @@ async def boot_docker(
     engine: None: this machine's. snapshot: a directory with a git repository, small and sealed already; the work tree
     is a copy of it, and the source's image has only the tools. binds: host path -> path inside, read-only. socket_dir:
     a host directory that appears at its own path inside; unix sockets in it can be connected to. run: a name for the
-    container's labels.
-    budget_bytes, pulls: for images (see `images.sealed`). The caller closes the sandbox.
+    container's labels. budget_bytes, pulls: for images (see `images.sealed`). The caller closes the sandbox.
     Raises SandboxError: no_engine, missing_image, missing_snapshot, seal_failed, missing_bind, no_space, boot_failed.
     """
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)

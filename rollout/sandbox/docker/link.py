@@ -241,11 +241,5 @@ def _digest(path: Path, *_: int) -> str:
 
 def _pack(path: Path, out: BinaryIO) -> None:
     """Write an archive that only depends on the contents and modes of a file or a directory."""
-
-    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = member.mtime = 0
-        member.uname = member.gname = ""
-        return member
-
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        tar.add(path.resolve(), "it", filter=plain)
+        tar.add(path.resolve(), "it", filter=files.unowned)

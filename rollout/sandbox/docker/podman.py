@@ -1,4 +1,4 @@
-"""What podman must be told so that its containers are what Docker makes of the same request."""
+"""Tell podman what makes its containers what Docker makes of the same request."""
 
 from __future__ import annotations
 

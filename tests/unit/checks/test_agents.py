@@ -1,4 +1,4 @@
-"""What is wrong with an agent, or with one of several, is one clear line before anything starts."""
+"""Checks tell what is wrong with an agent, or with one of several, in one clear line before anything starts."""
 
 from __future__ import annotations
 

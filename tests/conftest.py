@@ -11,6 +11,7 @@ import secrets
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,9 @@ _alone()
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
     """Each test leaves the environment as it was, also one that has run a program in this process (rl.evaluate)."""
-    before = dict(os.environ)
+    before, temporary = dict(os.environ), tempfile.tempdir
     yield
+    tempfile.tempdir = temporary
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

@@ -143,7 +143,8 @@ class RayNode:
 
 def _cause(said: str) -> str:
     """Return what Ray has told last of an error or of a process that ended, at most 300 characters; "" if nothing."""
-    told = [" ".join(line.split()) for line in said.splitlines() if re.search(r"\[exit code=|Error|Exception", line)]
+    plain = re.sub(r"(?m)^.*\.py:\d+ -- ", "", re.sub(r"\x1b\[[\d;]*m", "", said))  # without time, place and colours
+    told = [" ".join(line.split()) for line in plain.splitlines() if re.search(r"\[exit code=|Error|Exception", line)]
     return "; ".join(told[-2:])[:300]
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,19 @@ async def test_a_key_that_is_revoked(hosts: list[Sshd]) -> None:
         revoked.accept()
         until(lambda: len(fleet.connected()) == 2)
         assert fleet.problems() == []
+
+
+async def test_a_temporary_directory_whose_path_is_too_long_for_sockets(
+    hosts: list[Sshd], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 150)
+    long.mkdir()
+    monkeypatch.setattr(link, "make_root", lambda fill: Path(tempfile.mkdtemp(dir=long)))
+    with fleet_of(hosts[0]) as fleet:
+        box = await boot_elsewhere(fleet, Source(small_image()))
+        assert (await sh(box, "echo works")).stdout == b"works\n"
+        await box.close()
+    assert list(long.iterdir()) == []
 
 
 def _only(fleet: Fleet, host: fleets.Host) -> Fleet:

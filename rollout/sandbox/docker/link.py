@@ -102,9 +102,8 @@ class Link(Machine):
 
     def engine(self) -> Path:
         """Lead the host's engine to a socket here, and return that."""
-        here = self.directory / "e"
-        self._control("forward", "-L", f"{here}:{self._engine}")
-        return here
+        self._control("forward", "-L", f"/proc/self/cwd/e:{self._engine}")
+        return Path(f"/proc/{os.getpid()}/fd/{self._opened}/e")
 
     def shared(self, directory: Path) -> str:
         """Make a directory on the host for the sockets of one here; return its path."""
@@ -149,6 +148,7 @@ class Link(Machine):
         self._process.kill()
         with self._lock, self._process:  # which closes its pipes
             files.remove_tree(self.directory)
+            os.close(self._opened)
 
     def problem(self) -> str:
         """Return why the connection has ended, as far as ssh said."""
@@ -161,7 +161,9 @@ class Link(Machine):
     def _connect(self) -> tuple[str, str, int]:
         token, pipe = secrets.token_hex(6), subprocess.PIPE
         self.directory = make_root(lambda _: None)  # if this process is killed, `directory.sweep` finds ssh by its cwd
-        self._mux = ["ssh", "-F", "none", "-S", str(self.directory / "c")]
+        # The directory's own path may be too long for those of sockets, so nothing names them by it.
+        self._opened = os.open(self.directory, os.O_PATH | os.O_CLOEXEC)
+        self._mux = ["ssh", "-F", "none", "-S", "c"]
         there = shlex.join(["bash", "-s", "--", token, str(TTL_S), self._engine])
         options = [*_OPTIONS, f"-oServerAliveInterval={ALIVE_S}", *self._mux[-2:]]
         command = ["ssh", *self._how, *options, "--", self._to, there]
@@ -185,7 +187,7 @@ class Link(Machine):
     def _control(self, what: str, *arguments: str) -> None:
         """Tell the connection's process to do something, such as forward a socket."""
         command = [*self._mux, "-O", what, *arguments, "--", self._to]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        done = subprocess.run(command, cwd=self.directory, stdin=subprocess.DEVNULL, capture_output=True)
         if done.returncode:
             said = " ".join(done.stderr.decode(errors="replace").split())
             raise failed("docker_failed", f"it does not forward a socket ({' '.join(arguments)}): {said}")
@@ -195,7 +197,10 @@ class Link(Machine):
         work = f"mkdir {new} && tar -xpof - -C {new} && mv -T {new} {place} || test -e {place}"  # another may be faster
         work += f"; code=$?; rm -rf {new}; exit $code"
         command = [*self._mux, "--", self._to, shlex.join(["sh", "-c", work])]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as sent:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, cwd=self.directory, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+        ) as sent:
             assert sent.stdin is not None and sent.stdout is not None
             with contextlib.suppress(BrokenPipeError), sent.stdin as stream:  # it says why
                 _pack(path, cast(BinaryIO, stream))

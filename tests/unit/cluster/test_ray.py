@@ -57,7 +57,9 @@ if not first.exists():
     raise Exception("The current node timed out during startup. This could happen because ...")
 print("Ray runtime started.", flush=True)
 time.sleep(1)
-print("Some Ray subprocesses exited unexpectedly:\\n  raylet [exit code=-9]\\nRemaining processes will be killed.")
+log = "\\x1b[2m2026-11-29 21:19:41,804 ERR scripts.py:87 --\\x1b[22m "
+print(log + "Some Ray subprocesses exited unexpectedly:\\n" + log + "  \\x1b[1mraylet\\x1b[22m\\x1b[0m [exit code=-9]")
+print(log + "Remaining processes will be killed.")
 sys.exit(1)
 """
 

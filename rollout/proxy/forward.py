@@ -27,6 +27,7 @@ _FAILED = re.compile(rb"^event: ?error\r?\n(.{0,2000})", re.MULTILINE)  # a repl
 _LATEST = 1 << 20  # bytes of a line in which it is looked for
 _JSON = re.compile(rb"\s*\{")
 _LARGEST = 32 << 20  # bytes of a reply
+_REFUSED = (400, 413, 422)  # statuses that blame the request
 _ENDLESS = f"a reply of more than {_LARGEST >> 20} MiB"
 
 
@@ -42,6 +43,7 @@ class SideEndpoint:
     model: str
     key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
+    _answers: bool = field(default=False, repr=False)
     _client: aiohttp.ClientSession | None = field(default=None, repr=False)
 
     def address(self, path: str) -> str:
@@ -56,6 +58,15 @@ class SideEndpoint:
     def hello(self) -> dict[str, Any]:
         """Return the body of a request that costs next to nothing."""
         return {"model": self.model, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+
+    def blamed(self, status: int) -> bool:
+        """Take in the status of an answer; return whether it is a failure of the endpoint.
+
+        Any program in an agent's box can ask what every endpoint refuses. So a refusal counts only until a call was
+        answered: an endpoint that is set up wrongly answers none.
+        """
+        self._answers |= status < 300
+        return status >= 300 and not (self._answers and status in _REFUSED)
 
     async def relay(self, request: web.Request, body: bytes, heard: bytearray, ids: set[str]) -> web.StreamResponse:
         """Answer ``request`` with the endpoint's reply to ``body``, and return that response; ``heard`` gets its body.

@@ -108,14 +108,15 @@ class Roles:
         """Take in a reply before anybody acts on it: it may start sub-agents."""
         self._started += [(one[0], squeezed(one[1])) for one in map(started, blocks) if one is not None]
 
-    def answered(self, whose: Asked, failure: str, blocks: Sequence[Mapping[str, Any]] = ()) -> None:
+    def answered(self, whose: Asked, status: int, said: str, blocks: Sequence[Mapping[str, Any]] = ()) -> None:
         """Note the reply that another endpoint has given, or its failure, until the conversation's next call. That a
         prompt is too long is an answer."""
         self.heard(blocks)
         self.failing.pop(whose.conversation, None)
-        if failure and FULL not in failure and not self.sampled(whose.role):
-            said = " ".join(failure.split())[:300]
-            self.failing[whose.conversation] = f"{whose.role}: {whose.endpoint and whose.endpoint.url}: {said}"
+        blamed = whose.endpoint is not None and whose.endpoint.blamed(status)
+        if blamed and FULL not in said and not self.sampled(whose.role):
+            text = f"{whose.role}: {whose.endpoint and whose.endpoint.url}: status {status}: {said}"
+            self.failing[whose.conversation] = " ".join(text.split())[:400]
 
     async def whose(self, talk: Conversation, agent: str, side: bool, endpoint: SideEndpoint | None) -> Asked:
         """Return whose a call is.
@@ -157,7 +158,7 @@ class Roles:
         try:
             yield
         except (EndpointError, BrokenOffError) as error:
-            self.answered(whose, str(error))
+            self.answered(whose, error.status if isinstance(error, EndpointError) else 529, str(error))
             raise
         finally:
             self._relayed.discard(over)

@@ -307,8 +307,8 @@ class ProxyServer:
             if response.status == 200:
                 blocks = session.talk.forwarded(wire, bytes(heard), began, time.time() - began, whose.role)
             if roles is not None:
-                failure = f"status {response.status}: {getattr(response, 'body', b'')!r}"
-                roles.answered(whose, failure if response.status >= 300 else "", blocks)
+                said = repr(getattr(response, "body", b""))
+                roles.answered(whose, response.status, said, blocks)
         return response
 
     async def _answered(

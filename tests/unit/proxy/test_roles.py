@@ -280,11 +280,11 @@ async def test_a_call_waits_for_the_reply_that_may_have_started_its_conversation
         await asyncio.sleep(0)
         assert not waiting.done()
         asked = {"prompt": "find it", "subagent_type": "Explore"}
-        roles.answered(main, "", [{"type": "tool_use", "id": "toolu_1", "name": "Agent", "input": asked}])
+        roles.answered(main, 200, "", [{"type": "tool_use", "id": "toolu_1", "name": "Agent", "input": asked}])
     assert await waiting == "subagent/Explore"
 
 
-@pytest.mark.parametrize("status", [401, 500])
+@pytest.mark.parametrize("status", [400, 401, 500])
 async def test_an_endpoint_that_fails_is_an_infrastructure_failure_whatever_the_agent_does(
     back: StandIn, status: int
 ) -> None:
@@ -301,6 +301,10 @@ async def test_an_endpoint_that_fails_is_an_infrastructure_failure_whatever_the_
     assert verdict.detail.startswith(f"subagent/Explore: {back.url}: status {status}") and "not now" in verdict.detail
     assert (await front.post(request("find it", "exploring"), "a1"))[0] == 200
     assert infra_failure(run, session) is None  # asked again, it has replied
+    back.mood = lambda number: (status, {}, "no such field")
+    assert (await front.post(request("I am one, too", "exploring"), "a2"))[0] == status  # as any program can say
+    assert (infra_failure(run, session) is None) == (status == 400)
+    session.roles.failing.clear()
     back.mood = lambda number: (400, {}, "prompt is too long: 9 tokens")
     assert (await front.post(request("find it", "exploring"), "a1"))[0] == 400
     assert infra_failure(run, session) is None

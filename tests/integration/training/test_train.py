@@ -2,23 +2,29 @@
 part.
 
 Killed with -9 after its first step and started again with the same command. Every box is a container without a network;
-in the second step some are killed and hang, and an image is missing.
+in the second step some are killed and hang, and an image is missing. One of the two tasks is a Harbor directory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
 import pytest
 from docker.errors import APIError
 
 from rl import report
+from rl.data import convert, export, images
 from rl.run.weights import find_weights, merge
 from rollout import audit
 from rollout.records.reading import Reader
@@ -56,7 +62,7 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
     engine = get_engine()
     image = made(task_images().base_image, engine)
     few = "quickstart.sft.epochs=3"  # what the policy knows does not matter here
-    WarmStart.make(tmp_path, few)
+    by_harbor = second_from_harbor(WarmStart.make(tmp_path, few).directory / "tasks" / "train.parquet", image)
     # Two tasks only, so that each step has both.
     boxes = ["sandbox=docker", f"sandbox.base_image={image}", "data.train_max_samples=2"]
     # Both disturbances may meet one episode, which is then played a third time.
@@ -112,6 +118,7 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
     assert lost + metrics[2].get("val/infra/box_killed", 0) == 2 and metrics[2]["infra/missing_image"] == 12
     assert metrics[2]["infra/failures"] == 12 + lost and metrics[2]["episode/count"] == 4
     assert len(episodes(run, "train")) == played + 4 + 12 + lost
+    assert {line["reason"] for line in lines(run) if line["task"] == by_harbor and line["infra"]} <= {"box_killed"}
 
     records = list(Reader(run))
     assert len(records) > records_before
@@ -148,11 +155,29 @@ def check_merged(run: Path, step: int) -> None:
         assert torch.equal(merged[name], weight.to_local().bfloat16()), name
 
 
+def second_from_harbor(file: Path, image: str) -> str:
+    """Let the second task of a file be a Harbor directory, as `rl.data.export` writes it; return its id."""
+    place = file.parent
+    assert export.main([str(file), "--base", image, "--out", str(place / "harbor")]) == 0
+    assert convert.main(["harbor", str(place / "harbor"), "--out", str(place / "harbor.parquet")]) == 0
+    assert images.main([str(place / "harbor.parquet"), "--out", str(place / "built.parquet")]) == 0
+    ours, theirs = pyarrow.parquet.read_table(file), pyarrow.parquet.read_table(place / "built.parquet")
+    second = ours["instance_id"][1].as_py()
+    rows = [ours.slice(0, 1), theirs.filter(pyarrow.compute.equal(theirs["instance_id"], second)), ours.slice(2)]
+    pyarrow.parquet.write_table(pyarrow.concat_tables(rows, promote_options="default"), file)
+    return second
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of all attempts so far."""
+    found = [file.read_text().splitlines() for file in (run / "episode_metrics").glob("*.jsonl")]
+    return [json.loads(line) for line in itertools.chain(*found)]
+
+
 def episodes(run: Path, split: str, step: int | None = None) -> list[str | None]:
     """Return how the attempts of a split (of all steps, or of one) have ended so far."""
-    lines = [line for file in (run / "episode_metrics").glob("*.jsonl") for line in file.read_text().splitlines()]
-    found = [record for record in map(json.loads, lines) if record["split"] == split]
-    return [record["reason"] for record in found if step in (None, record["step"])]
+    found = [line for line in lines(run) if line["split"] == split]
+    return [line["reason"] for line in found if step in (None, line["step"])]
 
 
 def kills(run: Path) -> bool:

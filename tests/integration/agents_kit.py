@@ -45,7 +45,8 @@ async def agent_stage(
     server._runner.app.middlewares.append(listener.hear)
     await server.start()
     with tempfile.TemporaryDirectory(prefix="cc-") as home:
-        box = await boot(task.snapshot, binds={path: str(path) for path in agent.programs}, socket_dir=Path(home))
+        shown = {path: str(path) for path in agent.programs} | dict(agent.covers)
+        box = await boot(task.snapshot, binds=shown, socket_dir=Path(home))
         try:
             policy = policy or char_policy(engine, max_context=max_context)
             session = await server.open_session("stage", policy, Path(home, "s"))

@@ -22,6 +22,10 @@ from rollout.agent.headless import Headless
 from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
 from rollout.agent.qwen_code import QwenCode
+from rollout.sandbox import Sandbox
+from rollout.sandbox.docker.box import boot_docker
+from rollout.sandbox.sealing import Source
+from tests.docker_kit import base_image
 from tests.integration.agents_kit import agent_stage
 from tests.integration.claude_kit import Moody, Script, call, failing, scripted
 
@@ -80,6 +84,23 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
         assert len(said) < 300_000 or name == "codex"
         shown = [block for event in run.events for block in (event.get("message") or {}).get("content", ())]
         assert any("two" in str(block) for block in shown)
+
+
+@pytest.mark.docker
+@each
+async def test_in_a_container(name: str, task: Task, tmp_path: Path) -> None:
+    """Its image has nothing of the agent's; its changes become the patch."""
+    way = WAYS[name]
+
+    async def boot(snapshot: Path | None, **options: Any) -> Sandbox:
+        return await boot_docker(Source(await asyncio.to_thread(base_image)), snapshot=snapshot, **options)
+
+    replies = in_turn(way.run("echo one >new.txt; cat /etc/hostname"), way.end)
+    async with agent_stage(way.kind, scripted(replies), task, boot=boot, **way.settings) as stage:
+        run = await stage.play("MAIN: fix it")
+        assert (run.status, run.turns) == (Status.FINISHED, 2), run
+        assert "sandbox" in stage.requests[-1].text() and b"+one" in await stage.box.diff()
+        stage.check(tmp_path, rows=1)
 
 
 @each

@@ -169,6 +169,8 @@ NEW = "test_new (a.tests.T)"
             "--- FAIL: {} (0.0s)\n--- FAIL: TestB (0.0s)\n--- PASS: {} (0.0s)\n",
             Reason.RESULTS_DISAGREE,
         ),
+        # A module of Rust is no file that could not be collected.
+        ("cargo", "wire::new", "ERROR wire is cut\ntest b ... FAILED\ntest {} ... ok\n", None),
         ("cargo", "new", "test {} ... FAILED\ntest b ... FAILED\ntest {} ... ok\n", Reason.RESULTS_DISAGREE),
         (
             "googletest",

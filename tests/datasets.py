@@ -256,7 +256,7 @@ def swe_bench_pro(**changes: Any) -> dict[str, Any]:
         "interface": "No new interfaces are introduced.",
         "repo_language": "python",
         "fail_to_pass": str(FAILING),
-        "pass_to_pass": str([*PASSING, "tests/test_calc.py::test_it's  [a]"]),
+        "pass_to_pass": str([*PASSING, "tests/test_calc.py::test_it's  [a] "]),
         "issue_specificity": '["core_bug"]',
         "issue_categories": '["back_end_knowledge"]',
         "before_repo_set_cmd": f"git reset --hard {COMMIT}\ngit clean -fd \ngit checkout {COMMIT} \n"
@@ -284,7 +284,7 @@ if len(sys.argv) != 4:
 lines = Path(sys.argv[1]).read_text().splitlines() + Path(sys.argv[2]).read_text().splitlines()
 found = [re.match(r"(\\S+::\\S+) (PASSED|FAILED|SKIPPED|ERROR)", line) for line in lines]
 tests = [{"name": one[1], "status": one[2]} for one in found if one]
-tests += [{"name": "tests/test_calc.py::test_it's  [a]", "status": status} for status in ("FAILED", "PASSED")]
+tests += [{"name": "tests/test_calc.py::test_it's  [a] ", "status": status} for status in ("FAILED", "PASSED")]
 Path(sys.argv[3]).write_text(json.dumps({"tests": tests}))
 """,
 }

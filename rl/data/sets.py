@@ -245,7 +245,7 @@ def swe_bench_pro(row: Row, options: ConversionOptions) -> dict[str, Any]:
         raise RowError(Why.UNSUPPORTED, f"before_repo_set_cmd does not end with the checkout of the tests: {last}")
     if lost := {*restored[1].split()} & gold - hidden:
         raise RowError(Why.UNSUPPORTED, f"before_repo_set_cmd checks out {min(lost)}, which the gold patch changes")
-    tests = {name: _literal(row, name.lower()) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    tests = {name: [*map(str.rstrip, _literal(row, name.lower()))] for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     common = common_fields({**row, **tests})
     asked = [("Requirements", row.get("requirements")), ("New interfaces introduced", row.get("interface"))]
     more = "".join(f"\n\n{title}:\n{value}" for title, value in asked if isinstance(value, str) and value.strip())

@@ -138,6 +138,18 @@ def test_swe_rebench_v2_runs_in_its_images_directory() -> None:
     assert (row["log_parser"], row["difficulty"]) == ("parse_log_gotest", "hard")
 
 
+@pytest.mark.parametrize(("name", "field"), [("swe-rebench-v2", "test_cmd"), ("swe-bench-live", "test_cmds")])
+def test_commands_run_as_the_sets_harness_runs_them(name: str, field: str, tmp_path: Path) -> None:
+    """SWE-rebench-V2's end with the first that fails, SWE-bench-Live's go on; and nobody's variables must be set."""
+    given = ["echo first $UNSET", "false | true", "false", "echo last"]
+    config = {"install_config": datasets.swe_rebench_v2()["install_config"] | {field: given}}
+    script = mapped(name, **(config if name == "swe-rebench-v2" else {field: given}))["eval_script"]
+    script = script.replace(f"cd {ELSEWHERE[name]}\n", f"cd {tmp_path}\n").replace("~", str(tmp_path))
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == (["first"] if name == "swe-rebench-v2" else ["first", "last"]), done
+    assert ">>>>> End Test Output" in done.stderr
+
+
 def test_every_parser_that_swe_rebench_v2_shares_is_swebenchs() -> None:
     from swebench.harness.log_parsers import PARSER_REGISTRY
 

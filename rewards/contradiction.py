@@ -45,11 +45,14 @@ def contradicted(log: str, tests: Iterable[str], parse: Parse) -> str:
 
 
 def _around(test: str) -> set[str]:
-    """Return what a test is part of: pytest's file (FILE::NAME), unittest's modules and class (NAME (MODULE.CLASS))."""
+    """Return what a test is part of: pytest's file (FILE::NAME), unittest's modules and class (NAME (MODULE.CLASS)).
+
+    Rust's modules (MODULE::NAME) are none of it.
+    """
     file, within, _ = test.partition("::")
     inside = re.search(r" \(([\w.]+)\)$", test)
     words = inside[1].split(".") if inside else []
-    return {file} if within else {".".join(words[: length + 1]) for length in range(len(words))}
+    return {file} if within and "." in file else {".".join(words[: length + 1]) for length in range(len(words))}
 
 
 def _reported(log: str, parse: Parse) -> set[str]:

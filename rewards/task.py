@@ -29,21 +29,16 @@ ALWAYS = ("instance_id", "image", "repo", "problem_statement")
 _SWE_BENCH = ("log_parser", "eval_type", "eval_script")
 _TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 COLUMNS = (*ALWAYS, "version", "base_commit", *_SWE_BENCH, *_TESTS)
-OPTIONAL = ("patch", "setup_patch", "hidden_paths", "difficulty", "not_passing", "grader", "grading", "agent")
+OPTIONAL = (
+    "patch", "setup_patch", "hidden_paths", "difficulty", "not_passing", "grader", "grading", "agent", "workdir",
+)  # fmt: skip
 _ONE_LINE = (
-    "instance_id",
-    "image",
-    "repo",
-    "version",
-    "log_parser",
-    "eval_type",
-    "base_commit",
-    "difficulty",
-    "grader",
-    "agent",
-)
+    "instance_id", "image", "repo", "version", "log_parser", "eval_type", "base_commit", "difficulty", "grader",
+    "agent", "workdir",
+)  # fmt: skip
 EVAL_TYPES = ("pass_and_fail", "fail_only")
 _LOCAL = "dir:"
+_WORKDIR = re.compile(r"(?!/home$|/(?:home/agent|tmp)(?:/|$))(?:/\w[\w.+-]*)+", re.ASCII)  # boxes bring those
 _LARGE = 1e15
 # Copied from swebench.harness.constants, which takes seconds to import. Results are read between these two.
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output")
@@ -65,7 +60,8 @@ class Task:
     that is not known; admission writes it. grader: the name of what judges its tests (`rewards.graders`); grading: what
     that reads, the JSON text of an object, "" for SWE-bench's, which has its own columns. Another grader may read
     those, too: they may be empty, and it has to check them. solutions: paths that the gold patches of the task's
-    repository touch. agent: the name of the agent that plays it in a run with a mix of agents, None for any.
+    repository touch. agent: the name of the agent that plays it in a run with a mix of agents, None for any. workdir:
+    where the image has its work tree, an absolute path; None for /testbed, or where the image says that it is.
     """
 
     instance_id: str
@@ -88,6 +84,7 @@ class Task:
     grader: str = graders.SWE_BENCH
     grading: str = field(repr=False, default="")
     agent: str | None = field(repr=False, default=None)
+    workdir: str | None = field(repr=False, default=None)
     solutions: frozenset[str] = field(repr=False, default=frozenset())
 
     @property
@@ -114,13 +111,13 @@ class Task:
     def snapshot(self) -> Path:
         """Return the absolute path of a `dir:` image, which need not exist.
 
-        Raises TaskError for other images, and for a task with a setup_patch or hidden_paths, because a local snapshot
-        is used as it is.
+        Raises TaskError for other images, and for a task with a setup_patch, hidden_paths or workdir, because a local
+        snapshot is used as it is.
         """
         if not self.image.startswith(_LOCAL):
             raise TaskError(f"{self.instance_id}: image {self.image!r} is not a local snapshot (dir:PATH)")
-        if self.setup_patch or self.hidden_paths:
-            raise TaskError(f"{self.instance_id}: setup_patch and hidden_paths need a container image")
+        if self.setup_patch or self.hidden_paths or self.workdir:
+            raise TaskError(f"{self.instance_id}: setup_patch, hidden_paths and workdir need a container image")
         return (self.base_dir / self.image.removeprefix(_LOCAL)).resolve()
 
     @classmethod
@@ -140,9 +137,11 @@ class Task:
             raise _wrong(row, "FAIL_TO_PASS", "is empty: a patch that changes nothing could resolve the task")
         given = {
             name: _checked(row, name, row[name])
-            for name in ("patch", "setup_patch", "agent")
+            for name in ("patch", "setup_patch", "agent", "workdir")
             if row.get(name) is not None
         }
+        if not _WORKDIR.fullmatch(given.get("workdir", "/testbed")):
+            raise _wrong(row, "workdir", f"{given['workdir']!r} is no absolute path of a work tree")
         hidden = _strings(row, "hidden_paths") if row.get("hidden_paths") is not None else ()
         if strange := [path for path in hidden if not path.strip("/") or ".." in path.split("/")]:
             raise _wrong(row, "hidden_paths", f"{strange[0]!r} is not a path below the work tree or the root")
@@ -155,6 +154,7 @@ class Task:
             patch=given.get("patch"),
             setup_patch=given.get("setup_patch"),
             agent=given.get("agent"),
+            workdir=given.get("workdir"),
             difficulty=_difficulty(row),
             hidden_paths=hidden,
             not_passing=_strings(row, "not_passing") if row.get("not_passing") is not None else None,
@@ -183,9 +183,8 @@ class Task:
             row["not_passing"] = json.dumps(self.not_passing)
         if self.grader == graders.SWE_BENCH:
             row |= {"grader": None, "grading": None}
-        if self.agent is None:  # rows of before this column, by whose hashes evaluations are told apart
-            del row["agent"]
-        return row
+        # Rows of before these columns have hashes by which evaluations are told apart.
+        return {name: value for name, value in row.items() if name not in ("agent", "workdir") or value is not None}
 
 
 def load_tasks(path: Path | str) -> list[Task]:

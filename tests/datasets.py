@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 BEFORE = (
@@ -87,6 +88,30 @@ def swe_bench(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def multilingual(**changes: Any) -> dict[str, Any]:
+    """Return a row of SWE-bench Multilingual since version 5: the tests are Go's."""
+    patch = (
+        "diff --git a/total_test.go b/total_test.go\nnew file mode 100644\n--- /dev/null\n+++ b/total_test.go\n"
+        "@@ -0,0 +1,1 @@\n+package calc\n"
+    )
+    script = (
+        "#!/bin/bash\nset -uxo pipefail\ncd /testbed\ngit config --global --add safe.directory /testbed\n"
+        f"git apply -v - <<'EOF_114329324912'\n{patch}EOF_114329324912\n"
+        ": '>>>>> Start Test Output'\ngo test -v . -run '^TestTotal'\n: '>>>>> End Test Output'\n"
+    )
+    return (
+        swe_bench(
+            test_patch=patch,
+            eval_script=script,
+            log_parser="parse_log_gotest",
+            FAIL_TO_PASS=json.dumps(["TestTotal", "TestTotal/empty"]),
+            PASS_TO_PASS="[]",
+            difficulty=None,
+        )
+        | changes
+    )
+
+
 def swe_bench_4(**changes: Any) -> dict[str, Any]:
     """Return the same row from before version 5: no script, no image, test lists as JSON texts."""
     return {
@@ -160,6 +185,118 @@ def swe_rebench(**changes: Any) -> dict[str, Any]:
         "docker_image": "swerebench/sweb.eval.x86_64.acme_1776_calc-8",
         "image_name": None,
     } | changes
+
+
+def swe_rebench_v2(**changes: Any) -> dict[str, Any]:
+    """Return a row with the columns of the set's own sample.json."""
+    config = {
+        "base_image_name": "python_3.11:latest",
+        "docker_specs": None,
+        "install": ["pip install -e .", "pip install pytest"],
+        "log_parser": "parse_log_pytest",
+        "log_parsers": None,
+        "test_cmd": ["pytest -rA --color=no tests"],
+    }
+    said = {"code": "A", "confidence": 0.97, "difficulty": "easy", "intent_completeness": "complete"}
+    return {
+        "base_commit": COMMIT,
+        "created_at": 1609298073000,
+        "instance_id": "acme__calc-9",
+        "meta": {"llm_metadata": [said], "num_modified_files": 1, "pr_author": "a", "pr_labels": [], "pr_url": None},
+        "patch": GOLD,
+        "pr_description": "Fix the sum",
+        "problem_statement": "total() is off by one",
+        "repo": "Acme/calc",
+        "test_patch": TEST_PATCH,
+        "language": "python",
+        "interface": "Function: total(values) Location: calc.py",
+        "PASS_TO_PASS": PASSING,
+        "FAIL_TO_PASS": FAILING,
+        "install_config": config,
+        "image_name": "docker.io/swerebenchv2/acme-calc:9-3f3f3f3",
+    } | changes
+
+
+def swe_bench_live(**changes: Any) -> dict[str, Any]:
+    return {
+        "repo": "acme/calc",
+        "pull_number": "7",
+        "instance_id": "Acme__calc-7",
+        "issue_numbers": ["5"],
+        "base_commit": COMMIT,
+        "patch": GOLD,
+        "test_patch": TEST_PATCH,
+        "problem_statement": "total() is off by one",
+        "hints_text": "",
+        "all_hints_text": "",
+        "commit_urls": ["https://example.com/commit/1"],
+        "created_at": "2025-01-01T00:00:00Z",
+        "commit_url": "https://example.com/tree/1",
+        "test_cmds": ["pytest -rA --color=no tests"],
+        "log_parser": "pytest",
+        "difficulty": {"files": 1, "hunks": 1, "lines": 2},
+        "FAIL_TO_PASS": FAILING,
+        "PASS_TO_PASS": PASSING,
+    } | changes
+
+
+LATER = "5e" * 20
+
+
+def swe_bench_pro(**changes: Any) -> dict[str, Any]:
+    """Return a row whose lists are Python's texts, and whose tests come from a later commit."""
+    return {
+        "repo": "acme/calc",
+        "instance_id": f"instance_acme__calc-{LATER}-vnan",
+        "base_commit": COMMIT,
+        "patch": GOLD,
+        "test_patch": TEST_PATCH,
+        "problem_statement": '"# total() is off by one\\n\\nIt should be the sum."',
+        "requirements": "- total() returns the sum.",
+        "interface": "No new interfaces are introduced.",
+        "repo_language": "python",
+        "fail_to_pass": str(FAILING),
+        "pass_to_pass": str([*PASSING, "tests/test_calc.py::test_it's  [a] "]),
+        "issue_specificity": '["core_bug"]',
+        "issue_categories": '["back_end_knowledge"]',
+        "before_repo_set_cmd": f"git reset --hard {COMMIT}\ngit clean -fd \ngit checkout {COMMIT} \n"
+        f"git checkout {LATER} -- tests/test_calc.py tests/test_more.py",
+        "selected_test_files_to_run": '["tests/test_more.py", "tests/test_calc.py"]',
+        "dockerhub_tag": f"acme.calc-acme__calc-{LATER}",
+    } | changes
+
+
+# As in the set's repository: a script that takes its tests with commas between them, and a parser that is given what
+# the script has printed, on standard output and as errors.
+PRO_SCRIPTS = {
+    "run_script.sh": """\
+#!/bin/bash
+set -e
+IFS=',' read -r -a TEST_FILES <<< "$1"
+pytest -v --color=no "${TEST_FILES[@]}"
+""",
+    "parser.py": """\
+import json, re, sys
+from pathlib import Path
+
+if len(sys.argv) != 4:
+    sys.exit(1)
+lines = Path(sys.argv[1]).read_text().splitlines() + Path(sys.argv[2]).read_text().splitlines()
+found = [re.match(r"(\\S+::\\S+) (PASSED|FAILED|SKIPPED|ERROR)", line) for line in lines]
+tests = [{"name": one[1], "status": one[2]} for one in found if one]
+tests += [{"name": "tests/test_calc.py::test_it's  [a] ", "status": status} for status in ("FAILED", "PASSED")]
+Path(sys.argv[3]).write_text(json.dumps({"tests": tests}))
+""",
+}
+
+
+def write_pro_scripts(checkout: Path) -> Path:
+    """Write these scripts where a checkout of the set's repository has them, and return it."""
+    place = checkout / "run_scripts" / swe_bench_pro()["instance_id"]
+    place.mkdir(parents=True)
+    for name, text in PRO_SCRIPTS.items():
+        (place / name).write_text(text)
+    return checkout
 
 
 def swe_smith(**changes: Any) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
     python -m rl.data.convert SET [SOURCE] --out tasks.parquet [filters]
 
-SET is one of swe-bench, swe-bench-lite, swe-bench-verified, swe-bench-multilingual, swe-smith, swe-gym, swe-rebench,
-r2e-gym, harbor, or module:attribute, a task source of another package. SOURCE is a .parquet, .jsonl or .json file, a
-directory of such files (or of Harbor's tasks), or a dataset on the hub (default: the set's own). A row that cannot be
-converted is refused with a reason: the screen shows how many for each reason, and a JSON file beside the output lists
-them. Exit status: 0 rows were converted, 1 no row could be converted, 2 the source, the options or the filters are
-wrong.
+SET is one of swe-bench, swe-bench-lite, swe-bench-verified, swe-bench-multilingual, swe-bench-pro, swe-bench-live,
+swe-smith, swe-gym, swe-rebench, swe-rebench-v2, r2e-gym, harbor, or module:attribute, a task source of another package.
+SOURCE is a .parquet, .jsonl or .json file, a directory of such files (or of Harbor's tasks), or a dataset on the hub
+(default: the set's own). A row that cannot be converted is refused with a reason: the screen shows how many for each
+reason, and a JSON file beside the output lists them. Exit status: 0 rows were converted, 1 no row could be converted, 2
+the source, the options or the filters are wrong.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.recipes:
             recipes = {str(row.get("instance_id")): row for row in read_rows(args.recipes, None, info.split)}
         options = ConversionOptions(
-            recipes, args.regression, args.out.parent, args.without_network, args.reward, args.threshold
+            recipes, args.regression, args.out.parent, args.without_network, args.reward, args.threshold, args.scripts
         )
         rows, refused = convert(info.read(source, args.split), args.set, options)
         args.instance_ids = _ids(args.instance_ids)
@@ -205,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         default="all",
         help="SWE-smith: keep the PASS_TO_PASS tests of all files, or of those with a FAIL_TO_PASS test (faster)",
     )
+    add("--scripts", type=Path, metavar="DIR", help="SWE-bench Pro: a checkout of scaleapi/SWE-bench_Pro-os")
     add("--without-network", action="store_true", help="Harbor: convert tasks that want a network, and give them none")
     add("--reward", default="reward", metavar="KEY", help="Harbor: the key of reward.json that counts (reward)")
     add("--threshold", type=share_of, default=1.0, metavar="X", help="Harbor: the reward that resolves (1)")

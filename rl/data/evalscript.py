@@ -13,8 +13,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from rl.data.patches import FileChange, changes
+from rollout.sandbox import WORKDIR
 
-WORKDIR = "/testbed"
 # The images keep the repository's dependencies in a conda environment named testbed. Some of SWE-rebench's have conda
 # in /opt/conda.
 _ACTIVATE = ("source /opt/miniconda3/bin/activate || source /opt/conda/bin/activate", "conda activate testbed")
@@ -27,12 +27,25 @@ def eval_script(test_commands: Sequence[str], test_patch: str = "", before: Iter
 
     before: commands that prepare the shell once the environment is active. Raises PatchError.
     """
-    return _script([*_ACTIVATE, f"cd {WORKDIR}", *before, *_hidden_tests(test_patch)], test_commands)
+    return _script([*_ACTIVATE, f"cd {WORKDIR}", *before, *_hidden_tests(test_patch, WORKDIR)], test_commands)
 
 
-def bare_eval_script(test_commands: Sequence[str], before: Iterable[str]) -> str:
-    """Return a script that activates no environment and applies no test patch."""
-    return _script([f"cd {WORKDIR}", *before], test_commands)
+def bare_eval_script(
+    test_commands: Sequence[str], before: Iterable[str] = (), test_patch: str = "", workdir: str = WORKDIR
+) -> str:
+    """Return a script that activates no environment. Raises PatchError."""
+    return _script([f"cd {workdir}", *before, *_hidden_tests(test_patch, workdir)], test_commands)
+
+
+def unchecked(test_commands: Iterable[str], how: str) -> list[str]:
+    """Return commands that run in a shell of their own with these options, and without those of the script."""
+    return ["(", f"set +u +o pipefail {how}", *test_commands, ")"]
+
+
+def here(text: str, command: str) -> str:
+    """Return the command with a text as its standard input."""
+    body = text if text.endswith("\n") else text + "\n"
+    return f"{command} <<'{_END_OF_PATCH}'\n{body}{_END_OF_PATCH}"
 
 
 def _script(before: Sequence[str], test_commands: Sequence[str]) -> str:
@@ -43,19 +56,18 @@ def _script(before: Sequence[str], test_commands: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _hidden_tests(test_patch: str) -> list[str]:
+def _hidden_tests(test_patch: str, workdir: str) -> list[str]:
     if not test_patch.strip():
         return []
     files = changes(test_patch)
     old = sorted({file.old for file in files if file.old is not None})
     made = sorted({file.new for file in files if file.new is not None} - set(old))
-    lines = [f"git config --global --add safe.directory {WORKDIR}"]
+    lines = [f"git config --global --add safe.directory {workdir}"]
     if old:
         lines.append(f"git checkout HEAD -- {shlex.join(old)}")
     if made:
         lines.append(f"rm -rf -- {shlex.join(made)}")
-    body = test_patch if test_patch.endswith("\n") else test_patch + "\n"
-    return [*lines, f"git apply -v - <<'{_END_OF_PATCH}'\n{body}{_END_OF_PATCH}"]
+    return [*lines, here(test_patch, "git apply -v -")]
 
 
 def test_files(files: Iterable[FileChange]) -> list[str]:

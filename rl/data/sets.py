@@ -1,10 +1,11 @@
-"""Public sets (SWE-bench, SWE-smith, SWE-Gym, SWE-rebench, R2E-Gym): convert their rows to SWE-bench v5 rows.
+"""Public sets (SWE-bench, SWE-smith, SWE-Gym, SWE-rebench, R2E-Gym and their kin): convert rows to SWE-bench v5 rows.
 
 docs/data.md says where each fact comes from.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.data import harbor
-from rl.data.evalscript import bare_eval_script, eval_script, reinstall, test_files
+from rl.data.evalscript import bare_eval_script, eval_script, here, reinstall, test_files, unchecked
 from rl.data.fields import (
     Row,
     RowError,
@@ -38,7 +39,7 @@ class ConversionOptions:
     regression: which PASS_TO_PASS tests of SWE-smith are kept: "all", or "same-files", only those in the same file as a
     FAIL_TO_PASS test, which run in a fraction of the time. out: the directory that paths in rows are relative to. Of
     Harbor's tasks: without_network: convert those that want a network; reward: the key of a reward that counts;
-    threshold: the reward from which a task is resolved.
+    threshold: the reward from which a task is resolved. scripts: a checkout of SWE-bench Pro's repository.
     """
 
     recipes: Mapping[str, Row]
@@ -47,6 +48,7 @@ class ConversionOptions:
     without_network: bool = False
     reward: str = "reward"
     threshold: float = 1.0
+    scripts: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,7 @@ def swe_rebench(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of SWE-rebench, which names its image, test command and parser."""
     config = structure(row.get("install_config"), Why.NO_RECIPE, "install_config")
     if "language" in row and not row.get("docker_image"):
-        raise RowError(
-            Why.UNSUPPORTED, "a row of SWE-rebench-V2, whose images keep the repository elsewhere than in /testbed"
-        )
+        raise RowError(Why.UNSUPPORTED, "a row of SWE-rebench-V2: convert it as swe-rebench-v2")
     tests = commands(config.get("test_cmd"))
     if not tests:
         raise RowError(Why.NO_RECIPE, "install_config has no test_cmd")
@@ -170,6 +170,127 @@ def swe_rebench(row: Row, options: ConversionOptions) -> dict[str, Any]:
         "eval_script": eval_script(tests, test_patch, before),
         "difficulty": label(difficulty),
     }
+
+
+# The images' own HOME has what some tools keep there (modules, toolchains). Without the variable, ~ is the user's.
+_HOME = "unset HOME; export HOME=~"
+# SWE-rebench-V2's parsers of these names find in a log what swebench's do (docs/data.md). Its others are only there.
+_REBENCH_V2_PARSERS = re.compile(
+    "parse_log_(ant|cargo|cucumber|doctest|googletest|gotest|jest|jest_json|jq|karma|micropython_test|minitest|pytest"
+    "|pytest_options|redis|rspec_transformed_json|ruby_unit|tap|vitest)"
+)
+
+
+def swe_rebench_v2(row: Row, options: ConversionOptions) -> dict[str, Any]:
+    """Convert a row of SWE-rebench-V2, whose images have the repository in a directory with its name."""
+    config = structure(row.get("install_config"), Why.NO_RECIPE, "install_config")
+    tests = commands(config.get("test_cmd"))
+    if not tests:
+        raise RowError(Why.NO_RECIPE, "install_config has no test_cmd")
+    parser = text(config, "log_parser", Why.NO_PARSER)
+    if not _REBENCH_V2_PARSERS.fullmatch(parser):
+        raise RowError(Why.NO_PARSER, f"{parser} is SWE-rebench-V2's own, and in no package")
+    workdir = f"/{text(row, 'repo', Why.INVALID).rpartition('/')[2]}"
+    said = meta.get("llm_metadata") if isinstance(meta := row.get("meta"), dict) else None
+    said = said[0] if isinstance(said, list) and said else said
+    test_patch = text(row, "test_patch", Why.BAD_PATCH)
+    return {
+        **common_fields(row),
+        "image": text(row, "image_name", Why.NO_IMAGE),
+        "workdir": workdir,
+        "log_parser": parser,
+        "eval_type": "pass_and_fail",
+        "eval_script": bare_eval_script(unchecked(tests, "-e"), [_HOME], test_patch, workdir),
+        "difficulty": label(said.get("difficulty")) if isinstance(said, dict) else None,
+    }
+
+
+def swe_bench_live(row: Row, options: ConversionOptions) -> dict[str, Any]:
+    """Convert a row of SWE-bench-Live, whose Python rows are tested by pytest."""
+    if row.get("log_parser") != "pytest":
+        raise RowError(Why.NO_PARSER, "the row brings its parser, a program that would run outside of all boxes")
+    tests = commands(row.get("test_cmds"))
+    if not tests:
+        raise RowError(Why.NO_RECIPE, "test_cmds is empty")
+    name = text(row, "instance_id", Why.NO_ID).replace("__", "_1776_").lower()
+    test_patch = text(row, "test_patch", Why.BAD_PATCH)
+    return {
+        **common_fields(row),
+        "image": row.get("docker_image") or f"starryzhang/sweb.eval.x86_64.{name}",
+        "log_parser": "parse_log_pytest",
+        "eval_type": "pass_and_fail",
+        "eval_script": bare_eval_script(unchecked(tests, "+e"), [_HOME], test_patch),
+    }
+
+
+# What the instance's own parser has found, as TAP. A test that passed once has passed, as for SWE-bench Pro.
+_PRO_TAP = """\
+import json, sys
+tests = json.load(open(sys.argv[1]))["tests"]
+passed = {test["name"] for test in tests if test["status"] == "PASSED"}
+failed = {test["name"] for test in tests if test["status"] in ("FAILED", "ERROR")} - passed
+for number, name in enumerate(sorted(passed | failed), 1):
+    print("ok" if name in passed else "not ok", number, name)
+"""
+
+
+def swe_bench_pro(row: Row, options: ConversionOptions) -> dict[str, Any]:
+    """Convert a row of SWE-bench Pro, with the script and the parser that its repository has for each instance."""
+    gold = {file.new for file in patched_files(row, "patch", Why.NO_GOLD_PATCH)}
+    hidden = {file.new for file in patched_files(row, "test_patch", Why.BAD_PATCH)}
+    # The tests are checked out of a later commit there, and no box has that. The test patch stands for it.
+    last = text(row, "before_repo_set_cmd", Why.NO_RECIPE).strip().splitlines()[-1]
+    restored = re.fullmatch(r"git checkout [0-9a-f]{7,40} -- (.+)", last)
+    if restored is None:
+        raise RowError(Why.UNSUPPORTED, f"before_repo_set_cmd does not end with the checkout of the tests: {last}")
+    if lost := {*restored[1].split()} & gold - hidden:
+        raise RowError(Why.UNSUPPORTED, f"before_repo_set_cmd checks out {min(lost)}, which the gold patch changes")
+    tests = {name: [*map(str.rstrip, _literal(row, name.lower()))] for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    common = common_fields({**row, **tests})
+    asked = [("Requirements", row.get("requirements")), ("New interfaces introduced", row.get("interface"))]
+    more = "".join(f"\n\n{title}:\n{value}" for title, value in asked if isinstance(value, str) and value.strip())
+    return {
+        **common,
+        "problem_statement": common["problem_statement"] + more,
+        "image": f"jefzda/sweap-images:{text(row, 'dockerhub_tag', Why.NO_IMAGE)}",
+        "workdir": "/app",
+        "log_parser": "parse_log_tap",
+        "eval_type": "pass_and_fail",
+        "eval_script": bare_eval_script(_pro_commands(row, options), [_HOME], row["test_patch"], "/app")
+        + 'tail -c 20000 "$own/out.log" "$own/err.log"\n',
+    }
+
+
+def _pro_commands(row: Row, options: ConversionOptions) -> list[str]:
+    """Return the commands that run an instance's own script, and then its own parser. Raises RowError."""
+    name = text(row, "instance_id", Why.NO_ID)
+    if options.scripts is None or not re.fullmatch(r"\w[\w.-]*", name):
+        needs = "its run_script.sh and parser.py are in scaleapi/SWE-bench_Pro-os: name a checkout with --scripts"
+        raise RowError(Why.NO_RECIPE, needs)
+    place = options.scripts / "run_scripts" / name
+    try:
+        run, parser = ((place / file).read_text() for file in ("run_script.sh", "parser.py"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RowError(Why.NO_RECIPE, f"its scripts cannot be read: {error}") from error
+    chosen = ",".join(_literal(row, "selected_test_files_to_run"))
+    return [
+        "set +u",
+        "own=$(mktemp -d)",
+        here(run, 'cat >"$own/run_script.sh"'),
+        f'bash "$own/run_script.sh" {chosen} >"$own/out.log" 2>"$own/err.log"',
+        here(parser, 'python -I - "$own/out.log" "$own/err.log" "$own/found.json"'),
+        here(_PRO_TAP, 'python -I - "$own/found.json"'),
+    ]
+
+
+def _literal(row: Row, name: str) -> list[str]:
+    """Return a list of texts, which a row has as such or as Python's text of one. Raises RowError."""
+    value = row.get(name)
+    try:
+        value = ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise RowError(Why.BAD_TESTS, f"{name} is no list: {error}") from error
+    return test_names({name: value}, name)
 
 
 _SMITH_PYTEST = "pytest --disable-warnings --color=no --tb=no --verbose"
@@ -231,7 +352,8 @@ def _smith_command(key: str, failing: Sequence[str]) -> tuple[str, list[str], st
         return _SMITH_COMMANDS[key], [], "parse_log_django"
     files = sorted({test.split("::")[0] for test in failing})
     if strange := [file for file in files if not file.endswith(".py")]:
-        raise RowError(Why.NO_RECIPE, f"{strange[0]!r} is not a pytest file; only Python repositories are supported")
+        why = "of other languages, no row says which files an agent must not see"
+        raise RowError(Why.NO_RECIPE, f"{strange[0]!r} is not a pytest file; {why}")
     # SWE-smith's parser reads pytest's verbose lines; swebench's reads the short summary, where -rap lists all tests.
     return f"{_SMITH_COMMANDS.get(key, _SMITH_PYTEST)} -rap", files, "parse_log_pytest"
 
@@ -335,9 +457,12 @@ SETS: dict[str, TaskSource] = {
     "swe-bench-lite": TaskSource(swe_bench, "SWE-bench/SWE-bench_Lite", "test"),
     "swe-bench-verified": TaskSource(swe_bench, "SWE-bench/SWE-bench_Verified", "test"),
     "swe-bench-multilingual": TaskSource(swe_bench, "SWE-bench/SWE-bench_Multilingual", "test"),
+    "swe-bench-pro": TaskSource(swe_bench_pro, "ScaleAI/SWE-bench_Pro", "test"),
+    "swe-bench-live": TaskSource(swe_bench_live, "SWE-bench-Live/SWE-bench-Live", "full"),
     "swe-smith": TaskSource(swe_smith, "SWE-bench/SWE-smith", "train"),
     "swe-gym": TaskSource(swe_gym, "SWE-Gym/SWE-Gym", "train"),
     "swe-rebench": TaskSource(swe_rebench, "nebius/SWE-rebench", "filtered"),
+    "swe-rebench-v2": TaskSource(swe_rebench_v2, "nebius/SWE-rebench-V2", "train"),
     "r2e-gym": TaskSource(r2e_gym, "R2E-Gym/R2E-Gym-Subset", "train"),
     "harbor": TaskSource(harbor.convert, rows=harbor.rows),
 }

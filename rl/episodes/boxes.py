@@ -23,7 +23,7 @@ from rl.config import plugins
 from rl.config.compose import ConfigError
 from rollout.agent import Agent
 from rollout.episode import Boot
-from rollout.sandbox import Limits, Sandbox, SandboxError, registry
+from rollout.sandbox import WORKDIR, Limits, Sandbox, SandboxError, registry
 from rollout.sandbox.docker import images as docker_images
 from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.docker.engine import ContainerEngine, checked, get_engine
@@ -298,7 +298,7 @@ def is_snapshot(task: Task) -> bool:
 def source_of(task: Task, *, grading: bool) -> Source:
     """Return what a task's box is made from; only a box for grading has the paths that are hidden from agents."""
     hide = () if grading else task.hidden_paths
-    return Source(task.image, task.base_commit, task.setup_patch or "", hide)
+    return Source(task.image, task.base_commit, task.setup_patch or "", hide, task.workdir or WORKDIR)
 
 
 def wanted_of(tasks: Iterable[Task]) -> list[Wanted]:

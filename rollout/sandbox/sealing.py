@@ -15,11 +15,11 @@ import re
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from rollout.sandbox import SandboxError
+from rollout.sandbox import WORKDIR, SandboxError
 
 SCRIPT = Path(__file__).with_name("seal.sh").read_text()
 
@@ -39,13 +39,15 @@ class Source:
     """Boxes are made from this: a task's image, and what is done to its work tree when it is sealed.
 
     base_commit: the name by which the eval script asks for the commit. setup_patch: applied first. hide: files and
-    directories that are removed, relative to the work tree or absolute.
+    directories that are removed, relative to the work tree or absolute. workdir: the work tree, unless the image says
+    where it is.
     """
 
     image: str
     base_commit: str = ""
     setup_patch: str = ""
     hide: tuple[str, ...] = ()
+    workdir: str = field(default=WORKDIR, repr=False)  # by the others, kinds of boxes find what they have sealed
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,11 @@ def test_versions(stub: Stub) -> None:
 
 
 async def test_an_image_that_cannot_be_sealed_leaves_nothing(stub: Stub, cache: Cache) -> None:
-    for source, left in ((Source("no/such:1"), []), (Source(IMAGE, setup_patch="no patch"), ["pulled"])):
+    for source, left in (
+        (Source("no/such:1"), []),
+        (Source(IMAGE, workdir="/app"), []),
+        (Source(IMAGE, setup_patch="no patch"), ["pulled"]),
+    ):
         with pytest.raises(SandboxError):
             await boot_apptainer(source, cache)
         assert [path.name.partition("-")[0] for path in cache.directory.iterdir()] == left

@@ -137,6 +137,25 @@ async def test_a_user_of_the_image_keeps_being_it(engine: ContainerEngine, tmp_p
         drop(engine, sealed.ref, tag)
 
 
+async def test_a_work_tree_may_be_elsewhere(engine: ContainerEngine) -> None:
+    """It is sealed, and is what a box shows and its diff is made of; the image's HOME is found without the variable."""
+    tag = variant(engine, "elsewhere", "mv /testbed /app; echo 'def test_a(): pass' > /app/t.py; mkdir -p /root/go")
+    source = Source(tag, "0" * 40, workdir="/app")
+    try:
+        report = (await images.prepare([Wanted("a", source, ("t.py::test_a",))]))["a"]
+        assert report["residue"] == ["test: t.py::test_a"]
+        box = await boot_docker(source)
+        try:
+            done = await sh(box, "pwd; git log --oneline | wc -l; unset HOME; export HOME=~; ls ~; echo new >README.md")
+            assert done.stdout == b"/app\n1\ngo\n" and b"a/README.md" in await box.diff(), done
+        finally:
+            await box.close()
+        with pytest.raises(SandboxError, match="seal"):  # nothing is in /testbed, and nothing of the other one is used
+            await boot_docker(Source(tag, "0" * 40))
+    finally:
+        drop(engine, report["sealed"], tag)
+
+
 async def test_images_that_cannot_be_sealed(engine: ContainerEngine) -> None:
     for name, script, changes, cause in (
         ("bare", "rm -rf /testbed", (), "seal_failed"),

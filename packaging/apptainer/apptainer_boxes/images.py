@@ -117,6 +117,9 @@ async def sealed(cache: Cache, program: Program, source: Source) -> Sif:
     Raises SandboxError: missing_image, seal_failed, no_git, no_space.
     """
 
+    if source.workdir != WORKDIR:
+        raise SandboxError("seal_failed", f"{source.image} has its work tree in {source.workdir}; here it is {WORKDIR}")
+
     async def make(new: Path, scratch: Path) -> dict:
         sealing.check_source(source)
         base = await plain(cache, program, source.image)

@@ -121,7 +121,8 @@ def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tupl
     tree = _tree(status)
     if not tree.get("git", True):  # there is no history that would have to be sealed
         return SealedImage(source.image, source.image, tree["uid"], tree["gid"], (), tree["workdir"]), False
-    parts = (status["Id"], source.base_commit, source.setup_patch, *source.hide, SCRIPT)
+    where = {source.workdir} - {WORKDIR}
+    parts = (status["Id"], source.base_commit, source.setup_patch, *source.hide, SCRIPT, *where)
     ref = f"{_REPOSITORY}:{digest(json.dumps(parts))}"
     made = _inspect(engine, ref)
     fresh = made is None
@@ -129,8 +130,8 @@ def _find_or_seal(engine: ContainerEngine, source: Source, pulls: Pulls) -> tupl
         checked("seal_failed", _seal, engine, source, status, ref)
         made = checked("seal_failed", engine.client.inspect_image, ref)
     facts = _read(made["Config"]["Labels"][_LABEL])
-    where = tree.get("workdir", WORKDIR)
-    result = SealedImage(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]), where)
+    workdir = tree.get("workdir", source.workdir)
+    result = SealedImage(ref, source.image, facts["uid"], facts["gid"], tuple(facts["residue"]), workdir)
     used(engine, result)
     return result, fresh
 
@@ -186,7 +187,7 @@ def _inspect(engine: ContainerEngine, image: str) -> Mapping | None:
 
 def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) -> None:
     client, image = engine.client, source.image
-    user, workdir = status["Config"].get("User") or "", _tree(status).get("workdir", WORKDIR)
+    user, workdir = status["Config"].get("User") or "", _tree(status).get("workdir", source.workdir)
     volumes = status["Config"].get("Volumes") or {}
     if any(PurePosixPath(workdir).is_relative_to(volume) for volume in volumes):
         raise SandboxError("seal_failed", f"{image} keeps {workdir} in a volume")
@@ -241,12 +242,12 @@ def _read(label: str) -> Any:
     return json.loads(unquote(label))
 
 
-def hidden_tests(engine: ContainerEngine, ref: str, tests: Iterable[str]) -> list[str]:
+def hidden_tests(engine: ContainerEngine, made: SealedImage, tests: Iterable[str]) -> list[str]:
     """Return those of the tests that the work tree of an image already has; see `tests_in`. Blocks."""
     if not (tests := list(tests)):
         return []
-    with engine.unstarted(ref) as container:
-        return tests_in(lambda file: docker_files.read(engine, container, WORKDIR, file), tests)
+    with engine.unstarted(made.ref) as container:
+        return tests_in(lambda file: docker_files.read(engine, container, made.workdir, file), tests)
 
 
 async def prepare(
@@ -268,7 +269,7 @@ async def prepare(
         if budget_bytes is not None and await engine.call(_size, engine) >= budget_bytes:
             return None
         made = await engine.call(sealed, engine, task.source, pulls=pulls)
-        return made.ref, made.residue, await engine.call(hidden_tests, engine, made.ref, task.tests)
+        return made.ref, made.residue, await engine.call(hidden_tests, engine, made, task.tests)
 
     return await ahead(wanted, make, **how)
 

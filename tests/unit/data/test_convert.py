@@ -140,6 +140,15 @@ def test_a_bad_source_is_reported_in_one_line(name: str, content: str | None, wo
     run(tmp_path, tmp_path / name, status=2)
 
 
+def test_swe_bench_pros_scripts_are_read_from_a_checkout(tmp_path: Path) -> None:
+    rows_at, checkout = jsonl(tmp_path / "a.jsonl", [datasets.swe_bench_pro()]), tmp_path / "pro"
+    run(tmp_path, rows_at, name="swe-bench-pro", status=1)
+    assert report(tmp_path)["refused"] == {"no_recipe": 1} and "--scripts" in report(tmp_path)["rows"][0]["detail"]
+    options = ("--scripts", str(datasets.write_pro_scripts(checkout)))
+    assert run(tmp_path, rows_at, *options, name="swe-bench-pro") == [datasets.swe_bench_pro()["instance_id"]]
+    assert load_tasks(tmp_path / "out" / "tasks.parquet")[0].workdir == "/app"
+
+
 def test_refused_rows_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = [
         datasets.swe_bench(instance_id="a__b-1", patch=None),

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from rewards.grade import grade
+from rewards.patch import patched_by
 from rewards.task import Task
 from rewards.verdict import Outcome, Reason
 from rl.data.convert import convert
 from rl.data.fields import Why
 from rl.data.patches import changes, from_commit, reverse
-from rl.data.sets import SETS, ConversionOptions
+from rl.data.sets import _REBENCH_V2_PARSERS, SETS, ConversionOptions
 from rollout.sandbox.local.box import boot_local
 from tests import datasets
 from tests.sandboxes import BWRAP
@@ -30,23 +31,34 @@ MAKE: dict[str, Callable[..., dict[str, Any]]] = {
     "swe-bench": datasets.swe_bench,
     "swe-bench-lite": datasets.swe_bench,
     "swe-bench-verified": datasets.swe_bench,
-    "swe-bench-multilingual": datasets.swe_bench,
+    "swe-bench-multilingual": datasets.multilingual,
+    "swe-bench-pro": datasets.swe_bench_pro,
+    "swe-bench-live": datasets.swe_bench_live,
     "swe-gym": datasets.swe_gym,
     "swe-rebench": datasets.swe_rebench,
+    "swe-rebench-v2": datasets.swe_rebench_v2,
     "swe-smith": datasets.swe_smith,
     "r2e-gym": datasets.r2e_gym,
 }
 
 
+CHECKOUT: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pro_scripts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    CHECKOUT["scripts"] = datasets.write_pro_scripts(tmp_path_factory.mktemp("pro"))
+
+
 def mapped(name: str, **changes_: Any) -> dict[str, Any]:
-    options = ConversionOptions(recipes={}, **changes_.pop("options", {}))
+    options = ConversionOptions(recipes={}, **CHECKOUT, **changes_.pop("options", {}))
     rows, refused = convert([MAKE[name](**changes_)], name, options)
     assert not refused, refused
     return rows[0]
 
 
 def refused_as(name: str, options: ConversionOptions | None = None, **changes_: Any) -> tuple[Why, str]:
-    rows, refused = convert([MAKE[name](**changes_)], name, options or ConversionOptions(recipes={}))
+    rows, refused = convert([MAKE[name](**changes_)], name, options or ConversionOptions(recipes={}, **CHECKOUT))
     assert not rows and len(refused) == 1 and "\n" not in refused[0].detail
     return refused[0].why, refused[0].detail
 
@@ -111,6 +123,57 @@ def test_swe_rebench_uses_the_rows_test_command() -> None:
     script = mapped("swe-rebench", install_config=json.dumps(config), meta=None)["eval_script"]
     assert "PIP_NO_INDEX=1" in script and script.index("pip install .\n") < script.index(">>>>> Start")
     assert "\nmake\npytest tests/test_calc.py tests/test_more.py\n" in script
+
+
+def test_swe_rebench_v2_runs_in_its_images_directory() -> None:
+    row = mapped("swe-rebench-v2")
+    assert (row["workdir"], row["image"]) == ("/calc", "docker.io/swerebenchv2/acme-calc:9-3f3f3f3")
+    assert row["difficulty"] == "easy" and "conda" not in row["eval_script"] and "/testbed" not in row["eval_script"]
+    assert "\n(\nset +u +o pipefail -e\npytest -rA --color=no tests\n)\n: '>>>>> End" in row["eval_script"]
+    go = datasets.swe_rebench_v2()["install_config"] | {
+        "log_parser": "parse_log_gotest",
+        "test_cmd": "go test -v ./...",
+    }
+    row = mapped("swe-rebench-v2", install_config=json.dumps(go), meta={"llm_metadata": {"difficulty": "hard"}})
+    assert (row["log_parser"], row["difficulty"]) == ("parse_log_gotest", "hard")
+
+
+@pytest.mark.parametrize(("name", "field"), [("swe-rebench-v2", "test_cmd"), ("swe-bench-live", "test_cmds")])
+def test_commands_run_as_the_sets_harness_runs_them(name: str, field: str, tmp_path: Path) -> None:
+    """SWE-rebench-V2's end with the first that fails, SWE-bench-Live's go on; and nobody's variables must be set."""
+    given = ["echo first $UNSET", "false | true", "false", "echo last"]
+    config = {"install_config": datasets.swe_rebench_v2()["install_config"] | {field: given}}
+    script = mapped(name, **(config if name == "swe-rebench-v2" else {field: given}))["eval_script"]
+    script = script.replace(f"cd {ELSEWHERE[name]}\n", f"cd {tmp_path}\n").replace("~", str(tmp_path))
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == (["first"] if name == "swe-rebench-v2" else ["first", "last"]), done
+    assert ">>>>> End Test Output" in done.stderr
+
+
+def test_every_parser_that_swe_rebench_v2_shares_is_swebenchs() -> None:
+    from swebench.harness.log_parsers import PARSER_REGISTRY
+
+    names = _REBENCH_V2_PARSERS.pattern.removeprefix("parse_log_(").removesuffix(")").split("|")
+    assert {f"parse_log_{name}" for name in names} <= {*PARSER_REGISTRY} and len(names) == 19
+
+
+def test_swe_bench_live_names_its_image_by_the_instance() -> None:
+    row = mapped("swe-bench-live", test_cmds=["make install", "pytest -rA"])
+    assert row["image"] == "starryzhang/sweb.eval.x86_64.acme_1776_calc-7" and row["difficulty"] is None
+    assert "\nset +u +o pipefail +e\nmake install\npytest -rA\n)\n" in row["eval_script"]
+
+
+def test_swe_bench_pro_runs_the_instances_own_script_and_parser() -> None:
+    row = mapped("swe-bench-pro")
+    assert row["image"] == f"jefzda/sweap-images:acme.calc-acme__calc-{datasets.LATER}" and row["workdir"] == "/app"
+    assert row["PASS_TO_PASS"][-1] == "tests/test_calc.py::test_it's  [a]"
+    assert row["problem_statement"].endswith(
+        "\n\nRequirements:\n- total() returns the sum.\n\nNew interfaces introduced:\nNo new interfaces are introduced."
+    )
+    script = row["eval_script"]
+    assert all(text in script for text in datasets.PRO_SCRIPTS.values()) and datasets.LATER not in script
+    assert 'bash "$own/run_script.sh" tests/test_more.py,tests/test_calc.py >' in script
+    assert patched_by(script) == {"tests/test_calc.py", "tests/test_more.py", "tests/notes.txt"}
 
 
 def test_swe_smiths_patch_is_reversed() -> None:
@@ -191,6 +254,26 @@ def test_swebench_reads_r2e_gyms_rewritten_log(tmp_path: Path) -> None:
         ("swe-rebench", {"install_config": "{"}, Why.NO_RECIPE),
         ("swe-rebench", {"install_config": {"log_parser": "parse_log_pytest"}}, Why.NO_RECIPE),
         ("swe-rebench", {"install_config": {"test_cmd": "pytest", "log_parser": "parse_log_own"}}, Why.NO_PARSER),
+        ("swe-rebench-v2", {"image_name": None}, Why.NO_IMAGE),
+        ("swe-rebench-v2", {"install_config": {"log_parser": "parse_log_cargo"}}, Why.NO_RECIPE),
+        ("swe-rebench-v2", {"install_config": {"test_cmd": ["x"], "log_parser": "parse_log_js_4"}}, Why.NO_PARSER),
+        ("swe-rebench-v2", {"install_config": {"test_cmd": ["x"], "log_parser": "parse_log_maven"}}, Why.NO_PARSER),
+        ("swe-rebench-v2", {"repo": "acme/.."}, Why.INVALID),
+        ("swe-rebench-v2", {"test_patch": ""}, Why.BAD_PATCH),
+        ("swe-bench-live", {"log_parser": "def parser(log):\n    return {}"}, Why.NO_PARSER),
+        ("swe-bench-live", {"test_cmds": []}, Why.NO_RECIPE),
+        ("swe-bench-live", {"docker_image": 5}, Why.INVALID),
+        ("swe-bench-pro", {"instance_id": "instance_acme__calc-unknown"}, Why.NO_RECIPE),
+        ("swe-bench-pro", {"instance_id": "../pro"}, Why.NO_RECIPE),
+        ("swe-bench-pro", {"before_repo_set_cmd": None}, Why.NO_RECIPE),
+        ("swe-bench-pro", {"before_repo_set_cmd": "git checkout abc1234 -- x\nmake"}, Why.UNSUPPORTED),
+        ("swe-bench-pro", {"before_repo_set_cmd": "git checkout abc1234 -- calc.py"}, Why.UNSUPPORTED),
+        ("swe-bench-pro", {"fail_to_pass": "[]"}, Why.NO_FAILING_TEST),
+        ("swe-bench-pro", {"fail_to_pass": "['a'"}, Why.BAD_TESTS),
+        ("swe-bench-pro", {"pass_to_pass": "[open('/etc/passwd')]"}, Why.BAD_TESTS),
+        ("swe-bench-pro", {"pass_to_pass": "[" * 5000}, Why.BAD_TESTS),
+        ("swe-bench-pro", {"selected_test_files_to_run": "tests"}, Why.BAD_TESTS),
+        ("swe-bench-pro", {"dockerhub_tag": ""}, Why.NO_IMAGE),
         ("swe-smith", {"instance_id": "acme__calc-7"}, Why.NO_IMAGE),
         ("swe-smith", {"FAIL_TO_PASS": ["TestContext/Sub"]}, Why.NO_RECIPE),
         ("swe-smith", {"problem_statement": ""}, Why.NO_STATEMENT),
@@ -211,6 +294,11 @@ def test_swebench_reads_r2e_gyms_rewritten_log(tmp_path: Path) -> None:
 )
 def test_a_row_is_refused_with_a_reason(name: str, changes_: dict[str, Any], why: Why) -> None:
     assert refused_as(name, **changes_)[0] is why
+
+
+def test_swe_bench_pro_needs_a_checkout_of_its_repository() -> None:
+    why, detail = refused_as("swe-bench-pro", ConversionOptions(recipes={}))
+    assert why is Why.NO_RECIPE and "--scripts" in detail
 
 
 def test_an_r2e_row_in_which_nothing_failed_before_is_refused() -> None:
@@ -235,8 +323,11 @@ def repository(directory: Path, **files: str) -> Path:
     return directory
 
 
+ELSEWHERE = {"swe-rebench-v2": "/calc", "swe-bench-live": "/testbed", "swe-bench-pro": "/app"}
+
+
 @pytest.mark.parametrize("isolation", [BWRAP])
-@pytest.mark.parametrize("name", ["swe-bench", "swe-gym", "swe-rebench", "swe-smith"])
+@pytest.mark.parametrize("name", ["swe-bench", "swe-gym", "swe-rebench", "swe-smith", *ELSEWHERE])
 async def test_the_gold_patch_resolves_a_converted_row_and_no_patch_does_not(
     name: str, isolation: Any, tmp_path: Path
 ) -> None:
@@ -255,10 +346,11 @@ async def test_the_gold_patch_resolves_a_converted_row_and_no_patch_does_not(
         subprocess.run(
             ["git", "-c", "user.name=t", "-c", "user.email=t@e", "commit", "-qm", "t"], cwd=snapshot, check=True
         )
-    row["eval_script"] = row["eval_script"].replace(
-        "\npytest ", f"\nPYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest "
-    )
+    script = row["eval_script"].replace(f"cd {ELSEWHERE.get(name)}\n", "cd /testbed\n").replace("~", "$TMPDIR")
+    script = script.replace("\npython -I", f"\n{sys.executable} -I")
+    row["eval_script"] = script.replace("\npytest ", f"\nPYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest ")
     prepared = {"image": f"dir:{snapshot}", "setup_patch": None, "hidden_paths": []}  # the snapshot is the task's tree
+    prepared["workdir"] = None
     task = Task.from_row(row | prepared, tmp_path)
     boot = functools.partial(boot_local, task.snapshot, isolation=isolation)
     verdict = await grade(task, task.patch.encode(), boot, timeout_s=60)
@@ -268,7 +360,7 @@ async def test_the_gold_patch_resolves_a_converted_row_and_no_patch_does_not(
     # A file of the agent with a hidden test's name does not get in the way of the real one.
     forged = "diff --git a/tests/test_more.py b/tests/test_more.py\nnew file mode 100644\n--- /dev/null\n"
     forged += "+++ b/tests/test_more.py\n@@ -0,0 +1,2 @@\n+def test_empty():\n+    pass\n"
-    if name in ("swe-gym", "swe-rebench"):
+    if name in ("swe-gym", "swe-rebench", *ELSEWHERE):
         verdict = await grade(task, task.patch.encode() + forged.encode(), boot, timeout_s=60)
         assert verdict.outcome is Outcome.RESOLVED, verdict.log_tail
         verdict = await grade(task, forged.encode(), boot, timeout_s=60)

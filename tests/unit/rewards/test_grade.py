@@ -169,6 +169,8 @@ NEW = "test_new (a.tests.T)"
             "--- FAIL: {} (0.0s)\n--- FAIL: TestB (0.0s)\n--- PASS: {} (0.0s)\n",
             Reason.RESULTS_DISAGREE,
         ),
+        # A module of Rust is no file that could not be collected.
+        ("cargo", "wire::new", "ERROR wire is cut\ntest b ... FAILED\ntest {} ... ok\n", None),
         ("cargo", "new", "test {} ... FAILED\ntest b ... FAILED\ntest {} ... ok\n", Reason.RESULTS_DISAGREE),
         (
             "googletest",
@@ -185,6 +187,18 @@ async def test_no_printed_line_takes_a_failure_back(parser: str, new: str, log: 
     row = task(log_parser=f"parse_log_{parser}", FAIL_TO_PASS=json.dumps([new]), PASS_TO_PASS="[]")
     box = ScriptedBox(START + log.replace("{}", new) + END + CODE.format(1))
     assert (await graded(box, of=row)).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"), [("TestRouteStaticFile", None), ("TestRouteStaticNoListing", "tests_failed")]
+)
+async def test_a_real_log_of_gos_tests(new: str, reason: str | None) -> None:
+    """gin's, in which one test fails and another is skipped (tests/logs/LICENSE says where it is from)."""
+    log = (Path(__file__).parents[3] / "tests" / "logs" / "gotest.txt").read_text()
+    old = ["TestContextInitQueryCache/queryCache_should_be_empty_when_Request_is_nil", "TestBasicAuth"]
+    row = task(log_parser="parse_log_gotest", FAIL_TO_PASS=json.dumps([new]), PASS_TO_PASS=json.dumps(old))
+    verdict = await graded(ScriptedBox(START + log + END + CODE.format(1)), of=row)
+    assert verdict.reason == reason and verdict.tests["PASS_TO_PASS"] == {"success": old, "failure": []}
 
 
 def test_the_parsers_that_are_read_from_swebenchs_source_are_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,10 +69,16 @@ def test_setup_patch_and_hidden_paths(tmp_path: Path) -> None:
     assert plain.setup_patch is None and plain.hidden_paths == ()
     task = Task.from_row(row(setup_patch="diff", hidden_paths='["/r2e_tests", "tests/a.py"]'), tmp_path)
     assert task.setup_patch == "diff" and task.hidden_paths == ("/r2e_tests", "tests/a.py")
-    for prepared in ({"setup_patch": "diff"}, {"hidden_paths": ["tests/a.py"]}):
+    for prepared in ({"setup_patch": "diff"}, {"hidden_paths": ["tests/a.py"]}, {"workdir": "/app"}):
         with pytest.raises(TaskError, match="need a container image"):
             Task.from_row(row(**prepared), tmp_path).snapshot  # noqa: B018
     assert load_tasks(write(tmp_path / "t.parquet", [task.to_row()])) == [task]
+
+
+def test_a_work_tree_may_be_elsewhere(tmp_path: Path) -> None:
+    task = Task.from_row(row(workdir="/node_redis.js"), tmp_path)
+    assert load_tasks(write(tmp_path / "t.parquet", [task.to_row()])) == [task] and task.workdir == "/node_redis.js"
+    assert not {"workdir", "agent"} & Task.from_row(row(), tmp_path).to_row().keys()
 
 
 def test_difficulty_becomes_text(tmp_path: Path) -> None:
@@ -112,6 +118,7 @@ def test_hidden_parts_are_not_printed(tmp_path: Path) -> None:
         ({"hidden_paths": "tests"}, "hidden_paths"),
         ({"hidden_paths": ["/"]}, "hidden_paths"),
         ({"hidden_paths": ["tests/../.."]}, "hidden_paths"),
+        *(({"workdir": path}, "workdir") for path in ("", "app", "/", "/..", "/a/../b", "/a b", "/tmp/x", "/home")),
     ],
 )
 def test_a_bad_row_is_named_in_one_line(changes: dict[str, Any], field: str, tmp_path: Path) -> None:

@@ -198,9 +198,7 @@ class Link(Machine):
         work += f"; code=$?; rm -rf {new}; exit $code"
         command = [*self._mux, "--", self._to, shlex.join(["sh", "-c", work])]
         pipe = subprocess.PIPE
-        with subprocess.Popen(
-            command, cwd=self.directory, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
-        ) as sent:
+        with subprocess.Popen(command, cwd=self.directory, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as sent:
             assert sent.stdin is not None and sent.stdout is not None
             with contextlib.suppress(BrokenPipeError), sent.stdin as stream:  # it says why
                 _pack(path, cast(BinaryIO, stream))

@@ -31,6 +31,13 @@ WRONG = {
     "json": ("not in found", "not in found[-1:]", 0.0),  # of three keys one is 1
     "fraction": (".upper()", "", 0.75),
 }
+# With what the agent sees that what it wrote is no nonsense.
+COMPILES = {
+    "go": "go vet ./...",
+    "javascript": "node --check query.js",
+    "rust": "cargo check --offline --quiet",
+    "java": "javac -d /tmp/own Csv.java",
+}
 
 
 def admitted(place: Path, *names: str) -> tuple[dict[str, Task], dict[str, str]]:
@@ -50,7 +57,8 @@ def replies(name: str, wrong: bool) -> Iterator[str]:
     """Yield what a policy says that repairs an example as its solution does, or in a wrong way."""
     for solution in sorted((EXAMPLES / name).rglob("solve.sh")):
         text = solution.read_text()
-        yield call("Bash", command=text.replace(*WRONG[name][:2]) if wrong else text)
+        text = text.replace(*WRONG[name][:2]) if wrong else text
+        yield call("Bash", command=f"{text}{COMPILES.get(name, 'python -m compileall -q .')} && echo compiled")
         yield "Done."
 
 
@@ -72,6 +80,7 @@ async def check_plays(task: Task, name: str, place: Path) -> Sequence[Episode]:
     for wrong, reward in ((False, 1.0), (True, WRONG[name][2])):
         episode = await played(task, agent, in_turn(*replies(name, wrong)))
         assert episode.verdict.reward == reward and episode.patch, (name, wrong, episode.verdict)
-        check_record(episode, place / f"{name}-{wrong}")
+        record = check_record(episode, place / f"{name}-{wrong}")
+        assert any(b"compiled" in node.says for node in record.nodes)
         episodes.append(episode)
     return episodes

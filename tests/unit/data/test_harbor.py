@@ -151,7 +151,8 @@ def test_directories_that_lack_something(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_steps_have_the_tasks_settings_and_their_own(tmp_path: Path) -> None:
-    about = '[verifier]\ntimeout_sec = 70.0\nenv = { A = "1", B = "1" }\n[[steps]]\nname = "a"\nmin_reward = { reward = 0.5 }\n'
+    about = '[verifier]\ntimeout_sec = 70.0\nenv = { A = "1", B = "1" }\n'
+    about += '[[steps]]\nname = "a"\nmin_reward = { reward = 0.5 }\n'
     about += '[steps.verifier]\ntimeout_sec = 9.0\nenv = { B = "2" }\n[[steps]]\nname = "b"\n'
     files = {f"steps/{name}/instruction.md": f"# canary\n\n{name}\n" for name in "ab"}
     files["steps/b/tests/more"] = files["steps/b/solution/no"] = "x"

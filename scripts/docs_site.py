@@ -39,7 +39,8 @@ def documents() -> dict[str, str]:
     }.items():
         for file in sorted((ROOT / folder).rglob("*.md")):
             path = file.relative_to(ROOT).as_posix()
-            found.setdefault(path, place + path.removeprefix(folder))
+            if file.name != "instruction.md":  # a task's
+                found.setdefault(path, place + path.removeprefix(folder))
     return found
 
 

@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/task_images.py --out DIR        # images, and DIR/tasks.parquet
     .venv/bin/python scripts/task_images.py --base           # only the base image; prints its name
+    .venv/bin/python scripts/task_images.py --toolchains     # the base with Go, JavaScript, Rust and Java
 
 The images have the form of SWE-bench's: the repository in /testbed at the commit before a fix, with the fix, a tag and
 a remote in its history (which sealing must hide); an environment `testbed` that eval scripts activate as if it were
@@ -10,7 +11,8 @@ releases, with a planted bug and without the tests that notice it. FAIL_TO_PASS 
 in a box. Then every task is graded: the gold patch must resolve it, and no patch must not.
 
 The base image is made by debootstrap, so this needs root, debootstrap and a container engine, and a mirror and an index
-of packages to download from. What is there already is not made again: the base takes minutes, a task seconds.
+of packages to download from. What is there already is not made again: the base takes minutes, a task seconds. Both
+bases also have a name that stays the same, claude-code-rl/base:bookworm and claude-code-rl/toolchains:bookworm.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
 
 SUITE = "bookworm"
 PACKAGES = ("git", "python3", "python3-venv")
+# debootstrap does not find libc6-dev by itself: what cargo needs is named by another word.
+TOOLCHAINS = ("golang-go", "nodejs", "cargo", "libc6-dev", "default-jdk-headless", "junit4")
 WHEELS = ("pytest==8.3.4", "pluggy==1.5.0", "iniconfig==2.0.0", "packaging==24.2", "wheel==0.45.1")
 TIMEOUT_S = 120.0
 
@@ -176,13 +180,16 @@ async def verify(task: Task) -> None:
             )
 
 
-def base_image(engine: ContainerEngine) -> str:
-    """Return the name of the image that task images are based on; it is made if it is not there (minutes). Blocks."""
-    tag = f"{PROJECT}/base:{_base_key()}"
+def base_image(engine: ContainerEngine, name: str = "base", more: Sequence[str] = ()) -> str:
+    """Return the name of the image that task images are based on; it is made if it is not there (minutes). Blocks.
+
+    name: another one's, which has more of Debian's packages.
+    """
+    tag = f"{PROJECT}/{name}:{_base_key(*more)}"
     with images.locked(tag):
         if images.missing(engine, [tag]):
             bare = f"{tag}-bare"
-            _debootstrap(engine, bare)
+            _debootstrap(engine, bare, more)
             with tempfile.TemporaryDirectory(prefix="wheels-") as wheels:
                 _pip_download(wheels, *WHEELS)
                 env = "/opt/miniconda3/envs/testbed"
@@ -193,7 +200,13 @@ def base_image(engine: ContainerEngine) -> str:
                 """
                 _build(engine, bare, script, tag, Path(wheels), "/wheels")
             engine.client.remove_image(bare, noprune=True)
+        engine.client.tag(tag, f"{PROJECT}/{name}", SUITE)
     return tag
+
+
+def toolchains_image(engine: ContainerEngine) -> str:
+    """Return the name of the base image with the tools of other languages; see `base_image`. Blocks."""
+    return base_image(engine, "toolchains", TOOLCHAINS)
 
 
 def build_image(engine: ContainerEngine, files: Path, tag: str, script: str = "") -> None:
@@ -303,11 +316,12 @@ async def _results(task: Task, patch: bytes) -> dict[str, str]:
     return PARSER_REGISTRY[task.log_parser](run.stdout.decode(errors="replace"), spec)
 
 
-def _debootstrap(engine: ContainerEngine, tag: str) -> None:
+def _debootstrap(engine: ContainerEngine, tag: str, more: Sequence[str]) -> None:
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         raise SystemExit("task_images: the base image needs root and debootstrap (Debian, Ubuntu: debootstrap)")
     with tempfile.TemporaryDirectory(prefix="base-") as name:
-        command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, name, *_mirror()]
+        packages = f"--include={','.join((*PACKAGES, *more))}"
+        command = ["debootstrap", "--variant=minbase", packages, SUITE, name, *_mirror()]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"task_images: debootstrap failed: {done.stdout[-500:]}")
@@ -355,8 +369,8 @@ def _build(engine: ContainerEngine, image: str, script: str, tag: str, files: Pa
         engine.remove(container)
 
 
-def _base_key() -> str:
-    return _key(SUITE, *PACKAGES, *WHEELS, _ACTIVATE)
+def _base_key(*more: str) -> str:
+    return _key(SUITE, *PACKAGES, *more, *WHEELS, _ACTIVATE)
 
 
 def _key(*parts: str) -> str:
@@ -381,10 +395,11 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="directory for tasks.parquet")
     what.add_argument("--base", action="store_true", help="make only the base image, for sandbox.base_image")
+    what.add_argument("--toolchains", action="store_true", help="make only the base image with other languages' tools")
     options = parser.parse_args()
     try:
-        if options.base:
-            print(base_image(get_engine()))
+        if options.base or options.toolchains:
+            print((base_image if options.base else toolchains_image)(get_engine()))
         else:
             asyncio.run(_make(options.out))
     except SandboxError as error:

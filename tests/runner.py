@@ -72,6 +72,7 @@ GROUPS = {
     "cluster": Group("SLURM and Ray", (f"{_HERE}/cluster",)),
     "experiments": Group("experiments and the GPU ladder at toy size", (f"{_HERE}/experiments",)),
     "tasks": Group("tasks made, admitted, probed and evaluated", (f"{_HERE}/tasks",)),
+    "languages": Group("tasks in Go, JavaScript, Rust and Java", (f"{_HERE}/languages",)),
     "traces": Group(
         "episodes collected, stored, exported, fine-tuned on, also by other trainers",
         (f"{_HERE}/traces",),

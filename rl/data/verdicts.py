@@ -70,9 +70,12 @@ def finding(instance_id: str, records: Sequence[Record], tries: int, no_gold: bo
     elif status is Judgement.UNDECIDED:
         why = "; ".join(failures) or "not graded"
     elif status is not Judgement.PASS:
-        tails = (record["log_tail"] for record in graded if record["kind"] == "gold" and record["reason"])
+        failed = [record for record in graded if record["kind"] == "gold" and record["reason"]]
+        tails = (record["log_tail"] for record in failed)
         if lacks := {name for tail in tails for name in re.findall(r"No module named '([\w.]+)'", tail)}:
             why += f"; the box has no {', '.join(sorted(lacks))}: {_LACKS}"
+        elif details := [record["detail"] for record in failed if record["detail"]]:
+            why += f" ({' '.join(details[0].split())[:200]})"
     seconds = [record["seconds"] for record in graded]
     return Finding(
         instance_id,

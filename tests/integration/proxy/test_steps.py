@@ -66,7 +66,7 @@ async def played(proxy: ProxyServer, task: Task, script: Script, **more: Any) ->
         return await boot_local(task.snapshot, binds=binds, socket_dir=socket_dir)
 
     settings: dict[str, Any] = {"system_prompt": "Do.", "tools": ("Bash",), "bare": True}
-    agent = more.pop("kind", ClaudeCode)(binary, 8, 180, 2000, **settings)
+    agent = more.pop("kind", ClaudeCode)(binary, more.pop("turns", 8), 180, 2000, **settings)
     return await run_episode(Setup(char_policy(scripted(script)), proxy, boot, agent, 30, **more), task, "e")
 
 
@@ -119,12 +119,16 @@ async def test_a_step_below_its_least_reward_is_the_last(proxy: ProxyServer, tas
     check_record(episode, tmp_path / "second")
 
 
-async def test_turns_of_all_steps_are_counted(proxy: ProxyServer, task: Task, tmp_path: Path) -> None:
-    looks = call("Bash", command="touch one two")
-    script = in_turn(*[looks] * 3, "Done.", *[looks] * 3, "Done.")
-    episode = await played(proxy, stepped(task), script)
-    assert episode.agent is not None and (episode.agent.status, episode.agent.turns) == ("finished", 8)
-    check_record(episode, tmp_path)
+async def test_a_step_that_the_limit_of_turns_ends_is_followed_by_the_next(
+    proxy: ProxyServer, task: Task, tmp_path: Path
+) -> None:
+    script = in_turn(*[call("Bash", command="touch one two")] * 8, "Done.")
+    episode = await played(proxy, stepped(task), script, turns=5)
+    assert episode.verdict.reward == 1.0 and not episode.overlong  # no limit ended the episode
+    assert episode.agent is not None and (episode.agent.status, episode.agent.turns) == ("finished", 9)
+    assert [event["ended"] for event in episode.agent.events if event.get("type") == STEP] == ["max_turns"]
+    (row,) = check_record(episode, tmp_path).rows
+    assert len(row.nodes) == 9  # one conversation
 
 
 async def test_steps_are_played_where_nothing_is_graded(proxy: ProxyServer, task: Task) -> None:

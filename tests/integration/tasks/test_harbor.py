@@ -16,15 +16,12 @@ from rl.data import admit, convert, export, images
 from rl.episodes.boxes import kind_of
 from rl.episodes.setup import agent_from
 from rl.quickstart.tasks import make_tasks
-from rollout.agent import Agent
 from rollout.agent.claude_code import ClaudeCode, find_binary
-from rollout.episode import Episode, Setup, run_episode
-from rollout.proxy.server import ProxyServer
 from rollout.sandbox.docker.engine import get_engine
 from tests.docker_kit import base_image, left
 from tests.harbor_kit import NO_NETWORK, write_task, write_tasks
-from tests.integration.claude_kit import Script, call, check_record, in_turn, scripted
-from tests.kit import char_policy
+from tests.integration.claude_kit import call, check_record, in_turn
+from tests.integration.harbor_plays import played
 from tests.packages_kit import install
 from tests.sandboxes import REPOSITORY, sh
 
@@ -94,16 +91,6 @@ async def test_a_part_of_the_work_has_a_part_of_the_reward(tasks: dict[str, Task
     finally:
         await box.close()
     assert (verdict.reason, verdict.reward) == (Reason.TESTS_FAILED, 0.5)
-
-
-async def played(task: Task, agent: Agent, script: Script) -> Episode:
-    proxy = ProxyServer()
-    await proxy.start()
-    try:
-        boot = kind_of(compose(["sandbox=docker"], "evaluate").sandbox).boot(agent)
-        return await run_episode(Setup(char_policy(scripted(script)), proxy, boot, agent), task, task.instance_id)
-    finally:
-        await proxy.stop()
 
 
 async def test_a_scripted_agent_plays_one(

@@ -148,7 +148,7 @@ GOOD = [record("gold", None), record("empty", "tests_failed")]
         (
             [record("gold", "test_timeout")] * 2 + [record("empty", "tests_failed")] * 2,
             Judgement.BROKEN,
-            "test_timeout 2x",
+            "test_timeout 2x (d)",
         ),
         (
             [record("gold", "tests_failed", log_tail="E  ModuleNotFoundError: No module named 'numpy.linalg'\n")],

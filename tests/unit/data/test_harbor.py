@@ -151,7 +151,8 @@ def test_directories_that_lack_something(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_steps_have_the_tasks_settings_and_their_own(tmp_path: Path) -> None:
-    about = '[verifier]\nenv = { A = "1", B = "1" }\n[[steps]]\nname = "a"\nmin_reward = { reward = 0.5 }\n'
+    about = '[verifier]\ntimeout_sec = 70.0\nenv = { A = "1", B = "1" }\n'
+    about += '[[steps]]\nname = "a"\nmin_reward = { reward = 0.5 }\n'
     about += '[steps.verifier]\ntimeout_sec = 9.0\nenv = { B = "2" }\n[[steps]]\nname = "b"\n'
     files = {f"steps/{name}/instruction.md": f"# canary\n\n{name}\n" for name in "ab"}
     files["steps/b/tests/more"] = files["steps/b/solution/no"] = "x"
@@ -162,7 +163,7 @@ def test_steps_have_the_tasks_settings_and_their_own(tmp_path: Path) -> None:
     assert (asked["mode"], asked["strategy"], asked["solution"]) == ("separate", "mean", False)
     a, b = asked["steps"]
     assert (a["timeout_s"], a["env"], a["min_reward"], a["solution"]) == (9.0, {"A": "1", "B": "2"}, 0.5, True)
-    assert (b["timeout_s"], b["env"], b["min_reward"], b["solution"]) == (600.0, {"A": "1", "B": "1"}, None, False)
+    assert (b["timeout_s"], b["env"], b["min_reward"], b["solution"]) == (70.0, {"A": "1", "B": "1"}, None, False)
     task = Task.from_row(row, tmp_path)
     first, second = Harbor().steps(task)
     assert (first.problem_statement, second.problem_statement) == ("a\n", "b\n")

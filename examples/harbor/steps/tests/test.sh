@@ -1,0 +1,3 @@
+#!/bin/bash
+python -m pytest -q -p no:cacheprovider /tests/test_stock.py
+if [ $? -eq 0 ]; then echo 1; else echo 0; fi >/logs/verifier/reward.txt

@@ -38,7 +38,7 @@ _WAIT = 'exec 3<&0; { read -r _ <&3; exec "$0" -c "$1"; } >/dev/null 2>&1 &'
 _REAP = "from rollout.sandbox.docker.engine import get_engine; get_engine()"
 
 logger = logging.getLogger(__name__)
-_boots: collections.deque[tuple[bool, float]] = collections.deque()
+_boots: collections.deque[tuple[bool, float]] = collections.deque(maxlen=10_000)
 
 Spare = tuple["Future[tuple[str, bool, Path | None]]", threading.Timer]
 """A spare is a container, whether the engine limits its disk, and the directory that it shows for sockets, if any, all

@@ -2,7 +2,8 @@
 
     .venv/bin/python -m tests.bench_sandbox [--repeat 20] [--boxes 16] [--hosts 4]
 
-Prints medians: from boot to the end of the first program; a grading, of a task whose tests take about 0.2 s, end to
+Prints medians: a boot, and from boot to the end of the first program, also of warm boxes with a directory for sockets,
+as agents have; a grading, of a task whose tests take about 0.2 s, end to
 end, without and with a second opinion; gradings per second with one per core at a time; and the time of a number of
 episodes in parallel, each a boot, a program that edits a file, the diff and the end, with their errors. With --hosts,
 all of it once more in boxes that are reached through so many SSH servers of this machine (sandbox=ssh).
@@ -14,31 +15,47 @@ import asyncio
 import functools
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from rewards.grade import grade
 from rewards.swebench import warm_up
 from rewards.task import Task
 from rollout import program
 from rollout.sandbox.docker import images
+from rollout.sandbox.docker import warm as warm_boxes
 from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import get_engine
 from rollout.sandbox.docker.fleet import boot_elsewhere
-from tests.docker_kit import task_images
+from tests.docker_kit import ready, task_images
 from tests.ssh_kit import fleet_of, servers
 
 Boot = Callable[[], Awaitable[DockerSandbox]]
 
 
-async def _first_exec(boot: Boot) -> float:
+async def _boot(boot: Boot, program: bool = False) -> float:
     began = time.perf_counter()
     box = await boot()
     try:
-        await box.exec(["true"], env={}, timeout_s=60)
+        if program:
+            await box.exec(["true"], env={}, timeout_s=60)
         return time.perf_counter() - began
     finally:
         await box.close()
+        await ready(box)
+
+
+async def _warm_boot(boot: Callable[..., Awaitable[DockerSandbox]], program: bool = False) -> float:
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=scratch) as place:
+        warm = functools.partial(boot, socket_dir=Path(place), warm=1, scratch=scratch)
+        await _boot(warm)
+        with tempfile.TemporaryDirectory(dir=scratch) as other:
+            took = await _boot(functools.partial(warm, socket_dir=Path(other)), program)
+        assert [hit for hit, _ in warm_boxes._boots] == [False, True]
+        warm_boxes.told()
+        return took
 
 
 async def _grading(task: Task, boot: Boot, second_opinion: bool = False) -> float:
@@ -87,7 +104,10 @@ async def _measure(task: Task, boot: Boot, repeat: int, boxes: int) -> None:
     grading = functools.partial(_grading, task, boot)
     await grading()
     for what, run in (
-        ("boot to the end of the first program", functools.partial(_first_exec, boot)),
+        ("a boot", functools.partial(_boot, boot)),
+        ("boot to the end of the first program", functools.partial(_boot, boot, True)),
+        ("a warm boot", functools.partial(_warm_boot, boot)),
+        ("warm, to the end of the first program", functools.partial(_warm_boot, boot, True)),
         ("a grading", grading),
         ("the same with a second opinion", functools.partial(grading, second_opinion=True)),
     ):

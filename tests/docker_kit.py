@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from rollout.sandbox.docker import images
+from rollout.sandbox.docker.box import DockerSandbox
 from rollout.sandbox.docker.engine import OWNER, PROJECT, ContainerEngine, get_engine
 from rollout.sandbox.owner import me
 from tests.lacks import lacks
@@ -61,8 +63,16 @@ def small_image() -> str:
     return tag
 
 
+async def ready(box: DockerSandbox) -> None:
+    """Wait until the spares of a box's engine are there."""
+    waiting = [asyncio.wrap_future(made) for made, _ in box._engine.spares._all.values()]
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 def left(engine: ContainerEngine) -> list[str]:
-    """Return the ids of this process's containers."""
+    """Return the ids of this process's containers, without those that wait for a boot, which are removed."""
+    for sort in [*engine.spares._all]:
+        engine.spares._drop(sort)
     return [c["Id"] for c in engine.client.containers(all=True, filters={"label": f"{OWNER}={me()}"})]
 
 

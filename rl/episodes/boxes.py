@@ -192,6 +192,7 @@ class Docker(FromImages):
     """Boxes are containers of Docker or podman."""
 
     numbers = (*FromImages.numbers, "disk_mb")
+    speed_only = (*FromImages.speed_only, "warm")
     renews = True
     base_hint = "; scripts/task_images.py --base makes one and prints its name"
 
@@ -231,7 +232,8 @@ class Docker(FromImages):
 
     def how(self, run: str) -> dict[str, Any]:
         """Return the boot function's parameters that are the same for all tasks of a run."""
-        return {"run": run, "budget_bytes": self.budget_bytes, "pulls": replace(self.pulls, patience_s=0)}
+        common = {"run": run, "budget_bytes": self.budget_bytes, "pulls": replace(self.pulls, patience_s=0)}
+        return {**common, "warm": self.sandbox.get("warm", 0), "scratch": os.environ.get("RL_SOCKET_DIR")}
 
     async def boot_box(self, task: Task, grading: bool, run: str, **common: Any) -> Sandbox:
         """Boot a container of the task's sealed image; see ``Kind.boot_box``."""

@@ -140,6 +140,9 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
         own, name = [one for one in graded if one.get("agent_kind") == kind], f"{outer}agent/{metric_name(kind)}"
         metrics[f"{name}/count"] = len(own)
         metrics |= {f"{name}/{as_}": sum(float(one[key]) for one in own) / len(own) for as_, key in _BY_AGENT.items()}
+    if boots := sum(one.get("boots", 0) for one in lines):
+        metrics[f"{outer}boxes/warm_hits"] = sum(one.get("warm_boots", 0) for one in lines) / boots
+        metrics[f"{outer}boxes/boot_s"] = sum(one.get("booting_s", 0.0) for one in lines) / boots
     metrics |= _screening(graded, outer)
     for name in sorted({name for one in graded for name in one.get("own", ())}):
         values = [one["own"][name] for one in graded if name in one["own"]]

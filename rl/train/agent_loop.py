@@ -37,14 +37,14 @@ from rollout.figures import line
 from rollout.proxy.garbage import keep_imports
 from rollout.proxy.server import ProxyServer
 from rollout.records import RecordWriter, record_of
+from rollout.sandbox.docker.warm import told
 
 
 class Worker:
     """A worker is what the episodes of one process share. It is made with the first episode."""
 
     def __init__(self, config: DictConfig, tokenizer: Any, model_type: str, engine: VerlEngine) -> None:
-        self.config, self.engine = config, engine
-        self.proxy = ProxyServer()
+        self.config, self.engine, self.proxy = config, engine, ProxyServer()
         settings = training_settings(config)
         if config.cluster.grading_resource:
             boots = far_boots({name: boot for name, (_, boot) in settings.agents.items()}, config)
@@ -88,7 +88,7 @@ class Worker:
         """
         model = self.config.cluster.staged_from or self.config.actor_rollout_ref.model.path
         record = record_of(episode, split, step, model, self.setup.policy.parser.spec)
-        record.trainer = {"session": session, "engine": self.engine.servers.pop(episode.id, None)}
+        record.trainer = {"session": session, "engine": self.engine.servers.pop(episode.id, None), **told()}
         if self.own:
             record.trainer["own"] = own.figures(self.own, record)
         if split == "train" and "agent" in episode.timing and not episode.verdict.is_infra:

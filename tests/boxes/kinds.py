@@ -23,7 +23,7 @@ from apptainer_boxes.images import Cache
 from rollout.sandbox import Limits, Sandbox, directory
 from rollout.sandbox.docker.box import DockerSandbox, boot_docker
 from rollout.sandbox.docker.engine import get_engine
-from rollout.sandbox.docker.fleet import Fleet, boot_elsewhere
+from rollout.sandbox.docker.fleet import Fleet, Host, boot_elsewhere
 from rollout.sandbox.local.box import Isolation, LocalSandbox, boot_local
 from rollout.sandbox.sealing import Source
 from tests.boxes.apptainer_kit import IMAGE, Stub
@@ -136,7 +136,7 @@ class Podman(Docker):
 
 
 class Ssh(Docker):
-    """Containers of the machine's Docker engine, which is reached through an SSH server."""
+    """Containers of the machine's Docker engine, which is reached through an SSH server; some are warm."""
 
     fleet: Fleet
 
@@ -148,7 +148,12 @@ class Ssh(Docker):
     async def boot(self, snapshot: Path | None = None, source: Source | None = None, **options: Any) -> DockerSandbox:
         if source is None:
             source = Source(await asyncio.to_thread(base_image if snapshot else small_image))
-        return await boot_elsewhere(self.fleet, source, snapshot=snapshot, **options)
+        return await boot_elsewhere(self.fleet, source, snapshot=snapshot, warm=2, **options)
+
+    def left(self) -> list[str]:
+        for engine in filter(None, map(Host.up, self.fleet.hosts)):
+            left(engine)
+        return super().left()
 
 
 class Apptainer(BoxKit):

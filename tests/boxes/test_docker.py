@@ -221,6 +221,29 @@ def gone(pid: int) -> bool:
         return True
 
 
+def test_spares_of_a_killed_process_are_removed_at_once(kind: BoxKit) -> None:
+    """Nobody has to ask for the engine; another process waits for the end of this one."""
+    program = f"""
+        import asyncio, os, signal
+        from rollout.sandbox.docker.box import boot_docker
+        from rollout.sandbox.sealing import Source
+        from tests.docker_kit import ready
+        async def work():
+            box = await boot_docker(Source({small_image()!r}), warm=1)
+            await ready(box)
+            print(*[made.result()[0] for made, _ in box._engine.spares._all.values()], box.container, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        asyncio.run(work())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, cwd="/").stdout.split()
+    assert len(told) == 2
+    client = get_engine().client
+    while {*told} & {container["Id"] for container in client.containers(all=True)}:
+        pass
+
+
 def test_output_that_comes_at_once_is_whole(kind: BoxKit) -> None:
     """Many short programs, from two event loops: all of their output arrives, from the first byte."""
 

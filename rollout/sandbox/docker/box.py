@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -69,13 +70,16 @@ async def boot_docker(
     run: str = "",
     budget_bytes: int | None = None,
     pulls: Pulls = Pulls(),  # noqa: B008  frozen
+    warm: int = 0,
+    scratch: str | None = None,
 ) -> DockerSandbox:
     """Return a fresh sandbox on the sealed image of `source`, which is pulled and sealed first if it is not there.
 
     engine: None: this machine's. snapshot: a directory with a git repository, small and sealed already; the work tree
     is a copy of it, and the source's image has only the tools. binds: host path -> path inside, read-only. socket_dir:
     a host directory that appears at its own path inside; unix sockets in it can be connected to. run: a name for the
-    container's labels. budget_bytes, pulls: for images (see `images.sealed`). The caller closes the sandbox.
+    container's labels. budget_bytes, pulls: for images (see `images.sealed`). warm, scratch: how many containers the
+    engine has ready, and for sockets below which directory (see `warm.Spares`). The caller closes the sandbox.
     Raises SandboxError: no_engine, missing_image, missing_snapshot, seal_failed, missing_bind, no_space, boot_failed.
     """
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
@@ -86,8 +90,9 @@ async def boot_docker(
             sealed = await engine.call(images.sealed, engine, source, budget_bytes, pulls)
         else:
             sealed = await engine.call(images.plain, engine, source.image)
+        cold = functools.partial(_boot, engine, sealed, snapshot, limits, tuple(mounts), run)
         booting = asyncio.ensure_future(
-            engine.call(_boot, engine, sealed, snapshot, limits, mounts, sockets, run, cause="boot_failed")
+            engine.call(engine.spares.boot, cold, sockets, warm, scratch, cause="boot_failed")
         )
         try:
             container, limited = await asyncio.shield(booting)
@@ -303,16 +308,18 @@ def _boot(
     sealed: images.SealedImage,
     snapshot: Path | None,
     limits: Limits,
-    mounts: list[tuple[Path, str]],
-    sockets: Path | None,
+    mounts: tuple[tuple[Path, str], ...],
     run: str,
+    sockets: Path | None,
+    at: str | None = None,
 ) -> tuple[str, bool]:
-    """Start a container; returns its id and whether the engine limits its disk."""
+    """Start a container; returns its id and whether the engine limits its disk. at: where it shows the sockets, None:
+    at their own path."""
     shown = [(engine.machine.shown(path), inside) for path, inside in [(_HOSTS, "/etc/hosts"), *mounts]]
     if engine.podman:  # podman puts a file there that a box could write to
         shown.append((os.devnull, "/run/.containerenv"))
     if sockets is not None:
-        shown.append((engine.machine.shared(sockets), str(sockets)))
+        shown.append((engine.machine.shared(sockets), str(at or sockets)))
     host = {
         "network_mode": "none",
         "cap_drop": ["ALL"],

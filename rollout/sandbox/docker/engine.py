@@ -32,6 +32,7 @@ from docker.utils import kwargs_from_env
 
 from rollout.sandbox import SandboxError, failed
 from rollout.sandbox.docker import podman
+from rollout.sandbox.docker.warm import Spares
 from rollout.sandbox.owner import gone, me
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,19 @@ class Machine:
         """Return where the machine has a directory of sockets, to be bound into a box."""
         return str(directory)
 
+    def hand_over(self, spare: Path, directory: Path) -> None:
+        """Let an empty directory be the one that a box shows in place of the directory above it. Raises OSError."""
+        (spare / directory.name).symlink_to(".")
+        directory.rmdir()
+        directory.symlink_to(spare)
+
     def unshare(self, directory: Path) -> None:
         """Forget a directory that was shared with a box."""
+        if directory.is_symlink():
+            spare = directory.readlink()
+            directory.unlink()
+            (spare / directory.name).unlink()
+            spare.rename(directory)
 
     def let_in(self, directory: Path, uid: int) -> None:
         """Let a box's user connect to the sockets of a shared directory; it takes a session's secret to use one."""
@@ -81,7 +93,7 @@ class ContainerEngine:
     """This is one container engine, by default the one that DOCKER_HOST and its companions name.
 
     url: of its socket here. machine: where it runs; its name tells engines apart. relays: another program reads what is
-    written to a box's sockets, and hands it on.
+    written to a box's sockets, and hands it on. pool: the threads. spares: see `warm`.
     The constructor raises SandboxError no_engine if it does not answer. All methods but `call` and `open_stream` block,
     and raise the SDK's errors.
     """
@@ -101,9 +113,10 @@ class ContainerEngine:
             self.podman = podman.is_podman(self.client.version())
         except (DockerException, requests.RequestException) as error:
             raise translated(error, "no_engine") from error
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="engine")
+        self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="engine")
         self._sized: bool | None = None
         self._owed: set[str] = set()
+        self.spares = Spares(self)
         self.reap()
 
     async def call(self, function: Callable[..., Any], *args: Any, cause: str = "docker_failed", **options: Any) -> Any:
@@ -112,7 +125,7 @@ class ContainerEngine:
         A cancelled call runs on to its end, unobserved; shield it if its result matters.
         """
         work = functools.partial(checked, cause, function, *args, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
     def labels(self, run: str = "") -> dict[str, str]:
         """Return the labels of a new container. run: the name of the run."""

@@ -121,6 +121,12 @@ class Link(Machine):
                 self.run(f"chmod 666 {place}/{path.name}")
                 known.add(path.name)
 
+    def hand_over(self, spare: Path, directory: Path) -> None:
+        """Let a directory be the one that a box shows in place of the directory above it."""
+        place, _ = self._shared[directory] = self._shared.pop(spare)
+        self.run(f"ln -s . {place}/{shlex.quote(directory.name)}")
+        spare.rmdir()
+
     def unshare(self, directory: Path) -> None:
         """Undo what `shared` and `let_in` did."""
         place, known = self._shared.pop(directory, ("", set()))

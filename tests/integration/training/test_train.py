@@ -64,7 +64,7 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
     few = "quickstart.sft.epochs=3"  # what the policy knows does not matter here
     by_harbor = second_from_harbor(WarmStart.make(tmp_path, few).directory / "tasks" / "train.parquet", image)
     # Two tasks only, so that each step has both.
-    boxes = ["sandbox=docker", f"sandbox.base_image={image}", "data.train_max_samples=2"]
+    boxes = ["sandbox=docker", f"sandbox.base_image={image}", "data.train_max_samples=2", "sandbox.warm=4"]
     # Both disturbances may meet one episode, which is then played a third time.
     boxes += ["+episode.figures.size=sys:getsizeof", "episode.infra_retries=2"]
     command = ["+experiment=quickstart", *TINY, few, f"run.root={tmp_path}", *boxes]
@@ -110,6 +110,7 @@ def test_two_steps_in_containers_survive_kill_9_and_faults(tmp_path: Path, capsy
         assert record["training/rollout_actor_probs_pearson_corr"] >= 0.99
         assert record["episode/rows"] == 1.0
         assert record["proxy/overhead_ms"] > 0 and record["own/size"] > 0
+        assert record["boxes/warm_hits"] > 0
     metric_docs.check(set().union(*metrics) - {"step", "time"})
     # Infrastructure is tried again, then left out: it is no reward of 0. A container that somebody else has stopped is
     # no agent that hangs.

@@ -25,6 +25,7 @@ from rollout.figures import line
 from rollout.proxy.session import Session
 from rollout.proxy.wire import decode_request
 from rollout.records import NodeRecord, Record, record_of
+from rollout.sandbox.docker import warm
 from tests.kit import QueueEngine, char_policy, empty_record
 from tests.unit.rewards.test_task import row
 
@@ -101,6 +102,18 @@ def test_infrastructure_failures_count_but_do_not_average():
     assert folded["infra/sandbox_boot"] == 1
     assert folded["failure/no_patch"] == 1
     assert folded["proxy/overhead_ms"] == 2.0
+
+
+def test_warm_boots_are_those_of_all_attempts():
+    """A process tells with each attempt what it has booted since the last one, whichever episodes that was for."""
+    for seconds, hit in ((0.5, False), (0.1, True), (0.0, True)):
+        warm._boots.append((hit, seconds))
+    told = warm.told()
+    assert told == {"boots": 3, "warm_boots": 2, "booting_s": pytest.approx(0.6)} and warm.told() == {}
+    lost = episode(infra=True, reason="docker", reward=None, boots=1, warm_boots=0, booting_s=0.2)
+    folded = metrics.fold([episode(**told), episode(), lost], "val")
+    assert (folded["val/boxes/warm_hits"], folded["val/boxes/boot_s"]) == (0.5, pytest.approx(0.2))
+    assert not any("boxes/" in key for key in metrics.fold([episode()], "val"))
 
 
 def test_all_lost_to_infrastructure_has_no_resolve_rate():

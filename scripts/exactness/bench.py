@@ -149,8 +149,9 @@ def compare(sampled: Rows, rows: Rows) -> Counter[str]:
 
     ``sampled``: prompt, reply and its log-probabilities, of each call. ``once``: in one row, after the same ids as they
     were sampled after. ``twice``: in more than one. ``altered``: in one after other ids. ``lost``: in none.
-    ``resampled``: in none, as the agent asked again because the reply never arrived. ``unread``: in one all the same. ``made up``: trained on, and never sampled so.
-    ``logprobs``: of those trained on once, those that have the engine's log-probability.
+    ``resampled``: in none, as the agent asked again because the reply never arrived. ``unread``: in one all the same.
+    ``made up``: trained on, and never sampled so. ``logprobs``: of those trained on once, those that have the engine's
+    log-probability.
     """
     there = []
     for ids, mask, known in rows:

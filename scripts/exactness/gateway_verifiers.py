@@ -1,8 +1,8 @@
 """verifiers' interception server with its client for training: ``python gateway_verifiers.py ENGINE MODEL``, in the
 environment that setup.sh made.
 
-The renderer is the one that it has for Qwen3. A row is a branch of the trace, as it says itself, and its trainer prime-rl
-(commit 559b447, ``trace_to_samples``) trains on what branches share in the first one only.
+The renderer is the one that it has for Qwen3. A row is a branch of the trace, as it says itself, and its trainer
+prime-rl (commit 559b447, ``trace_to_samples``) trains on what branches share in the first one only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Say what the policy says in each scene, with each agent's own tools. A prompt names its episode: SCENE agent scene n.
 
 The n-th call of a thread gets the n-th reply, and the last one for ever; every reply has a number of its own, so that
-no two are equal. Each begins with thinking, as Qwen3's do: vLLM's parser takes a text without any for nothing but thinking.
+no two are equal. Each begins with thinking, as Qwen3's do: vLLM's parser takes a text in which none ends for thinking.
 """
 
 from __future__ import annotations

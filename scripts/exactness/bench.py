@@ -38,17 +38,17 @@ AGENTS = {
     "claude_code": lambda: ClaudeCode(find_binary(None), **LIMITS),
     "mini_swe_agent": lambda: MiniSweAgent.of(**LIMITS),
 }
-_OWN, _VERIFIERS = sys.executable, cache_dir("exactness") / "verifiers/bin/python"
+_OWN, _OTHERS = sys.executable, cache_dir("exactness")
 # Of each system: its gateway's Python and program, and why it cannot serve some agents.
 SYSTEMS: dict[str, tuple[str | Path, str, dict[str, str]]] = {
     "this project": (_OWN, "gateway_ours.py", {}),
     "verifiers 0.4.0": (
-        _VERIFIERS,
+        _OTHERS / "verifiers/bin/python",
         "gateway_verifiers.py",
         {"claude_code": "its client for training refuses Messages"},
     ),
     "agentlightning 1.0.2": (_OWN, "gateway_lightning1.py", {"claude_code": "it has no Messages API"}),
-    "agentlightning 0.3.0": (_OWN, "gateway_lightning0.py", {}),
+    "agentlightning 0.3.0": (_OTHERS / "lightning0/bin/python", "gateway_lightning0.py", {}),
 }
 _SET = {
     "PYTHONPATH": str(HERE.parents[1]),
@@ -56,7 +56,7 @@ _SET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # on loopback only
 }
-_COLUMNS = ("once", "lost", "altered", "twice", "unread", "made up", "logprobs")
+_COLUMNS = ("once", "resampled", "lost", "altered", "twice", "unread", "made up", "logprobs")
 Rows = list[tuple[list[int], list[int], list[float]]]
 
 
@@ -148,9 +148,10 @@ def compare(sampled: Rows, rows: Rows) -> Counter[str]:
     """Count sampled tokens by what becomes of them in training rows.
 
     ``sampled``: prompt, reply and its log-probabilities, of each call. ``once``: in one row, after the same ids as they
-    were sampled after. ``twice``: in more than one. ``altered``: in one after other ids. ``lost``: in none. ``unread``:
-    in any, though the agent asked again because the reply never arrived. ``made up``: trained on, and never sampled so.
-    ``logprobs``: of those trained on once, those that have the engine's log-probability.
+    were sampled after. ``twice``: in more than one. ``altered``: in one after other ids. ``lost``: in none.
+    ``resampled``: in none, as the agent asked again because the reply never arrived. ``unread``: in one all the same.
+    ``made up``: trained on, and never sampled so. ``logprobs``: of those trained on once, those that have the engine's
+    log-probability.
     """
     there = []
     for ids, mask, known in rows:
@@ -161,10 +162,12 @@ def compare(sampled: Rows, rows: Rows) -> Counter[str]:
     for number, (asked, said, logprobs) in enumerate(sampled):
         found = [n for n, (ids, a, b, _) in enumerate(there) if ids[a:b] == said]
         exact = [n for n in found if there[n][0][: there[n][1]] == asked]
-        kind = "twice" if len(found) > 1 else "once" if exact else "altered" if found else "lost"
+        again = last[tuple(asked)] > number
+        missing = "resampled" if again else "lost"
+        kind = "twice" if len(found) > 1 else "once" if exact else "altered" if found else missing
         matched |= {*found}
         counts[kind] += len(said)
-        counts["unread"] += len(said) * (kind != "lost" and last[tuple(asked)] > number)
+        counts["unread"] += len(said) * (again and bool(found))
         if kind == "once":
             counts["logprobs"] += sum(abs(a - b) < 1e-4 for a, b in zip(there[exact[0]][3], logprobs, strict=False))
     counts["made up"] = sum(b - a for n, (_, a, b, _) in enumerate(there) if n not in matched)
@@ -213,7 +216,7 @@ async def play(given: argparse.Namespace, logs: Path) -> list[dict[str, Any]]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Return the results as a table of Markdown, a line for each system and agent."""
-    lines = [f"| system | agent | rows per episode | {' | '.join(_COLUMNS)} | ms per call |", f"|{' --- |' * 11}"]
+    lines = [f"| system | agent | rows per episode | {' | '.join(_COLUMNS)} | ms per call |", f"|{' --- |' * 12}"]
     for system, agent in ((system, agent) for system in SYSTEMS for agent in AGENTS):
         mine = [one for one in results if (one["system"], one["agent"]) == (system, agent)]
         if not mine:

@@ -1,4 +1,5 @@
-"""agentlightning 0.3's LLMProxy, which is LiteLLM: ``python gateway_lightning0.py ENGINE MODEL``.
+"""agentlightning 0.3's LLMProxy, which is LiteLLM: ``python gateway_lightning0.py ENGINE MODEL``, in the environment
+that setup.sh made.
 
 Middlewares and callbacks are the default ones. Its trainer's default is a row for each triplet of the adapter
 (``trace_aggregator.level: transition``).

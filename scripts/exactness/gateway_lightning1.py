@@ -14,7 +14,8 @@ import sys
 import torch
 from talk import answer, row
 
-from rl.run.programs import free_port
+from rl.run.programs import free_port, tied
+from rl.run.vllm_server import answers
 from rollout import POLICY_MODEL
 from rollout.sandbox.docker.engine import cache_dir
 
@@ -27,12 +28,15 @@ async def main(engine: str, model: str) -> None:
     manager = importlib.import_module("agentlightning.verl.agl_rollout_manager")
     adapter = importlib.import_module("agentlightning.verl.rollout_adapter")
     url = f"http://127.0.0.1:{(port := free_port())}"
-    told = ["host=127.0.0.1", f"port={port}", "key=x", f"default_proxy.model_name={POLICY_MODEL}", "hydra.run.dir=/tmp"]
-    server = subprocess.Popen(
-        [PLACE / "agentlightning/bin/python", "-m", "agentlightning.server", *told], stdout=sys.stderr
-    )
+    told = ["host=127.0.0.1", f"port={port}", "key=x", f"default_proxy.model_name={POLICY_MODEL}"]
+    no_files = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
+    command = tied(str(PLACE / "lightning1/bin/python"), "-m", "agentlightning.server", *told, *no_files)
+    server = subprocess.Popen(command, stdout=sys.stderr)
     calls = manager.AglRolloutManager(agl_base_url=url, agl_key="x", model=POLICY_MODEL, step=0)
-    calls.client.get("/healthz")  # it tries again until the server is there
+    while not answers(f"{url}/healthz"):
+        if server.poll() is not None:
+            raise RuntimeError("the server has ended")
+        await asyncio.sleep(0.1)
     calls.register_model([f"{engine}/v1"])
     lengths = {"max_prompt_length": LONGEST, "max_response_length": LONGEST, "pad_token_id": 0}
     made = adapter.RolloutAdapter(**lengths, device=torch.device("cpu"), trace_aggregator_level="trajectory")
@@ -54,10 +58,7 @@ async def main(engine: str, model: str) -> None:
             found.append(row(*(one[there.bool()].tolist() for one in whole)))
         return found
 
-    try:
-        await answer(opened, rows)
-    finally:
-        server.terminate()
+    await answer(opened, rows)
 
 
 asyncio.run(main(*sys.argv[1:]))

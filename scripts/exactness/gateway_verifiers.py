@@ -1,7 +1,8 @@
 """verifiers' interception server with its client for training: ``python gateway_verifiers.py ENGINE MODEL``, in the
 environment that setup.sh made.
 
-The renderer is the one that it has for Qwen3. A row is a branch of the trace, as it says itself.
+The renderer is the one that it has for Qwen3. A row is a branch of the trace, as it says itself, and its trainer
+prime-rl (commit 559b447, ``trace_to_samples``) trains on what branches share in the first one only.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ async def main(engine: str, model: str) -> None:
             return [server.base_url, server.register(sessions[-1])[0]]
 
         async def rows() -> list:
-            branches = [branch for branch in sessions[-1].trace.branches if branch.trainable]
-            return [row(one.token_ids, one.sampled_mask, one.logprobs) for one in branches]
+            found, seen = [], set[int]()
+            for branch in sessions[-1].trace.branches:
+                mask = [said and id(node) not in seen for node in branch.nodes for said in node.mask]
+                seen |= {id(node) for node in branch.nodes}
+                if any(mask):
+                    found.append(row(branch.token_ids, mask, branch.logprobs))
+            return found
 
         await answer(opened, rows)
 

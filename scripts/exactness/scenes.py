@@ -1,7 +1,7 @@
 """Say what the policy says in each scene, with each agent's own tools. A prompt names its episode: SCENE agent scene n.
 
 The n-th call of a thread gets the n-th reply, and the last one for ever; every reply has a number of its own, so that
-no two are equal.
+no two are equal. Each begins with thinking, as Qwen3's do: vLLM's parser takes a text in which none ends for thinking.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import Counter
 
 _NAMED = re.compile(r"SCENE (\w+) (\w+) (\w+)")
+_THINKS = "<think>\nWhat is next?\n</think>\n\n"
 SCENES = ("loop", "parallel", "error", "cut", "thinking", "spelling", "sub_agent", "compaction")
 
 
@@ -83,4 +84,5 @@ class Script:
             looks = ["I look.\n" + _run(agent, "cat a.txt # @@"), "It is there (@@)."]
             known = looks if sub else _replies(agent, scene, named[0])
             text = known[min(number, len(known) - 1)]
+        text = text if text.startswith("<think>") else _THINKS + text
         return text.replace("@@", f"no. {next(self.numbers)}").split("\x00")

@@ -23,10 +23,15 @@ SIZES = {
 }
 
 
-def test_our_own_row_is_exact(tmp_path: Path) -> None:
+def without_weights(place: Path) -> None:
+    """Write a model's directory: Qwen3's published chat template, a tokenizer with its control tokens, a config."""
     tokenizer = tokenizer_of("Qwen3")
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "vocab_size": len(tokenizer)}))
+    tokenizer.save_pretrained(place)
+    (place / "config.json").write_text(json.dumps({**SIZES, "vocab_size": len(tokenizer)}))
+
+
+def test_our_own_row_is_exact(tmp_path: Path) -> None:
+    without_weights(tmp_path)
     chosen = ("--systems", "this project", "--agents", "claude_code", "--scenes", "loop", "parallel")
     command = [sys.executable, "scripts/exactness/bench.py", "--model", str(tmp_path), *chosen]
     done = subprocess.run(command, capture_output=True, text=True)

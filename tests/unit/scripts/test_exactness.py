@@ -29,6 +29,7 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
         ([FIRST], [([1, 2, 10, 9], *ONE[1:])], {"lost": 2, "made up": 2}),
         ([FIRST], [(*ONE[:2], [])], {"once": 2}),
         ([FIRST, (FIRST[0], [14], [-0.5])], [ONE], {"once": 2, "logprobs": 2, "unread": 2, "lost": 1}),
+        ([(FIRST[0], [14], [-0.5]), FIRST], [ONE], {"once": 2, "logprobs": 2, "resampled": 1}),
     ],
 )
 def test_each_sampled_token_has_one_fate(compare: Any, sampled: list, rows: list, counts: dict) -> None:

@@ -214,7 +214,8 @@ shell = os.getppid()
 if not os.fork():
     os.setsid()
     out = os.open(f'/proc/{shell}/fd/1', os.O_WRONLY)
-    time.sleep(0.3)
+    while os.path.exists(f'/proc/{shell}'):
+        time.sleep(0.002)
     os.write(out, R.encode())
     os._exit(0)
 """

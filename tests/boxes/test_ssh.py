@@ -86,6 +86,16 @@ async def test_a_temporary_directory_whose_path_is_too_long_for_sockets(
     assert list(long.iterdir()) == []
 
 
+def test_a_connection_that_has_ended_is_closed_with_what_was_not_sent(hosts: list[Sshd]) -> None:
+    ended = link.Link(hosts[0].name, hosts[0].config)
+    ended._process.kill()
+    ended._process.wait()
+    with pytest.raises(SandboxError):
+        ended.run(":")
+    ended.close()
+    assert not ended.directory.exists()
+
+
 def _only(fleet: Fleet, host: fleets.Host) -> Fleet:
     """Return a fleet that has one of the hosts of another."""
     one = Fleet([], None, 16)

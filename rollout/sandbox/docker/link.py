@@ -152,7 +152,9 @@ class Link(Machine):
         """End the connection. Its boxes and files on the host are removed there."""
         self._over = True
         self._process.kill()
-        with self._lock, self._process:  # which closes its pipes
+        with self._lock:
+            with contextlib.suppress(BrokenPipeError), self._process:
+                pass  # this closes its pipes, of which one may hold what could not be sent
             files.remove_tree(self.directory)
             os.close(self._opened)
 

@@ -289,7 +289,7 @@ def run(names: Sequence[str], arguments: Sequence[str] = (), *, whole: bool | No
         return session
     if not unknown:
         known = frozenset(inputs(paths)).union(*(inputs_of(name) for name in names))
-        session.unforeseen = sorted(reads.read(ROOT) - known - OWN)
+        session.unforeseen = sorted(one for one in reads.read(ROOT) - known - OWN if not one.endswith("/.gitignore"))
     for name in names:
         if problem := unknown or _problem(name, before[name], session):
             print(f"runner: {name} is not remembered as passed: {problem}", file=sys.stderr)

@@ -45,7 +45,7 @@ async def agent_stage(
     server._runner.app.middlewares.append(listener.hear)
     await server.start()
     with tempfile.TemporaryDirectory(prefix="cc-") as home:
-        shown = {path: str(path) for path in agent.programs} | dict(agent.covers)
+        shown = {path: str(path) for path in agent.programs} | (dict(agent.covers) if boot is not boot_local else {})
         box = await boot(task.snapshot, binds=shown, socket_dir=Path(home))
         try:
             policy = policy or char_policy(engine, max_context=max_context)

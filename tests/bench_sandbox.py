@@ -48,14 +48,13 @@ async def _boot(boot: Boot, program: bool = False) -> float:
 
 
 async def _warm_boot(boot: Callable[..., Awaitable[DockerSandbox]], program: bool = False) -> float:
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=scratch) as place:
-        warm = functools.partial(boot, socket_dir=Path(place), warm=1, scratch=scratch)
-        await _boot(warm)
-        with tempfile.TemporaryDirectory(dir=scratch) as other:
-            took = await _boot(functools.partial(warm, socket_dir=Path(other)), program)
-        assert [hit for hit, _ in warm_boxes._boots] == [False, True]
-        warm_boxes.told()
-        return took
+    with tempfile.TemporaryDirectory() as scratch:
+        while True:  # each host has its own spares
+            with tempfile.TemporaryDirectory(dir=scratch) as place:
+                warm = functools.partial(boot, socket_dir=Path(place), warm=1, scratch=scratch)
+                took = await _boot(warm, program)
+            if warm_boxes.told()["warm_boots"]:
+                return took
 
 
 async def _grading(task: Task, boot: Boot, second_opinion: bool = False) -> float:

@@ -153,9 +153,7 @@ def swe_rebench(row: Row, options: ConversionOptions) -> dict[str, Any]:
     config = structure(row.get("install_config"), Why.NO_RECIPE, "install_config")
     if "language" in row and not row.get("docker_image"):
         raise RowError(Why.UNSUPPORTED, "a row of SWE-rebench-V2: convert it as swe-rebench-v2")
-    tests = commands(config.get("test_cmd"))
-    if not tests:
-        raise RowError(Why.NO_RECIPE, "install_config has no test_cmd")
+    tests = _tests(config, "test_cmd", "install_config has no test_cmd")
     test_patch = text(row, "test_patch", Why.BAD_PATCH)
     tests[-1] = f"{tests[-1]} {_quoted_test_files(row)}"
     meta = row.get("meta")
@@ -172,6 +170,13 @@ def swe_rebench(row: Row, options: ConversionOptions) -> dict[str, Any]:
     }
 
 
+def _tests(fields: Mapping[str, Any], name: str, none: str) -> list[str]:
+    """Return the commands that run the tests. Raises RowError, which says ``none`` if there are none."""
+    if found := commands(fields.get(name)):
+        return found
+    raise RowError(Why.NO_RECIPE, none)
+
+
 # The images' own HOME has what some tools keep there (modules, toolchains). Without the variable, ~ is the user's.
 _HOME = "unset HOME; export HOME=~"
 # SWE-rebench-V2's parsers of these names find in a log what swebench's do (docs/data.md). Its others are only there.
@@ -184,9 +189,7 @@ _REBENCH_V2_PARSERS = re.compile(
 def swe_rebench_v2(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of SWE-rebench-V2, whose images have the repository in a directory with its name."""
     config = structure(row.get("install_config"), Why.NO_RECIPE, "install_config")
-    tests = commands(config.get("test_cmd"))
-    if not tests:
-        raise RowError(Why.NO_RECIPE, "install_config has no test_cmd")
+    tests = _tests(config, "test_cmd", "install_config has no test_cmd")
     parser = text(config, "log_parser", Why.NO_PARSER)
     if not _REBENCH_V2_PARSERS.fullmatch(parser):
         raise RowError(Why.NO_PARSER, f"{parser} is SWE-rebench-V2's own, and in no package")
@@ -209,9 +212,7 @@ def swe_bench_live(row: Row, options: ConversionOptions) -> dict[str, Any]:
     """Convert a row of SWE-bench-Live, whose Python rows are tested by pytest."""
     if row.get("log_parser") != "pytest":
         raise RowError(Why.NO_PARSER, "the row brings its parser, a program that would run outside of all boxes")
-    tests = commands(row.get("test_cmds"))
-    if not tests:
-        raise RowError(Why.NO_RECIPE, "test_cmds is empty")
+    tests = _tests(row, "test_cmds", "test_cmds is empty")
     name = text(row, "instance_id", Why.NO_ID).replace("__", "_1776_").lower()
     test_patch = text(row, "test_patch", Why.BAD_PATCH)
     return {

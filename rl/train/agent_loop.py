@@ -44,7 +44,8 @@ class Worker:
     """A worker is what the episodes of one process share. It is made with the first episode."""
 
     def __init__(self, config: DictConfig, tokenizer: Any, model_type: str, engine: VerlEngine) -> None:
-        self.config, self.engine, self.proxy = config, engine, ProxyServer()
+        self.config, self.engine = config, engine
+        self.proxy = ProxyServer()
         settings = training_settings(config)
         if config.cluster.grading_resource:
             boots = far_boots({name: boot for name, (_, boot) in settings.agents.items()}, config)

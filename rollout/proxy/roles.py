@@ -113,9 +113,9 @@ class Roles:
         prompt is too long is an answer."""
         self.heard(blocks)
         self.failing.pop(whose.conversation, None)
-        blamed = whose.endpoint is not None and whose.endpoint.blamed(status)
-        if blamed and FULL not in said and not self.sampled(whose.role):
-            text = f"{whose.role}: {whose.endpoint and whose.endpoint.url}: status {status}: {said}"
+        end = whose.endpoint
+        if end is not None and end.blamed(status) and FULL not in said and not self.sampled(whose.role):
+            text = f"{whose.role}: {end.url}: status {status}: {said}"
             self.failing[whose.conversation] = " ".join(text.split())[:400]
 
     async def whose(self, talk: Conversation, agent: str, side: bool, endpoint: SideEndpoint | None) -> Asked:

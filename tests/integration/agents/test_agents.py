@@ -47,7 +47,7 @@ def bash(command: str) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """How one agent is played. ``run``: the call that runs a command; ``end``: its last reply."""
+    """A Way is how one agent is played. ``run``: the call that runs a command; ``end``: its last reply."""
 
     kind: type[Headless]
     run: Callable[[str], str]

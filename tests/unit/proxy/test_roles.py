@@ -90,7 +90,7 @@ def findings(record: Record) -> list[str]:
 
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_sub_agents_calls_have_the_type_that_started_it(told: bool) -> None:
-    """Whether the client names its sub-agents by a header, or not."""
+    """It does not matter whether the client names its sub-agents by a header."""
     played = Played({}, start("Explore", "find  it") + start(None, "mend it"), "found", "mended")
     await played.ask(request("do it"))
     one, two = ("a1", "a2") if told else ("", "")

@@ -1,4 +1,4 @@
-"""How scripts/exactness/bench.py tells what became of sampled tokens."""
+"""This module tests how scripts/exactness/bench.py tells what became of sampled tokens."""
 
 from __future__ import annotations
 

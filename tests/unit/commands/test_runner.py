@@ -133,6 +133,7 @@ def test_a_group_that_has_not_run_for_ten_commits_is_due(clone: Path) -> None:
         passes(clone, "a")
     assert runner.due("b") and runner.why("b") == "not run for 10 commits of passed.json" and not runner.due("a")
     assert runner.choose(["a", "b", "c"], room_s=0, rate=1) == ["c", "b"]  # c has never passed
+    assert runner.choose(["a", "b", "c"], room_s=0, rate=3) == ["b"]  # c takes 30 minutes
     passes(clone, "b")
     assert not runner.due("b")
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+HOW_GRADED = frozenset({"no_second_opinion", "partial_second_opinion", "graded_in_agents_box"})
+"""Flags that say how well a grader can tell, and nothing of a patch: honest ones of such tasks have them, too."""
+
 
 class Outcome(StrEnum):
     """An Outcome is what a verdict counts as."""
@@ -84,7 +87,7 @@ class Verdict:
     {"FAIL_TO_PASS" | "PASS_TO_PASS": {"success" | "failure": names of tests}}, empty if no results were read. seconds:
     wall time of the grading, boot included. log_tail: the end of the test log, which names hidden tests and must never
     reach an agent. dropped: paths of the patch that were not graded. flags: names of what is suspicious in the patch
-    (`rewards.rules`). shaped: the reward, if it is not that of the outcome (`rewards.shape`).
+    (`rewards.rules`), and of `HOW_GRADED`. shaped: the reward, if it is not that of the outcome (`rewards.shape`).
     not_passing: tests that neither failed nor passed: skipped ones, and those that failed as expected. grader: the name
     of what came to the verdict, "" if nothing did.
     """

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from rewards.verdict import Outcome
+from rewards.verdict import HOW_GRADED, Outcome
 from rollout.agent.events import output_tokens, usage
 from rollout.records import Record
 
@@ -35,7 +35,7 @@ def line(record: Record) -> Line:
         "reason": verdict["reason"],  # None exactly if resolved
         "reward": verdict["reward"],  # None for an infrastructure failure
         "dropped": len(verdict.get("dropped", ())),  # paths of the patch that were not graded
-        "flags": verdict.get("flags", []),  # names of what is suspicious in the patch
+        "flags": verdict.get("flags", []),  # those of the verdict
         "rows": len(record.rows),  # training sequences
         **_tokens(record),
         "turns": record.agent.get("turns", 0),  # calls of the main thread that the agent acted on
@@ -62,6 +62,11 @@ def line(record: Record) -> Line:
         # session: a key in TransferQueue; engine: the replica that answered, None without a call; own: rl.metrics.own
         **record.trainer,
     }
+
+
+def suspicious(figures: Line) -> list[str]:
+    """Return those of an attempt's flags that say something of its patch, not of how its task is graded."""
+    return [flag for flag in figures["flags"] if flag not in HOW_GRADED]
 
 
 def _roles(record: Record) -> dict[str, dict[str, float]]:

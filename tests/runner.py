@@ -9,9 +9,9 @@
 
 A group that passes whole writes a hash of all that it depends on (tests.inputs) into tests/passed.json, which is
 tracked. It is stale while that hash is another one. Continuous integration runs lint, `make test` and one preempted
-SLURM job always, then stale groups, the one that passed longest ago first, while their cost fits into 40 minutes. First of
-all come those that have not run for ten commits of tests/passed.json, which may take 20 minutes more. What does not
-fit is named, and somebody has to run it.
+SLURM job always, then stale groups, the one that passed longest ago first, while their cost fits into 40 minutes.
+First of all come those that have not run for ten commits of tests/passed.json, which may take 20 minutes more. What
+does not fit is named, and somebody has to run it.
 """
 
 from __future__ import annotations
@@ -368,7 +368,8 @@ def group_of(test: str, names: Iterable[str]) -> str:
 def choose(names: Iterable[str], room_s: float, rate: float) -> list[str]:
     """Return which groups run: those that are due, then stale ones, the oldest first, that fit into the time.
 
-    room_s: seconds that are left; one that is due has `MORE`. rate: seconds that a session here takes for a remembered CPU second.
+    room_s: seconds that are left; one that is due has `MORE`. rate: seconds that a session here takes for a remembered
+    CPU second.
     """
     known = passed()
     waiting = sorted(

@@ -24,7 +24,7 @@ from rl.data.labels import Label, of_runs
 from rl.data.rates import ResolveRate, rated
 from rollout.agent.events import blocks
 from rollout.audit import audit_heard, audit_tokens
-from rollout.figures import Line, line
+from rollout.figures import Line, line, suspicious
 from rollout.records import Record
 from rollout.records.reading import Reader, record_at
 
@@ -44,7 +44,7 @@ class ChoiceRules:
     patterns, one of which must fit. labels, not_labels: such patterns of what people have said of episodes
     (``rl.data.labels``); it must have one of the first and none of the second. rate: bounds of the task's measured
     resolve rate, neither included. min_episodes: the fewest graded episodes of the task. resolved: what the verdict
-    must be. unflagged: without any flag. ranges: least and greatest value of figures (``rollout.figures.line``),
+    must be. unflagged: nothing is suspicious. ranges: least and greatest value of figures (``rollout.figures.line``),
     both included. same: "said" (patch and all sampled ids) or "patch"; of a task's episodes in which this is the same,
     only the first is chosen. best: at most so many of each task, ranked by reward, then without flags, then fewest
     turns, then fewest sampled tokens. per_task, limit: at most so many of each task and in all, drawn at random. seed:
@@ -98,7 +98,7 @@ class ChoiceEntry:
         """Return a key by which the best episode of a task comes first."""
         facts = self.facts
         reward = -math.inf if facts["reward"] is None else facts["reward"]
-        return -reward, bool(facts["flags"]), facts["turns"], facts["tokens_sampled"]
+        return -reward, bool(suspicious(facts)), facts["turns"], facts["tokens_sampled"]
 
     def figure(self, name: str) -> float:
         """Return a figure as a number, NaN if the episode has none. Raises SelectError if there is no such figure."""
@@ -236,7 +236,7 @@ def _steps(chosen: Choice, rules: ChoiceRules, failed: bool) -> Iterator[tuple[s
         name = "--resolved" if rules.resolved else "--unresolved"
         yield name, only(lambda one: one.graded and one.facts["resolved"] is rules.resolved)
     if rules.unflagged:
-        yield "--no-flags", only(lambda one: not one.facts["flags"])
+        yield "--no-flags", only(lambda one: not suspicious(one.facts))
     for figure, (least, most) in rules.ranges.items():
         yield f"--range {figure}", only(lambda one, n=figure, a=least, b=most: a <= one.figure(n) <= b)
     if rules.same:

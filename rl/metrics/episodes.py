@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout import files
-from rollout.figures import Line
+from rollout.figures import Line, suspicious
 
 _MEANS = ("rows", "turns", "calls", "malformed_calls", "cut_replies", "wall_s", "boot_s", "agent_s", "grade_s")
 _MEANS += ("no_call", "refused_calls", "foreign_calls", "unread_replies", "overlong")
@@ -161,10 +161,10 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
 
 
 def _screening(graded: Sequence[Line], outer: str) -> dict[str, float]:
-    """Return what the rules found: episodes by flag, episodes with any flag, those of them that were resolved, and
-    episodes whose patch was not graded whole. Counts of 0 are left out."""
-    flagged = [one for one in graded if one["flags"]]
-    counts = Counter(f"flags/{name}" for one in flagged for name in one["flags"])
+    """Return what the rules found: episodes by flag, those with anything suspicious, those of them that were resolved,
+    and episodes whose patch was not graded whole. Counts of 0 are left out."""
+    flagged = [one for one in graded if suspicious(one)]
+    counts = Counter(f"flags/{name}" for one in graded for name in one["flags"])
     counts["flagged/episodes"] = len(flagged)
     counts["flagged/resolved"] = sum(one["resolved"] for one in flagged)
     counts["dropped/episodes"] = sum(one["dropped"] > 0 for one in graded)

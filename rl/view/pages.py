@@ -26,6 +26,7 @@ from rl.view.render import url
 from rl.view.runs import FilterError, RunView
 from rl.view.tokens import MOST, improbable, tilted, tokens
 from rl.view.turns import Turn
+from rollout.figures import suspicious
 
 _PAGE = 200  # rows of a list
 _STEPS, _TASKS, _ATTEMPTS = 60, 100, 12
@@ -117,7 +118,7 @@ def _tasks(entries: Sequence[IndexEntry]) -> list[dict[str, Any]]:
         resolved = sum(one.facts["resolved"] for one in members)
         row: dict[str, Any] = {"task": task, "repo": members[0].facts["repo"], "episodes": len(members)}
         row |= {"resolved": resolved / len(members), "last": members[-1].facts["step"]}
-        rows.append(row | {"flagged": sum(bool(one.facts["flags"]) for one in members)})
+        rows.append(row | {"flagged": sum(bool(suspicious(one.facts)) for one in members)})
     return sorted(rows, key=lambda one: (-one["episodes"], abs(one["resolved"] - 0.5), one["task"]))[:_TASKS]
 
 

@@ -16,6 +16,7 @@ from rl.metrics.episodes import Line, fold, read_jsonl
 from rl.metrics.panels import SECTIONS
 from rl.run import phases
 from rl.view.index import Index, IndexEntry
+from rollout.figures import suspicious
 from rollout.sandbox import lease
 
 BINS = 10  # of the histogram of rewards
@@ -140,7 +141,7 @@ def steps(entries: Iterable[IndexEntry]) -> list[dict[str, Any]]:
         for key in MEANS:
             values = [float(one[key]) for one in graded if one[key] is not None]
             row[key] = statistics.fmean(values) if values else None
-        row["flagged"] = sum(bool(one["flags"]) for one in lines)
+        row["flagged"] = sum(bool(suspicious(one)) for one in lines)
         row["causes"] = Counter(one["reason"] for one in lines if one["reason"]).most_common(3)
         rows.append(row)
     return rows
@@ -274,7 +275,7 @@ def chosen(entries: Sequence[IndexEntry], query: dict[str, str]) -> list[IndexEn
         elif key == "audit":
             tests.append(lambda one, v=value: (one["findings"] > 0) == (v == "findings"))
         elif key == "flag":
-            tests.append(lambda one, v=value: bool(one["flags"]) if v == "any" else v in one["flags"])
+            tests.append(lambda one, v=value: bool(suspicious(one)) if v == "any" else v in one["flags"])
         elif key == "group":
             groups = grouped(entries, lambda one: _group_of(one.facts))
             flat = {place for place, members in groups.items() if taught_nothing(members)}

@@ -58,7 +58,7 @@ def chosen(run: Path, **rules: Any) -> list[str]:
 
 SOME = [
     episode("a", "t1", turns=9),
-    episode("b", "t1", turns=2, patch=b"x"),
+    episode("b", "t1", turns=2, patch=b"x", flags=["no_second_opinion"]),  # of how it was graded
     episode("c", "t1", 0.0, patch=b"x", flags=["edits_tests"]),
     episode("d", "t2", 0.0, repo="r/one", model="big-2"),
     episode("e", "t2", 0.0, split="val", repo="r/two"),

@@ -146,7 +146,7 @@ def test_flags_and_dropped_paths_are_counted():
     records = [
         episode(resolved=True, reward=1.0, flags=["exit", "results"], dropped=2),
         episode(flags=["exit"]),
-        episode(dropped=1),
+        episode(resolved=True, reward=1.0, flags=["no_second_opinion"], dropped=1),
         episode(infra=True, reason="no_git", reward=None, flags=["exit"]),
     ]
     for prefix, outer in (("episode", ""), ("val", "val/")):
@@ -155,6 +155,7 @@ def test_flags_and_dropped_paths_are_counted():
         assert found == {
             f"{outer}flags/exit": 2,
             f"{outer}flags/results": 1,
+            f"{outer}flags/no_second_opinion": 1,
             f"{outer}flagged/episodes": 2,
             f"{outer}flagged/resolved": 1,
             f"{outer}dropped/episodes": 2,

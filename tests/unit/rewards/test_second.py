@@ -15,11 +15,11 @@ import pytest
 
 from rewards import falsify
 from rewards.falsify import edited, edits
-from rewards.grade import grade
+from rewards.grade import IN_THE_AGENTS_BOX, grade
 from rewards.rules import Rules
 from rewards.second import NONE, PARTIAL, Rewriting
 from rewards.task import Task
-from rewards.verdict import Reason, Verdict
+from rewards.verdict import HOW_GRADED, Reason, Verdict
 from rollout.episode import _Booting
 from rollout.sandbox import SandboxError
 from tests.unit.rewards.test_grade import CODE, END, PATCH, START, ScriptedBox, task
@@ -364,6 +364,7 @@ async def test_what_honest_code_does_keeps_the_reward() -> None:
     # Another test cannot be made wrong, and may be forged alone.
     verdict, _ = await opinion(lambda line: line + line.replace(" ", "= ") + FAILED)
     assert (verdict.reward, verdict.flags) == (1.0, (PARTIAL,))
+    assert {NONE, PARTIAL, IN_THE_AGENTS_BOX} == HOW_GRADED
 
 
 @pytest.mark.parametrize(("log", "detail"), DISAGREEING)

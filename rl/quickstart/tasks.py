@@ -74,10 +74,6 @@ new file mode 100644
 @@ -0,0 +1 @@
 +note
 """
-_CHECK = """\
-a, b, expected):
-        from {module} import {function}
-        self.assertEqual({function}(a, b), expected)"""
 
 
 @dataclass(frozen=True)
@@ -198,7 +194,7 @@ def _puzzle(rng: random.Random, instance_id: str, module: str, function: str, cu
 
 def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
     cases = [*puzzle.failing, puzzle.passing]
-    tests = [(case.name(puzzle.function), f"{case.a}, {case.b}, {case.expected}") for case in cases]
+    tests = [(case.name(puzzle.function), f"{puzzle.function}({case.a}, {case.b})", case.expected) for case in cases]
     row = {
         "instance_id": puzzle.instance_id,
         "image": f"dir:repos/{puzzle.instance_id}",
@@ -212,7 +208,7 @@ def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
         "PASS_TO_PASS": [puzzle.passing.name(puzzle.function)],
         "log_parser": "parse_log_django",
         "eval_type": "pass_and_fail",
-        "eval_script": eval_script(_CHECK.format(module=puzzle.module, function=puzzle.function), tests),
+        "eval_script": eval_script(puzzle.module, tests),
         "patch": puzzle.patch(puzzle.gold),
     }
     return Task.from_row(row, base_dir)

@@ -18,6 +18,7 @@ from typing import Any
 from rl.checks.alike import overlaps
 from rl.data.make import edits
 from rl.data.make.functions import Function, harvest, observed
+from rl.data.make.hidden import eval_script
 from rl.data.make.prepare import prepare
 from rl.data.make.runs import Bench
 from rl.data.make.snippet import Snippet
@@ -51,34 +52,6 @@ for call, wanted in CALLS.items():
 print("ok")
 """
 
-# The tests are in a file, so that a second opinion can make them wrong (rewards.second). -I, and appending the
-# work tree to the path, keep a file there from shadowing a module of the standard library.
-_EVAL_SCRIPT = """\
-#!/bin/bash
-set -uxo pipefail
-rm -rf hidden_tests.py
-cat >hidden_tests.py <<'END_OF_TESTS'
-import os, sys, unittest
-sys.path.append(os.getcwd())
-
-def value(call):
-    import module
-    return eval(call, vars(module))
-
-class Hidden(unittest.TestCase):
-{tests}
-unittest.main()
-END_OF_TESTS
-: '>>>>> Start Test Output'
-python3 -I -S -B hidden_tests.py -v
-: '>>>>> End Test Output'
-"""
-# With every Python version, swebench's parser for this output takes the docstring as the test's name.
-_TEST = '''
-    def test_{number}(self):
-        """{name}"""
-        self.assertEqual(value({call!r}), {expected})
-'''
 Case = tuple[str, str]
 """A call and what it returns, as source."""
 
@@ -121,10 +94,7 @@ class FunctionPuzzle:
         package, _, version = self.function.package.rpartition("-")
         cases = [*self.failing, *self.passing]
         names = [f"{self.function.name} {number}" for number in range(len(cases))]
-        tests = "".join(
-            _TEST.format(number=number, name=names[number], call=call, expected=want)
-            for number, (call, want) in enumerate(cases)
-        )
+        tests = ((test, call, want) for test, (call, want) in zip(names, cases, strict=True))
         return {
             "instance_id": name,
             "repo": f"pypi/{package}",
@@ -135,7 +105,7 @@ class FunctionPuzzle:
             "PASS_TO_PASS": names[len(self.failing) :],
             "log_parser": "parse_log_django",
             "eval_type": "pass_and_fail",
-            "eval_script": _EVAL_SCRIPT.format(tests=tests),
+            "eval_script": eval_script(FILE.removesuffix(".py"), tests),
             "patch": self.patch(),
             "difficulty": next(f"up to {most} places" for most in (4, 8, 99) if len(swaps(self.source)) <= most),
             "licence": self.function.licence,

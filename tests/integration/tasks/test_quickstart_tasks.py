@@ -15,7 +15,7 @@ import pytest
 
 from rewards.grade import grade
 from rewards.task import Task, load_tasks
-from rewards.verdict import Outcome, Reason
+from rewards.verdict import HOW_GRADED, Outcome, Reason
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES, _puzzles, make_tasks
 from rollout.sandbox.local.box import Isolation, boot_local
 from tests.sandboxes import BWRAP, ISOLATIONS, make_snapshot, sh
@@ -50,7 +50,8 @@ def replacing(task: Task, new: str) -> bytes:
 
 async def reason_of(task: Task, patch: bytes, isolation: Isolation, timeout_s: float = 60) -> Reason | None:
     boot = functools.partial(boot_local, task.snapshot, isolation=isolation)
-    verdict = await grade(task, patch, boot, timeout_s=timeout_s)
+    verdict = await grade(task, patch, boot, timeout_s=timeout_s, second_opinion=True)
+    assert not HOW_GRADED.intersection(verdict.flags), verdict
     assert verdict.reward == (None if verdict.is_infra else float(verdict.outcome is Outcome.RESOLVED))
     return verdict.reason
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 # What every process of a run with trainer.device=cpu needs in its environment. It is here and not in rl.cpu because
 # importing rl.cpu imports verl, which reads the environment when it is imported.
@@ -116,6 +116,15 @@ def config_folders() -> list[Path]:
     return [CONFIGS, *brought()]
 
 
+def _leave_out(config: DictConfig, own: DictConfig, overrides: Sequence[str]) -> None:
+    """Remove the keys of an agent's group that an experiment has set for another agent: those that are not its ``own``
+    and that no override names."""
+    given = {one.lstrip("+").partition("=")[0] for one in overrides}
+    with open_dict(config):
+        for key in [key for key in config.agent if key not in own and f"agent.{key}" not in given]:
+            del config.agent[key]
+
+
 def compose(
     overrides: Sequence[str] = (), name: str = "train", check: Callable[[DictConfig], object] | None = None
 ) -> DictConfig:
@@ -135,6 +144,8 @@ def compose(
     with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
         verls = [Path(package_dir("verl"), "trainer", "config")] if name == "train" else []
         config, wrong = read(name, overrides, [*config_folders(), *verls])
+        if chosen := [one.partition("=")[2] for one in overrides if one.startswith("agent=") and not wrong]:
+            _leave_out(config, hydra.compose(f"agent/{chosen[-1]}").agent, overrides)
 
     def refuse(_: DictConfig) -> None:
         raise ConfigError(*wrong)

@@ -23,7 +23,7 @@ from rollout.sandbox.docker.engine import OWNER, get_engine
 from rollout.sandbox.docker.fleet import Fleet, boot_elsewhere
 from rollout.sandbox.sealing import Source
 from tests.docker_kit import left, small_image
-from tests.own_engine import OwnEngine, running
+from tests.own_engine import OwnEngine, OwnPodman, running
 from tests.sandboxes import REPOSITORY, alive, sh
 from tests.ssh_kit import Sshd, fleet_of, servers
 
@@ -94,6 +94,19 @@ def test_a_connection_that_has_ended_is_closed_with_what_was_not_sent(hosts: lis
         ended.run(":")
     ended.close()
     assert not ended.directory.exists()
+
+
+@pytest.mark.podman
+@pytest.mark.xdist_group("podman")
+async def test_a_host_with_podman(hosts: list[Sshd], own_podman: OwnPodman, tmp_path: Path) -> None:
+    (tmp_path / "program").write_text("shown\n")
+    with fleet_of(hosts[0], sockets=(own_podman.url.removeprefix("unix://"),)) as fleet:
+        assert fleet.problems() == [] and fleet.hosts[0].engine().podman
+        box = await boot_elsewhere(fleet, Source(small_image()), binds={tmp_path / "program": "/opt/program"})
+        assert (await sh(box, "cat /opt/program; echo new > made")).stdout == b"shown\n"
+        assert b"+new\n" in await box.diff()
+        await box.close()
+        assert left(fleet.hosts[0].engine()) == []
 
 
 def _only(fleet: Fleet, host: fleets.Host) -> Fleet:

@@ -184,3 +184,10 @@ def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     check_keys(compose(["agent=other"]))
     with pytest.raises(ConfigError, match=r"agent\.leters: nothing reads this key; did you mean agent\.letters"):
         check_keys(compose(["agent=other", "+agent.leters=1"]))
+    # What an experiment sets for Claude Code is not for another agent, but what the command line sets is.
+    own = ["+experiment=quickstart", "agent=other"]
+    assert compose(own).agent == {"kind": "other", "letters": 1}
+    assert compose([*own, "agent.timeout_s=7"]).agent == {"kind": "other", "letters": 1, "timeout_s": 7}
+    codex = compose(["+experiment=qwen3_8b", "agent=codex"]).agent
+    assert codex.keys() == compose(["agent=codex"]).agent.keys() and codex.timeout_s == 3600
+    assert "max_turns" not in compose(["+experiment=qwen3_8b", "agent=mixed"]).agent

@@ -80,6 +80,19 @@ def read_until(cluster: Slurm, job: str, out: Path, pattern: str, seconds: float
         time.sleep(0.5)
 
 
+def loop_workers(cluster: Slurm, job: str) -> list[psutil.Process]:
+    """The job's two agent loop workers. A process may have the name of one for a moment before it is idle."""
+    end = time.monotonic() + 100
+    while True:
+        found = [
+            one for one in cluster.processes(SLURM_JOB_ID=job) if "ray::AgentLoopWorker" in " ".join(one.cmdline())
+        ]
+        if len(found) == 2:
+            return found
+        assert time.monotonic() < end, found
+        time.sleep(0.2)
+
+
 @pytest.mark.timeout(900)
 def test_a_node_that_cannot_read_the_data_is_named(cluster: Slurm, tmp_path: Path) -> None:
     disk, model, out = cluster.disk("n1"), tmp_path / "model", tmp_path / "out.txt"
@@ -263,7 +276,7 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finishes(
     out, root = tmp_path / "out.txt", tmp_path / "runs"
     job = submit(cluster, out, "--nodes=2", SCRIPT, f"run.root={root}", *OVERRIDES, *warm_start.given())
     read_until(cluster, job, out, r"step 1/2  resolved", 900)
-    workers = [one for one in cluster.processes(SLURM_JOB_ID=job) if "ray::AgentLoopWorker" in " ".join(one.cmdline())]
+    workers = loop_workers(cluster, job)
     above = {one for worker in workers if (one := worker.parent()) and "serve" in one.cmdline()}
     assert len(workers) == len(above) == 2, "each is a fork of its node's server"
     assert {one.nice() for one in workers} == {psutil.Process().nice()}, "Ray lowers priorities"

@@ -7,6 +7,7 @@ tests/integration/traces/test_store_server.py has its real server.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -151,8 +152,9 @@ async def test_a_run_does_not_wait_for_its_store(
         with storing(tmp_path / "run", OmegaConf.create({"url": url, "timeout_s": 1}), lines.append):
             write([one.record for one in episodes[:3]], tmp_path / "run")
             if kind == "stopped":  # the program that sends
-                (sender,) = (one for one in psutil.Process().children() if "rl.store" in one.cmdline())
-                sender.suspend()
+                while not (found := [one for one in psutil.Process().children() if "rl.store" in one.cmdline()]):
+                    time.sleep(0.01)  # it is being started
+                found[0].suspend()
                 monkeypatch.setattr(store, "_END_S", 0.5)
 
     (tmp_path / "run").mkdir()

@@ -121,8 +121,9 @@ def _leave_out(config: DictConfig, own: DictConfig, overrides: Sequence[str]) ->
     and that no override names."""
     given = {one.lstrip("+").partition("=")[0] for one in overrides}
     with open_dict(config):
-        for key in [key for key in config.agent if key not in own and f"agent.{key}" not in given]:
-            del config.agent[key]
+        for key in {*config.agent} - {*own}:  # unlike `in`, this counts a key that has yet to be given (???)
+            if f"agent.{key}" not in given:
+                del config.agent[key]
 
 
 def compose(

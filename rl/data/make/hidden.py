@@ -37,7 +37,8 @@ _TEST = '''
 def eval_script(module: str, tests: Iterable[tuple[str, str, object]]) -> str:
     """Return the eval script of hidden tests, which ``parse_log_django`` reads.
 
-    tests: name, call and what it must return (as source, or a number) of each.
+    module: the name of the one that is called. tests: name, call and what it must return (as source, or a number) of
+    each.
     """
     made = (
         _TEST.format(number=number, name=name, call=call, expected=expected)

@@ -145,7 +145,7 @@ async def test_a_store_that_fails_in_the_middle(
 async def test_a_run_does_not_wait_for_its_store(
     kind: str, episodes: list[Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was not sent is said in the end, in one line with the command that sends it."""
+    """The run says in the end what was not sent, in one line with the command that sends it."""
     lines: list[str] = []
 
     def played(url: str) -> None:

@@ -178,7 +178,7 @@ def test_keys_that_only_verls_dataclasses_or_other_programs_know() -> None:
 
 def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(CONFIGS, tmp_path / "configs")
-    (tmp_path / "configs" / "agent" / "other.yaml").write_text("kind: other\nletters: 1\n")
+    (tmp_path / "configs" / "agent" / "other.yaml").write_text("kind: other\nletters: 1\nneeded: ???\n")
     for module in ("rl.config.compose", "rl.checks.keys"):
         monkeypatch.setattr(f"{module}.CONFIGS", tmp_path / "configs")
     check_keys(compose(["agent=other"]))
@@ -186,8 +186,9 @@ def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         check_keys(compose(["agent=other", "+agent.leters=1"]))
     # What an experiment sets for Claude Code is not for another agent, but what the command line sets is.
     own = ["+experiment=quickstart", "agent=other"]
-    assert compose(own).agent == {"kind": "other", "letters": 1}
-    assert compose([*own, "agent.timeout_s=7"]).agent == {"kind": "other", "letters": 1, "timeout_s": 7}
+    assert compose(own).agent == {"kind": "other", "letters": 1, "needed": "???"}
+    given = {"kind": "other", "letters": 1, "needed": "???", "timeout_s": 7}
+    assert compose([*own, "agent.timeout_s=7"]).agent == given
     codex = compose(["+experiment=qwen3_8b", "agent=codex"]).agent
     assert codex.keys() == compose(["agent=codex"]).agent.keys() and codex.timeout_s == 3600
     assert "max_turns" not in compose(["+experiment=qwen3_8b", "agent=mixed"]).agent

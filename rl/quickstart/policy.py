@@ -21,10 +21,12 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rl.quickstart.script import sed
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
 from rollout import program
 
 TEMPLATE = Path(__file__).with_name("template.jinja")
+_LIMIT = "{%- set limit = 200 -%}\n"
 
 # Qwen's names and order. The tags of tool calls and thinking are not "special" in Qwen's tokenizers either: they stay
 # in the text when special tokens are skipped, and parsers look for them there.
@@ -88,7 +90,13 @@ _PIECES = (
 
 
 def make_policy(
-    out: Path, seed: int, experts: int = 0, head_dim: int = 32, multiple: int = 1, hybrid: bool = False
+    out: Path,
+    seed: int,
+    experts: int = 0,
+    head_dim: int = 32,
+    multiple: int = 1,
+    hybrid: bool = False,
+    shell: bool = False,
 ) -> None:
     """Write the model directory `out`.
 
@@ -96,11 +104,12 @@ def make_policy(
     head_dim: width of an attention head.
     multiple: unused tokens fill the vocabulary up to a multiple of this.
     hybrid: three of four layers are of linear attention, as in Qwen3.5.
+    shell: for agents that have commands in place of Read and Edit, and long prompts: their beginnings are shown.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    tokenizer = make_tokenizer(multiple=multiple)
+    tokenizer = make_tokenizer(multiple=multiple, shell=shell)
     shape: dict[str, Any] = {
         **SHAPE,
         "vocab_size": len(tokenizer),
@@ -147,10 +156,13 @@ def make_policy(
             os.replace(file, out / file.name)
 
 
-def make_tokenizer(texts: Iterable[str] | None = None, multiple: int = 1) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    texts: Iterable[str] | None = None, multiple: int = 1, shell: bool = False
+) -> PreTrainedTokenizerFast:
     """Return the tokenizer with its BPE trained on `texts` (default: generated episodes), and with unused tokens up to
     a `multiple`. (Rows of the embedding beyond the tokenizer would not do: verl forbids them to the engine only.)
 
+    shell: as for `make_policy`.
     It is byte-level over all 256 bytes and does not normalize, so decode(encode(x)) == x for any text.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -169,7 +181,7 @@ def make_tokenizer(texts: Iterable[str] | None = None, multiple: int = 1) -> Pre
     )
     # Control tokens are cut out, because the BPE's trainer would learn pieces of them like any text.
     control = re.compile("|".join(map(re.escape, [*SPECIAL, *TAGS])))
-    corpus = _corpus() if texts is None else texts
+    corpus = _corpus(shell) if texts is None else texts
     tokenizer.train_from_iterator((part for text in corpus for part in control.split(text)), trainer)
     unused = [f"<|unused_{number}|>" for number in range(-(tokenizer.get_vocab_size() + len(TAGS)) % multiple)]
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in (*TAGS, *unused)])
@@ -180,7 +192,7 @@ def make_tokenizer(texts: Iterable[str] | None = None, multiple: int = 1) -> Pre
         extra_special_tokens=["<|im_start|>"],
         clean_up_tokenization_spaces=False,
         model_max_length=SHAPE["max_position_embeddings"],
-        chat_template=TEMPLATE.read_text(),
+        chat_template=_LIMIT * shell + TEMPLATE.read_text(),
     )
 
 
@@ -216,6 +228,8 @@ TOOLS: list[Any] = [
     ),
 ]
 
+_SHELL: list[Any] = [_tool("bash", "run a command", "command", command="string")]
+
 SYSTEM = (
     "You are a Claude agent, built on Anthropic's Claude Agent SDK.\n"
     "Fix the bug so that the tests pass. You repair code."
@@ -231,7 +245,7 @@ ERRORS = (
 )
 
 
-def _corpus() -> Iterator[str]:
+def _corpus(shell: bool = False) -> Iterator[str]:
     """Yield rendered episodes over all names and expressions. Every function name occurs equally often."""
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE.read_text())
     cues = list(CANDIDATES)
@@ -240,7 +254,11 @@ def _corpus() -> Iterator[str]:
         cue, bug = cues[number % len(cues)], CANDIDATES[cues[number // len(cues) % len(cues)]]
         new = CANDIDATES[cues[(number // len(cues) ** 2 + number) % len(cues)]]
         messages: Any = example_messages(module, function, cue, bug, new, number)
-        yield str(render.apply_chat_template(messages, tools=TOOLS, tokenize=False))
+        if shell:
+            for index, command in ((2, f"cat {module}.py"), (4, sed(f"{module}.py", bug, new))):
+                messages[index] = _call("bash", {"command": command}, messages[index]["content"])
+            messages[5]["content"] = ""
+        yield str(render.apply_chat_template(messages, tools=_SHELL if shell else TOOLS, tokenize=False))
 
 
 def example_messages(module: str, function: str, cue: str, bug: str, new: str, number: int = 0) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
         if not (policy.exists() or config.policy):
             screen.say("making tokenizer and policy")
             sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
-            sizes["hybrid"] = quick.hybrid
+            sizes |= {"hybrid": quick.hybrid, "shell": config.agent.get("kind", "claude_code") != "claude_code"}
             with _making(policy) as out:
                 make_policy(out, config.seed, **sizes)
         if not (warm.exists() or config.policy):

@@ -2,10 +2,10 @@
 
 A ``RepairScript`` is a script for ``rollout.proxy.engine.ScriptedEngine``: it takes the text of a prompt and returns
 the text of a reply. It reads the module, names what the statement asks for, replaces the expression that it has read by
-one of the four candidates, and stops. The candidate may be the same expression. Edit then answers with an error, and
-the policy must have seen how an episode continues after one, or it babbles there until its context is full. The
-candidate does not depend on what is asked for: imitation teaches the form of an episode, and only the reward can teach
-which edit is right.
+one of the four candidates, and stops. It uses Read and Edit, or commands if the agent has a tool for these. The
+candidate may be the same expression. Edit then answers with an error, and the policy must have seen how an episode
+continues after one, or it babbles there until its context is full. The candidate does not depend on what is asked for:
+imitation teaches the form of an episode, and only the reward can teach which edit is right.
 
 Each episode has a script of its own, and its candidate is drawn ahead (``draw``). So an episode is the same whatever
 others are played before or beside it, and those that an earlier start has played need not be played again.
@@ -23,7 +23,11 @@ from rl.quickstart.tasks import CANDIDATES
 DONE = "Done."
 _STATEMENT = re.compile(r"\bin (\S+\.py) must return the (\w+) of a and b\.")
 _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
-_RETURN = re.compile(r"^\d+\t    return (.+)$", re.MULTILINE)
+_RETURN = re.compile(r"^(?:\d+\t)?    return (.+)$", re.MULTILINE)
+# Tools that run a command, with the parameters that they require, as the policy's template shows them.
+_SHELL = re.compile(r"^(bash|exec_command|run_shell_command)\(((?:command|cmd)\b[^)]*)\)", re.MULTILINE)
+# mini-swe-agent ends with this command, the others with a reply without a call. Its tool requires nothing else.
+_MINI, _SUBMIT = ("bash", "command"), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 class RepairScript:
@@ -39,14 +43,22 @@ class RepairScript:
             return DONE
         file, word = statement.groups()
         results = _RESPONSE.findall(prompt_text, statement.end())
+        shell = _SHELL.search(prompt_text)
         if not results:
-            return _call("Read", file_path=file)
+            return _run(shell, f"cat {file}") if shell else _call("Read", file_path=file)
         read = _RETURN.search(results[-1])
         if read is None:  # the edit was made, or something went wrong that the script cannot repair
-            return DONE
-        return f"The {word}: {self.new}\n" + _call(
-            "Edit", file_path=file, old_string=f"return {read[1]}", new_string=f"return {self.new}"
-        )
+            return _run(shell, _SUBMIT) if shell and shell.groups() == _MINI else DONE
+        if shell:
+            edit = _run(shell, sed(file, read[1], self.new))
+        else:
+            edit = _call("Edit", file_path=file, old_string=f"return {read[1]}", new_string=f"return {self.new}")
+        return f"The {word}: {self.new}\n{edit}"
+
+
+def sed(file: str, old: str, new: str) -> str:
+    """Return the command that replaces the expression that a file's function returns."""
+    return f"sed -i 's/return {old}/return {new}/' {file}"
 
 
 def asked(task: Task) -> tuple[str, str]:
@@ -73,6 +85,12 @@ def draw(seed: int, pairs: Iterable[tuple[str, str]]) -> list[str]:
             rng.shuffle(bag)
         drawn.append(bag.pop())
     return drawn
+
+
+def _run(shell: re.Match[str], command: str) -> str:
+    """Return a call that runs a command."""
+    first, *others = shell[2].split(", ")
+    return _call(shell[1], **{first: command}, **{name: "false" if name.startswith("is_") else "" for name in others})
 
 
 def _call(name: str, **parameters: str) -> str:

@@ -4,6 +4,8 @@ word asked for.
 
 from collections import Counter
 
+import pytest
+
 from rl.config.compose import compose
 from rl.quickstart.policy import TOOLS, example_messages, make_tokenizer
 from rl.quickstart.prepare import directory_of
@@ -40,6 +42,40 @@ def test_the_script_stops_at_errors_and_unknown_prompts():
     unread = [*failed[:3], {"role": "tool", "content": "File does not exist."}]
     assert script(prompt(unread, 4)) == DONE
     assert script(prompt([{"role": "user", "content": "Hello"}], 1)) == DONE
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "end"),
+    [
+        ("bash", {"command": "{}"}, None),  # mini-swe-agent
+        ("bash", {"command": "{}", "description": ""}, DONE),  # OpenCode
+        ("run_shell_command", {"command": "{}", "is_background": "false"}, DONE),  # Qwen Code
+        ("exec_command", {"cmd": "{}"}, DONE),  # Codex
+    ],
+)
+def test_agents_without_read_and_edit_run_commands(name: str, parameters: dict[str, str], end: str | None):
+    tool = {"type": "function", "function": {"name": name, "parameters": {"required": [*parameters]}}}
+    tokenizer = make_tokenizer(["a text"], shell=True)
+    messages = [
+        {"role": "system", "content": "You repair. " * 500},
+        {"role": "user", "content": f"Solve: fold(a, b) in basket.py must return the sum of a and b. {'More. ' * 500}"},
+    ]
+    script, said = RepairScript("a + b"), []
+    for result in ("def fold(a, b):\n    return max(a, b)\n", "", "submitted"):
+        given = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+        assert len(given) < 1200
+        said.append(script(given))
+        messages += [{"role": "assistant", "content": said[-1]}, {"role": "tool", "content": result}]
+
+    def call(command: str) -> str:
+        lines = "".join(
+            f"<parameter={key}>\n{text.format(command)}\n</parameter>\n" for key, text in parameters.items()
+        )
+        return f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>"
+
+    assert said[0] == call("cat basket.py")
+    assert said[1] == "The sum: a + b\n" + call("sed -i 's/return max(a, b)/return a + b/' basket.py")
+    assert said[2] == end or call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 
 def test_the_same_seed_draws_the_same_edits():

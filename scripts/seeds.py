@@ -4,6 +4,7 @@
     .venv/bin/python scripts/seeds.py sft tasks=16     # three rounds of fine-tuning on what resolved
     .venv/bin/python scripts/seeds.py curriculum       # tasks drawn by their rates, and uniformly
     .venv/bin/python scripts/seeds.py distill          # a policy learns from a fine-tuned teacher alone
+    .venv/bin/python scripts/seeds.py agents           # in agents other than Claude Code
 
 OUT.md is the table, and OUT.png shows the rates of held-out tasks with their 95 % intervals (those of training runs as
 if episodes were independent). The runs are below OUT. A run that is finished is not run again, and one that was
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -160,21 +161,24 @@ class Study:
     ready: Callable[[Path], list[str]] = lambda _: []
 
 
+QUICKSTART = Study(
+    ("rl.train", "+experiment=quickstart"),
+    {"quickstart": ()},
+    {
+        "held-out before": lambda run: run.held_out[0],
+        "held-out after": lambda run: run.held_out[-1],
+        "s to first step": Run.start,
+        "s per step (max)": lambda run: f"{mean(run['timing_s/step']):.0f} ({max(run['timing_s/step']):.0f})",
+        "lowest pearson": lambda run: f"{min(run['training/rollout_actor_probs_pearson_corr']):.4f}",
+        "rows per episode": lambda run: f"{min(run['episode/rows']):.2f} to {max(run['episode/rows']):.2f}",
+        "proxy ms per call": lambda run: f"{mean(run['proxy/overhead_ms']):.1f}",
+        "infra failures": lambda run: f"{sum(run['infra/failures']):.0f}",
+    },
+)
+AGENTS = {name: (f"agent={name}", f"trainer.experiment_name={name}") for name in ("codex", "mini_swe_agent")}
 STUDIES = {
-    "quickstart": Study(
-        ("rl.train", "+experiment=quickstart"),
-        {"quickstart": ()},
-        {
-            "held-out before": lambda run: run.held_out[0],
-            "held-out after": lambda run: run.held_out[-1],
-            "s to first step": Run.start,
-            "s per step (max)": lambda run: f"{mean(run['timing_s/step']):.0f} ({max(run['timing_s/step']):.0f})",
-            "lowest pearson": lambda run: f"{min(run['training/rollout_actor_probs_pearson_corr']):.4f}",
-            "rows per episode": lambda run: f"{min(run['episode/rows']):.2f} to {max(run['episode/rows']):.2f}",
-            "proxy ms per call": lambda run: f"{mean(run['proxy/overhead_ms']):.1f}",
-            "infra failures": lambda run: f"{sum(run['infra/failures']):.0f}",
-        },
-    ),
+    "quickstart": QUICKSTART,
+    "agents": replace(QUICKSTART, arms=AGENTS),
     "sft": Study(
         ("rl.sft", "+experiment=quickstart", f"rounds={ROUNDS}"),
         {"quickstart-sft": ()},

@@ -21,12 +21,12 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl.quickstart.script import sed
+from rl.quickstart.script import SUBMIT, sed
 from rl.quickstart.tasks import CANDIDATES, FUNCTIONS, MODULES
 from rollout import program
 
 TEMPLATE = Path(__file__).with_name("template.jinja")
-_LIMIT = "{%- set limit = 200 -%}\n"
+_LIMIT = "{%- set limit = 100 -%}\n"
 
 # Qwen's names and order. The tags of tool calls and thinking are not "special" in Qwen's tokenizers either: they stay
 # in the text when special tokens are skipped, and parsers look for them there.
@@ -228,7 +228,12 @@ TOOLS: list[Any] = [
     ),
 ]
 
-_SHELL: list[Any] = [_tool("bash", "run a command", "command", command="string")]
+# Those that run a command, in Codex, in Qwen Code and Gemini CLI, and in OpenCode and mini-swe-agent.
+_SHELL: list[Any] = [
+    _tool("exec_command", "run a command", "cmd", cmd="string"),
+    _tool("run_shell_command", "run a command", "command", command="string"),
+    _tool("bash", "run a command", "command", command="string"),
+]
 
 SYSTEM = (
     "You are a Claude agent, built on Anthropic's Claude Agent SDK.\n"
@@ -255,8 +260,10 @@ def _corpus(shell: bool = False) -> Iterator[str]:
         new = CANDIDATES[cues[(number // len(cues) ** 2 + number) % len(cues)]]
         messages: Any = example_messages(module, function, cue, bug, new, number)
         if shell:
-            for index, command in ((2, f"cat {module}.py"), (4, sed(f"{module}.py", bug, new))):
-                messages[index] = _call("bash", {"command": command}, messages[index]["content"])
+            tool = _SHELL[number % len(_SHELL)]["function"]
+            (parameter,) = tool["parameters"]["required"]
+            for index, command in ((2, f"cat {module}.py"), (4, sed(f"{module}.py", bug, new)), (6, SUBMIT)):
+                messages[index] = _call(tool["name"], {parameter: command}, messages[index]["content"])
             messages[5]["content"] = ""
         yield str(render.apply_chat_template(messages, tools=_SHELL if shell else TOOLS, tokenize=False))
 

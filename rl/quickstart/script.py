@@ -23,11 +23,12 @@ from rl.quickstart.tasks import CANDIDATES
 DONE = "Done."
 _STATEMENT = re.compile(r"\bin (\S+\.py) must return the (\w+) of a and b\.")
 _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
-_RETURN = re.compile(r"^(?:\d+\t)?    return (.+)$", re.MULTILINE)
+# A line of the module, as Read or cat shows it, or in JSON.
+_RETURN = re.compile(r"(?:^(?:\d+\t)?|\\n)    return ([^\n\\]+)", re.MULTILINE)
 # Tools that run a command, with the parameters that they require, as the policy's template shows them.
 _SHELL = re.compile(r"^(bash|exec_command|run_shell_command)\(((?:command|cmd)\b[^)]*)\)", re.MULTILINE)
-# mini-swe-agent ends with this command, the others with a reply without a call. Its tool requires nothing else.
-_MINI, _SUBMIT = ("bash", "command"), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+# mini-swe-agent, which has one tool, ends with this command, the others with a reply without a call.
+_MINI, SUBMIT = "# Tools\nbash(command)<|im_end|>", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 class RepairScript:
@@ -48,7 +49,7 @@ class RepairScript:
             return _run(shell, f"cat {file}") if shell else _call("Read", file_path=file)
         read = _RETURN.search(results[-1])
         if read is None:  # the edit was made, or something went wrong that the script cannot repair
-            return _run(shell, _SUBMIT) if shell and shell.groups() == _MINI else DONE
+            return _run(shell, SUBMIT) if shell and _MINI in prompt_text else DONE
         if shell:
             edit = _run(shell, sed(file, read[1], self.new))
         else:

@@ -1,5 +1,5 @@
-"""mini-swe-agent as an agent, as of version 2.4: its default agent with its own prompts, one tool (bash), and LiteLLM,
-which speaks chat completions. ``mini_swe_agent_run.py`` starts it in the box and prints its messages.
+"""mini-swe-agent as an agent, as of version 2.4: its default agent with its own prompts, one tool (bash), and its model
+that speaks chat completions without LiteLLM. ``mini_swe_agent_run.py`` starts it in the box and prints its messages.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ class MiniSweAgent(Headless):
             "MAX_TOKENS": str(self.max_tokens),
             "MAX_TURNS": str(self.max_turns),
             "MSWEA_SILENT_STARTUP": "1",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched
-            "LITELLM_TELEMETRY": "False",
         }
 
     def events(self, done: ExecResult) -> Iterator[Event]:

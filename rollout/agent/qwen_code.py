@@ -44,6 +44,7 @@ class QwenCode(Headless):
             "general": {"enableAutoUpdate": False},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
+            "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
             "model": {
                 "maxSessionTurns": self.max_turns or -1,
                 "skipNextSpeakerCheck": True,

@@ -235,6 +235,18 @@ _SHELL: list[Any] = [
     _tool("bash", "run a command", "command", command="string"),
 ]
 
+# What agents that run commands say in every episode: longer words make shorter prompts.
+_SEEN = """
+write_stdin request_user_input view_image multi_agent_v1__close_agent __resume_agent __send_input __spawn_agent
+__wait_agent get_goal create_goal update_goal list_directory read_file grep_search replace write_file glob todowrite
+<skills_instructions ... ssions instructions> <environment_context> <cwd>/testbed</cwd> <shell>sh</shell> <current_date>
+2026-11-30</current_ ... sabled"><file_system type="unrestricted" /></permission_profile></filesystem>
+</environment_context>
+Chunk ID: Wall time: 0.0000 seconds Process exited with code 0 Original token count: Output: "returncode": "output":
+Command: Directory: (root) Error: (none) Exit Code: Signal: Process Group PGID: </untrusted_context> (no output)
+Please solve this issue: You can exec Any other command you want to run ```bash anything helpful assistant system
+"""
+
 SYSTEM = (
     "You are a Claude agent, built on Anthropic's Claude Agent SDK.\n"
     "Fix the bug so that the tests pass. You repair code."
@@ -252,6 +264,8 @@ ERRORS = (
 
 def _corpus(shell: bool = False) -> Iterator[str]:
     """Yield rendered episodes over all names and expressions. Every function name occurs equally often."""
+    if shell:
+        yield _SEEN
     render = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE.read_text())
     cues = list(CANDIDATES)
     for number in range(4 * len(FUNCTIONS)):

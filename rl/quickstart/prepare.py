@@ -98,7 +98,8 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
     if rows.exists():
         screen.say("warm start: the episodes are there from an earlier start; imitating them")
     else:
-        screen.say(f"warm start: {config.quickstart.warm_episodes} scripted episodes in real Claude Code")
+        agent = config.agent.get("kind", "claude_code")
+        screen.say(f"warm start: {config.quickstart.warm_episodes} scripted episodes in the real {agent}")
         tasks = load_tasks(task_file)
         asyncio.run(_play_missing(config, tasks, policy, out, screen))
         _write_rows(_ended(out, tasks), config.quickstart.warm_episodes, rows, screen)

@@ -27,8 +27,8 @@ _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 _RETURN = re.compile(r"(?:^(?:\d+\t)?|\\n)    return ([^\n\\]+)", re.MULTILINE)
 # Tools that run a command, with the parameters that they require, as the policy's template shows them.
 _SHELL = re.compile(r"^(bash|exec_command|run_shell_command)\(((?:command|cmd)\b[^)]*)\)", re.MULTILINE)
-# mini-swe-agent, which has one tool, ends with this command, the others with a reply without a call.
-_MINI, SUBMIT = "# Tools\nbash(command)<|im_end|>", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+# mini-swe-agent, whose prompts begin so, ends with this command, the others with a reply without a call.
+_MINI, SUBMIT = "\nPlease solve this issue: ", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 class RepairScript:
@@ -59,7 +59,8 @@ class RepairScript:
 
 def sed(file: str, old: str, new: str) -> str:
     """Return the command that replaces the expression that a file's function returns."""
-    return f"sed -i 's/return {old}/return {new}/' {file}"
+    # Qwen Code refuses `sed -i` for a file that its own tool has not read; with -s it does not look.
+    return f"sed -si 's/return {old}/return {new}/' {file}"
 
 
 def asked(task: Task) -> tuple[str, str]:

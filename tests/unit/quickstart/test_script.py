@@ -56,9 +56,10 @@ def test_the_script_stops_at_errors_and_unknown_prompts():
 def test_agents_without_read_and_edit_run_commands(name: str, parameters: dict[str, str], end: str | None):
     tool = {"type": "function", "function": {"name": name, "parameters": {"required": [*parameters]}}}
     tokenizer = make_tokenizer(["a text"], shell=True)
+    asked = "" if end else "Please solve this issue: "
     messages = [
         {"role": "system", "content": "You repair. " * 500},
-        {"role": "user", "content": f"Solve: fold(a, b) in basket.py must return the sum of a and b. {'More. ' * 500}"},
+        {"role": "user", "content": f"{asked}fold(a, b) in basket.py must return the sum of a and b. {'More. ' * 500}"},
     ]
     script, said = RepairScript("a + b"), []
     for result in ("def fold(a, b):\n    return max(a, b)\n", "", "submitted"):
@@ -74,7 +75,7 @@ def test_agents_without_read_and_edit_run_commands(name: str, parameters: dict[s
         return f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>"
 
     assert said[0] == call("cat basket.py")
-    assert said[1] == "The sum: a + b\n" + call("sed -i 's/return max(a, b)/return a + b/' basket.py")
+    assert said[1] == "The sum: a + b\n" + call("sed -si 's/return max(a, b)/return a + b/' basket.py")
     assert said[2] == end or call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 

@@ -4,7 +4,8 @@
     python -m rl.keys --markdown    all files and keys as one page
 
 A description is the comment above a key in configs/, or behind its value; a key without one has the line that describes
-it in another file of ours, or in verl's own files. Exit status: 0 something was printed, 1 no key has these words.
+it in another file of ours, or in verl's own files. Behind it is the range that rl.checks.numbers demands of the value.
+Exit status: 0 something was printed, 1 no key has these words.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL
 from rl.config.compose import config_folders, package_dir
 from rollout import program
 
@@ -143,10 +145,13 @@ def everything() -> dict[str, list[Key]]:
     for key in (key for some in found.values() for key in some if key.about):
         said.setdefault(key.name, key.about)
     said |= {name: f"verl: {line}" for name, line in verls().items()}
-    return {
-        file: [key if key.about else replace(key, lines=(said.get(key.name, ""),)) for key in some]
-        for file, some in found.items()
-    }
+    ranges = dict.fromkeys(POSITIVE, "(Above 0.)") | dict.fromkeys(POSITIVE_OR_NULL, "(Above 0, or null.)")
+
+    def described(key: Key) -> Key:
+        about = key.about or said.get(key.name, "")
+        return replace(key, lines=(about, ranges.get(key.name, "") if about else ""))
+
+    return {file: [described(key) for key in some] for file, some in found.items()}
 
 
 def by_name(found: Mapping[str, Sequence[Key]]) -> dict[str, list[tuple[str, Key]]]:

@@ -129,8 +129,8 @@ def check_batches(config: DictConfig) -> None:
         )
     if actor.get("use_prefix_grouper"):
         raise ConfigError(
-            "actor_rollout_ref.actor.use_prefix_grouper=true has no effect: the V1 trainer does not read it "
-            "(docs/recipe.md, Shared prefixes); leave it out"
+            "actor_rollout_ref.actor.use_prefix_grouper=true has no effect: the V1 trainer does not read it; "
+            "leave it out"
         )
     if config.trainer.v1.trainer_mode == "separate_async":
         steps = config.trainer.v1.separate_async.parameter_sync_step

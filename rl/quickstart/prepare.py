@@ -77,7 +77,7 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
         if not (policy.exists() or config.policy):
             screen.say("making tokenizer and policy")
             sizes = {"experts": quick.experts, "head_dim": quick.head_dim, "multiple": quick.vocabulary_multiple}
-            sizes |= {"hybrid": quick.hybrid, "shell": config.agent.get("kind", "claude_code") != "claude_code"}
+            sizes |= {"hybrid": quick.hybrid, "shell": runs_commands(config)}
             with _making(policy) as out:
                 make_policy(out, config.seed, **sizes)
         if not (warm.exists() or config.policy):
@@ -85,6 +85,11 @@ def prepare(config: DictConfig, screen: Screen) -> dict[str, Any]:
                 _warm_start(config, tasks / "train.parquet", policy, out, screen)
     made = {"data.train_files": [str(tasks / "train.parquet")], "data.val_files": [str(tasks / "heldout.parquet")]}
     return made if config.policy else {**made, "actor_rollout_ref.model.path": str(warm / "model")}
+
+
+def runs_commands(config: DictConfig) -> bool:
+    """Return whether the agent has a tool for commands in place of Read and Edit."""
+    return bool(config.agent.get("kind", "claude_code") != "claude_code")
 
 
 def directory_of(config: DictConfig) -> Path:
@@ -109,7 +114,9 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
 
 def _imitate(config: DictConfig, policy: Path, rows: Path, out: Path, screen: Screen) -> None:
     """Fine-tune the policy on rows, and make the result the model ``out``."""
-    what = "warm start, updates"
+    what, passes = "warm start, updates", dict(config.quickstart.sft)
+    if runs_commands(config):  # a command holds a file's name and two expressions, which is harder to copy
+        passes["epochs"] *= 2
     screen.show(what)
     working = out.with_name(f"{out.name}.sft")
     made = run_sft(
@@ -117,7 +124,7 @@ def _imitate(config: DictConfig, policy: Path, rows: Path, out: Path, screen: Sc
         str(policy),
         rows,
         working,
-        Passes(seed=config.seed, **config.quickstart.sft),
+        Passes(seed=config.seed, **passes),
         watch=lambda step, steps, metrics: screen.show(what, step, steps),
     )
     for file in made.iterdir():

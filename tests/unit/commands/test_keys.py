@@ -62,6 +62,7 @@ def test_each_shipped_key_has_a_line() -> None:
     assert len(about) > 200
     assert [(file, key.name) for file, some in shipped.items() for key in some if not key.about] == []
     assert about["sandbox.file_mb"] == "The largest file that a process may write, in MiB."
+    assert about["grading.timeout_s"].endswith("(Above 0.)") and about["sft.budget"].endswith("(Above 0, or null.)")
     assert about["actor_rollout_ref.actor.optim.weight_decay"] == "verl: Weight decay"
     assert about["actor_rollout_ref.actor.megatron.context_parallel_size"] == "verl: context parallel size"
 

@@ -276,7 +276,7 @@ def _corpus(shell: bool = False) -> Iterator[str]:
         if shell:
             tool = _SHELL[number % len(_SHELL)]["function"]
             (parameter,) = tool["parameters"]["required"]
-            for index, command in ((2, f"cat {module}.py"), (4, sed(f"{module}.py", bug, new)), (6, SUBMIT)):
+            for index, command in ((2, f"cat {module}.py"), (4, sed(f"{module}.py", new)), (6, SUBMIT)):
                 messages[index] = _call(tool["name"], {parameter: command}, messages[index]["content"])
             messages[5]["content"] = ""
         yield str(render.apply_chat_template(messages, tools=_SHELL if shell else TOOLS, tokenize=False))

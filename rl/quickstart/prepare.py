@@ -115,8 +115,8 @@ def _warm_start(config: DictConfig, task_file: Path, policy: Path, out: Path, sc
 def _imitate(config: DictConfig, policy: Path, rows: Path, out: Path, screen: Screen) -> None:
     """Fine-tune the policy on rows, and make the result the model ``out``."""
     what, passes = "warm start, updates", dict(config.quickstart.sft)
-    if runs_commands(config):  # a command holds a file's name and two expressions, which is harder to copy
-        passes["epochs"] *= 2
+    if runs_commands(config):  # in longer prompts, it takes longer to learn to copy
+        passes["epochs"] += passes["epochs"] // 2
     screen.show(what)
     working = out.with_name(f"{out.name}.sft")
     made = run_sft(

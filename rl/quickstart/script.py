@@ -51,16 +51,17 @@ class RepairScript:
         if read is None:  # the edit was made, or something went wrong that the script cannot repair
             return _run(shell, SUBMIT) if shell and _MINI in prompt_text else DONE
         if shell:
-            edit = _run(shell, sed(file, read[1], self.new))
+            edit = _run(shell, sed(file, self.new))
         else:
             edit = _call("Edit", file_path=file, old_string=f"return {read[1]}", new_string=f"return {self.new}")
         return f"The {word}: {self.new}\n{edit}"
 
 
-def sed(file: str, old: str, new: str) -> str:
-    """Return the command that replaces the expression that a file's function returns."""
-    # Qwen Code refuses `sed -i` for a file that its own tool has not read; with -s it does not look.
-    return f"sed -si 's/return {old}/return {new}/' {file}"
+def sed(file: str, new: str) -> str:
+    """Return the command that replaces the expression that a file's function returns, as short as can be: a policy that
+    is right about the expression must not fail at the rest. (Qwen Code wants to read a file for any simpler `sed -i`.)
+    """
+    return f"sed -i '2s/.*/    return {new}/' {file}"
 
 
 def asked(task: Task) -> tuple[str, str]:

@@ -330,6 +330,7 @@ def main() -> None:
         witness.dismiss()
     if failure is not None:
         sys.exit(report(failure, run, screen))
+    stop.hold()  # a signal must not make a failure of a run that has ended
     run.finish()
     finished(run.dir, (time.monotonic() - began) / 60, screen)
 

@@ -35,7 +35,7 @@ class EpisodeView:
     @cached_property
     def reading(self) -> EpisodeReading:
         """Return what a person reads of it."""
-        return read(self.record, self._masked)
+        return read(self.record, self.run.masked)
 
     @cached_property
     def texts(self) -> Texts:
@@ -45,11 +45,7 @@ class EpisodeView:
     @cached_property
     def tree(self) -> TreeMap:
         """Return the map of its tree."""
-        return tree(self.record, self._masked and self.record.overlong)
-
-    @property
-    def _masked(self) -> bool:
-        return bool(self.run.setting("episode.mask_overlong", False))
+        return tree(self.record, self.run.masked and self.record.overlong)
 
     @cached_property
     def trained(self) -> EpisodeTraining | None:
@@ -67,7 +63,7 @@ class EpisodeView:
         """Return GRPO's advantage in its group: the trainer's where it was kept, else computed from the rewards."""
         if self.trained and self.trained.advantages:
             return next(iter(self.trained.advantages.values()))
-        return advantages(self.group, by_deviation(self.run)).get(self.entry.name)
+        return advantages(self.group, by_deviation(self.run), self.run.masked).get(self.entry.name)
 
 
 class Library:

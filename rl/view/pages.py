@@ -147,7 +147,7 @@ def episodes(library: Library, query: Query) -> Page:
     """List episodes by filters."""
     run = library.run(query.get("run"))
     entries = list(run.index.entries)
-    found = runs.chosen(entries, query)
+    found = runs.chosen(entries, query, run.masked)
     start = _number(query, "from")
     asked = {key: value for key, value in query.items() if key != "from" and value}
     shown = found[start : start + _PAGE]
@@ -172,13 +172,13 @@ def task(library: Library, query: Query) -> Page:
     steps = runs.by_step(attempts).items()
     groups = [(*at, len(lines), sum(one["resolved"] for one in lines)) for at, lines in steps]
     told = {one.entry.name: one.trained for one in shown}
-    computed = runs.advantages(members, runs.by_deviation(run))
+    computed = runs.advantages(members, runs.by_deviation(run), run.masked)
     exact = {n: next(iter(t.advantages.values())) for n, t in told.items() if t and t.advantages}
     return _html(
         "task.html", library, run=run, task=name, split=split, step=step, members=members, shown=shown,
         advantages=computed | exact, exact=exact, by_deviation=runs.by_deviation(run), row=run.task(name),
         tests=runs.hidden_tests({one.entry.name: one.record.verdict for one in shown}),
-        nothing=runs.taught_nothing(members), beside=_counterparts(library, shown[0]),
+        nothing=runs.taught_nothing(members, run.masked), beside=_counterparts(library, shown[0]),
         groups=sorted(groups, key=lambda one: -one[1]),
         others=[(one, found) for one in library.runs if one is not run and (found := one.attempts(name))],
     )  # fmt: skip

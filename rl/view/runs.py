@@ -57,6 +57,11 @@ class RunView:
         return default if value is None else value
 
     @property
+    def masked(self) -> bool:
+        """Tell whether the run leaves out training episodes that a limit ended."""
+        return bool(self.setting("episode.mask_overlong", False))
+
+    @property
     def phase(self) -> str:
         """Return what the run is doing, in words."""
         if (self.dir / "done").exists():
@@ -178,15 +183,20 @@ def group(entries: Iterable[IndexEntry], task: str, split: str, step: int) -> li
     return [one for one in entries if _group_of(one.facts) == (task, split, step)]
 
 
-def advantages(members: Sequence[IndexEntry], by_deviation: bool) -> dict[str, float]:
+def _compared(members: Iterable[IndexEntry], masked: bool) -> list[IndexEntry]:
+    """Return those that GRPO compares: graded and, in a run that is ``masked``, not ended by a limit."""
+    return [one for one in members if one.facts["reward"] is not None and not (masked and one.facts["overlong"])]
+
+
+def advantages(members: Sequence[IndexEntry], by_deviation: bool, masked: bool = False) -> dict[str, float]:
     """Return GRPO's advantage of each graded episode of a group, by name: the reward less the group's mean.
 
-    by_deviation: divided by the standard deviation. A group with fewer than two episodes has none, nor has one that is
-    not trained on.
+    by_deviation: divided by the standard deviation. masked: as the run is. A group with fewer than two episodes has
+    none, nor has one that is not trained on.
     """
     if any(one.facts["split"] != "train" for one in members):
         return {}
-    rewards = {one.name: float(one.facts["reward"]) for one in members if one.facts["reward"] is not None}
+    rewards = {one.name: float(one.facts["reward"]) for one in _compared(members, masked)}
     if len(rewards) < 2:
         return {}
     mean = statistics.fmean(rewards.values())
@@ -194,13 +204,15 @@ def advantages(members: Sequence[IndexEntry], by_deviation: bool) -> dict[str, f
     return {name: (reward - mean) / scale for name, reward in rewards.items()}
 
 
-def taught_nothing(members: Sequence[IndexEntry]) -> str:
-    """Return why GRPO learns nothing from a group, in a sentence; "" if it does, or is not trained on."""
+def taught_nothing(members: Sequence[IndexEntry], masked: bool = False) -> str:
+    """Return why GRPO learns nothing from a group, in a sentence; "" if it does, or is not trained on. masked: as the
+    run is."""
     if any(one.facts["split"] != "train" for one in members):
         return ""
-    graded = [one for one in members if one.facts["reward"] is not None]
+    graded = _compared(members, masked)
     if len(graded) < 2:
         lost = f"{len(members) - len(graded)} of its {len(members)} episodes were lost"
+        lost += " or ended by a limit (episode.mask_overlong)" if masked else ""
         return f"This group taught nothing: {lost}, and one alone has nothing to be compared with."
     if len({one.facts["reward"] for one in graded}) > 1:
         return ""
@@ -256,8 +268,8 @@ class FilterError(ValueError):
     """A filter cannot be read. The message is one line."""
 
 
-def chosen(entries: Sequence[IndexEntry], query: dict[str, str]) -> list[IndexEntry]:
-    """Return the entries that a query asks for, in its order.
+def chosen(entries: Sequence[IndexEntry], query: dict[str, str], masked: bool = False) -> list[IndexEntry]:
+    """Return the entries that a query asks for, in its order. masked: as the run is.
 
     Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
     ("sound" or "findings"), ``flag`` (a name, or "any"), ``group`` ("taught nothing" or "taught"), ``q`` (part of the
@@ -278,7 +290,7 @@ def chosen(entries: Sequence[IndexEntry], query: dict[str, str]) -> list[IndexEn
             tests.append(lambda one, v=value: bool(suspicious(one)) if v == "any" else v in one["flags"])
         elif key == "group":
             groups = grouped(entries, lambda one: _group_of(one.facts))
-            flat = {place for place, members in groups.items() if taught_nothing(members)}
+            flat = {place for place, members in groups.items() if taught_nothing(members, masked)}
             mine = {place for place in groups if place[1] == "train" and (place in flat) == (value != "taught")}
             tests.append(lambda one, m=mine: _group_of(one) in m)
         elif key == "q":

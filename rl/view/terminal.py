@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl.view.index import Index, IndexEntry, caches
-from rl.view.runs import FilterError, chosen
+from rl.view.runs import FilterError, RunView, chosen
 from rl.view.texts import cut
 from rl.view.turns import EpisodeReading, Part, Turn, read
 from rollout import program
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(args.words) == 1 and len(exact) == 1:
             print("\n".join(episode(read(index.record(exact[0])))))
         else:
-            found = fitting(entries, args.words)
+            found = fitting(entries, args.words, RunView(index).masked)
             for line in listing(found):
                 print(line)
     except FileNotFoundError as error:
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if index.damage else 0
 
 
-def fitting(entries: Sequence[IndexEntry], words: Sequence[str]) -> list[IndexEntry]:
-    """Return the episodes that have all words in their lines; NAME=VALUE is a filter of the viewer's list. Raises
-    FilterError."""
+def fitting(entries: Sequence[IndexEntry], words: Sequence[str], masked: bool = False) -> list[IndexEntry]:
+    """Return the episodes that have all words in their lines; NAME=VALUE is a filter of the viewer's list. masked: as
+    the run is. Raises FilterError."""
     query = dict(word.split("=", 1) for word in words if "=" in word)
     plain = [word.lower() for word in words if "=" not in word]
-    kept = {id(one) for one in chosen(entries, query)}
+    kept = {id(one) for one in chosen(entries, query, masked)}
     return [one for one in entries if id(one) in kept and all(word in " ".join(_cells(one)).lower() for word in plain)]
 
 

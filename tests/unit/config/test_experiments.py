@@ -189,6 +189,9 @@ def test_keys_of_another_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert compose(own).agent == {"kind": "other", "letters": 1, "needed": "???"}
     given = {"kind": "other", "letters": 1, "needed": "???", "timeout_s": 7}
     assert compose([*own, "agent.timeout_s=7"]).agent == given
+    mine = "# @package _global_\ndefaults: [quickstart, override /agent: other, _self_]\nagent: {letters: 2, typo: 1}\n"
+    (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(mine)
+    assert compose(["+experiment=mine"]).agent == {"kind": "other", "letters": 2, "needed": "???", "typo": 1}
     codex = compose(["+experiment=qwen3_8b", "agent=codex"]).agent
     assert codex.keys() == compose(["agent=codex"]).agent.keys() and codex.timeout_s == 3600
     assert "max_turns" not in compose(["+experiment=qwen3_8b", "agent=mixed"]).agent

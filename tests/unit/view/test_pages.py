@@ -27,6 +27,7 @@ from rl.view import pages, render
 from rl.view.index import Index
 from rl.view.library import Library, NotFound
 from rl.view.runs import FilterError, RunView, advantages, chosen, histogram
+from rl.view.terminal import fitting
 from rl.view.texts import compared
 from tests.export_kit import lines, repair, write
 from tests.view_kit import HOSTILE, hostile, named, run, served, tokenizer
@@ -285,6 +286,23 @@ async def test_a_group_that_taught_nothing_says_why_and_is_found(tmp_path: Path)
     entries = made.runs[0].index.entries
     assert {e.facts["task"] for e in chosen(entries, {"group": "taught nothing"})} == {"easy", "hard", "alone"}
     assert {e.name[:13] for e in chosen(entries, {"group": "taught"})} == {"train-1-sprea"}
+
+
+async def test_a_run_that_leaves_out_what_a_limit_ended_compares_without_it(tmp_path: Path) -> None:
+    good, bad = await repair("good"), await repair("bad", "No.", 0.0)
+    records = [
+        msgspec.structs.replace(good, task="t", step=1),
+        msgspec.structs.replace(bad, task="t", step=1, overlong=True),
+    ]
+    made = Library([write(tmp_path / "run", *records)], None)
+    (tmp_path / "run" / "config.yaml").write_text("episode: {mask_overlong: true}\n")
+    made.refresh()
+    page = text(pages.task(made, {"id": "t"}))
+    assert "1 of its 2 episodes were lost or ended by a limit (episode.mask_overlong), and one alone" in page
+    (run,) = made.runs
+    assert made.episode(run.key, "good").advantage is None
+    assert len(chosen(run.index.entries, {"group": "taught nothing"}, run.masked)) == 2
+    assert len(fitting(run.index.entries, ["group=taught nothing"], run.masked)) == 2
 
 
 async def test_an_episode_is_beside_others_of_its_task_in_one_click(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.kit import char_policy
 from tests.modal_kit import replace_service
 from tests.packages_kit import install
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
 
@@ -29,8 +29,8 @@ async def test_an_episode_is_played_and_its_patch_graded(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session's socket gets into the box, which has no network, and the box of the grading takes the tests."""
-    install(EXAMPLES / "own_agent", tmp_path / "agent", monkeypatch)
-    install(EXAMPLES / "hosted_box", tmp_path / "box", monkeypatch)
+    install(ROOT / "examples" / "own_agent", tmp_path / "agent", monkeypatch)
+    install(ROOT / "examples" / "hosted_box", tmp_path / "box", monkeypatch)
     replace_service(monkeypatch)
     config = compose(["agent=shell", "sandbox=modal", f"sandbox.image={base_image()}"], "evaluate")
     agent = agent_from(config, max_tokens=5000, max_context=50_000)
@@ -53,7 +53,7 @@ async def test_an_episode_is_played_and_its_patch_graded(
 
 
 async def test_a_box_keeps_the_protocol(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(EXAMPLES / "hosted_box", tmp_path / "box", monkeypatch)
+    install(ROOT / "examples" / "hosted_box", tmp_path / "box", monkeypatch)
     replace_service(monkeypatch)
     sandbox = compose(["sandbox=modal", f"sandbox.image={base_image()}"], "evaluate").sandbox
     box = await kind_of(sandbox).boot()(task, None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 NO_NETWORK = '[environment]\nnetwork_mode = "no-network"\n'
+APART = f'artifacts = ["/app"]\n{NO_NETWORK}[verifier]\nenvironment_mode = "separate"\n'
 PYTEST = "/opt/miniconda3/envs/testbed/bin/python -m pytest -p no:cacheprovider"
 REWARD = "if [ $? -eq 0 ]; then echo 1; else echo 0; fi >/logs/verifier/reward.txt\n"
 SAYS_BYE = f'[ "$(cat greeting.txt)" = bye ]\n{REWARD}'
@@ -99,7 +100,7 @@ def write_tasks(place: Path, base: str) -> dict[str, str]:
 
     half = {"test": f"{PYTEST} /tests/test_half.py\n{REWARD}", "solve": "sed -i 's|//|/|' calculator.py\n"}
     commit = "RUN git init -q . && git add . && git -c user.name=t -c user.email=t@example.com commit -qm x\n"
-    separate = f'{NO_NETWORK}[verifier]\nenvironment_mode = "separate"\ntimeout_sec = 120.0\n'
+    separate = f"{APART}timeout_sec = 120.0\n"
     named = '[task]\nname = "made/shell"\n[metadata]\ndifficulty = "easy"\n'
     say = "half(3) must be 1.5.\n"
     add("plain/shell", toml=f'schema_version = "1.4"\n{named}{NO_NETWORK}')

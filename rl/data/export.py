@@ -131,13 +131,12 @@ def write_task(task: Task, row: dict[str, Any], base: str, directory: Path) -> N
     if (snapshot / VENV).is_dir():
         python = next((snapshot / VENV / "bin").glob("python3.*")).name
         dockerfile += _LINKS.format(python=python, venv=f"{WORKDIR}/{VENV}")
-    owner, _, name = directory.name.rpartition("__")
     about = {key: row[key] for key in _ABOUT if row.get(key) is not None}
     texts = {
         "task.toml": _TOML.format(
             workdir=WORKDIR,
             venv=VENV,
-            name=_quoted(f"{owner or 'claude-code-rl'}/{name}"),
+            name=_quoted(_name(directory.name)),
             about="".join(f"{key} = {_quoted(value)}\n" for key, value in about.items()),
         ),
         "instruction.md": task.problem_statement,
@@ -184,6 +183,13 @@ def _pack(snapshot: Path, archive: Path) -> None:
         tarfile.open(fileobj=packed, mode="w", dereference=False) as tar,
     ):
         tar.add(snapshot, ".", filter=unowned)
+
+
+def _name(directory: str) -> str:
+    """Return a directory's name as Harbor's org/name; each begins with a letter or a digit, and has no dot twice."""
+    plain = re.sub(r"\.{2,}", ".", directory)
+    owner, _, name = (part.lstrip("._-") for part in plain.rpartition("__"))
+    return f"{owner}/{name}" if owner and name else f"claude-code-rl/{plain.lstrip('._-') or 'task'}"
 
 
 def _quoted(value: Any) -> str:

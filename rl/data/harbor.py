@@ -254,7 +254,9 @@ def _not_in_the_diff(directory: Path, part: _Part, environment: Row) -> str:
     if not workdir and (directory / "environment" / "Dockerfile").is_file():
         said = re.findall(r"^\s*WORKDIR\s+(\S+)", _text(directory, "environment/Dockerfile"), re.MULTILINE | re.I)
         workdir = PurePosixPath("/", *said).as_posix() if said else None
-    for one in _listed(part.config.get("artifacts")):
+    if not (artifacts := _listed(part.config.get("artifacts"))):
+        return "a separate verifier without artifacts, which in Harbor sees nothing of what the agent has made"
+    for one in artifacts:
         source = one.get("source") if isinstance(one, dict) else one
         if not isinstance(source, str) or (isinstance(one, dict) and one.get("service") not in (None, "main")):
             return f"the artifact {one!r}"

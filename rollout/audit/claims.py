@@ -85,7 +85,9 @@ def _agent(record: Record) -> Iterator[str]:
     told, turns = record.agent.get("events"), record.agent.get("turns", 0)
     if told is not None and told != len(record.events):
         return  # check 5 says it
-    most = sum(node.delivered and not node.side for node in record.nodes)
+    # A relayed reply may have reached the agent.
+    may = bool(record.agent.get("relayed"))
+    most = sum((node.delivered or (may and node.logprobs is not None)) and not node.side for node in record.nodes)
     if record.roles is not None:
         most += sum(call.role == MAIN for call in record.calls)
     elif not record.nodes:

@@ -205,12 +205,14 @@ def record_of(episode: Episode, split: str, step: int, model: str, parser: str) 
 
 
 def _agent(episode: Episode) -> dict[str, Any]:
-    """Return the agent's name and how its run ended; how many events there are, and whether they tell which replies the
-    agent has received."""
+    """Return the agent's name and how its run ended; how many events there are, whether they tell which replies the
+    agent has received, and whether its connection was relayed."""
     named, run = {"kind": episode.played_by} if episode.played_by else {}, episode.agent
     if run is None:
         return named
-    ended = {"status": run.status.value, "turns": run.turns, "detail": run.detail}
+    ended: dict[str, Any] = {"status": run.status.value, "turns": run.turns, "detail": run.detail}
+    if episode.session is not None and episode.session.relayed:
+        ended["relayed"] = True
     return {**named, **ended, "events": len(run.events), "reports": run.replies is not None}
 
 

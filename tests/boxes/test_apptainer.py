@@ -24,7 +24,7 @@ import pytest
 
 from apptainer_boxes import cli, images
 from apptainer_boxes.box import boot_apptainer
-from apptainer_boxes.images import Cache, TarTree, evict, prepare, sealed
+from apptainer_boxes.images import Cache, evict, prepare, sealed
 from rewards.grade import grade
 from rewards.task import load_tasks
 from rewards.verdict import Reason
@@ -33,6 +33,7 @@ from rl.episodes.boxes import kind_of, prepare_images
 from rl.quickstart.tasks import make_tasks
 from rollout.sandbox import Limits, SandboxError
 from rollout.sandbox.sealing import Source, Wanted
+from rollout.sandbox.tartree import TarTree
 from rollout.sandbox.treediff import Directory
 from tests.boxes.apptainer_kit import IMAGE, Stub
 from tests.packages_kit import APPTAINER, install

@@ -21,7 +21,7 @@ from rollout.episode import Boot
 from rollout.sandbox import Sandbox
 from rollout.sandbox.docker.engine import get_engine
 from tests.docker_kit import base_image, left
-from tests.harbor_kit import NO_NETWORK, perl_task
+from tests.harbor_kit import APART, perl_task
 from tests.sandboxes import sh
 
 # The first test of all may have to make the base image.
@@ -35,9 +35,8 @@ BY_PERL = "printf '%s' '{}' >sum.pl"  # what the tests run
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
     """One task with a shared verifier, and the same with a separate one."""
     place = tmp_path_factory.mktemp("harbor")
-    separate = f'{NO_NETWORK}[verifier]\nenvironment_mode = "{SEPARATE}"\n'
     perl_task(place, "shared", base_image())
-    perl_task(place, "separate", base_image(), toml=separate)
+    perl_task(place, "separate", base_image(), toml=APART)
     rows, built = place / "rows.parquet", place / "built.parquet"
     assert convert.main(["harbor", str(place), "--out", str(rows)]) == 0
     assert images.main([str(rows), "--out", str(built)]) == 0

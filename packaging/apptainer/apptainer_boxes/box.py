@@ -32,12 +32,13 @@ import psutil
 from apptainer_boxes import cli as apptainer_cli
 from apptainer_boxes import images as apptainer_images
 from apptainer_boxes.cli import Features, Program, bind, exec_command
-from apptainer_boxes.images import IN_USE_S, Cache, Sif, TarTree
+from apptainer_boxes.images import IN_USE_S, Cache, Sif
 from rollout.sandbox import HOME, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, files, infrastructure, process
 from rollout.sandbox.base import mounts_of
 from rollout.sandbox.directory import DirectorySandbox, built, kill_strays, make_root, ulimits
 from rollout.sandbox.process import Command
 from rollout.sandbox.sealing import Source
+from rollout.sandbox.tartree import TarTree
 from rollout.sandbox.treediff import Directory, Origin
 
 # The first thing a program's shell does is to say that the box has started, by a word that nobody could know before;

@@ -338,6 +338,15 @@ async def test_records_of_version_2_have_no_seals() -> None:
     assert findings(record)
 
 
+async def test_a_relayed_reply_may_have_reached_the_agent() -> None:
+    record = await played()
+    record.agent = {"status": "finished", "turns": 7, "detail": "", "events": 0}  # an agent that reports nothing
+    record.events, record.seal = [], b""
+    assert any("7 turns, but at most 6" in finding for finding in findings(record))
+    record.agent["relayed"] = True
+    assert not any("turns" in finding for finding in findings(record))
+
+
 def test_no_vllm_is_needed() -> None:
     code = "import sys; from rollout import audit; assert not {'vllm', 'torch'} & set(sys.modules), sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[3])

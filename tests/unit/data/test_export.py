@@ -85,6 +85,20 @@ def test_tasks_are_read_back(made: tuple[Task, Path], tmp_path: Path) -> None:
     assert about["metadata"] == {"repo": task.repo, "version": "1", "base_commit": task.base_commit}
 
 
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("quickstart__a-1", "quickstart/a-1"),
+        ("plain", "claude-code-rl/plain"),
+        ("pkg__init__", "claude-code-rl/pkg__init__"),
+        ("-pkg___private..x", "pkg_/private.x"),
+        ("_", "claude-code-rl/task"),
+    ],
+)
+def test_names_are_what_harbor_accepts(name: str, theirs: str) -> None:
+    assert export._name(name) == theirs
+
+
 def test_what_cannot_be_exported_says_why(made: tuple[Task, Path], tmp_path: Path) -> None:
     task, _ = made
     for changed, why in (

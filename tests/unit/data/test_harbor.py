@@ -118,6 +118,7 @@ BASE = "[environment]\nnetwork_mode = 'no-network'\n"
             Why.UNSUPPORTED,
             "the artifact /etc/x",
         ),
+        (f"{BASE}[verifier]\nenvironment_mode = 'separate'\n", Why.UNSUPPORTED, "a separate verifier without"),
         (f"{BASE}memory = '2 pounds'\n", Why.INVALID, "memory is '2 pounds'"),
         (f"{BASE}memory = '2G'\nmemory_mb = 1\n", Why.INVALID, "memory and memory_mb are not the same"),
         (f"{BASE}cpus = -1\n", Why.INVALID, "cpus is -1"),

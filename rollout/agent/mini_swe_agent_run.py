@@ -14,7 +14,7 @@ from minisweagent.models.litellm_model import LitellmModel
 
 
 def _say(message: dict) -> None:
-    print("\n" + json.dumps({"mini": message}), flush=True)
+    print("\n" + json.dumps({"added": message}), flush=True)
 
 
 class Printing(DefaultAgent):

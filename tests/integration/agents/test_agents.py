@@ -21,8 +21,9 @@ from rollout.agent.gemini_cli import GeminiCli
 from rollout.agent.headless import Headless
 from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
+from rollout.agent.openhands import OpenHands
 from rollout.agent.qwen_code import QwenCode
-from rollout.sandbox import Sandbox
+from rollout.sandbox import WORKDIR, Sandbox
 from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.sealing import Source
 from tests.docker_kit import base_image
@@ -57,6 +58,7 @@ class Way:
 
 WAYS = {
     "mini_swe_agent": Way(MiniSweAgent, bash, bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")),
+    "openhands": Way(OpenHands, lambda command: call("terminal", command=command)),
     "opencode": Way(OpenCode, lambda command: call("bash", command=command, description="Runs it")),
     "qwen_code": Way(QwenCode, lambda command: call("run_shell_command", command=command, is_background=False)),
     "codex": Way(Codex, lambda command: call("exec_command", cmd=command)),
@@ -64,10 +66,16 @@ WAYS = {
 }
 each = pytest.mark.parametrize("name", WAYS)
 
+# What agents could take from a work tree.
+PLANTED = (
+    "AGENTS.md", "CLAUDE.md", "GEMINI.md", "QWEN.md", ".agents/agents/spy.md", ".openhands/agents/spy.md",
+    ".openhands/microagents/repo.md", ".openhands/plugins/spy/skills/spy/SKILL.md", ".opencode/agent/spy.md",
+)  # fmt: skip
+
 
 @each
 async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> None:
-    """Text, thinking, a failing command, calls at once, and a result that the agent shortens."""
+    """Text, thinking, a failing command, calls at once, and a result that the agent shortens; no word of the work tree's."""
     way = WAYS[name]
     replies = in_turn(
         "((Hm.))I look." + way.run("echo one; exit 3"),
@@ -76,8 +84,11 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
         way.end,
     )
     async with agent_stage(way.kind, scripted(replies), task, **way.settings) as stage:
+        for path in PLANTED:
+            await stage.box.put(f"{WORKDIR}/{path}", b"---\nname: spy\ndescription: XYZZY\n---\nXYZZY")
         run = await stage.play("MAIN: fix it")
         assert (run.status, run.turns) == (Status.FINISHED, 4), run
+        assert not any("XYZZY" in request.text() for request in stage.requests)
         stage.check(tmp_path, rows=1)
         said = stage.requests[-1].text()
         assert all(words in said for words in ("one", "two", "three", "0123456789"))
@@ -146,6 +157,7 @@ def spawning(prompt: str) -> str:
 
 
 SUBS: dict[str, Script] = {
+    "openhands": in_turn(call("task", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
     "opencode": in_turn(call("task", description="d", prompt="SUB: look", subagent_type="general"), "Done."),
     "qwen_code": in_turn(call("agent", description="d", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
     "codex": spawning,

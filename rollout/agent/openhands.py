@@ -1,7 +1,7 @@
 """OpenHands as an agent, as of version 1.58 of its SDK: its default agent with the tools of its command line (terminal,
-file editor, task list, sub-agents), and LiteLLM, which speaks chat completions. ``openhands_run.py`` starts it in the box
-and prints its messages. The command line itself (``openhands --headless``) takes twice the CPU time to start, is tied to
-an older SDK, and cannot be kept from what the work tree says.
+file editor, task list, sub-agents), and LiteLLM, which speaks chat completions. ``openhands_run.py`` starts it in the
+box and prints its messages. The command line itself (``openhands --headless``) takes twice the CPU time to start, needs
+an SDK from before 1.22, and always reads what the work tree says to agents.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from openhands.sdk.conversation.impl import local_conversation
 from openhands.sdk.conversation.response_utils import get_agent_final_response
 from openhands.sdk.event import AgentErrorEvent, ObservationEvent
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
-from openhands.sdk.llm import content_to_str, llm as calls
+from openhands.sdk.llm import content_to_str
+from openhands.sdk.llm import llm as calls
 from openhands.tools.preset.default import get_default_tools, register_builtins_agents
 
 _complete = calls.litellm_completion
@@ -54,7 +55,11 @@ def main() -> None:
     local_conversation.register_file_agents = lambda _: None
     register_builtins_agents(enable_browser=False)
     llm = LLM(
-        model=f"openai/{told['MODEL']}", max_output_tokens=int(told["MAX_TOKENS"]), timeout=None, usage_id="agent", **way
+        model=f"openai/{told['MODEL']}",
+        max_output_tokens=int(told["MAX_TOKENS"]),
+        timeout=None,
+        usage_id="agent",
+        **way,
     )
     agent = Agent(
         llm=llm,

@@ -66,7 +66,7 @@ class Program:
         return self.directory
 
     def python(self) -> str:
-        """Return the Python to install it with: this one, or else one on PATH or of pyenv's. Raises FileNotFoundError."""
+        """Return the Python to install it with: this one, or one on PATH or of pyenv's. Raises FileNotFoundError."""
         versions = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
         candidates = [os.path.realpath(sys.executable)]
         for version in self.pythons:

@@ -75,7 +75,7 @@ PLANTED = (
 
 @each
 async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> None:
-    """Text, thinking, a failing command, calls at once, and a result that the agent shortens; no word of the work tree's."""
+    """Text, thinking, a failing command, calls at once, a result that the agent shortens; no orders from the tree."""
     way = WAYS[name]
     replies = in_turn(
         "((Hm.))I look." + way.run("echo one; exit 3"),
@@ -176,18 +176,23 @@ async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: 
         stage.check(tmp_path, rows=2)
 
 
-async def test_codex_sums_up_when_its_window_is_full(task: Task, tmp_path: Path) -> None:
+# How each is asked for a summary, and the context in which it becomes full.
+SUMS_UP = {"codex": ("CONTEXT CHECKPOINT", 45_000), "openhands": ("context-aware state summary", 60_000)}
+
+
+@pytest.mark.parametrize("name", SUMS_UP)
+async def test_a_summary_when_the_context_is_full(name: str, task: Task, tmp_path: Path) -> None:
     """Three rows: until the summary, the summary, and what comes after it."""
     long = "yes 01234567890123456789012345678901234567890123456789 | head -100"
-    calls = [0]
+    way, (asks, size), calls = WAYS[name], SUMS_UP[name], [0]
 
     def replies(prompt: str) -> str:
         calls[0] += 1
-        if "CONTEXT CHECKPOINT" in prompt[-6000:]:
+        if asks in prompt and "All that was done." not in prompt:
             return "All that was done."
-        return f"Text.{WAYS['codex'].run(f'echo {calls[0]}; {long}')}" if calls[0] < 9 else "Done."
+        return f"Text.{way.run(f'echo {calls[0]}; {long}')}" if calls[0] < 9 else "Done."
 
-    async with agent_stage(Codex, scripted(replies), task, max_context=45_000) as stage:
+    async with agent_stage(way.kind, scripted(replies), task, max_context=size) as stage:
         run = await stage.play("MAIN: fix it")
         assert run.status is Status.FINISHED, run
         assert "All that was done." in stage.requests[-1].text()

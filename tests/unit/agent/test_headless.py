@@ -148,8 +148,8 @@ def test_what_agents_say_becomes_replies_and_ends() -> None:
 
 
 WORD = (
-    "type part item message error text tool_use tool_result assistant result user added role content tool_calls id name "
-    "input callID tool state status output function arguments exit item.completed turn.failed step_finish success "
+    "type part item message error text tool_use tool_result assistant result user added role content tool_calls id "
+    "name input callID tool state status output function arguments exit item.completed turn.failed step_finish success "
     "command_execution agent_message tool_id tool_name parameters"
 )
 WORDS = st.sampled_from(WORD.split()) | st.text(max_size=3)

@@ -6,6 +6,7 @@ an SDK from before 1.22, and always reads what the work tree says to agents.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -22,6 +23,10 @@ class OpenHands(Scripted):
         "openhands", "1.58.2", pip=("openhands-sdk", "openhands-tools"), pythons=("3.12", "3.13")
     )
     SCRIPT: ClassVar[Path] = Path(__file__).with_name("openhands_run.py")
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return what keeps its terminal's control sequences out of what commands print."""
+        return {".inputrc": b"set enable-bracketed-paste off\n"}
 
     def told(self, secret: str, base_url: str) -> dict[str, str]:
         """Return that it is to say nothing else, too."""

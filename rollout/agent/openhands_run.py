@@ -82,7 +82,7 @@ def main() -> None:
     words, code = get_agent_final_response(conversation.state.events), "Submitted" if status == "finished" else status
     if _errors:
         words, code = _errors[-1].detail, _errors[-1].code
-    _say(role="exit", content=words, exit_status="LimitsExceeded" if code == "MaxIterationsReached" else code)
+    _say(role="exit", content=words or code, exit_status="LimitsExceeded" if code == "MaxIterationsReached" else code)
     conversation.close()
 
 

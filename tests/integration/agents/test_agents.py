@@ -88,7 +88,7 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
             await stage.box.put(f"{WORKDIR}/{path}", b"---\nname: spy\ndescription: XYZZY\n---\nXYZZY")
         run = await stage.play("MAIN: fix it")
         assert (run.status, run.turns) == (Status.FINISHED, 4), run
-        assert not any("XYZZY" in request.text() for request in stage.requests)
+        assert not any(words in request.text() for request in stage.requests for words in ("XYZZY", "\\u001b"))
         stage.check(tmp_path, rows=1)
         said = stage.requests[-1].text()
         assert all(words in said for words in ("one", "two", "three", "0123456789"))
@@ -177,7 +177,7 @@ async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: 
 
 
 # How each is asked for a summary, and the context in which it becomes full.
-SUMS_UP = {"codex": ("CONTEXT CHECKPOINT", 45_000), "openhands": ("context-aware state summary", 60_000)}
+SUMS_UP = {"codex": ("CONTEXT CHECKPOINT", 45_000), "openhands": ("context-aware state summary", 45_000)}
 
 
 @pytest.mark.parametrize("name", SUMS_UP)

@@ -30,4 +30,4 @@ class OpenHands(Scripted):
 
     def told(self, secret: str, base_url: str) -> dict[str, str]:
         """Return that it is to say nothing else, too."""
-        return {**super().told(secret, base_url), "OPENHANDS_SUPPRESS_BANNER": "1", "LOG_LEVEL": "ERROR"}
+        return {**super().told(secret, base_url), "OPENHANDS_SUPPRESS_BANNER": "1"}

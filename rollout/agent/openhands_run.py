@@ -3,6 +3,7 @@ and prints each reply, each result and the end as a line of JSON.
 """
 
 import json
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -17,6 +18,7 @@ from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import content_to_str
 from openhands.sdk.llm import llm as calls
 from openhands.tools.preset.default import get_default_tools, register_builtins_agents
+from openhands.tools.terminal.terminal import factory
 
 _complete = calls.litellm_completion
 _errors: list[ConversationErrorEvent] = []
@@ -46,6 +48,7 @@ def _hear(event: Event) -> None:
 def main() -> None:
     """Work on the task."""
     task = sys.stdin.read()
+    logging.disable()
     told = {name: os.environ.pop(name) for name in ("MODEL", "MAX_TOKENS", "MAX_TURNS")}
     # Commands of the policy get neither the session's secret nor its address.
     way = {"api_key": os.environ.pop("OPENAI_API_KEY"), "base_url": os.environ.pop("OPENAI_API_BASE")}
@@ -53,6 +56,7 @@ def main() -> None:
     # It has no setting that keeps it from plug-ins and sub-agents of the work tree.
     local_conversation.load_available_plugins = lambda **_: {}
     local_conversation.register_file_agents = lambda _: None
+    factory._is_tmux_available = lambda: False  # so that its terminal is the same in every box
     register_builtins_agents(enable_browser=False)
     llm = LLM(
         model=f"openai/{told['MODEL']}",

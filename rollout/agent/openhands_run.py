@@ -18,7 +18,6 @@ from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import content_to_str
 from openhands.sdk.llm import llm as calls
 from openhands.tools.preset.default import get_default_tools, register_builtins_agents
-from openhands.tools.terminal.terminal import factory
 
 _complete = calls.litellm_completion
 _errors: list[ConversationErrorEvent] = []
@@ -56,7 +55,6 @@ def main() -> None:
     # It has no setting that keeps it from plug-ins and sub-agents of the work tree.
     local_conversation.load_available_plugins = lambda **_: {}
     local_conversation.register_file_agents = lambda _: None
-    factory._is_tmux_available = lambda: False  # so that its terminal is the same in every box
     register_builtins_agents(enable_browser=False)
     llm = LLM(
         model=f"openai/{told['MODEL']}",

@@ -5,3 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v npm >/dev/null || .ci/install npm
 .venv/bin/python -m rl.agents install codex opencode qwen_code mini_swe_agent gemini_cli >/dev/null
+.venv/bin/python -m rl.agents install openhands >/dev/null || true # its tests are skipped where it finds no Python

@@ -28,6 +28,7 @@ from rollout.agent.gemini_cli import GeminiCli
 from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.mix import Mix
 from rollout.agent.opencode import OpenCode
+from rollout.agent.openhands import OpenHands
 from rollout.agent.qwen_code import QwenCode
 from rollout.episode import Boot, Setup
 from rollout.proxy.chat import ChatEndpoint
@@ -47,12 +48,13 @@ AGENTS: dict[str, Callable[..., Agent]] = {
     "opencode": OpenCode.of,
     "qwen_code": QwenCode.of,
     "mini_swe_agent": MiniSweAgent.of,
+    "openhands": OpenHands.of,
     "gemini_cli": GeminiCli.of,
     "command": CommandAgent.of,
 }
 
 # The agents whose programs have to be installed (``rl.agents``).
-INSTALLED = (Codex, OpenCode, QwenCode, MiniSweAgent, GeminiCli)
+INSTALLED = (Codex, OpenCode, QwenCode, MiniSweAgent, OpenHands, GeminiCli)
 
 # By protocol, the class that speaks it with an endpoint that calls are forwarded to.
 ENDPOINTS: dict[str, type[SideEndpoint]] = {"messages": SideEndpoint, "chat": ChatEndpoint}

@@ -7,14 +7,18 @@ read. The helpers below make such events.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from rollout import storable
+import msgspec
+
+from rollout import POLICY_MODEL, storable
 from rollout.agent import AgentRun, outcome
-from rollout.agent.events import blocks, message_id, reply_of
+from rollout.agent.events import blocks, message_id, read, reply_of
 from rollout.agent.forward import BASE_URL, SOCKET, program
 from rollout.agent.programs import Program
 from rollout.sandbox import ExecResult
@@ -107,6 +111,59 @@ class Headless:
     def events(self, done: ExecResult) -> Iterable[Event]:
         """Yield the run's events in the form of Claude Code's. Raises nothing, whatever the output is."""
         raise NotImplementedError
+
+
+class Scripted(Headless):
+    """A Scripted is an agent written in Python, which a program of ours (SCRIPT) starts in the box, by the Python that
+    it is installed in. That prints what the agent adds to its messages."""
+
+    SCRIPT: ClassVar[Path]
+
+    @property
+    def programs(self) -> Sequence[Path]:
+        """Return what starts it, too, and its Python, if that is not the one in use, which boxes have."""
+        return (*super().programs, self.SCRIPT, *(base for base in self.covers if base != Path(sys.base_prefix)))
+
+    @property
+    def covers(self) -> Mapping[Path, str]:
+        """Return the Python that it was installed with, if that is in a directory of its own: images lack it."""
+        base = Path(self.started()[0]).resolve().parents[1]
+        return {} if base in (Path("/usr"), Path("/usr/local")) else {base: str(base)}
+
+    def command(self, home: str) -> list[str]:
+        """Return its command line; the prompt is read from standard input. Python takes nothing from the work tree."""
+        return [*self.started(), "-I", str(self.SCRIPT)]
+
+    def told(self, secret: str, base_url: str) -> dict[str, str]:
+        """Return where the session is, and the limits."""
+        return {
+            "OPENAI_API_KEY": secret,
+            "OPENAI_API_BASE": f"{base_url}/v1",
+            "MODEL": POLICY_MODEL,
+            "MAX_TOKENS": str(self.max_tokens),
+            "MAX_TURNS": str(self.max_turns),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched
+            "LITELLM_TELEMETRY": "False",
+        }
+
+    def events(self, done: ExecResult) -> Iterator[Event]:
+        """Yield its messages."""
+        for event in read(done.stdout):
+            message = event.get("added")
+            kind, content = at(message, "role"), at(message, "content")
+            if kind == "assistant":
+                said = [text(content)] if content else []
+                for one in listed(at(message, "tool_calls")):
+                    asked = at(one, "function", "arguments")
+                    with contextlib.suppress(ValueError, RecursionError):
+                        asked = msgspec.json.decode(asked if isinstance(asked, str) else "null")
+                    said.append(call(at(one, "id"), at(one, "function", "name"), asked))
+                yield assistant(said, at(message, "id"))
+            elif kind == "tool":
+                yield results((at(message, "tool_call_id"), content, at(message, "returncode") != 0))
+            elif kind == "exit":
+                status = at(message, "exit_status")
+                yield ended(content, failed=status != "Submitted", turned=status == "LimitsExceeded")
 
 
 def assistant(said: Sequence[Event], reply: object = None) -> Event:

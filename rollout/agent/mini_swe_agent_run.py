@@ -17,7 +17,7 @@ from minisweagent.models.utils.actions_toolcall import BASH_TOOL
 
 
 def _say(message: dict) -> None:
-    print("\n" + json.dumps({"mini": message}), flush=True)
+    print("\n" + json.dumps({"added": message}), flush=True)
 
 
 class Refused(Exception):

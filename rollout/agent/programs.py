@@ -6,6 +6,7 @@ installed in a box, and what its image has does not matter.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -28,6 +29,7 @@ NODE_PROGRAM = f"node_modules/node-linux-{MACHINE}/bin/node"
 
 _CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints"
 _TOLD = "import importlib.metadata; print(importlib.metadata.version({!r}))"
+_WHICH = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Program:
     npm: tuple[str, ...] = ()
     pip: tuple[str, ...] = ()
     main: tuple[str, ...] = ("bin/python",)
+    pythons: tuple[str, ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -62,6 +65,20 @@ class Program:
             raise FileNotFoundError(f"{self.name} {self.version} is not installed: {command}")
         return self.directory
 
+    def python(self) -> str:
+        """Return the Python to install it with: this one, or one on PATH or of pyenv's. Raises FileNotFoundError."""
+        versions = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
+        candidates = [os.path.realpath(sys.executable)]
+        for version in self.pythons:
+            candidates += [f"python{version}", *map(str, sorted(versions.glob(f"{version}*/bin/python{version}")))]
+        for one in candidates:
+            # A program of that name may refuse to run (pyenv's do).
+            with contextlib.suppress(OSError, RuntimeError):
+                if _run([one, "-c", _WHICH], "/").strip() in self.pythons or not self.pythons:
+                    return one
+        wanted = " or ".join(self.pythons)
+        raise FileNotFoundError(f"it needs Python {wanted} with venv: install one of them, on PATH or with pyenv")
+
     def install(self) -> None:
         """Install it in one step, and see that it starts. Raises RuntimeError or OSError if that does not work."""
         with tempfile.TemporaryDirectory() as home, making(self.directory, overwrite=True) as new:
@@ -70,7 +87,7 @@ class Program:
                 options = ["--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--no-package-lock"]
                 _run([_path("npm"), "install", *options, "--prefix", str(new), *self.npm], home)
             else:
-                _run([os.path.realpath(sys.executable), "-m", "venv", str(new)], home)
+                _run([self.python(), "-m", "venv", str(new)], home)
                 pip = [str(new / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
                 _run([*pip, "-c", str(_CONSTRAINTS / f"{self.name}.txt"), *self.pip], home)
             ask = ["--version"] if self.npm else ["-c", _TOLD.format(self.pip[0])]

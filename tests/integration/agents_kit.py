@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rewards.task import Task
 from rollout.agent.headless import Headless
 from rollout.proxy.server import ProxyServer
@@ -19,7 +21,7 @@ from rollout.sandbox import Sandbox
 from rollout.sandbox.local.box import boot_local
 from tests.integration.claude_kit import Listener, Stage
 from tests.kit import char_policy
-from tests.lacks import lacks
+from tests.lacks import LACKS, lacks
 
 
 @contextlib.asynccontextmanager
@@ -38,6 +40,10 @@ async def agent_stage(
     ``settings``: the agent's. ``boot``: another kind's.
     """
     if kind.PROGRAM and not kind.PROGRAM.directory.is_dir():
+        try:
+            kind.PROGRAM.python()
+        except FileNotFoundError as error:
+            pytest.skip(f"{LACKS}{kind.PROGRAM.name}: {error}")  # in continuous integration, too
         lacks(f"{kind.PROGRAM.name} {kind.PROGRAM.version}: python -m rl.agents install {kind.PROGRAM.name}")
     agent = kind.of(**{"timeout_s": 600.0, "max_tokens": 2000, "max_context": min(max_context, 10**6), **settings})
     listener = Listener()

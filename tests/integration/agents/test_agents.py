@@ -21,8 +21,9 @@ from rollout.agent.gemini_cli import GeminiCli
 from rollout.agent.headless import Headless
 from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
+from rollout.agent.openhands import OpenHands
 from rollout.agent.qwen_code import QwenCode
-from rollout.sandbox import Sandbox
+from rollout.sandbox import WORKDIR, Sandbox
 from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.sealing import Source
 from tests.docker_kit import base_image
@@ -57,6 +58,7 @@ class Way:
 
 WAYS = {
     "mini_swe_agent": Way(MiniSweAgent, bash, bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")),
+    "openhands": Way(OpenHands, lambda command: call("terminal", command=command)),
     "opencode": Way(OpenCode, lambda command: call("bash", command=command, description="Runs it")),
     "qwen_code": Way(QwenCode, lambda command: call("run_shell_command", command=command, is_background=False)),
     "codex": Way(Codex, lambda command: call("exec_command", cmd=command)),
@@ -64,10 +66,16 @@ WAYS = {
 }
 each = pytest.mark.parametrize("name", WAYS)
 
+# What agents could take from a work tree.
+PLANTED = (
+    "AGENTS.md", "CLAUDE.md", "GEMINI.md", "QWEN.md", ".agents/agents/spy.md", ".openhands/agents/spy.md",
+    ".openhands/microagents/repo.md", ".openhands/plugins/spy/skills/spy/SKILL.md", ".opencode/agent/spy.md",
+)  # fmt: skip
+
 
 @each
 async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> None:
-    """Text, thinking, a failing command, calls at once, and a result that the agent shortens."""
+    """Text, thinking, a failing command, calls at once, a result that the agent shortens; no orders from the tree."""
     way = WAYS[name]
     replies = in_turn(
         "((Hm.))I look." + way.run("echo one; exit 3"),
@@ -76,8 +84,11 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
         way.end,
     )
     async with agent_stage(way.kind, scripted(replies), task, **way.settings) as stage:
+        for path in PLANTED:
+            await stage.box.put(f"{WORKDIR}/{path}", b"---\nname: spy\ndescription: XYZZY\n---\nXYZZY")
         run = await stage.play("MAIN: fix it")
         assert (run.status, run.turns) == (Status.FINISHED, 4), run
+        assert not any(words in request.text() for request in stage.requests for words in ("XYZZY", "\\u001b"))
         stage.check(tmp_path, rows=1)
         said = stage.requests[-1].text()
         assert all(words in said for words in ("one", "two", "three", "0123456789"))
@@ -146,6 +157,7 @@ def spawning(prompt: str) -> str:
 
 
 SUBS: dict[str, Script] = {
+    "openhands": in_turn(call("task", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
     "opencode": in_turn(call("task", description="d", prompt="SUB: look", subagent_type="general"), "Done."),
     "qwen_code": in_turn(call("agent", description="d", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
     "codex": spawning,
@@ -164,18 +176,23 @@ async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: 
         stage.check(tmp_path, rows=2)
 
 
-async def test_codex_sums_up_when_its_window_is_full(task: Task, tmp_path: Path) -> None:
+# How each is asked for a summary, and the context in which it becomes full.
+SUMS_UP = {"codex": ("CONTEXT CHECKPOINT", 45_000), "openhands": ("context-aware state summary", 45_000)}
+
+
+@pytest.mark.parametrize("name", SUMS_UP)
+async def test_a_summary_when_the_context_is_full(name: str, task: Task, tmp_path: Path) -> None:
     """Three rows: until the summary, the summary, and what comes after it."""
     long = "yes 01234567890123456789012345678901234567890123456789 | head -100"
-    calls = [0]
+    way, (asks, size), calls = WAYS[name], SUMS_UP[name], [0]
 
     def replies(prompt: str) -> str:
         calls[0] += 1
-        if "CONTEXT CHECKPOINT" in prompt[-6000:]:
+        if asks in prompt and "All that was done." not in prompt:
             return "All that was done."
-        return f"Text.{WAYS['codex'].run(f'echo {calls[0]}; {long}')}" if calls[0] < 9 else "Done."
+        return f"Text.{way.run(f'echo {calls[0]}; {long}')}" if calls[0] < 9 else "Done."
 
-    async with agent_stage(Codex, scripted(replies), task, max_context=45_000) as stage:
+    async with agent_stage(way.kind, scripted(replies), task, max_context=size) as stage:
         run = await stage.play("MAIN: fix it")
         assert run.status is Status.FINISHED, run
         assert "All that was done." in stage.requests[-1].text()

@@ -5,6 +5,8 @@ which may be hostile, is read, and what a missing program says.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from rollout.agent.events import reply_of
 from rollout.agent.headless import Headless
 from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
+from rollout.agent.programs import Program
 from rollout.sandbox import ExecResult
 
 KINDS = {kind.__name__: kind for kind in INSTALLED}
@@ -84,6 +87,20 @@ def test_the_command_lists_what_there_is_and_refuses_what_is_not(
     assert main() == 2 and "there is no agent unheard" in capsys.readouterr().err
 
 
+def test_a_python_is_looked_for_where_one_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one in use, on PATH (where pyenv's refuse to run), among pyenv's versions."""
+    for place, does in (("bin", "exit 127"), ("versions/3.98.1/bin", "echo 3.98")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "python3.98").write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / place / "python3.98").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert Program("x", "1", pythons=("3.98",)).python() == str(tmp_path / "versions/3.98.1/bin/python3.98")
+    assert Program("x", "1").python() == os.path.realpath(sys.executable)
+    with pytest.raises(FileNotFoundError, match=r"it needs Python 3\.97 or 3\.99 with venv: install one"):
+        Program("x", "1", pythons=("3.97", "3.99")).python()
+
+
 def test_any_command_has_its_words_replaced(tmp_path: Path) -> None:
     config = compose(["agent=command", "agent.command=[run,'{base_url}/v1','{home}','{max_tokens}','{secret}']"])
     agent: Any = agent_from(config, 64, 4096)
@@ -119,7 +136,7 @@ def test_what_agents_say_becomes_replies_and_ends() -> None:
     assert (run.status, run.detail, run.replies) == (Status.FINISHED, "Done.", None)
     failed = {"type": "turn.failed", "error": {"message": "no"}}
     assert made(Codex.__name__).result(done(failed, returncode=1), 1).status is Status.ERROR
-    stopped = {"mini": {"role": "exit", "content": "LimitsExceeded", "exit_status": "LimitsExceeded"}}
+    stopped = {"added": {"role": "exit", "content": "LimitsExceeded", "exit_status": "LimitsExceeded"}}
     mini = made(MiniSweAgent.__name__)
     assert (mini.result(done(stopped), 3).status, mini.result(done(stopped), 2).status) == (
         Status.MAX_TURNS,
@@ -131,8 +148,8 @@ def test_what_agents_say_becomes_replies_and_ends() -> None:
 
 
 WORD = (
-    "type part item message error text tool_use tool_result assistant result user mini role content tool_calls id name "
-    "input callID tool state status output function arguments exit item.completed turn.failed step_finish success "
+    "type part item message error text tool_use tool_result assistant result user added role content tool_calls id "
+    "name input callID tool state status output function arguments exit item.completed turn.failed step_finish success "
     "command_execution agent_message tool_id tool_name parameters"
 )
 WORDS = st.sampled_from(WORD.split()) | st.text(max_size=3)

@@ -1,0 +1,448 @@
+"""Boxes that are pods: one container for programs, and one that keeps the box's files. See the package's README."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import io
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from kubernetes_boxes import stages
+from kubernetes_boxes.cluster import Cluster, Stream
+from kubernetes_boxes.tree import Part, PodTree
+from rollout.files import replacing
+from rollout.sandbox import HOME, PATCH_CAP, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, failed, infrastructure
+from rollout.sandbox import files as box_files
+from rollout.sandbox import sealing
+from rollout.sandbox.base import BaseSandbox, mounts_of
+from rollout.sandbox.directory import ulimits
+from rollout.sandbox.ignored import IgnoredPaths
+from rollout.sandbox.process import Command, Output
+from rollout.sandbox.sealing import Source
+from rollout.sandbox.treediff import Directory, Origin, patch_between
+
+_GONE = 0xFFFFFFFF  # see relay.c
+_KILLED = 137
+_GRACE_S = 10.0
+_KILLS = 3
+_PULL_FAILED = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_START_FAILED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_SHARED = {"tree": WORKDIR, "home": HOME, "tmp": TMPDIR}
+_RELAY = Path(__file__).with_name("relay.c")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pods:
+    """Pods says how pods are made: in which cluster, and what its administrators want of them.
+
+    kubeconfig, context: see `Cluster.connect`. requests: what a node must have free for a box ({"cpu", "memory"}).
+    more: fields of every pod's spec (nodeSelector, tolerations, imagePullSecrets, runtimeClassName). lifetime_s: when a
+    pod is ended, whatever it does. boot_s: how long a pod may wait for a node.
+    """
+
+    namespace: str
+    kubeconfig: str | None = None
+    context: str | None = None
+    requests: Mapping[str, str] | None = None
+    more: Mapping[str, Any] | None = None
+    lifetime_s: int = 14400
+    boot_s: float = 600.0
+
+
+_reaped: set[tuple[int, str]] = set()
+
+
+@infrastructure("boot_failed")
+async def boot_pod(
+    source: Source,
+    pods: Pods,
+    *,
+    snapshot: Path | None = None,
+    limits: Limits = Limits(),  # noqa: B008  frozen
+    binds: Mapping[Path, str] | None = None,
+    socket_dir: Path | None = None,
+    run: str = "",
+) -> PodSandbox:
+    """Return a fresh sandbox on the image of `source`, which a node pulls, or on a copy of a snapshot in that image.
+
+    binds: path on the nodes -> path inside, read-only. The other parameters are those of all kinds. The caller closes
+    the sandbox. Raises SandboxError: no_engine, missing_image, missing_snapshot, seal_failed, boot_failed.
+    """
+    mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
+    sockets = mounts.pop()[0] if socket_dir else None
+    cluster = await Cluster.connect(pods.kubeconfig, pods.context, pods.namespace)
+    name = ""
+    try:
+        if (os.getpid(), pods.namespace) not in _reaped:
+            _reaped.add((os.getpid(), pods.namespace))
+            await cluster.reap()
+        name = await cluster.create(run, _spec(source.image, pods, limits, mounts, sockets))
+        await _until_running(cluster, name, pods.boot_s)
+        box = PodSandbox(cluster, name, limits, snapshot, sockets)
+        await box.fill(source)
+        return box
+    except BaseException:
+        with contextlib.suppress(SandboxError):
+            if name:
+                await asyncio.shield(cluster.delete(name))
+        await cluster.close()
+        raise
+
+
+def _spec(
+    image: str, pods: Pods, limits: Limits, mounts: list[tuple[Path, str]], sockets: Path | None
+) -> dict[str, Any]:
+    """Return the spec of a box's pod."""
+    # A directory of the box's own volume at each place; what is below another one is mounted after it.
+    own = [{"name": "box", "mountPath": place, "subPath": name} for name, place in _SHARED.items()]
+    own.append({"name": "box", "mountPath": "/kept", "subPath": "kept", "readOnly": True})
+    if sockets is not None:
+        own.append({"name": "box", "mountPath": str(sockets), "subPath": "sockets", "readOnly": True})
+    shown = [{"name": f"host-{i}", "mountPath": inside, "readOnly": True} for i, (_, inside) in enumerate(mounts)]
+    volumes = [{"name": f"host-{i}", "hostPath": {"path": str(path)}} for i, (path, _) in enumerate(mounts)]
+    disk = str(limits.disk_bytes)
+    most = {"memory": str(limits.memory_bytes), "cpu": f"{int(limits.cpus * 1000)}m", "ephemeral-storage": disk}
+    locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    trusted = {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]}  # the box's files belong to its user
+    box = {
+        "name": "box",
+        "image": image,
+        "command": ["bash", "-c", stages.FIRST],
+        "workingDir": "/",
+        "securityContext": locked,
+        "resources": {"limits": most, "requests": {"ephemeral-storage": "0", **(pods.requests or {})}},
+        "volumeMounts": own + shown,
+    }
+    keeper = {
+        "name": "keeper",
+        "image": image,
+        "command": ["bash", "-c", stages.KEEP],
+        "workingDir": "/",
+        "securityContext": {**locked, "capabilities": trusted, "runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False},
+        "resources": {"limits": {"memory": "512Mi", "cpu": "1"}, "requests": {"memory": "32Mi", "cpu": "10m"}},
+        "volumeMounts": [{"name": "box", "mountPath": "/box"}],
+    }
+    return {
+        **(pods.more or {}),
+        "restartPolicy": "Never",
+        "hostname": "sandbox",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "dnsPolicy": "None",
+        "dnsConfig": {"nameservers": ["127.0.0.1"]},
+        "terminationGracePeriodSeconds": 0,
+        "activeDeadlineSeconds": pods.lifetime_s,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [box, keeper],
+        "volumes": [{"name": "box", "emptyDir": {"sizeLimit": disk}}, *volumes],
+    }
+
+
+async def _until_running(cluster: Cluster, name: str, boot_s: float) -> None:
+    """Wait for both containers. Raises SandboxError missing_image or boot_failed."""
+    end, pause = time.monotonic() + boot_s, 0.1
+    while True:
+        pod = await cluster.pod(name)
+        if pod is None or pod.status.phase == "Failed":
+            raise SandboxError("boot_failed", f"the pod is gone: {pod and pod.status.message}")
+        states = [one.state for one in pod.status.container_statuses or []]
+        if len(states) == 2 and all(state.running for state in states):
+            return
+        for waiting in filter(None, (state.waiting for state in states)):
+            if waiting.reason in _PULL_FAILED:
+                raise failed("missing_image", f"{waiting.reason}: {waiting.message}")
+            if waiting.reason in _START_FAILED:
+                raise failed("boot_failed", f"{waiting.reason}: {waiting.message}")
+        if any(state.terminated for state in states):
+            raise SandboxError("boot_failed", f"a container has ended: {states}")
+        if time.monotonic() > end:
+            said = [one.message for one in pod.status.conditions or [] if one.message]
+            raise SandboxError("boot_failed", f"no node takes the pod within {boot_s:g} s: {'; '.join(said)}")
+        await asyncio.sleep(pause)
+        pause = min(1.0, pause * 1.3)
+
+
+class PodSandbox(BaseSandbox):
+    """This sandbox is a pod; see `boot_pod`."""
+
+    relays = True
+
+    def __init__(
+        self, cluster: Cluster, name: str, limits: Limits, snapshot: Path | None, sockets: Path | None
+    ) -> None:
+        super().__init__(WORKDIR, HOME, TMPDIR, in_turn=True)
+        self.name, self._cluster, self._snapshot, self._sockets = name, cluster, snapshot, sockets
+        self._stage = ulimits(limits, processes=False) + stages.RUN
+        self._owner = "0:0"
+        self._relays: dict[Path, asyncio.Task[None]] = {}
+        self._ended = False  # its container for programs has ended, or does not end its programs
+
+    async def fill(self, source: Source) -> None:
+        """Give the box its files. Raises SandboxError."""
+        code, said, error = await self._cluster.call(self.name, "box", ["bash", "-c", "echo $(id -u):$(id -g)"])
+        if code:
+            raise failed("boot_failed", error.decode(errors="replace"))
+        self._owner = said.decode().strip()
+        archive = await asyncio.to_thread(_packed, self._snapshot, self._sockets is not None)
+        patch, work, more = b"", "", list[str]()
+        if self._snapshot is None:
+            sealing.check_source(source)
+            patch, work, more = source.setup_patch.encode(), source.workdir, [source.base_commit, *source.hide]
+            if outside := [path for path in source.hide if path.startswith("/")]:
+                raise SandboxError("seal_failed", f"{source.image}: boxes in pods cannot hide {outside}")
+        words = [str(len(archive)), str(len(patch)), self._owner, work, *more]
+        code, out, error = await self._keeper(stages.SETUP, *words, stdin=archive + patch)
+        if work:
+            sealing.judged(source, code, out.decode(errors="replace"), error.decode(errors="replace"))
+        if code:
+            raise failed("boot_failed", f"setting up: {error.decode(errors='replace').strip()[-500:]}")
+
+    # --- files
+
+    async def write_file(self, base: str, relative: PurePosixPath, data: bytes) -> None:
+        """Write a file; see `BaseSandbox.write_file`."""
+        words = [str(len(data)), relative.name, self._at(base), self._owner, *relative.parts[:-1]]
+        code, _, error = await self._keeper(stages.PUT, *words, stdin=data)
+        if code:
+            raise failed("put_failed", f"{base}/{relative}: {error.decode(errors='replace').strip() or 'no directory'}")
+
+    async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
+        """Read a file; see `BaseSandbox.read_file`."""
+        code, out, error = await self._keeper(stages.GET, relative.name, self._at(base), "", *relative.parts[:-1])
+        if code == 3:
+            raise FileNotFoundError(f"no regular file at {base}/{relative}")
+        if code:
+            raise failed("get_failed", error.decode(errors="replace"))
+        return out
+
+    async def changes(self) -> bytes:
+        """End all programs, and compare what the keeper sees with what the box had at first."""
+        await self._kill()
+        new = PodTree(await self._script(stages.LIST, "/box/tree"))
+        old: Origin = Directory(os.fsencode(self._snapshot)) if self._snapshot else await self._sealed(new)
+        gone = old.files.keys() - new.files.keys()
+        with tempfile.TemporaryDirectory(prefix="diff-") as name, IgnoredPaths(old, Path(name)) as ignored:
+            await new.fetch(self._script, stages.PACK, "/box/tree", new.within(old.files, ignored, PATCH_CAP))
+            paths = new.changed | gone
+            return await asyncio.to_thread(
+                patch_between, Part(old, paths), Part(new, paths), Path(name, "patch"), PATCH_CAP, ignored
+            )
+
+    async def _sealed(self, new: PodTree) -> Origin:
+        """Return the sealed work tree, with the contents of what has changed, of rules, and of git's index."""
+        old = PodTree(await self._script(stages.LIST, "/box/kept/old"))
+        rules = {path for path in old.files if os.path.basename(path) == b".gitignore"}
+        paths = old.files.keys() & new.changed | old.files.keys() - new.files.keys() | rules
+        await old.fetch(self._script, stages.PACK, "/box/kept/old", paths)
+        code, index, _ = await self._keeper(stages.GET, "index", "/box/kept/old", "", ".git")
+        old.index = lambda: None if code else index  # type: ignore[attr-defined]
+        return old  # type: ignore[return-value]
+
+    def _at(self, base: str) -> str:
+        return next(f"/box/{name}" for name, place in _SHARED.items() if place == base)
+
+    async def _keeper(self, script: str, *words: str, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
+        return await self._cluster.call(self.name, "keeper", ["bash", "-c", script, "keeper", *words], stdin)
+
+    async def _script(self, script: str, *words: str, stdin: bytes = b"") -> bytes:
+        code, out, error = await self._keeper(script, *words, stdin=stdin)
+        if code:
+            raise failed("diff_failed", error.decode(errors="replace").strip()[-500:])
+        return out
+
+    # --- programs
+
+    async def run_program(self, command: Command) -> ExecResult:
+        """Run one program in the pod; see `BaseSandbox.run_program`."""
+        started, output = time.monotonic(), Output(command.output_cap)
+        if self._ended:
+            return output.result(_KILLED, False, started)
+        await self._let_in()
+        variables = [f"{key}={value}" for key, value in command.env.items()]
+        words = b"".join(os.fsencode(word) + b"\0" for word in (self.workdir, *variables, *command.argv))
+        sizes = [str(len(words)), str(len(command.stdin)), str(len(variables))]
+        stream = await self._cluster.start(self.name, "box", ["bash", "-c", self._stage, "bash", *sizes])
+        sending = asyncio.ensure_future(stream.send(words + command.stdin))
+        receiving = asyncio.ensure_future(_take(stream, output))
+        ends = {receiving, command.stop, *self._relays.values()}
+        try:
+            left = started + command.timeout_s - time.monotonic()
+            await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            late = not any(end.done() for end in ends)
+            for _ in range(_KILLS):
+                if receiving.done():
+                    break
+                await self._kill()
+                await asyncio.wait({receiving}, timeout=_GRACE_S)
+            self._ended = not receiving.done()  # it fights its end; nothing more is run in it
+        finally:
+            sending.cancel()
+            receiving.cancel()
+            await stream.close()
+        for path, relay in self._relays.items():
+            if relay.done():
+                raise SandboxError("exec_failed", f"the stream of {path.name} broke: {relay.exception() or 'ended'}")
+        if late:
+            return output.result(None, True, started)
+        return output.result(await self._code(stream), False, started)
+
+    async def _code(self, stream: Stream) -> int:
+        """Return the exit code of a program that has ended; raise SandboxError if its box has ended from outside."""
+        problem: SandboxError | None = None
+        try:
+            if (code := stream.status()) != _KILLED:
+                return code
+        except SandboxError as error:
+            problem = error
+        pod = await self._cluster.pod(self.name)
+        if pod is None or pod.status.phase in ("Failed", "Unknown"):
+            raise SandboxError("box_killed", f"its pod is gone: {pod and (pod.status.reason or pod.status.message)}")
+        for one in pod.status.container_statuses or []:
+            if one.name == "box" and one.state.terminated:  # by its own programs, or because they had no memory left
+                self._ended = True
+                return _KILLED
+        if problem is not None and not self._ended:
+            raise problem
+        return _KILLED
+
+    async def _kill(self) -> None:
+        """End every program in the box, if it lets us."""
+        with contextlib.suppress(SandboxError, TimeoutError):
+            await asyncio.wait_for(self._cluster.call(self.name, "box", ["bash", "-c", stages.KILL]), _GRACE_S)
+
+    # --- the session
+
+    async def _let_in(self) -> None:
+        """Show the box the sockets that its directory has by now."""
+        for path in self._sockets.iterdir() if self._sockets is not None else ():
+            if path.is_socket() and path not in self._relays:
+                command = ["/box/kept/relay", f"/box/sockets/{path.name}"]
+                stream = await self._cluster.start(self.name, "keeper", command)
+                ready = asyncio.get_running_loop().create_future()
+                self._relays[path] = asyncio.ensure_future(_relay(stream, path, ready))
+                await asyncio.wait({ready, self._relays[path]}, return_when=asyncio.FIRST_COMPLETED)
+
+    async def remove(self) -> None:
+        """Delete the pod; if that fails, another process will."""
+        for relay in self._relays.values():
+            relay.cancel()
+        await asyncio.gather(*self._relays.values(), return_exceptions=True)
+        for pause in (0.5, 2.0, 0.0):
+            try:
+                await self._cluster.delete(self.name)
+                break
+            except SandboxError as error:
+                logger.warning("removing a pod: %s", error)
+                await asyncio.sleep(pause)
+        await self._cluster.close()
+
+
+async def _take(stream: Stream, output: Output) -> None:
+    async for channel, data in stream:
+        output.take(channel, data)
+
+
+async def _relay(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None:
+    """Carry the connections of a pod's socket to one here until the stream ends; see relay.c."""
+    writers: dict[int, asyncio.StreamWriter] = {}
+    tasks: set[asyncio.Task[None]] = set()
+    lock = asyncio.Lock()
+
+    async def tell(number: int, data: bytes, size: int | None = None) -> None:
+        async with lock:  # a frame is in one piece
+            await stream.send(struct.pack("!II", number, len(data) if size is None else size) + data)
+
+    async def answer(number: int, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 15):
+                await tell(number, data)
+        await tell(number, b"")
+
+    try:
+        async for number, size, data in _frames(stream):
+            if number == 0:
+                ready.set_result(None)
+                continue
+            if size == _GONE:
+                if number in writers:
+                    writers.pop(number).close()
+                continue
+            if number not in writers and size:
+                try:
+                    reader, writers[number] = await asyncio.open_unix_connection(str(path))
+                except OSError:  # the session is closed
+                    await tell(number, b"", _GONE)
+                    continue
+                tasks.add(task := asyncio.ensure_future(answer(number, reader)))
+                task.add_done_callback(tasks.discard)
+            if (writer := writers.get(number)) is not None:
+                with contextlib.suppress(OSError):
+                    writer.write(data) if size else writer.write_eof()
+                    await writer.drain()
+    finally:
+        for task in tasks:
+            task.cancel()
+        for writer in writers.values():
+            writer.close()
+        await stream.close()
+
+
+async def _frames(stream: Stream) -> Any:
+    """Yield (number of the connection, size, data) as a relay sends them."""
+    held = bytearray()
+    async for channel, data in stream:
+        held += data if channel == 1 else b""
+        while len(held) >= 8:
+            number, size = struct.unpack_from("!II", held)
+            length = 0 if size == _GONE else size
+            if len(held) < 8 + length:
+                break
+            yield number, size, bytes(held[8 : 8 + length])
+            del held[: 8 + length]
+
+
+def _packed(snapshot: Path | None, relay: bool) -> bytes:
+    """Return the archive that a box is set up from."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
+        if snapshot is not None:
+            tar.add(snapshot, "tree", filter=box_files.unowned)
+        else:
+            member = tarfile.TarInfo("kept/seal.sh")
+            member.size = len(sealing.SCRIPT.encode())
+            tar.addfile(member, io.BytesIO(sealing.SCRIPT.encode()))
+        if relay:
+            tar.add(_relay_program(), "kept/relay", filter=box_files.unowned)
+    return buffer.getvalue()
+
+
+@functools.cache
+def _relay_program() -> Path:
+    """Return the relay, which is built if this machine has none yet. Raises SandboxError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "claude-code-rl", "kubernetes")
+    path = cache / f"relay-{hashlib.sha256(_RELAY.read_bytes()).hexdigest()[:12]}"
+    if path.exists():
+        return path
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        raise SandboxError("boot_failed", "boxes in pods need a C compiler, once: install gcc and libc6-dev")
+    cache.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new:
+        done = subprocess.run([compiler, "-static", "-Os", "-s", "-o", str(new), str(_RELAY)], capture_output=True)
+        if done.returncode:
+            raise SandboxError("boot_failed", f"relay.c: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    return path

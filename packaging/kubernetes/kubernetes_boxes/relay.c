@@ -1,0 +1,121 @@
+/* relay SOCKET
+
+Listen on a unix socket, and carry its connections over this program's input and output: frames of a connection's number,
+a length (both 32 bits, big-endian) and so many bytes. Length 0 ends one direction of a connection, GONE both. The program
+ends with its input. */
+
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define MOST 128
+#define GONE 0xffffffffu
+
+static struct pollfd ends[MOST + 2]; /* 0: input, 1: the listener, from 2 on: connections */
+static uint32_t numbers[MOST + 2], last; /* none is used twice: the other side may still speak of one that is gone */
+
+static int put(int to, const char *data, size_t size) {
+    while (size > 0) {
+        ssize_t done = write(to, data, size);
+        if (done < 0 && errno != EINTR)
+            return 0;
+        if (done > 0)
+            data += done, size -= done;
+    }
+    return 1;
+}
+
+static int get(char *data, size_t size) {
+    while (size > 0) {
+        ssize_t done = read(0, data, size);
+        if (done == 0 || (done < 0 && errno != EINTR))
+            return 0;
+        if (done > 0)
+            data += done, size -= done;
+    }
+    return 1;
+}
+
+static void tell(uint32_t number, uint32_t size, const char *data) {
+    uint32_t head[2] = {htonl(number), htonl(size)};
+    if (!put(1, (char *)head, sizeof head) || (size != GONE && !put(1, data, size)))
+        _exit(1);
+}
+
+static void drop(int i) {
+    close(ends[i].fd);
+    ends[i].fd = -1;
+}
+
+int main(int count, char **words) {
+    static char data[1 << 16];
+    struct sockaddr_un here = {.sun_family = AF_UNIX};
+    int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+    if (count != 2 || strlen(words[1]) >= sizeof here.sun_path)
+        return 2;
+    signal(SIGPIPE, SIG_IGN);
+    strcpy(here.sun_path, words[1]);
+    unlink(words[1]);
+    if (bind(listener, (struct sockaddr *)&here, sizeof here) || chmod(words[1], 0666) || listen(listener, MOST))
+        return 3;
+    for (int i = 0; i < MOST + 2; i++)
+        ends[i] = (struct pollfd){i == 0 ? 0 : i == 1 ? listener : -1, POLLIN, 0};
+    tell(0, 0, NULL); /* it listens */
+    for (;;) {
+        uint32_t head[2];
+        int free = 2, at = 2;
+        while (free < MOST + 2 && ends[free].fd >= 0)
+            free++;
+        ends[1].events = free < MOST + 2 ? POLLIN : 0;
+        if (poll(ends, MOST + 2, -1) < 0)
+            continue;
+        if (ends[0].revents) {
+            if (!get((char *)head, sizeof head))
+                return 0;
+            uint32_t size = ntohl(head[1]);
+            while (at < MOST + 2 && (ends[at].fd < 0 || numbers[at] != ntohl(head[0])))
+                at++;
+            int to = at < MOST + 2 ? ends[at].fd : -1;
+            if (size == GONE && to >= 0)
+                drop(at);
+            else if (size == 0 && to >= 0)
+                shutdown(to, SHUT_WR);
+            for (uint32_t left = size == GONE ? 0 : size; left > 0;) {
+                uint32_t part = left < sizeof data ? left : sizeof data;
+                if (!get(data, part))
+                    return 0;
+                if (to >= 0)
+                    put(to, data, part);
+                left -= part;
+            }
+        }
+        for (int i = 2; i < MOST + 2; i++) {
+            if (ends[i].fd < 0 || !ends[i].revents)
+                continue;
+            ssize_t size = ends[i].events ? read(ends[i].fd, data, sizeof data) : 0;
+            if (size > 0)
+                tell(numbers[i], size, data);
+            else if (size < 0 || ends[i].revents & (POLLHUP | POLLERR)) {
+                tell(numbers[i], GONE, NULL);
+                drop(i);
+            } else { /* it says no more, and may still listen */
+                tell(numbers[i], 0, NULL);
+                ends[i].events = 0;
+            }
+        }
+        if (ends[1].revents && ends[1].events) {
+            int made = accept(listener, NULL, NULL);
+            numbers[free] = ++last;
+            if (made >= 0)
+                ends[free] = (struct pollfd){made, POLLIN, 0};
+        }
+    }
+}

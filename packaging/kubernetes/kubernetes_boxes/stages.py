@@ -1,0 +1,86 @@
+"""The shell scripts that boxes run in their pods' two containers."""
+
+FIRST = 'until [ -x /kept/sleep ]; do sleep 0.1; done; trap "" CHLD; exec /kept/sleep 2147483647'
+"""The box's first process. Once it is there, it cannot be ended from inside, as it has no handlers, nor traced, as its
+file cannot be read; and with SIGCHLD ignored the kernel reaps orphans."""
+
+KEEP = 'trap "exit 0" TERM; sleep 2147483647 & wait'
+"""The keeper's first process."""
+
+# Input: $1 bytes, an archive for /box; then $2 bytes, the setup patch. $3: owner of the files. $4: image's work tree, if
+# there is one; what follows is for seal.sh, which is in the archive then.
+SETUP = """
+set -euo pipefail
+patch=$2 owner=$3 work=$4; cd /box
+head -c "$1" | tar -xf - --no-same-owner
+shift 4
+if [ -n "$work" ]; then
+    cp -a "$work/." tree
+    head -c "$patch" >/setup.diff
+    bash kept/seal.sh /box/tree /box/home "$owner" "$@"
+    cp -a tree kept/old
+fi
+chmod 755 . tree home kept; chmod 1777 tmp
+chown -R "$owner" tree home
+chmod 700 kept/old 2>/dev/null || :
+touch kept/booted
+install -m 0111 "$(command -v sleep)" kept/new && mv kept/new kept/sleep
+"""
+
+# Input: $1 bytes, the program's words, each ended by a zero byte, after $3 variables and the directory; then $2 bytes for
+# the program. What the cluster tells every container is no part of a box's environment.
+RUN = """
+mapfile -d '' -t words < <(head -c "$1")
+length=$2 count=$3; unset ${!KUBERNETES_*}
+cd -- "${words[0]}" || exit 126
+for ((i = 1; i <= count; i++)); do export "${words[i]}"; done
+set -- "${words[@]:count + 1}"; unset words i count
+if [ "$length" = 0 ]; then "$@" </dev/null; else head -c "$length" | "$@"; fi
+code=$?; kill -9 -1 2>/dev/null; exit $code
+"""
+
+KILL = "kill -9 -1; exit 0"
+
+# Goes from directory $1 down to the one that "$3"... name; makes those that are missing if $2 is an owner. A change of
+# directory that went through a link ends somewhere else.
+_DOWN = """
+cd -- "$1" || exit 3
+place=$1 owner=$2; shift 2
+for part; do
+    if [ -n "$owner" ] && [ ! -e "./$part" ] && [ ! -L "./$part" ]; then
+        mkdir -m 755 -- "./$part" && chown "$owner" "./$part" || exit 3
+    fi
+    place=$place/$part
+    cd -P -- "./$part" 2>/dev/null && [ "$(pwd -P)" = "$place" ] || exit 3
+done
+"""
+
+# $1: bytes of input, $2: name.
+PUT = f"""
+length=$1 name=$2; shift 2
+{_DOWN}
+new=.put-$RANDOM$RANDOM$RANDOM
+set -C; head -c "$length" >"./$new" || exit 4
+[ "$(stat -c %s "./$new")" = "$length" ] && chmod 644 "./$new" && chown "$owner" "./$new" &&
+    mv -T -f -- "./$new" "./$name" || {{ rm -f "./$new"; exit 4; }}
+"""
+
+# $1: name.
+GET = f"""
+name=$1; shift
+{_DOWN}
+[ -f "./$name" ] && [ ! -L "./$name" ] || exit 3
+exec cat -- "./$name"
+"""
+
+# Lists what is in a tree, $1, as `mode type size changed path`, ended by zero bytes; where the times begin that count as
+# changes comes first.
+LIST = """
+stat -c %.9Z /box/kept/booted | tr '\\n' '\\0'
+cd -- "$1" && find . -mindepth 1 -iname .git -prune -o \\( -type f -o -type l \\) -printf '%m %y %s %C@ %P\\0'
+"""
+
+# Packs those files of a tree, $1, whose paths are the input, of $2 bytes.
+PACK = """
+cd -- "$1" && head -c "$2" | tar --create --file=- --null --no-recursion --verbatim-files-from --files-from=-
+"""

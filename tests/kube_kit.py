@@ -1,34 +1,46 @@
-"""This module starts a cluster of a test's own on this machine: etcd, an API server, a scheduler, containerd and a kubelet.
+"""This module starts a Kubernetes cluster of a test's own: etcd, an API server, a scheduler, containerd and a kubelet.
 
-Everything is in one directory, and in a mount and a process namespace of its own: when its first process ends, so do all
-others, and all mounts. Pods have a loopback and nothing else. `KUBE_BIN` names the directory of the servers' programs.
+Everything is in one directory, and in a mount and a process namespace of its own: when its first process ends, so do
+all others, and all mounts. Pods have a loopback and nothing else. `KUBE_BIN` names the directory of the servers.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import csv
-import functools
 import hashlib
 import io
 import json
 import os
 import shutil
-import signal
 import socket
+import ssl
 import subprocess
 import tarfile
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from rollout.sandbox.docker.engine import get_engine
 from tests.lacks import lacks
 
-PROGRAMS = ("etcd", "kube-apiserver", "kube-scheduler", "kubelet", "containerd", "ctr", "runc", "unshare", "openssl", "cc")
+PROGRAMS = (
+    "etcd",
+    "kube-apiserver",
+    "kube-scheduler",
+    "kubelet",
+    "containerd",
+    "ctr",
+    "runc",
+    "unshare",
+    "openssl",
+    "cc",
+)
 NAMESPACE, NODE = "boxes", "127.0.0.1"
 """Where boxes are, and the name of the only node, which is also where the API server finds its kubelet."""
 
@@ -66,7 +78,19 @@ class Cluster:
         self.directory, self.config = directory, directory / "config"
         self.group = f"rl-{directory.name}"
         self.ports = dict(zip(("etcd", "peer", "api", "kubelet", "scheduler"), _free(5), strict=True))
-        for name in ("etcd", "kubelet", "cni", "plugins", "tuned", "keys", "log", "log-pods", "sockets", "upper", "work"):
+        for name in (
+            "etcd",
+            "kubelet",
+            "cni",
+            "plugins",
+            "tuned",
+            "keys",
+            "log",
+            "log-pods",
+            "sockets",
+            "upper",
+            "work",
+        ):
             (directory / name).mkdir()
         self._keys()
         for user, file in (("admin", "admin"), ("trainer", "config")):
@@ -102,9 +126,24 @@ class Cluster:
                     break
                 time.sleep(0.05)
 
-    def load(self, archive: Path) -> None:
-        """Give the node an image, from an archive as `docker save` writes it."""
+    def load(self, image: str) -> None:
+        """Give the node an image of the machine's Docker engine."""
+        archive = self.directory / "image.tar"
+        with open(archive, "wb") as file:
+            file.writelines(get_engine().client.get_image(image))
         self._ctr("images", "import", str(archive))
+        archive.unlink()
+
+    def pods(self) -> Any:
+        """Return how boxes are made here."""
+        from kubernetes_boxes.box import Pods
+
+        return Pods(NAMESPACE, str(self.config), requests={"cpu": "20m", "memory": "64Mi"}, boot_s=120)
+
+    def names(self) -> list[str]:
+        """Return the names of all boxes."""
+        found = json.loads(self.api(f"api/v1/namespaces/{NAMESPACE}/pods"))["items"]
+        return [one["metadata"]["name"] for one in found if "deletionTimestamp" not in one["metadata"]]
 
     def images(self) -> str:
         """Return the names of the node's images."""
@@ -112,9 +151,6 @@ class Cluster:
 
     def api(self, path: str, body: dict | None = None, method: str | None = None) -> str:
         """Ask the API server something as its administrator. Raises OSError."""
-        import ssl
-        import urllib.request
-
         context = ssl.create_default_context(cafile=str(self.directory / "keys" / "ca.crt"))
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"https://127.0.0.1:{self.ports['api']}/{path}", data, method=method)
@@ -124,7 +160,14 @@ class Cluster:
             return answer.read().decode()
 
     def _ctr(self, *words: str) -> str:
-        command = [program("ctr") or "ctr", "--address", str(self.directory / "c.sock"), "--namespace", "k8s.io", *words]
+        command = [
+            program("ctr") or "ctr",
+            "--address",
+            str(self.directory / "c.sock"),
+            "--namespace",
+            "k8s.io",
+            *words,
+        ]
         done = subprocess.run(self._inside(command), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -144,8 +187,12 @@ class Cluster:
             except OSError as error:
                 said = str(error)
             if self.process.poll() is not None or time.monotonic() > end:
-                logs = {file.name: file.read_text(errors="replace")[-1500:] for file in (self.directory / "log").iterdir()}
-                raise RuntimeError(f"{what} does not get ready: {said}\n" + "\n".join(f"{k}:\n{v}" for k, v in logs.items()))
+                logs = {
+                    file.name: file.read_text(errors="replace")[-1500:] for file in (self.directory / "log").iterdir()
+                }
+                raise RuntimeError(
+                    f"{what} does not get ready: {said}\n" + "\n".join(f"{k}:\n{v}" for k, v in logs.items())
+                )
             time.sleep(0.2)
 
     def _admit(self) -> None:
@@ -241,7 +288,7 @@ runtime_type = "io.containerd.runc.v2"
                 f"--service-account-issuer={api}", "--service-account-signing-key-file=keys/ca.key",
                 "--service-account-key-file=keys/ca.key", "--kubelet-client-certificate=keys/client.crt",
                 "--kubelet-client-key=keys/client.key", "--kubelet-preferred-address-types=Hostname",
-                "--endpoint-reconciler-type=none",
+                "--endpoint-reconciler-type=none", "--disable-admission-plugins=TaintNodesByCondition",
             ],
             "containerd": ["--config=containerd"],
             "kubelet": [
@@ -299,13 +346,17 @@ def _archive(path: Path, name: str, files: dict[str, bytes], command: list[str])
     rootfs = {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]}
     config = {"architecture": "amd64", "os": "linux", "config": {"Entrypoint": command}, "rootfs": rootfs}
     manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
-    parts = {"manifest.json": json.dumps(manifest).encode(), "config.json": json.dumps(config).encode(), "layer.tar": layer}
+    parts = {
+        "manifest.json": json.dumps(manifest).encode(),
+        "config.json": json.dumps(config).encode(),
+        "layer.tar": layer,
+    }
     path.write_bytes(packed(parts, 0o644))
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Cluster]:
-    """A cluster that is ended, and whose directory is removed, at the end."""
+def running(*images: str) -> Iterator[Cluster]:
+    """A cluster with these images, which is ended, and whose directory is removed, at the end."""
     for name in PROGRAMS:
         if program(name) is None:
             lacks(f"a cluster needs {name}")
@@ -313,6 +364,8 @@ def running() -> Iterator[Cluster]:
     cluster = Cluster(directory)
     try:
         cluster.start()
+        for image in images:
+            cluster.load(image)
         yield cluster
     finally:
         cluster.stop()

@@ -4,44 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hashlib
 import io
 import logging
 import os
-import shutil
-import struct
-import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kubernetes_boxes import stages
+from kubernetes_boxes import relay, stages
 from kubernetes_boxes.cluster import Cluster, Stream
 from kubernetes_boxes.tree import Part, PodTree
-from rollout.files import replacing
-from rollout.sandbox import HOME, PATCH_CAP, TMPDIR, WORKDIR, ExecResult, Limits, SandboxError, failed, infrastructure
+from rollout.sandbox import (
+    HOME,
+    PATCH_CAP,
+    TMPDIR,
+    WORKDIR,
+    ExecResult,
+    Limits,
+    SandboxError,
+    failed,
+    infrastructure,
+    sealing,
+)
 from rollout.sandbox import files as box_files
-from rollout.sandbox import sealing
 from rollout.sandbox.base import BaseSandbox, mounts_of
 from rollout.sandbox.directory import ulimits
-from rollout.sandbox.ignored import IgnoredPaths
+from rollout.sandbox.ignored import RULES, IgnoredPaths
 from rollout.sandbox.process import Command, Output
 from rollout.sandbox.sealing import Source
-from rollout.sandbox.treediff import Directory, Origin, patch_between
+from rollout.sandbox.treediff import Directory, patch_between
 
-_GONE = 0xFFFFFFFF  # see relay.c
 _KILLED = 137
 _GRACE_S = 10.0
 _KILLS = 3
 _PULL_FAILED = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _START_FAILED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _SHARED = {"tree": WORKDIR, "home": HOME, "tmp": TMPDIR}
-_RELAY = Path(__file__).with_name("relay.c")
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Pods:
     boot_s: float = 600.0
 
 
-_reaped: set[tuple[int, str]] = set()
+_known: set[tuple[int, str]] = set()  # namespaces that this process has looked at
 
 
 @infrastructure("boot_failed")
@@ -88,13 +90,14 @@ async def boot_pod(
     cluster = await Cluster.connect(pods.kubeconfig, pods.context, pods.namespace)
     name = ""
     try:
-        if (os.getpid(), pods.namespace) not in _reaped:
-            _reaped.add((os.getpid(), pods.namespace))
+        known = (os.getpid(), pods.namespace)
+        if known not in _known:
             await cluster.reap()
         name = await cluster.create(run, _spec(source.image, pods, limits, mounts, sockets))
         await _until_running(cluster, name, pods.boot_s)
         box = PodSandbox(cluster, name, limits, snapshot, sockets)
-        await box.fill(source)
+        await box.fill(source, known not in _known)
+        _known.add(known)
         return box
     except BaseException:
         with contextlib.suppress(SandboxError):
@@ -192,12 +195,14 @@ class PodSandbox(BaseSandbox):
         self._relays: dict[Path, asyncio.Task[None]] = {}
         self._ended = False  # its container for programs has ended, or does not end its programs
 
-    async def fill(self, source: Source) -> None:
-        """Give the box its files. Raises SandboxError."""
-        code, said, error = await self._cluster.call(self.name, "box", ["bash", "-c", "echo $(id -u):$(id -g)"])
-        if code:
-            raise failed("boot_failed", error.decode(errors="replace"))
-        self._owner = said.decode().strip()
+    async def fill(self, source: Source, probe: bool) -> None:
+        """Give the box its files. probe: try whether it has a network, too. Raises SandboxError."""
+        asked = ["bash", "-c", stages.ASK + (stages.PROBE if probe else "")]
+        code, said, error = await self._cluster.call(self.name, "box", asked)
+        self._owner, *reached = said.decode().split()
+        if code or reached:
+            why = "reaches the API server: its namespace needs a NetworkPolicy that denies everything, and is enforced"
+            raise failed("boot_failed", f"a box {why}" if reached else error.decode(errors="replace"))
         archive = await asyncio.to_thread(_packed, self._snapshot, self._sockets is not None)
         patch, work, more = b"", "", list[str]()
         if self._snapshot is None:
@@ -233,25 +238,27 @@ class PodSandbox(BaseSandbox):
     async def changes(self) -> bytes:
         """End all programs, and compare what the keeper sees with what the box had at first."""
         await self._kill()
-        new = PodTree(await self._script(stages.LIST, "/box/tree"))
-        old: Origin = Directory(os.fsencode(self._snapshot)) if self._snapshot else await self._sealed(new)
-        gone = old.files.keys() - new.files.keys()
+        first = await self._script("exec cat /box/kept/list")
+        new = PodTree(await self._script(stages.LIST, "/box/tree"), first)
+        old = await self._sealed(first, new) if self._snapshot is None else Directory(os.fsencode(self._snapshot))
+        paths = new.changed | old.files.keys() - new.files.keys()
         with tempfile.TemporaryDirectory(prefix="diff-") as name, IgnoredPaths(old, Path(name)) as ignored:
-            await new.fetch(self._script, stages.PACK, "/box/tree", new.within(old.files, ignored, PATCH_CAP))
-            paths = new.changed | gone
-            return await asyncio.to_thread(
-                patch_between, Part(old, paths), Part(new, paths), Path(name, "patch"), PATCH_CAP, ignored
-            )
+            wanted = new.wanted(old.files, ignored)
+            new.unpack(await self._contents("/box/tree", wanted))
+            parts = Part(old, paths), Part(new, paths)
+            return await asyncio.to_thread(patch_between, *parts, Path(name, "patch"), PATCH_CAP, ignored)
 
-    async def _sealed(self, new: PodTree) -> Origin:
-        """Return the sealed work tree, with the contents of what has changed, of rules, and of git's index."""
-        old = PodTree(await self._script(stages.LIST, "/box/kept/old"))
-        rules = {path for path in old.files if os.path.basename(path) == b".gitignore"}
-        paths = old.files.keys() & new.changed | old.files.keys() - new.files.keys() | rules
-        await old.fetch(self._script, stages.PACK, "/box/kept/old", paths)
-        code, index, _ = await self._keeper(stages.GET, "index", "/box/kept/old", "", ".git")
-        old.index = lambda: None if code else index  # type: ignore[attr-defined]
-        return old  # type: ignore[return-value]
+    async def _sealed(self, first: bytes, new: PodTree) -> PodTree:
+        """Return the sealed work tree, with the contents of what is not as it was, of rules, and of git's index."""
+        old = PodTree(first)
+        paths = {path for path in old.files if path in new.changed or path not in new.files}
+        paths |= {path for path in old.files if os.path.basename(path) == RULES} | {b".git/index"}
+        old.unpack(await self._contents("/box/kept/old", paths))
+        return old
+
+    async def _contents(self, tree: str, paths: set[bytes]) -> bytes:
+        names = b"".join(path + b"\0" for path in paths)
+        return await self._script(stages.PACK, tree, str(len(names)), stdin=names)
 
     def _at(self, base: str) -> str:
         return next(f"/box/{name}" for name, place in _SHARED.items() if place == base)
@@ -294,9 +301,9 @@ class PodSandbox(BaseSandbox):
             sending.cancel()
             receiving.cancel()
             await stream.close()
-        for path, relay in self._relays.items():
-            if relay.done():
-                raise SandboxError("exec_failed", f"the stream of {path.name} broke: {relay.exception() or 'ended'}")
+        for path, carried in self._relays.items():
+            if carried.done():
+                raise SandboxError("exec_failed", f"the stream of {path.name} broke: {carried.exception() or 'ended'}")
         if late:
             return output.result(None, True, started)
         return output.result(await self._code(stream), False, started)
@@ -334,13 +341,13 @@ class PodSandbox(BaseSandbox):
                 command = ["/box/kept/relay", f"/box/sockets/{path.name}"]
                 stream = await self._cluster.start(self.name, "keeper", command)
                 ready = asyncio.get_running_loop().create_future()
-                self._relays[path] = asyncio.ensure_future(_relay(stream, path, ready))
+                self._relays[path] = asyncio.ensure_future(relay.carry(stream, path, ready))
                 await asyncio.wait({ready, self._relays[path]}, return_when=asyncio.FIRST_COMPLETED)
 
     async def remove(self) -> None:
         """Delete the pod; if that fails, another process will."""
-        for relay in self._relays.values():
-            relay.cancel()
+        for carried in self._relays.values():
+            carried.cancel()
         await asyncio.gather(*self._relays.values(), return_exceptions=True)
         for pause in (0.5, 2.0, 0.0):
             try:
@@ -357,66 +364,7 @@ async def _take(stream: Stream, output: Output) -> None:
         output.take(channel, data)
 
 
-async def _relay(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None:
-    """Carry the connections of a pod's socket to one here until the stream ends; see relay.c."""
-    writers: dict[int, asyncio.StreamWriter] = {}
-    tasks: set[asyncio.Task[None]] = set()
-    lock = asyncio.Lock()
-
-    async def tell(number: int, data: bytes, size: int | None = None) -> None:
-        async with lock:  # a frame is in one piece
-            await stream.send(struct.pack("!II", number, len(data) if size is None else size) + data)
-
-    async def answer(number: int, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 15):
-                await tell(number, data)
-        await tell(number, b"")
-
-    try:
-        async for number, size, data in _frames(stream):
-            if number == 0:
-                ready.set_result(None)
-                continue
-            if size == _GONE:
-                if number in writers:
-                    writers.pop(number).close()
-                continue
-            if number not in writers and size:
-                try:
-                    reader, writers[number] = await asyncio.open_unix_connection(str(path))
-                except OSError:  # the session is closed
-                    await tell(number, b"", _GONE)
-                    continue
-                tasks.add(task := asyncio.ensure_future(answer(number, reader)))
-                task.add_done_callback(tasks.discard)
-            if (writer := writers.get(number)) is not None:
-                with contextlib.suppress(OSError):
-                    writer.write(data) if size else writer.write_eof()
-                    await writer.drain()
-    finally:
-        for task in tasks:
-            task.cancel()
-        for writer in writers.values():
-            writer.close()
-        await stream.close()
-
-
-async def _frames(stream: Stream) -> Any:
-    """Yield (number of the connection, size, data) as a relay sends them."""
-    held = bytearray()
-    async for channel, data in stream:
-        held += data if channel == 1 else b""
-        while len(held) >= 8:
-            number, size = struct.unpack_from("!II", held)
-            length = 0 if size == _GONE else size
-            if len(held) < 8 + length:
-                break
-            yield number, size, bytes(held[8 : 8 + length])
-            del held[: 8 + length]
-
-
-def _packed(snapshot: Path | None, relay: bool) -> bytes:
+def _packed(snapshot: Path | None, session: bool) -> bytes:
     """Return the archive that a box is set up from."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
@@ -426,23 +374,6 @@ def _packed(snapshot: Path | None, relay: bool) -> bytes:
             member = tarfile.TarInfo("kept/seal.sh")
             member.size = len(sealing.SCRIPT.encode())
             tar.addfile(member, io.BytesIO(sealing.SCRIPT.encode()))
-        if relay:
-            tar.add(_relay_program(), "kept/relay", filter=box_files.unowned)
+        if session:
+            tar.add(relay.program(), "kept/relay", filter=box_files.unowned)
     return buffer.getvalue()
-
-
-@functools.cache
-def _relay_program() -> Path:
-    """Return the relay, which is built if this machine has none yet. Raises SandboxError."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "claude-code-rl", "kubernetes")
-    path = cache / f"relay-{hashlib.sha256(_RELAY.read_bytes()).hexdigest()[:12]}"
-    if path.exists():
-        return path
-    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
-        raise SandboxError("boot_failed", "boxes in pods need a C compiler, once: install gcc and libc6-dev")
-    cache.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
-        done = subprocess.run([compiler, "-static", "-Os", "-s", "-o", str(new), str(_RELAY)], capture_output=True)
-        if done.returncode:
-            raise SandboxError("boot_failed", f"relay.c: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    return path

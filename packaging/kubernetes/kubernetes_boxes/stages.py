@@ -7,8 +7,21 @@ file cannot be read; and with SIGCHLD ignored the kernel reaps orphans."""
 KEEP = 'trap "exit 0" TERM; sleep 2147483647 & wait'
 """The keeper's first process."""
 
-# Input: $1 bytes, an archive for /box; then $2 bytes, the setup patch. $3: owner of the files. $4: image's work tree, if
-# there is one; what follows is for seal.sh, which is in the archive then.
+ASK = "echo $(id -u):$(id -g);"
+"""Tells whose the programs of a box are."""
+
+PROBE = """
+timeout 3 bash -c 'exec 3<>/dev/tcp/$KUBERNETES_SERVICE_HOST/$KUBERNETES_SERVICE_PORT' 2>/dev/null && echo reached; :
+"""
+"""Tries an address that every pod of a cluster is told, and all but isolated ones reach."""
+
+# Lists what is in a tree, $1, as `inode mode type size changed path`, ended by zero bytes.
+LIST = """
+cd -- "$1" && find . -mindepth 1 -iname .git -prune -o \\( -type f -o -type l \\) -printf '%i %m %y %s %C@ %P\\0'
+"""
+
+# Input: $1 bytes, an archive for /box; then $2 bytes, the setup patch. $3: owner of the files. $4: image's work tree,
+# if there is one; what follows is for seal.sh, which is in the archive then.
 SETUP = """
 set -euo pipefail
 patch=$2 owner=$3 work=$4; cd /box
@@ -22,13 +35,14 @@ if [ -n "$work" ]; then
 fi
 chmod 755 . tree home kept; chmod 1777 tmp
 chown -R "$owner" tree home
-chmod 700 kept/old 2>/dev/null || :
-touch kept/booted
+set -- tree; (
+LIST
+) >kept/list
 install -m 0111 "$(command -v sleep)" kept/new && mv kept/new kept/sleep
-"""
+""".replace("LIST\n", LIST)
 
-# Input: $1 bytes, the program's words, each ended by a zero byte, after $3 variables and the directory; then $2 bytes for
-# the program. What the cluster tells every container is no part of a box's environment.
+# Input: $1 bytes, the program's words, each ended by a zero byte, after $3 variables and the directory; then $2 bytes
+# for the program. What the cluster tells every container is no part of a box's environment.
 RUN = """
 mapfile -d '' -t words < <(head -c "$1")
 length=$2 count=$3; unset ${!KUBERNETES_*}
@@ -71,13 +85,6 @@ name=$1; shift
 {_DOWN}
 [ -f "./$name" ] && [ ! -L "./$name" ] || exit 3
 exec cat -- "./$name"
-"""
-
-# Lists what is in a tree, $1, as `mode type size changed path`, ended by zero bytes; where the times begin that count as
-# changes comes first.
-LIST = """
-stat -c %.9Z /box/kept/booted | tr '\\n' '\\0'
-cd -- "$1" && find . -mindepth 1 -iname .git -prune -o \\( -type f -o -type l \\) -printf '%m %y %s %C@ %P\\0'
 """
 
 # Packs those files of a tree, $1, whose paths are the input, of $2 bytes.

@@ -1,4 +1,4 @@
-"""A work tree in a pod, as far as a diff needs it."""
+"""The work tree of a pod, as far as a diff needs it."""
 
 from __future__ import annotations
 
@@ -6,79 +6,72 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Container, Mapping
 
-from rollout.sandbox import PatchTooLarge, SandboxError
-from rollout.sandbox.treediff import LINK, counts, git_mode
-
-Script = Callable[..., Awaitable[bytes]]
-"""Runs a script in a keeper: (script, *words, stdin=bytes) -> output."""
+from rollout.sandbox import PATCH_CAP, PatchTooLarge, SandboxError
+from rollout.sandbox.treediff import LINK, FileTree, counts, git_mode
 
 
 class PodTree:
-    """A PodTree is a `treediff.FileTree` of what was listed; it has the contents that were fetched.
+    """A PodTree is a `treediff.FileTree` of what `stages.LIST` has listed, with the contents that were unpacked.
 
-    listed: the output of `stages.LIST`. changed: files that may have other contents than at boot.
+    since: an earlier list. changed: the paths that are not as they were then: a file with another inode or change time,
+    which no program can set, may be another one, or have other contents.
     """
 
-    def __init__(self, listed: bytes) -> None:
-        booted, *entries = listed.split(b"\0")[:-1]
+    def __init__(self, listed: bytes, since: bytes = b"") -> None:
+        known = set(since.split(b"\0"))
         self.files: dict[bytes, tuple[int, int]] = {}
         self.changed: set[bytes] = set()
         self._contents: dict[bytes, bytes] = {}
-        for entry in entries:
-            mode, kind, size, changed, path = entry.split(b" ", 4)
+        for entry in listed.split(b"\0")[:-1]:
+            _, mode, kind, size, _, path = entry.split(b" ", 5)
             bits = int(mode, 8) | (stat.S_IFLNK if kind == b"l" else stat.S_IFREG)
             if counts(path, bits):
                 self.files[path] = git_mode(bits), int(size)
-                if float(changed) > float(booted):
+                if entry not in known:
                     self.changed.add(path)
 
     def read(self, path: bytes) -> bytes:
         """Return the contents of a file, or where a link points."""
         return self._contents[path]
 
-    def within(self, old: Mapping[bytes, tuple[int, int]], ignored: Container[bytes], budget: int) -> set[bytes]:
-        """Return the changed paths whose contents a patch needs. Raises PatchTooLarge if they are larger than that."""
-        wanted = set()
+    def index(self) -> bytes | None:
+        """Return git's index file, None if it was not unpacked."""
+        return self._contents.get(b".git/index")
+
+    def wanted(self, old: Mapping[bytes, tuple[int, int]], ignored: Container[bytes]) -> set[bytes]:
+        """Return the paths whose contents a patch needs. Raises PatchTooLarge if they are too large for one."""
+        paths, budget = set(), PATCH_CAP
         for path in self.changed:
             if old.get(path) != self.files[path]:
                 if path in ignored:
-                    self._contents[path] = b""
                     continue
                 budget -= self.files[path][1]
                 if budget < 0:
-                    raise PatchTooLarge("too many bytes of changed files")
-            wanted.add(path)
-        return wanted
+                    raise PatchTooLarge(f"more than {PATCH_CAP} bytes of changed files")
+            paths.add(path)
+        return paths
 
-    async def fetch(self, run: Script, pack: str, place: str, paths: set[bytes]) -> None:
-        """Get contents. What is gone meanwhile, or has another type, is gone here, too. Raises SandboxError."""
-        names = b"".join(path + b"\0" for path in paths)
-        packed = await run(pack, place, str(len(names)), stdin=names) if paths else b""
-        seen: dict[bytes, bytes] = {}
+    def unpack(self, packed: bytes) -> None:
+        """Take contents from the output of `stages.PACK`. Raises SandboxError diff_failed."""
         try:
             with tarfile.open(fileobj=io.BytesIO(packed), mode="r|", errors="surrogateescape") as tar:
                 for member in tar:
-                    path = os.fsencode(member.name)
-                    if member.issym() or member.islnk():
-                        target = os.fsencode(member.linkname)
-                        seen[path] = seen.get(target, b"") if member.islnk() else target
-                        self.files[path] = (self.files[path][0] if member.islnk() else LINK), len(seen[path])
-                    elif (file := tar.extractfile(member)) is not None:
-                        seen[path] = file.read()
-                        self.files[path] = git_mode(stat.S_IFREG | member.mode), len(seen[path])
-        except tarfile.TarError as error:
-            if packed:
-                raise SandboxError("diff_failed", f"a broken archive: {error}") from error
-        self._contents |= seen
-        for path in paths - seen.keys():
-            self.files.pop(path, None)
+                    path, target = os.fsencode(member.name), os.fsencode(member.linkname)
+                    file = None if member.issym() or member.islnk() else tar.extractfile(member)
+                    data = file.read() if file else self._contents[target] if member.islnk() else target
+                    mode = LINK if member.issym() else git_mode(stat.S_IFREG | member.mode)
+                    self._contents[path] = data
+                    if path in self.files:  # it may have been changed meanwhile
+                        self.files[path] = mode, len(data)
+        except (tarfile.TarError, KeyError) as error:
+            raise SandboxError("diff_failed", f"a broken archive: {error}") from error
 
 
 class Part:
-    """A Part is a tree that has only some files of another one."""
+    """A Part is a `treediff.FileTree` with only some files of another one."""
 
-    def __init__(self, whole: object, paths: Container[bytes]) -> None:
-        self.files = {path: entry for path, entry in whole.files.items() if path in paths}  # type: ignore[attr-defined]
-        self.read = whole.read  # type: ignore[attr-defined]
+    def __init__(self, whole: FileTree, paths: Container[bytes]) -> None:
+        self.files = {path: entry for path, entry in whole.files.items() if path in paths}
+        self.read = whole.read

@@ -1,0 +1,97 @@
+"""The way of a session's socket into a pod: relay.c, in the pod's keeper, and the other end of its stream here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from kubernetes_boxes.cluster import Stream
+from rollout.files import replacing
+from rollout.sandbox import SandboxError
+
+_GONE = 0xFFFFFFFF  # see relay.c
+_SOURCE = Path(__file__).with_name("relay.c")
+
+
+async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None:
+    """Carry the connections of a pod's socket to one here until the stream ends; see relay.c."""
+    writers: dict[int, asyncio.StreamWriter] = {}
+    tasks: set[asyncio.Task[None]] = set()
+    lock = asyncio.Lock()
+
+    async def tell(number: int, data: bytes, size: int | None = None) -> None:
+        async with lock:  # a frame is in one piece
+            await stream.send(struct.pack("!II", number, len(data) if size is None else size) + data)
+
+    async def answer(number: int, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 15):
+                await tell(number, data)
+        await tell(number, b"")
+
+    try:
+        async for number, size, data in _frames(stream):
+            if number == 0:
+                ready.set_result(None)
+                continue
+            if size == _GONE:
+                if number in writers:
+                    writers.pop(number).close()
+                continue
+            if number not in writers and size:
+                try:
+                    reader, writers[number] = await asyncio.open_unix_connection(str(path))
+                except OSError:  # the session is closed
+                    await tell(number, b"", _GONE)
+                    continue
+                tasks.add(task := asyncio.ensure_future(answer(number, reader)))
+                task.add_done_callback(tasks.discard)
+            if (writer := writers.get(number)) is not None:
+                with contextlib.suppress(OSError):
+                    writer.write(data) if size else writer.write_eof()
+                    await writer.drain()
+    finally:
+        for task in tasks:
+            task.cancel()
+        for writer in writers.values():
+            writer.close()
+        await stream.close()
+
+
+async def _frames(stream: Stream) -> AsyncIterator[tuple[int, int, bytes]]:
+    """Yield (number of the connection, size, data) as a relay sends them."""
+    held = bytearray()
+    async for channel, data in stream:
+        held += data if channel == 1 else b""
+        while len(held) >= 8:
+            number, size = struct.unpack_from("!II", held)
+            length = 0 if size == _GONE else size
+            if len(held) < 8 + length:
+                break
+            yield number, size, bytes(held[8 : 8 + length])
+            del held[: 8 + length]
+
+
+@functools.cache
+def program() -> Path:
+    """Return the relay, which is built if this machine has none yet. Raises SandboxError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "claude-code-rl", "kubernetes")
+    path = cache / f"relay-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]}"
+    if path.exists():
+        return path
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        raise SandboxError("boot_failed", "boxes in pods need a C compiler, once: install gcc and libc6-dev")
+    cache.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new:
+        done = subprocess.run([compiler, "-static", "-Os", "-s", "-o", str(new), str(_SOURCE)], capture_output=True)
+        if done.returncode:
+            raise SandboxError("boot_failed", f"relay.c: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    return path

@@ -253,6 +253,7 @@ path = "{here}/opt"
 [plugins."{cri}"]
 sandbox_image = "localhost/pause:1"
 disable_apparmor = true
+restrict_oom_score_adj = true
 disable_hugetlb_controller = true
 [plugins."{cri}".cni]
 bin_dir = "{here}/plugins"
@@ -268,7 +269,7 @@ runtime_type = "io.containerd.runc.v2"
             "authorization": {"mode": "AlwaysAllow"},
             "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.group}", "failSwapOn": False, "podPidsLimit": 512,
             "makeIPTablesUtilChains": False, "hairpinMode": "none", "volumePluginDir": f"{here}/volume-plugins",
-            "evictionHard": {"nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100, "resolvConf": "",
+            "oomScoreAdj": 0, "evictionHard": {"nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100, "resolvConf": "",
             "syncFrequency": "10s", "nodeStatusUpdateFrequency": "10s",
         }))  # fmt: skip
         api, admin = f"https://127.0.0.1:{ports['api']}", f"{here}/admin"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(900), pytest.mark.xdist_gr
 
 async def test_an_episode_of_the_real_claude_code(own_cluster: Cluster, tmp_path: Path) -> None:
     """The agent's box and the one for grading are pods; the proxy is outside of the cluster."""
-    make_tasks(tmp_path, seed=1, n_train=1, n_heldout=1)
+    await asyncio.to_thread(make_tasks, tmp_path, seed=1, n_train=1, n_heldout=1)
     (task,) = load_tasks(tmp_path / "train.parquet")
     agent = ClaudeCode(find_binary(None), 8, 180, 2000, system_prompt="Do.", tools=("Bash",), bare=True)
     shown = {path: str(path) for path in agent.programs}

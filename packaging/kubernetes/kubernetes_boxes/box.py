@@ -193,13 +193,13 @@ class PodSandbox(BaseSandbox):
         self._stage = ulimits(limits, processes=False) + stages.RUN
         self._owner = "0:0"
         self._relays: dict[Path, asyncio.Task[None]] = {}
-        self._ended = False  # its container for programs has ended, or does not end its programs
+        self._over = False  # its container for programs has ended, or does not end its programs
 
     async def fill(self, source: Source, probe: bool) -> None:
         """Give the box its files. probe: try whether it has a network, too. Raises SandboxError."""
         asked = ["bash", "-c", stages.ASK + (stages.PROBE if probe else "")]
         code, said, error = await self._cluster.call(self.name, "box", asked)
-        self._owner, *reached = said.decode().split()
+        self._owner, *reached = said.decode().split() or [""]
         if code or reached:
             why = "reaches the API server: its namespace needs a NetworkPolicy that denies everything, and is enforced"
             raise failed("boot_failed", f"a box {why}" if reached else error.decode(errors="replace"))
@@ -277,7 +277,7 @@ class PodSandbox(BaseSandbox):
     async def run_program(self, command: Command) -> ExecResult:
         """Run one program in the pod; see `BaseSandbox.run_program`."""
         started, output = time.monotonic(), Output(command.output_cap)
-        if self._ended:
+        if self._over:
             return output.result(_KILLED, False, started)
         await self._let_in()
         variables = [f"{key}={value}" for key, value in command.env.items()]
@@ -296,7 +296,7 @@ class PodSandbox(BaseSandbox):
                     break
                 await self._kill()
                 await asyncio.wait({receiving}, timeout=_GRACE_S)
-            self._ended = not receiving.done()  # it fights its end; nothing more is run in it
+            self._over = not receiving.done()  # it fights its end; nothing more is run in it
         finally:
             sending.cancel()
             receiving.cancel()
@@ -321,9 +321,9 @@ class PodSandbox(BaseSandbox):
             raise SandboxError("box_killed", f"its pod is gone: {pod and (pod.status.reason or pod.status.message)}")
         for one in pod.status.container_statuses or []:
             if one.name == "box" and one.state.terminated:  # by its own programs, or because they had no memory left
-                self._ended = True
+                self._over = True
                 return _KILLED
-        if problem is not None and not self._ended:
+        if problem is not None and not self._over:
             raise problem
         return _KILLED
 

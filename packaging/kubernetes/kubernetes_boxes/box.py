@@ -40,7 +40,7 @@ from rollout.sandbox.treediff import Directory, patch_between
 
 _KILLED = 137
 _GRACE_S = 10.0
-_KILLS = 3
+_KILLS, _DRAIN_S = 3, 5.0
 _PULL_FAILED = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _START_FAILED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _SHARED = {"tree": WORKDIR, "home": HOME, "tmp": TMPDIR}
@@ -190,7 +190,7 @@ class PodSandbox(BaseSandbox):
     ) -> None:
         super().__init__(WORKDIR, HOME, TMPDIR, in_turn=True)
         self.name, self._cluster, self._snapshot, self._sockets = name, cluster, snapshot, sockets
-        self._stage = ulimits(limits, processes=False) + stages.RUN
+        self._stage = stages.RUN.replace("LIMITS", ulimits(limits, processes=False))
         self._owner = "0:0"
         self._relays: dict[Path, asyncio.Task[None]] = {}
         self._over = False  # its container for programs has ended, or does not end its programs
@@ -291,12 +291,11 @@ class PodSandbox(BaseSandbox):
             left = started + command.timeout_s - time.monotonic()
             await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             late = not any(end.done() for end in ends)
+            killed = receiving.done()
             for _ in range(_KILLS):
-                if receiving.done():
-                    break
-                await self._kill()
-                await asyncio.wait({receiving}, timeout=_GRACE_S)
-            self._over = not receiving.done()  # it fights its end; nothing more is run in it
+                killed = killed or await self._kill()
+            await asyncio.wait({receiving}, timeout=_DRAIN_S if killed else 0)  # what is on its way belongs to it
+            self._over = not killed  # it fights its end: nothing more is run in it
         finally:
             sending.cancel()
             receiving.cancel()
@@ -316,6 +315,7 @@ class PodSandbox(BaseSandbox):
                 return code
         except SandboxError as error:
             problem = error
+        await self._kill()  # the stage may have been killed before it has ended what the program had started
         pod = await self._cluster.pod(self.name)
         if pod is None or pod.status.phase in ("Failed", "Unknown"):
             raise SandboxError("box_killed", f"its pod is gone: {pod and (pod.status.reason or pod.status.message)}")
@@ -327,10 +327,13 @@ class PodSandbox(BaseSandbox):
             raise problem
         return _KILLED
 
-    async def _kill(self) -> None:
-        """End every program in the box, if it lets us."""
-        with contextlib.suppress(SandboxError, TimeoutError):
-            await asyncio.wait_for(self._cluster.call(self.name, "box", ["bash", "-c", stages.KILL]), _GRACE_S)
+    async def _kill(self) -> bool:
+        """End every program in the box; return whether it let us."""
+        try:
+            killing = self._cluster.call(self.name, "box", ["bash", "-c", stages.KILL])
+            return b"ended" in (await asyncio.wait_for(killing, _GRACE_S))[1]
+        except (SandboxError, TimeoutError):
+            return False
 
     # --- the session
 

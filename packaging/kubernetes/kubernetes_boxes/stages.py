@@ -42,18 +42,28 @@ install -m 0111 "$(command -v sleep)" kept/new && mv kept/new kept/sleep
 """.replace("LIST\n", LIST)
 
 # Input: $1 bytes, the program's words, each ended by a zero byte, after $3 variables and the directory; then $2 bytes
-# for the program. What the cluster tells every container is no part of a box's environment.
+# for the program. All of it is read first: a server that cannot get rid of input answers no ping, and does not tell of
+# the program's end. What the cluster tells every container is no part of a box's environment.
 RUN = """
 mapfile -d '' -t words < <(head -c "$1")
-length=$2 count=$3; unset ${!KUBERNETES_*}
+input=/dev/null count=$3; [ "$2" = 0 ] || { input=$(mktemp -p /tmp) && head -c "$2" >"$input" || exit 126; }
+exec <"$input"; [ "$2" = 0 ] || rm -f "$input"
+unset ${!KUBERNETES_*}; LIMITS
 cd -- "${words[0]}" || exit 126
 for ((i = 1; i <= count; i++)); do export "${words[i]}"; done
-set -- "${words[@]:count + 1}"; unset words i count
-if [ "$length" = 0 ]; then "$@" </dev/null; else head -c "$length" | "$@"; fi
+set -- "${words[@]:count + 1}"; unset words i count input
+"$@"
 code=$?; kill -9 -1 2>/dev/null; exit $code
 """
 
-KILL = "kill -9 -1; exit 0"
+KILL = """
+for try in {1..20}; do
+    kill -9 -1; set -- /proc/[0-9]*
+    [ $# -gt 2 ] || { echo ended; break; }
+    sleep 0.05
+done
+"""
+"""Says whether no process is left but the first one and this one."""
 
 # Goes from directory $1 down to the one that "$3"... name; makes those that are missing if $2 is an owner. A change of
 # directory that went through a link ends somewhere else.
@@ -72,11 +82,9 @@ done
 # $1: bytes of input, $2: name.
 PUT = f"""
 length=$1 name=$2; shift 2
+new=/box/kept/put; head -c "$length" >$new && [ "$(stat -c %s $new)" = "$length" ] || exit 4
 {_DOWN}
-new=.put-$RANDOM$RANDOM$RANDOM
-set -C; head -c "$length" >"./$new" || exit 4
-[ "$(stat -c %s "./$new")" = "$length" ] && chmod 644 "./$new" && chown "$owner" "./$new" &&
-    mv -T -f -- "./$new" "./$name" || {{ rm -f "./$new"; exit 4; }}
+chmod 644 $new && chown "$owner" $new && mv -T -f -- $new "./$name" || exit 4
 """
 
 # $1: name.

@@ -1,8 +1,8 @@
 /* relay SOCKET
 
 Listen on a unix socket, and carry its connections over this program's input and output: frames of a connection's number,
-a length (both 32 bits, big-endian) and so many bytes. Length 0 ends one direction of a connection, GONE both. The program
-ends with its input. */
+a length (both 32 bits, big-endian) and so many bytes. The first frame of a connection is empty. Each further one of length
+0 ends one direction of it, GONE both. The program ends with its input. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -113,9 +113,10 @@ int main(int count, char **words) {
         }
         if (ends[1].revents && ends[1].events) {
             int made = accept(listener, NULL, NULL);
-            numbers[free] = ++last;
-            if (made >= 0)
+            if (made >= 0) {
                 ends[free] = (struct pollfd){made, POLLIN, 0};
+                tell(numbers[free] = ++last, 0, NULL);
+            }
         }
     }
 }

@@ -25,7 +25,7 @@ async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None
     """Carry the connections of a pod's socket to one here until the stream ends; see relay.c."""
     writers: dict[int, asyncio.StreamWriter] = {}
     tasks: set[asyncio.Task[None]] = set()
-    lock = asyncio.Lock()
+    lock, last = asyncio.Lock(), 0
 
     async def tell(number: int, data: bytes, size: int | None = None) -> None:
         async with lock:  # a frame is in one piece
@@ -42,11 +42,8 @@ async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None
             if number == 0:
                 ready.set_result(None)
                 continue
-            if size == _GONE:
-                if number in writers:
-                    writers.pop(number).close()
-                continue
-            if number not in writers and size:
+            if number > last:  # a new connection
+                last = number
                 try:
                     reader, writers[number] = await asyncio.open_unix_connection(str(path))
                 except OSError:  # the session is closed
@@ -54,6 +51,11 @@ async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None
                     continue
                 tasks.add(task := asyncio.ensure_future(answer(number, reader)))
                 task.add_done_callback(tasks.discard)
+                continue
+            if size == _GONE:
+                if number in writers:
+                    writers.pop(number).close()
+                continue
             if (writer := writers.get(number)) is not None:
                 with contextlib.suppress(OSError):
                     writer.write(data) if size else writer.write_eof()

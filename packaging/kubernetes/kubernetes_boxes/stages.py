@@ -48,7 +48,7 @@ RUN = """
 mapfile -d '' -t words < <(head -c "$1")
 input=/dev/null count=$3; [ "$2" = 0 ] || { input=$(mktemp -p /tmp) && head -c "$2" >"$input" || exit 126; }
 exec <"$input"; [ "$2" = 0 ] || rm -f "$input"
-unset ${!KUBERNETES_*}; LIMITS
+unset ${!KUBERNETES_*}; set -o posix; LIMITS set +o posix
 cd -- "${words[0]}" || exit 126
 for ((i = 1; i <= count; i++)); do export "${words[i]}"; done
 set -- "${words[@]:count + 1}"; unset words i count input

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kubernetes_boxes.box import boot_pod
+pytest.importorskip("kubernetes")
+from kubernetes_boxes.box import PodSandbox, boot_pod
 from rewards.task import Task, load_tasks
 from rl.quickstart.tasks import make_tasks
 from rollout.agent.claude_code import ClaudeCode, find_binary
 from rollout.episode import Setup, run_episode
 from rollout.proxy.server import ProxyServer
-from rollout.sandbox import Sandbox
+from rollout.sandbox import Limits, Sandbox, SandboxError
 from rollout.sandbox.sealing import Source
-from tests.docker_kit import base_image
+from tests.docker_kit import base_image, small_image
 from tests.integration.claude_kit import call, check_record, in_turn, scripted
 from tests.kit import char_policy
 from tests.kube_kit import Cluster
+from tests.sandboxes import alive, sh
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900), pytest.mark.xdist_group("kubernetes")]
 
@@ -47,3 +52,74 @@ async def test_an_episode_of_the_real_claude_code(own_cluster: Cluster, tmp_path
     (row,) = check_record(episode, tmp_path / "records").rows
     assert len(row.nodes) == 2 and own_cluster.names() == []
     print(episode.timing)
+
+
+HUNGRY = "python3 -c 'x = bytearray(600 * 2**20)'; echo $?"
+FIGHTING = """
+import os, signal
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        break
+while True:
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+
+
+async def test_what_a_box_does_to_itself_is_no_infrastructure_failure(own_cluster: Cluster) -> None:
+    """Its first process can be neither ended nor traced; no memory, and a program that fights its end, are results."""
+    box = await boot_pod(Source(small_image()), own_cluster.pods(), limits=Limits(memory_bytes=256 * 2**20))
+    try:
+        done = await sh(
+            box, "kill -9 1; echo x >/proc/1/fd/1; cat /proc/1/environ /kept/sleep; touch /kept/x; echo alive"
+        )
+        assert done.stdout == b"alive\n" and done.stderr.count(b"ermission denied") == 3, done.stderr
+        assert (await sh(box, HUNGRY)).stdout in (b"137\n", b"")
+        await sh(box, "echo changed >README.md; (setsid sleep 1234567 &) ; kill -9 $PPID $$")
+        assert not alive("1234567")
+        done = await box.exec(["python3", "-c", FIGHTING], env={}, timeout_s=3)
+        assert done.timed_out or done.returncode == 137
+        assert b"+changed" in await box.diff()
+    finally:
+        await box.close()
+    assert own_cluster.names() == []
+
+
+async def test_a_pod_that_is_deleted_and_a_stream_that_breaks(own_cluster: Cluster, tmp_path: Path) -> None:
+    """Both are infrastructure failures, though a program was running."""
+    sockets = Path(tempfile.mkdtemp(prefix="cc-"))
+    async with await asyncio.start_unix_server(lambda *_: None, sockets / "s"):
+        box = await boot_pod(Source(small_image()), own_cluster.pods(), socket_dir=sockets)
+        running = asyncio.ensure_future(sh(box, "touch begun; sleep 1000"))
+        await _begun(box)
+        await _ended(box._cluster, box.name, "relay")
+        with pytest.raises(SandboxError, match="the stream of s broke"):
+            await running
+        await box.close()
+    (sockets / "s").unlink(missing_ok=True)
+    sockets.rmdir()
+    box = await boot_pod(Source(small_image()), own_cluster.pods())
+    running = asyncio.ensure_future(sh(box, "touch begun; sleep 1000"))
+    await _begun(box)
+    await box._cluster.delete(box.name)
+    with pytest.raises(SandboxError) as failure:
+        await running
+    assert failure.value.cause == "box_killed"
+    await box.close()
+
+
+async def _begun(box: PodSandbox) -> None:
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            await box.get("begun")
+            return
+        await asyncio.sleep(0.05)
+
+
+async def _ended(cluster: Any, pod: str, name: str) -> None:
+    """End a program of a pod's keeper."""
+    find = "for p in /proc/[0-9]*; do [ $(readlink $p/exe) = /box/kept/$1 ] && kill -9 ${p#/proc/}; done; :"
+    await cluster.call(pod, "keeper", ["bash", "-c", find, "sh", name])

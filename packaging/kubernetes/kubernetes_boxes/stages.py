@@ -45,13 +45,14 @@ install -m 0111 "$(command -v sleep)" kept/new && mv kept/new kept/sleep
 # for the program. All of it is read first: a server that cannot get rid of input answers no ping, and does not tell of
 # the program's end. What the cluster tells every container is no part of a box's environment.
 RUN = """
+until IFS= read -r -d '' first </proc/1/cmdline && [ "$first" = /kept/sleep ]; do sleep 0.02; done
 mapfile -d '' -t words < <(head -c "$1")
 input=/dev/null count=$3; [ "$2" = 0 ] || { input=$(mktemp -p /tmp) && head -c "$2" >"$input" || exit 126; }
 exec <"$input"; [ "$2" = 0 ] || rm -f "$input"
 unset ${!KUBERNETES_*}; set -o posix; LIMITS set +o posix
 cd -- "${words[0]}" || exit 126
 for ((i = 1; i <= count; i++)); do export "${words[i]}"; done
-set -- "${words[@]:count + 1}"; unset words i count input
+set -- "${words[@]:count + 1}"; unset words i count input first
 "$@"
 code=$?; kill -9 -1 2>/dev/null; exit $code
 """

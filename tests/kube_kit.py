@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -269,8 +270,8 @@ runtime_type = "io.containerd.runc.v2"
             "authorization": {"mode": "AlwaysAllow"},
             "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.group}", "failSwapOn": False, "podPidsLimit": 512,
             "makeIPTablesUtilChains": False, "hairpinMode": "none", "volumePluginDir": f"{here}/volume-plugins",
-            "oomScoreAdj": 0, "evictionHard": {"nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100, "resolvConf": "",
-            "syncFrequency": "10s", "nodeStatusUpdateFrequency": "10s",
+            "oomScoreAdj": 0, "evictionHard": {"nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100,
+            "resolvConf": "", "syncFrequency": "10s", "nodeStatusUpdateFrequency": "10s",
         }))  # fmt: skip
         api, admin = f"https://127.0.0.1:{ports['api']}", f"{here}/admin"
         commands = {
@@ -358,9 +359,10 @@ def _archive(path: Path, name: str, files: dict[str, bytes], command: list[str])
 @contextlib.contextmanager
 def running(*images: str) -> Iterator[Cluster]:
     """A cluster with these images, which is ended, and whose directory is removed, at the end."""
-    for name in PROGRAMS:
-        if program(name) is None:
-            lacks(f"a cluster needs {name}")
+    if lost := [name for name in PROGRAMS if program(name) is None]:
+        lacks(f"a cluster needs {', '.join(lost)}")
+    if importlib.util.find_spec("kubernetes") is None:
+        lacks("the client: pip install kubernetes")
     directory = Path(tempfile.mkdtemp(prefix="kube-"))
     cluster = Cluster(directory)
     try:

@@ -60,9 +60,10 @@ class Cluster:
     async def connect(cls, kubeconfig: str | None, context: str | None, namespace: str) -> Cluster:
         """Return a connection to a namespace. Raises SandboxError no_engine if the config cannot be used."""
         settings = client.Configuration()
-        how = {"config_file": kubeconfig} if kubeconfig else {}
+        named = {"config_file": kubeconfig, "context": context}  # a pod's own account has no contexts
+        how = {key: value for key, value in named.items() if value is not None}
         try:
-            await config.load_config(**how, context=context, client_configuration=settings)
+            await config.load_config(**how, client_configuration=settings)
         except (ConfigException, OSError) as error:
             raise SandboxError("no_engine", f"no config of a cluster: {error}") from error
         return cls(client.ApiClient(settings), WsApiClient(settings, heartbeat=_ALIVE_S), namespace)

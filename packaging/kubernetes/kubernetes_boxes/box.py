@@ -112,7 +112,9 @@ def _spec(
 ) -> dict[str, Any]:
     """Return the spec of a box's pod."""
     # A directory of the box's own volume at each place; what is below another one is mounted after it.
-    own = [{"name": "box", "mountPath": place, "subPath": name} for name, place in _SHARED.items()]
+    own: list[dict[str, Any]] = [
+        {"name": "box", "mountPath": place, "subPath": name} for name, place in _SHARED.items()
+    ]
     own.append({"name": "box", "mountPath": "/kept", "subPath": "kept", "readOnly": True})
     if sockets is not None:
         own.append({"name": "box", "mountPath": str(sockets), "subPath": "sockets", "readOnly": True})

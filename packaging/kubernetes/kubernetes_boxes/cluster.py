@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from typing import Any
 
 import aiohttp
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def told(cause: str) -> Iterator[None]:
+def told(cause: str) -> Generator[None]:
     """Turn errors of the client into SandboxErrors: of this cause if the API server answers, no_engine if not."""
     try:
         yield
     except client.ApiException as error:
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            raise failed(cause, json.loads(error.body)["message"]) from error
+            raise failed(cause, json.loads(error.body or "")["message"]) from error
         raise failed(cause, f"{error.status} {error.reason}") from error
     except aiohttp.WSServerHandshakeError as error:
         raise failed(cause, f"{error.status} {error.message}") from error
@@ -54,7 +54,8 @@ class Cluster:
 
     def __init__(self, api: client.ApiClient, ws: WsApiClient, namespace: str) -> None:
         self._api, self._ws, self.namespace = api, ws, namespace
-        self.pods, self._execs = client.CoreV1Api(api), client.CoreV1Api(ws)
+        self._pods: Any = client.CoreV1Api(api)
+        self._execs: Any = client.CoreV1Api(ws)
 
     @classmethod
     async def connect(cls, kubeconfig: str | None, context: str | None, namespace: str) -> Cluster:
@@ -78,7 +79,7 @@ class Cluster:
         notes = {OWNER: me(), "claude-code-rl.run": run}
         meta = {"generateName": "box-", "labels": LABELS, "annotations": notes}
         with told("boot_failed"):
-            made = await self.pods.create_namespaced_pod(
+            made = await self._pods.create_namespaced_pod(
                 self.namespace, {"metadata": meta, "spec": spec}, _request_timeout=_TIMEOUT_S
             )
         return made.metadata.name
@@ -87,7 +88,7 @@ class Cluster:
         """Return a pod, None if it is gone or about to be."""
         try:
             with told("kubernetes_failed"):
-                found = await self.pods.read_namespaced_pod(name, self.namespace, _request_timeout=_TIMEOUT_S)
+                found = await self._pods.read_namespaced_pod(name, self.namespace, _request_timeout=_TIMEOUT_S)
         except SandboxError as error:
             if getattr(error.__cause__, "status", None) == 404:
                 return None
@@ -98,7 +99,7 @@ class Cluster:
         """Delete a pod, which may be gone already."""
         try:
             with told("kubernetes_failed"):
-                await self.pods.delete_namespaced_pod(
+                await self._pods.delete_namespaced_pod(
                     name, self.namespace, grace_period_seconds=0, _request_timeout=_TIMEOUT_S
                 )
         except SandboxError as error:
@@ -109,7 +110,7 @@ class Cluster:
         """Return name, owner and phase of all boxes of the namespace."""
         label = ",".join(f"{key}={value}" for key, value in LABELS.items())
         with told("kubernetes_failed"):
-            found = await self.pods.list_namespaced_pod(
+            found = await self._pods.list_namespaced_pod(
                 self.namespace, label_selector=label, _request_timeout=_TIMEOUT_S
             )
         return [(one.metadata.name, one.metadata.annotations[OWNER], one.status.phase) for one in found.items]

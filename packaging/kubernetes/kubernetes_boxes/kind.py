@@ -13,7 +13,7 @@ from kubernetes_boxes.box import Pods, boot_pod
 from kubernetes_boxes.cluster import Cluster
 from rewards.task import Task
 from rl.config.compose import ConfigError
-from rl.episodes.boxes import FromImages
+from rl.episodes.boxes import Count, FromImages, Say
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.sealing import Wanted
 
@@ -51,7 +51,7 @@ class Kubernetes(FromImages):
         """Boot a pod; see ``Kind.boot_box``."""
         return await boot_pod(**self.made_from(task, grading), pods=self.pods, run=run, **common)
 
-    async def prepare(self, wanted: Sequence[Wanted], *more: Any) -> dict[str, dict]:
+    async def prepare(self, wanted: Sequence[Wanted], say: Say, count: Count | None = None) -> dict[str, dict]:
         """Do nothing: nodes pull the images, and each box seals its own work tree."""
         return {}
 

@@ -74,4 +74,8 @@ class Part:
 
     def __init__(self, whole: FileTree, paths: Container[bytes]) -> None:
         self.files = {path: entry for path, entry in whole.files.items() if path in paths}
-        self.read = whole.read
+        self._whole = whole
+
+    def read(self, path: bytes) -> bytes:
+        """Return the contents of a file, or where a link points."""
+        return self._whole.read(path)

@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from rollout.sandbox.docker.engine import get_engine
+from rollout.sandbox.files import remove_tree
 from tests.lacks import lacks
 
 PROGRAMS = (
@@ -372,4 +373,4 @@ def running(*images: str) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.stop()
-        shutil.rmtree(directory)
+        remove_tree(directory)  # boxes may have left deep trees

@@ -78,7 +78,7 @@ async def test_what_a_box_does_to_itself_is_no_infrastructure_failure(own_cluste
         )
         assert done.stdout == b"alive\n" and done.stderr.count(b"ermission denied") == 3, done.stderr
         assert (await sh(box, HUNGRY)).stdout in (b"137\n", b"")
-        await sh(box, "echo changed >README.md; (setsid sleep 1234567 &) ; kill -9 $PPID $$")
+        await sh(box, "echo changed >README.md; (setsid sleep 1234567 &) ; kill -9 $PPID $$", timeout_s=5)
         assert not alive("1234567")
         done = await box.exec(["python3", "-c", FIGHTING], env={}, timeout_s=3)
         assert done.timed_out or done.returncode == 137

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import os
+import secrets
 import tarfile
 import tempfile
 import time
@@ -88,12 +89,12 @@ async def boot_pod(
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
     sockets = mounts.pop()[0] if socket_dir else None
     cluster = await Cluster.connect(pods.kubeconfig, pods.context, pods.namespace)
-    name = ""
+    name = f"box-{secrets.token_hex(6)}"  # chosen here, so that a pod whose creation is not answered can be deleted
     try:
         known = (os.getpid(), pods.namespace)
         if known not in _known:
             await cluster.reap()
-        name = await cluster.create(run, _spec(source.image, pods, limits, mounts, sockets))
+        await cluster.create(name, run, _spec(source.image, pods, limits, mounts, sockets))
         await _until_running(cluster, name, pods.boot_s)
         box = PodSandbox(cluster, name, limits, snapshot, sockets)
         await box.fill(source, known not in _known)
@@ -101,8 +102,7 @@ async def boot_pod(
         return box
     except BaseException:
         with contextlib.suppress(SandboxError):
-            if name:
-                await asyncio.shield(cluster.delete(name))
+            await asyncio.shield(cluster.delete(name))
         await cluster.close()
         raise
 

@@ -74,15 +74,14 @@ class Cluster:
         await self._api.close()
         await self._ws.close()
 
-    async def create(self, run: str, spec: dict[str, Any]) -> str:
-        """Create a pod; return its name."""
+    async def create(self, name: str, run: str, spec: dict[str, Any]) -> None:
+        """Create a pod."""
         notes = {OWNER: me(), "claude-code-rl.run": run}
-        meta = {"generateName": "box-", "labels": LABELS, "annotations": notes}
+        meta = {"name": name, "labels": LABELS, "annotations": notes}
         with told("boot_failed"):
-            made = await self._pods.create_namespaced_pod(
+            await self._pods.create_namespaced_pod(
                 self.namespace, {"metadata": meta, "spec": spec}, _request_timeout=_TIMEOUT_S
             )
-        return made.metadata.name
 
     async def pod(self, name: str) -> Any | None:
         """Return a pod, None if it is gone or about to be."""

@@ -88,10 +88,11 @@ async def test_what_a_box_does_to_itself_is_no_infrastructure_failure(own_cluste
     assert own_cluster.names() == []
 
 
-async def test_a_pod_that_is_deleted_and_a_stream_that_breaks(own_cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_pod_that_is_deleted_and_a_stream_that_breaks(own_cluster: Cluster) -> None:
     """Both are infrastructure failures, though a program was running."""
-    sockets = Path(tempfile.mkdtemp(prefix="cc-"))
-    async with await asyncio.start_unix_server(lambda *_: None, sockets / "s"):
+    with tempfile.TemporaryDirectory(prefix="cc-") as name:
+        sockets = Path(name)
+        await asyncio.start_unix_server(lambda *_: None, sockets / "s")
         box = await boot_pod(Source(small_image()), own_cluster.pods(), socket_dir=sockets)
         running = asyncio.ensure_future(sh(box, "touch begun; sleep 1000"))
         await _begun(box)
@@ -99,8 +100,6 @@ async def test_a_pod_that_is_deleted_and_a_stream_that_breaks(own_cluster: Clust
         with pytest.raises(SandboxError, match="the stream of s broke"):
             await running
         await box.close()
-    (sockets / "s").unlink(missing_ok=True)
-    sockets.rmdir()
     box = await boot_pod(Source(small_image()), own_cluster.pods())
     running = asyncio.ensure_future(sh(box, "touch begun; sleep 1000"))
     await _begun(box)

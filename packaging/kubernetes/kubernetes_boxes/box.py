@@ -26,6 +26,7 @@ from rollout.sandbox import (
     WORKDIR,
     ExecResult,
     Limits,
+    PatchTooLarge,
     SandboxError,
     failed,
     infrastructure,
@@ -41,7 +42,7 @@ from rollout.sandbox.treediff import Directory, patch_between
 
 _KILLED = 137
 _GRACE_S = 10.0
-_KILLS, _DRAIN_S = 3, 5.0
+_KILLS, _DRAIN_S, _LOOKS = 3, 5.0, 20
 _PULL_FAILED = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _START_FAILED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _SHARED = {"tree": WORKDIR, "home": HOME, "tmp": TMPDIR}
@@ -119,7 +120,10 @@ def _spec(
     if sockets is not None:
         own.append({"name": "box", "mountPath": str(sockets), "subPath": "sockets", "readOnly": True})
     shown = [{"name": f"host-{i}", "mountPath": inside, "readOnly": True} for i, (_, inside) in enumerate(mounts)]
-    volumes = [{"name": f"host-{i}", "hostPath": {"path": str(path)}} for i, (path, _) in enumerate(mounts)]
+    volumes = [
+        {"name": f"host-{i}", "hostPath": {"path": str(path), "type": "Directory" if path.is_dir() else "File"}}
+        for i, (path, _) in enumerate(mounts)
+    ]
     disk = str(limits.disk_bytes)
     most = {"memory": str(limits.memory_bytes), "cpu": f"{int(limits.cpus * 1000)}m", "ephemeral-storage": disk}
     locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -196,6 +200,7 @@ class PodSandbox(BaseSandbox):
         self._owner = "0:0"
         self._relays: dict[Path, asyncio.Task[None]] = {}
         self._over = False  # its container for programs has ended, or does not end its programs
+        self._empty = False  # its node has ended it and removed its files, as there were too many
 
     async def fill(self, source: Source, probe: bool) -> None:
         """Give the box its files. probe: try whether it has a network, too. Raises SandboxError."""
@@ -224,13 +229,19 @@ class PodSandbox(BaseSandbox):
     async def write_file(self, base: str, relative: PurePosixPath, data: bytes) -> None:
         """Write a file; see `BaseSandbox.write_file`."""
         words = [str(len(data)), relative.name, self._at(base), self._owner, *relative.parts[:-1]]
-        code, _, error = await self._keeper(stages.PUT, *words, stdin=data)
+        try:
+            code, _, error = await self._keeper(stages.PUT, *words, stdin=data)
+        except PatchTooLarge:  # no program will miss it
+            return
         if code:
             raise failed("put_failed", f"{base}/{relative}: {error.decode(errors='replace').strip() or 'no directory'}")
 
     async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
         """Read a file; see `BaseSandbox.read_file`."""
-        code, out, error = await self._keeper(stages.GET, relative.name, self._at(base), "", *relative.parts[:-1])
+        try:
+            code, out, error = await self._keeper(stages.GET, relative.name, self._at(base), "", *relative.parts[:-1])
+        except PatchTooLarge as gone:
+            raise FileNotFoundError(str(gone)) from gone
         if code == 3:
             raise FileNotFoundError(f"no regular file at {base}/{relative}")
         if code:
@@ -266,7 +277,15 @@ class PodSandbox(BaseSandbox):
         return next(f"/box/{name}" for name, place in _SHARED.items() if place == base)
 
     async def _keeper(self, script: str, *words: str, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
-        return await self._cluster.call(self.name, "keeper", ["bash", "-c", script, "keeper", *words], stdin)
+        """Run a script in the keeper. Raises PatchTooLarge if the box has filled its disk: its files are gone."""
+        try:
+            return await self._cluster.call(self.name, "keeper", ["bash", "-c", script, "keeper", *words], stdin)
+        except SandboxError as error:
+            if not self._empty:
+                await self._fate(error)
+            if self._empty:
+                raise PatchTooLarge("the node has ended the box, which had filled its disk") from None
+            raise
 
     async def _script(self, script: str, *words: str, stdin: bytes = b"") -> bytes:
         code, out, error = await self._keeper(script, *words, stdin=stdin)
@@ -281,11 +300,15 @@ class PodSandbox(BaseSandbox):
         started, output = time.monotonic(), Output(command.output_cap)
         if self._over:
             return output.result(_KILLED, False, started)
-        await self._let_in()
         variables = [f"{key}={value}" for key, value in command.env.items()]
         words = b"".join(os.fsencode(word) + b"\0" for word in (self.workdir, *variables, *command.argv))
         sizes = [str(len(words)), str(len(command.stdin)), str(len(variables))]
-        stream = await self._cluster.start(self.name, "box", ["bash", "-c", self._stage, "bash", *sizes])
+        try:
+            await self._let_in()
+            stream = await self._cluster.start(self.name, "box", ["bash", "-c", self._stage, "bash", *sizes])
+        except SandboxError as error:
+            await self._fate(error)
+            return output.result(_KILLED, False, started)
         sending = asyncio.ensure_future(stream.send(words + command.stdin))
         receiving = asyncio.ensure_future(_take(stream, output))
         ends = {receiving, command.stop, *self._relays.values()}
@@ -304,30 +327,45 @@ class PodSandbox(BaseSandbox):
             await stream.close()
         for path, carried in self._relays.items():
             if carried.done():
-                raise SandboxError("exec_failed", f"the stream of {path.name} broke: {carried.exception() or 'ended'}")
+                broken = f"the stream of {path.name} broke: {carried.exception() or 'ended'}"
+                await self._fate(SandboxError("exec_failed", broken))
+                return output.result(_KILLED, False, started)
         if late:
             return output.result(None, True, started)
         return output.result(await self._code(stream), False, started)
 
     async def _code(self, stream: Stream) -> int:
-        """Return the exit code of a program that has ended; raise SandboxError if its box has ended from outside."""
-        problem: SandboxError | None = None
+        """Return the exit code of a program whose stream has ended. Raises SandboxError if its box has not ended it."""
+        broken: SandboxError | None = None
         try:
             if (code := stream.status()) != _KILLED:
                 return code
         except SandboxError as error:
-            problem = error
-        await self._kill()  # the stage may have been killed before it has ended what the program had started
-        pod = await self._cluster.pod(self.name)
-        if pod is None or pod.status.phase in ("Failed", "Unknown"):
-            raise SandboxError("box_killed", f"its pod is gone: {pod and (pod.status.reason or pod.status.message)}")
-        for one in pod.status.container_statuses or []:
-            if one.name == "box" and one.state.terminated:  # by its own programs, or because they had no memory left
-                self._over = True
-                return _KILLED
-        if problem is not None and not self._over:
-            raise problem
+            broken = error
+        if not await self._kill():  # the stage may have been killed before it has ended what the program had started
+            await self._fate(broken)
+        elif broken:
+            raise broken
         return _KILLED
+
+    async def _fate(self, error: SandboxError | None) -> None:
+        """Find out why a box does not answer, and return if it is its own doing. Raises SandboxError: what it was."""
+        for _ in range(_LOOKS):
+            pod = await self._cluster.pod(self.name)
+            status = pod and pod.status
+            if status is None or status.phase in ("Failed", "Unknown"):
+                why = f"{status.reason}: {status.message}" if status else "deleted"
+                if "limit" not in why or not why.startswith("Evicted"):  # the box's limit, not the node's shortage
+                    raise SandboxError("box_killed", f"its pod is gone, {why}") from error
+                self._over = self._empty = True
+            # Its container is ended by its own programs, or because they had no memory left.
+            self._over |= any(one.name == "box" and one.state.terminated for one in status.container_statuses or [])
+            if self._over:
+                return
+            await asyncio.sleep(0.5)
+        if error:
+            raise error
+        self._over = True  # it fights its end: nothing more is run in it
 
     async def _kill(self) -> bool:
         """End every program in the box; return whether it let us."""

@@ -105,21 +105,22 @@ class Cluster:
             if getattr(error.__cause__, "status", None) != 404:
                 raise
 
-    async def owned(self) -> list[tuple[str, str, str]]:
-        """Return name, owner and phase of all boxes of the namespace."""
+    async def boxes(self) -> list[Any]:
+        """Return all boxes of the namespace, as the client's pods."""
         label = ",".join(f"{key}={value}" for key, value in LABELS.items())
         with told("kubernetes_failed"):
             found = await self._pods.list_namespaced_pod(
                 self.namespace, label_selector=label, _request_timeout=_TIMEOUT_S
             )
-        return [(one.metadata.name, one.metadata.annotations[OWNER], one.status.phase) for one in found.items]
+        return found.items
 
     async def reap(self) -> None:
         """Delete boxes whose owner is gone, and those whose time was up."""
-        for name, owner, phase in await self.owned():
-            if phase in ("Failed", "Succeeded") or gone(owner, running=phase == "Running"):
-                logger.warning("removing %s, a box of a run that is gone", name)
-                await self.delete(name)
+        for one in await self.boxes():
+            owner, phase = (one.metadata.annotations or {}).get(OWNER, ""), one.status.phase
+            if one.status.reason == "DeadlineExceeded" or gone(owner, running=phase == "Running"):
+                logger.warning("removing %s, a box of a run that is gone", one.metadata.name)
+                await self.delete(one.metadata.name)
 
     async def start(self, pod: str, container: str, argv: Sequence[str]) -> Stream:
         """Start a program in a container. argv: short, as it is part of a URL."""

@@ -38,7 +38,7 @@ class Kubernetes(FromImages):
         async def ask() -> None:
             cluster = await Cluster.connect(self.pods.kubeconfig, self.pods.context, self.pods.namespace)
             try:
-                await cluster.owned()
+                await cluster.boxes()
             finally:
                 await cluster.close()
 

@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kubernetes_boxes import relay, stages
+import yaml
+
+from kubernetes_boxes import relay
 from kubernetes_boxes.cluster import Cluster, Stream
+from kubernetes_boxes.stages import stage
 from kubernetes_boxes.tree import Part, PodTree
+from rollout.agent.forward import compiled
 from rollout.sandbox import (
     HOME,
     PATCH_CAP,
@@ -45,6 +49,7 @@ _GRACE_S = 10.0
 _KILLS, _DRAIN_S, _LOOKS = 3, 5.0, 20
 _PULL_FAILED = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _START_FAILED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_POD = Path(__file__).with_name("pod.yaml")
 _SHARED = {"tree": WORKDIR, "home": HOME, "tmp": TMPDIR}
 
 logger = logging.getLogger(__name__)
@@ -112,54 +117,22 @@ def _spec(
     image: str, pods: Pods, limits: Limits, mounts: list[tuple[Path, str]], sockets: Path | None
 ) -> dict[str, Any]:
     """Return the spec of a box's pod."""
-    # A directory of the box's own volume at each place; what is below another one is mounted after it.
-    own: list[dict[str, Any]] = [
-        {"name": "box", "mountPath": place, "subPath": name} for name, place in _SHARED.items()
-    ]
-    own.append({"name": "box", "mountPath": "/kept", "subPath": "kept", "readOnly": True})
-    if sockets is not None:
-        own.append({"name": "box", "mountPath": str(sockets), "subPath": "sockets", "readOnly": True})
-    shown = [{"name": f"host-{i}", "mountPath": inside, "readOnly": True} for i, (_, inside) in enumerate(mounts)]
-    volumes = [
-        {"name": f"host-{i}", "hostPath": {"path": str(path), "type": "Directory" if path.is_dir() else "File"}}
-        for i, (path, _) in enumerate(mounts)
-    ]
+    spec = yaml.safe_load(_POD.read_text())
+    box, keeper = spec["containers"]
     disk = str(limits.disk_bytes)
     most = {"memory": str(limits.memory_bytes), "cpu": f"{int(limits.cpus * 1000)}m", "ephemeral-storage": disk}
-    locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    trusted = {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]}  # the box's files belong to its user
-    box = {
-        "name": "box",
-        "image": image,
-        "command": ["bash", "-c", stages.FIRST],
-        "workingDir": "/",
-        "securityContext": locked,
-        "resources": {"limits": most, "requests": {"ephemeral-storage": "0", **(pods.requests or {})}},
-        "volumeMounts": own + shown,
-    }
-    keeper = {
-        "name": "keeper",
-        "image": image,
-        "command": ["bash", "-c", stages.KEEP],
-        "workingDir": "/",
-        "securityContext": {**locked, "capabilities": trusted, "runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False},
-        "resources": {"limits": {"memory": "512Mi", "cpu": "1"}, "requests": {"memory": "32Mi", "cpu": "10m"}},
-        "volumeMounts": [{"name": "box", "mountPath": "/box"}],
-    }
-    return {
-        **(pods.more or {}),
-        "restartPolicy": "Never",
-        "hostname": "sandbox",
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "dnsPolicy": "None",
-        "dnsConfig": {"nameservers": ["127.0.0.1"]},
-        "terminationGracePeriodSeconds": 0,
-        "activeDeadlineSeconds": pods.lifetime_s,
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [box, keeper],
-        "volumes": [{"name": "box", "emptyDir": {"sizeLimit": disk}}, *volumes],
-    }
+    box |= {"image": image, "command": ["bash", "-c", stage("first")]}
+    box["resources"] = {"limits": most, "requests": {"ephemeral-storage": "0", **(pods.requests or {})}}
+    keeper |= {"image": image, "command": ["bash", "-c", stage("keep")]}
+    spec["volumes"][0]["emptyDir"] = {"sizeLimit": disk}
+    if sockets is not None:
+        own = {"name": "box", "mountPath": str(sockets), "subPath": "sockets", "readOnly": True}
+        box["volumeMounts"].append(own)
+    for i, (path, inside) in enumerate(mounts):
+        host = {"path": str(path), "type": "Directory" if path.is_dir() else "File"}
+        spec["volumes"].append({"name": f"host-{i}", "hostPath": host})
+        box["volumeMounts"].append({"name": f"host-{i}", "mountPath": inside, "readOnly": True})
+    return {**spec, **(pods.more or {}), "activeDeadlineSeconds": pods.lifetime_s}
 
 
 async def _until_running(cluster: Cluster, name: str, boot_s: float) -> None:
@@ -181,7 +154,8 @@ async def _until_running(cluster: Cluster, name: str, boot_s: float) -> None:
             raise SandboxError("boot_failed", f"a container has ended: {states}")
         if time.monotonic() > end:
             said = [one.message for one in pod.status.conditions or [] if one.message]
-            raise SandboxError("boot_failed", f"no node takes the pod within {boot_s:g} s: {'; '.join(said)}")
+            node = f"node {pod.spec.node_name} does not start" if pod.spec.node_name else "no node takes"
+            raise SandboxError("boot_failed", f"{node} the pod within {boot_s:g} s: {'; '.join(said)}")
         await asyncio.sleep(pause)
         pause = min(1.0, pause * 1.3)
 
@@ -196,7 +170,7 @@ class PodSandbox(BaseSandbox):
     ) -> None:
         super().__init__(WORKDIR, HOME, TMPDIR, in_turn=True)
         self.name, self._cluster, self._snapshot, self._sockets = name, cluster, snapshot, sockets
-        self._stage = stages.RUN.replace("LIMITS", ulimits(limits, processes=False))
+        self._stage = stage("run").replace("LIMITS", ulimits(limits, processes=False))
         self._owner = "0:0"
         self._relays: dict[Path, asyncio.Task[None]] = {}
         self._over = False  # its container for programs has ended, or does not end its programs
@@ -204,7 +178,7 @@ class PodSandbox(BaseSandbox):
 
     async def fill(self, source: Source, probe: bool) -> None:
         """Give the box its files. probe: try whether it has a network, too. Raises SandboxError."""
-        asked = ["bash", "-c", stages.ASK + (stages.PROBE if probe else "")]
+        asked = ["bash", "-c", stage("ask", *["probe"] * probe)]
         code, said, error = await self._cluster.call(self.name, "box", asked)
         self._owner, *reached = said.decode().split() or [""]
         if code or reached:
@@ -218,7 +192,7 @@ class PodSandbox(BaseSandbox):
             if outside := [path for path in source.hide if path.startswith("/")]:
                 raise SandboxError("seal_failed", f"{source.image}: boxes in pods cannot hide {outside}")
         words = [str(len(archive)), str(len(patch)), self._owner, work, *more]
-        code, out, error = await self._keeper(stages.SETUP, *words, stdin=archive + patch)
+        code, out, error = await self._keeper(stage("list", "setup"), *words, stdin=archive + patch)
         if work:
             sealing.judged(source, code, out.decode(errors="replace"), error.decode(errors="replace"))
         if code:
@@ -230,7 +204,7 @@ class PodSandbox(BaseSandbox):
         """Write a file; see `BaseSandbox.write_file`."""
         words = [str(len(data)), relative.name, self._at(base), self._owner, *relative.parts[:-1]]
         try:
-            code, _, error = await self._keeper(stages.PUT, *words, stdin=data)
+            code, _, error = await self._keeper(stage("down", "put"), *words, stdin=data)
         except PatchTooLarge:  # no program will miss it
             return
         if code:
@@ -239,7 +213,9 @@ class PodSandbox(BaseSandbox):
     async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
         """Read a file; see `BaseSandbox.read_file`."""
         try:
-            code, out, error = await self._keeper(stages.GET, relative.name, self._at(base), "", *relative.parts[:-1])
+            code, out, error = await self._keeper(
+                stage("down", "get"), relative.name, self._at(base), "", *relative.parts[:-1]
+            )
         except PatchTooLarge as gone:
             raise FileNotFoundError(str(gone)) from gone
         if code == 3:
@@ -252,7 +228,7 @@ class PodSandbox(BaseSandbox):
         """End all programs, and compare what the keeper sees with what the box had at first."""
         await self._kill()
         first = await self._script("exec cat /box/kept/list")
-        new = PodTree(await self._script(stages.LIST, "/box/tree"), first)
+        new = PodTree(await self._script(stage("list", "listed"), "/box/tree"), first)
         old = await self._sealed(first, new) if self._snapshot is None else Directory(os.fsencode(self._snapshot))
         paths = new.changed | old.files.keys() - new.files.keys()
         with tempfile.TemporaryDirectory(prefix="diff-") as name, IgnoredPaths(old, Path(name)) as ignored:
@@ -271,7 +247,7 @@ class PodSandbox(BaseSandbox):
 
     async def _contents(self, tree: str, paths: set[bytes]) -> bytes:
         names = b"".join(path + b"\0" for path in paths)
-        return await self._script(stages.PACK, tree, str(len(names)), stdin=names)
+        return await self._script(stage("pack"), tree, str(len(names)), stdin=names)
 
     def _at(self, base: str) -> str:
         return next(f"/box/{name}" for name, place in _SHARED.items() if place == base)
@@ -281,8 +257,7 @@ class PodSandbox(BaseSandbox):
         try:
             return await self._cluster.call(self.name, "keeper", ["bash", "-c", script, "keeper", *words], stdin)
         except SandboxError as error:
-            if not self._empty:
-                await self._fate(error)
+            await self._fate(error, keeper=True)
             if self._empty:
                 raise PatchTooLarge("the node has ended the box, which had filled its disk") from None
             raise
@@ -348,8 +323,11 @@ class PodSandbox(BaseSandbox):
             raise broken
         return _KILLED
 
-    async def _fate(self, error: SandboxError | None) -> None:
-        """Find out why a box does not answer, and return if it is its own doing. Raises SandboxError: what it was."""
+    async def _fate(self, error: SandboxError | None, keeper: bool = False) -> None:
+        """Find out why a box (or its keeper) does not answer, and return if it is the box's own doing.
+
+        Raises SandboxError: what it was.
+        """
         for _ in range(_LOOKS):
             pod = await self._cluster.pod(self.name)
             status = pod and pod.status
@@ -358,9 +336,10 @@ class PodSandbox(BaseSandbox):
                 if "limit" not in why or not why.startswith("Evicted"):  # the box's limit, not the node's shortage
                     raise SandboxError("box_killed", f"its pod is gone, {why}") from error
                 self._over = self._empty = True
+                return
             # Its container is ended by its own programs, or because they had no memory left.
             self._over |= any(one.name == "box" and one.state.terminated for one in status.container_statuses or [])
-            if self._over:
+            if self._over and not keeper:
                 return
             await asyncio.sleep(0.5)
         if error:
@@ -370,7 +349,7 @@ class PodSandbox(BaseSandbox):
     async def _kill(self) -> bool:
         """End every program in the box; return whether it let us."""
         try:
-            killing = self._cluster.call(self.name, "box", ["bash", "-c", stages.KILL])
+            killing = self._cluster.call(self.name, "box", ["bash", "-c", stage("kill")])
             return b"ended" in (await asyncio.wait_for(killing, _GRACE_S))[1]
         except (SandboxError, TimeoutError):
             return False
@@ -418,5 +397,5 @@ def _packed(snapshot: Path | None, session: bool) -> bytes:
             member.size = len(sealing.SCRIPT.encode())
             tar.addfile(member, io.BytesIO(sealing.SCRIPT.encode()))
         if session:
-            tar.add(relay.program(), "kept/relay", filter=box_files.unowned)
+            tar.add(compiled(relay.SOURCE), "kept/relay", filter=box_files.unowned)
     return buffer.getvalue()

@@ -21,7 +21,7 @@ from rollout.sandbox import SandboxError, failed
 from rollout.sandbox.owner import gone, me
 
 OWNER = "claude-code-rl.owner"
-LABELS = {"app": "claude-code-rl-box"}
+LABEL = {"app": "claude-code-rl-box"}
 _STDIN, _ERROR = 0, 3
 _CHUNK = 1 << 16
 _ALIVE_S = 15.0  # between two pings; a connection without an answer to one ends
@@ -74,45 +74,34 @@ class Cluster:
         await self._api.close()
         await self._ws.close()
 
+    async def _ask(self, verb: str, cause: str = "kubernetes_failed", **options: Any) -> Any:
+        """Do something with pods; return None if the one of this name is not there."""
+        function = getattr(self._pods, f"{verb}_namespaced_pod")
+        with told(cause):
+            try:
+                return await function(namespace=self.namespace, _request_timeout=_TIMEOUT_S, **options)
+            except client.ApiException as error:
+                if error.status != 404 or "name" not in options:
+                    raise
+        return None
+
     async def create(self, name: str, run: str, spec: dict[str, Any]) -> None:
         """Create a pod."""
-        notes = {OWNER: me(), "claude-code-rl.run": run}
-        meta = {"name": name, "labels": LABELS, "annotations": notes}
-        with told("boot_failed"):
-            await self._pods.create_namespaced_pod(
-                self.namespace, {"metadata": meta, "spec": spec}, _request_timeout=_TIMEOUT_S
-            )
+        meta = {"name": name, "labels": LABEL, "annotations": {OWNER: me(), "claude-code-rl.run": run}}
+        await self._ask("create", "boot_failed", body={"metadata": meta, "spec": spec})
 
     async def pod(self, name: str) -> Any | None:
         """Return a pod, None if it is gone or about to be."""
-        try:
-            with told("kubernetes_failed"):
-                found = await self._pods.read_namespaced_pod(name, self.namespace, _request_timeout=_TIMEOUT_S)
-        except SandboxError as error:
-            if getattr(error.__cause__, "status", None) == 404:
-                return None
-            raise
-        return None if found.metadata.deletion_timestamp else found
+        found = await self._ask("read", name=name)
+        return None if found is None or found.metadata.deletion_timestamp else found
 
     async def delete(self, name: str) -> None:
         """Delete a pod, which may be gone already."""
-        try:
-            with told("kubernetes_failed"):
-                await self._pods.delete_namespaced_pod(
-                    name, self.namespace, grace_period_seconds=0, _request_timeout=_TIMEOUT_S
-                )
-        except SandboxError as error:
-            if getattr(error.__cause__, "status", None) != 404:
-                raise
+        await self._ask("delete", name=name, grace_period_seconds=0)
 
     async def boxes(self) -> list[Any]:
         """Return all boxes of the namespace, as the client's pods."""
-        label = ",".join(f"{key}={value}" for key, value in LABELS.items())
-        with told("kubernetes_failed"):
-            found = await self._pods.list_namespaced_pod(
-                self.namespace, label_selector=label, _request_timeout=_TIMEOUT_S
-            )
-        return found.items
+        return (await self._ask("list", label_selector="app=" + LABEL["app"])).items
 
     async def reap(self) -> None:
         """Delete boxes whose owner is gone, and those whose time was up."""

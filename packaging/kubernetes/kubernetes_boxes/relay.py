@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hashlib
-import os
-import shutil
 import struct
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from kubernetes_boxes.cluster import Stream
-from rollout.files import replacing
-from rollout.sandbox import SandboxError
 
 _GONE = 0xFFFFFFFF  # see relay.c
-_SOURCE = Path(__file__).with_name("relay.c")
+SOURCE = Path(__file__).with_name("relay.c")
+"""What runs in the pod, once it is compiled."""
 
 
 async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None:
@@ -80,20 +74,3 @@ async def _frames(stream: Stream) -> AsyncIterator[tuple[int, int, bytes]]:
                 break
             yield number, size, bytes(held[8 : 8 + length])
             del held[: 8 + length]
-
-
-@functools.cache
-def program() -> Path:
-    """Return the relay, which is built if this machine has none yet. Raises SandboxError."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "claude-code-rl", "kubernetes")
-    path = cache / f"relay-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]}"
-    if path.exists():
-        return path
-    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
-        raise SandboxError("boot_failed", "boxes in pods need a C compiler, once: install gcc and libc6-dev")
-    cache.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
-        done = subprocess.run([compiler, "-static", "-Os", "-s", "-o", str(new), str(_SOURCE)], capture_output=True)
-        if done.returncode:
-            raise SandboxError("boot_failed", f"relay.c: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    return path

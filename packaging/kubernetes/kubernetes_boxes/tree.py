@@ -13,7 +13,7 @@ from rollout.sandbox.treediff import LINK, FileTree, counts, git_mode
 
 
 class PodTree:
-    """A PodTree is a `treediff.FileTree` of what `stages.LIST` has listed, with the contents that were unpacked.
+    """A PodTree is a `treediff.FileTree` of what `list` (stages.sh) has listed, with the contents that were unpacked.
 
     since: an earlier list. changed: the paths that are not as they were then: a file with another inode or change time,
     which no program can set, may be another one, or have other contents.
@@ -54,7 +54,7 @@ class PodTree:
         return paths
 
     def unpack(self, packed: bytes) -> None:
-        """Take contents from the output of `stages.PACK`. Raises SandboxError diff_failed."""
+        """Take contents from the output of `pack` (stages.sh). Raises SandboxError diff_failed."""
         try:
             with tarfile.open(fileobj=io.BytesIO(packed), mode="r|", errors="surrogateescape") as tar:
                 for member in tar:

@@ -10,6 +10,7 @@ a length (both 32 bits, big-endian) and so many bytes. The first frame of a conn
 #include <poll.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -18,9 +19,16 @@ a length (both 32 bits, big-endian) and so many bytes. The first frame of a conn
 
 #define MOST 128
 #define GONE 0xffffffffu
+#define WAITING (16u << 20)
 
 static struct pollfd ends[MOST + 2]; /* 0: input, 1: the listener, from 2 on: connections */
 static uint32_t numbers[MOST + 2], last; /* none is used twice: the other side may still speak of one that is gone */
+static struct {
+    char *data;
+    size_t size;
+    int end; /* then its output ends */
+} queues[MOST + 2];
+static size_t waiting; /* bytes in all queues */
 
 static int put(int to, const char *data, size_t size) {
     while (size > 0) {
@@ -53,6 +61,40 @@ static void tell(uint32_t number, uint32_t size, const char *data) {
 static void drop(int i) {
     close(ends[i].fd);
     ends[i].fd = -1;
+    waiting -= queues[i].size;
+    free(queues[i].data);
+    memset(&queues[i], 0, sizeof queues[i]);
+}
+
+static void flush(int i) {
+    ssize_t done = send(ends[i].fd, queues[i].data, queues[i].size, MSG_DONTWAIT);
+    if (done < 0 && errno != EAGAIN && errno != EINTR)
+        done = queues[i].size; /* nobody reads it any more */
+    if (done > 0) {
+        memmove(queues[i].data, queues[i].data + done, queues[i].size -= done);
+        waiting -= done;
+    }
+    if (queues[i].size > 0)
+        ends[i].events |= POLLOUT;
+    else {
+        ends[i].events &= ~POLLOUT;
+        if (queues[i].end)
+            shutdown(ends[i].fd, SHUT_WR);
+    }
+}
+
+static void lead(int i, const char *data, size_t size) {
+    char *more = waiting + size > WAITING ? NULL : realloc(queues[i].data, queues[i].size + size);
+    if (more == NULL) {
+        tell(numbers[i], GONE, NULL);
+        drop(i);
+        return;
+    }
+    queues[i].data = more;
+    memcpy(more + queues[i].size, data, size);
+    queues[i].size += size;
+    waiting += size;
+    flush(i);
 }
 
 int main(int count, char **words) {
@@ -83,24 +125,27 @@ int main(int count, char **words) {
             uint32_t size = ntohl(head[1]);
             while (at < MOST + 2 && (ends[at].fd < 0 || numbers[at] != ntohl(head[0])))
                 at++;
-            int to = at < MOST + 2 ? ends[at].fd : -1;
-            if (size == GONE && to >= 0)
+            if (size == GONE && at < MOST + 2)
                 drop(at);
-            else if (size == 0 && to >= 0)
-                shutdown(to, SHUT_WR);
+            else if (size == 0 && at < MOST + 2) {
+                queues[at].end = 1;
+                flush(at);
+            }
             for (uint32_t left = size == GONE ? 0 : size; left > 0;) {
                 uint32_t part = left < sizeof data ? left : sizeof data;
                 if (!get(data, part))
                     return 0;
-                if (to >= 0)
-                    put(to, data, part);
+                if (at < MOST + 2 && ends[at].fd >= 0)
+                    lead(at, data, part);
                 left -= part;
             }
         }
         for (int i = 2; i < MOST + 2; i++) {
-            if (ends[i].fd < 0 || !ends[i].revents)
+            if (ends[i].fd >= 0 && ends[i].revents & POLLOUT)
+                flush(i);
+            if (ends[i].fd < 0 || !(ends[i].revents & ~POLLOUT))
                 continue;
-            ssize_t size = ends[i].events ? read(ends[i].fd, data, sizeof data) : 0;
+            ssize_t size = ends[i].events & POLLIN ? read(ends[i].fd, data, sizeof data) : 0;
             if (size > 0)
                 tell(numbers[i], size, data);
             else if (size < 0 || ends[i].revents & (POLLHUP | POLLERR)) {
@@ -108,7 +153,7 @@ int main(int count, char **words) {
                 drop(i);
             } else { /* it says no more, and may still listen */
                 tell(numbers[i], 0, NULL);
-                ends[i].events = 0;
+                ends[i].events &= ~POLLIN;
             }
         }
         if (ends[1].revents && ends[1].events) {

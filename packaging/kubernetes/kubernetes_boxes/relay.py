@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 
 from kubernetes_boxes.cluster import Stream
 
 _GONE = 0xFFFFFFFF  # see relay.c
+_WAITING = 32 << 20  # bytes that the proxy has not taken yet
 SOURCE = Path(__file__).with_name("relay.c")
 """What runs in the pod, once it is compiled."""
 
 
 async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None:
-    """Carry the connections of a pod's socket to one here until the stream ends; see relay.c."""
+    """Carry the connections of a pod's socket to one here until the stream ends; see relay.c.
+
+    Frames are read at once, whatever becomes of them: no connection stops the others.
+    """
     writers: dict[int, asyncio.StreamWriter] = {}
     tasks: set[asyncio.Task[None]] = set()
     lock, last = asyncio.Lock(), 0
@@ -31,29 +35,31 @@ async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None
                 await tell(number, data)
         await tell(number, b"")
 
+    def start(work: Coroutine[None, None, None]) -> None:
+        tasks.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(tasks.discard)
+
     try:
         async for number, size, data in _frames(stream):
             if number == 0:
                 ready.set_result(None)
-                continue
-            if number > last:  # a new connection
+            elif number > last:  # a new connection
                 last = number
                 try:
                     reader, writers[number] = await asyncio.open_unix_connection(str(path))
+                    start(answer(number, reader))
                 except OSError:  # the session is closed
-                    await tell(number, b"", _GONE)
-                    continue
-                tasks.add(task := asyncio.ensure_future(answer(number, reader)))
-                task.add_done_callback(tasks.discard)
+                    start(tell(number, b"", _GONE))
+            elif (writer := writers.get(number)) is None:
                 continue
-            if size == _GONE:
-                if number in writers:
-                    writers.pop(number).close()
-                continue
-            if (writer := writers.get(number)) is not None:
+            elif size == _GONE:
+                writers.pop(number).close()
+            else:
                 with contextlib.suppress(OSError):
                     writer.write(data) if size else writer.write_eof()
-                    await writer.drain()
+                if sum(one.transport.get_write_buffer_size() for one in writers.values()) > _WAITING:
+                    writers.pop(number).transport.abort()
+                    start(tell(number, b"", _GONE))
     finally:
         for task in tasks:
             task.cancel()

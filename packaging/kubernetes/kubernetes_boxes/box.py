@@ -174,6 +174,7 @@ class PodSandbox(BaseSandbox):
         self._owner = "0:0"
         self._relays: dict[Path, asyncio.Task[None]] = {}
         self._over = False  # its container for programs has ended, or does not end its programs
+        self._busy = False  # a program was not seen to its end
         self._empty = False  # its node has ended it and removed its files, as there were too many
 
     async def fill(self, source: Source, probe: bool) -> None:
@@ -284,6 +285,7 @@ class PodSandbox(BaseSandbox):
         except SandboxError as error:
             await self._fate(error)
             return output.result(_KILLED, False, started)
+        self._busy = True
         sending = asyncio.ensure_future(stream.send(words + command.stdin))
         receiving = asyncio.ensure_future(_take(stream, output))
         ends = {receiving, command.stop, *self._relays.values()}
@@ -296,6 +298,7 @@ class PodSandbox(BaseSandbox):
                 killed = killed or await self._kill()
             await asyncio.wait({receiving}, timeout=_DRAIN_S if killed else 0)  # what is on its way belongs to it
             self._over = not killed  # it fights its end: nothing more is run in it
+            self._busy = False
         finally:
             sending.cancel()
             receiving.cancel()
@@ -368,6 +371,8 @@ class PodSandbox(BaseSandbox):
 
     async def remove(self) -> None:
         """Delete the pod; if that fails, another process will."""
+        if self._busy:  # a node takes a moment to end what is deleted
+            await self._kill()
         for carried in self._relays.values():
             carried.cancel()
         await asyncio.gather(*self._relays.values(), return_exceptions=True)

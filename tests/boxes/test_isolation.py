@@ -31,9 +31,9 @@ from tests.docker_kit import base_image
 from tests.kit import QueueEngine, char_policy
 from tests.sandboxes import REPOSITORY, alive, sh
 
-ISOLATED = kinds("bwrap", "docker", "podman")
+ISOLATED = kinds("bwrap", "docker", "podman", "kubernetes")
 # Podman's boxes are made of one image only, without the snapshots of tasks.
-OF_SNAPSHOTS = kinds("bwrap", "docker")
+OF_SNAPSHOTS = kinds("bwrap", "docker", "kubernetes")
 
 # What an agent can find: its directories, less the system's and this Python's, and all that /proc tells of processes.
 PYTHON = {prefix for one in (sys.prefix, sys.base_prefix) for prefix in (one, os.path.realpath(one))}

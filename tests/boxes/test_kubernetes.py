@@ -7,6 +7,7 @@ import contextlib
 import socket
 import subprocess
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("kubernetes")
 import kubernetes_boxes
+from kubernetes_boxes import relay
 from kubernetes_boxes.box import PodSandbox, boot_pod
+from kubernetes_boxes.cluster import Stream
 from kubernetes_boxes.kind import Kubernetes
 from kubernetes_boxes.stages import stage
 from rewards.task import load_tasks
@@ -23,6 +26,7 @@ from rl.config.compose import ConfigError
 from rl.episodes import boxes
 from rl.quickstart.tasks import make_tasks
 from rollout.agent.claude_code import ClaudeCode, find_binary
+from rollout.agent.forward import compiled
 from rollout.episode import Setup, run_episode
 from rollout.proxy.server import ProxyServer
 from rollout.sandbox import Limits, PatchTooLarge, SandboxError
@@ -125,6 +129,57 @@ def test_a_box_that_reaches_the_api_server_is_noticed() -> None:
         ]
         assert subprocess.run(ask, capture_output=True).stdout == b"reached\n"
     assert subprocess.run(ask, capture_output=True).stdout == b""
+
+
+class Local(Stream):
+    """A relay of this machine in place of one in a pod."""
+
+    def __init__(self, program: asyncio.subprocess.Process) -> None:
+        self.program = program
+
+    async def send(self, data: bytes) -> None:
+        self.program.stdin.write(data)
+        await self.program.stdin.drain()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
+        while data := await self.program.stdout.read(1 << 15):
+            yield 1, data
+
+    async def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.program.kill()
+        await self.program.wait()
+
+
+async def test_a_connection_that_nobody_reads_stops_no_other() -> None:
+    """Else an agent could break its own stream, which is a failure of the infrastructure. What waits is bounded."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            writer.write(bytes(int(await reader.readline())))
+            await writer.drain()
+            writer.close()
+
+    with tempfile.TemporaryDirectory(prefix="cc-") as name:
+        there, here = Path(name, "there"), Path(name, "here")
+        await asyncio.start_unix_server(answer, here)
+        pipe = asyncio.subprocess.PIPE
+        program = await asyncio.create_subprocess_exec(compiled(relay.SOURCE), there, stdin=pipe, stdout=pipe)
+        ready = asyncio.get_running_loop().create_future()
+        carried = asyncio.ensure_future(relay.carry(Local(program), here, ready))
+        await ready
+
+        async def ask(size: int) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_unix_connection(there, limit=1000)
+            writer.write(b"%d\n" % size)
+            return reader
+
+        waiting, many = [await ask(1 << 20) for _ in range(3)], await ask(30 << 20)
+        assert len(await (await ask(1000)).read()) == 1000
+        assert len(await many.read()) < 30 << 20
+        assert [len(await reader.read()) for reader in waiting] == [1 << 20] * 3
+        carried.cancel()
+        await asyncio.wait({carried})
 
 
 HUNGRY = "python3 -c 'x = bytearray(600 * 2**20)'; echo $?"

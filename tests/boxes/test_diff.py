@@ -106,7 +106,7 @@ def expected() -> dict[str, bytes]:
     return {}
 
 
-@kinds("plain", "bwrap", "docker", "podman", "apptainer", "kubernetes")
+@kinds("plain", "bwrap", "docker", "podman", "apptainer")
 @pytest.mark.parametrize("name", [*CHANGES, *NO_CHANGES])
 async def test_every_change_is_in_the_patch(kind: BoxKit, box: Sandbox, name: str, expected: dict[str, bytes]) -> None:
     script = (CHANGES | NO_CHANGES)[name]
@@ -131,7 +131,7 @@ async def test_the_diff_is_out_of_the_agents_reach(kind: BoxKit, box: Sandbox, t
     assert (tree / "pkg/new.py").read_text() == "new\n"
 
 
-@kinds("plain", "docker", "podman", "kubernetes")
+@kinds("plain", "docker", "podman")
 async def test_too_large_a_diff_is_refused(box: Sandbox) -> None:
     await sh(box, f"head -c {PATCH_CAP + 1} /dev/zero > big")
     with pytest.raises(PatchTooLarge):

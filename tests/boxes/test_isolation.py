@@ -383,7 +383,7 @@ print(len(children), flush=True)
 """
 
 
-@IN_PODS_TOO
+@ISOLATED
 async def test_a_fork_bomb_ends_with_its_exec(kind: BoxKit, tight: Sandbox, nap: str) -> None:
     # Where no control group refuses more than a box may have, the program would be killed (test_lifetime has that).
     count = 300 if kind.whole_box else TIGHT.processes // 2
@@ -442,7 +442,7 @@ async def check_rights(box: Sandbox, user: bytes) -> None:
     assert lines[0] == user and {*lines} == {user, b"no"} and lines.count(b"no") == 11, lines
 
 
-@IN_PODS_TOO
+@ISOLATED
 async def test_no_rights_are_gained(kind: BoxKit, tight: Sandbox) -> None:
     # Root in a container has none of root's rights, and is the only user that one can become there.
     await check_rights(tight, b"0" if kind.own_system else b"1000")

@@ -155,7 +155,7 @@ def test_boxes_work_on_uvloop(kind: BoxKit, nap: str) -> None:
     uvloop.run(main())
 
 
-@kinds("bwrap", "docker", "podman", "apptainer", "apptainer-less", "kubernetes")
+@kinds("bwrap", "docker", "podman", "apptainer", "apptainer-less")
 async def test_a_box_that_is_killed_from_outside_is_not_the_programs_failure(
     kind: BoxKit, box: Sandbox, nap: str
 ) -> None:

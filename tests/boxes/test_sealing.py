@@ -20,7 +20,7 @@ BASE = "0123456789abcdef0123456789abcdef01234567"
 FROM_IMAGES = kinds("docker", "podman", "apptainer")
 
 
-@kinds("docker", "podman", "apptainer", "kubernetes")
+@FROM_IMAGES
 async def test_a_sealed_history_is_one_commit(kind: BoxKit) -> None:
     box = await kind.boot(source=Source(kind.image, BASE))
     try:

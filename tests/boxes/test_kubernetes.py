@@ -168,10 +168,12 @@ async def test_a_connection_that_nobody_reads_stops_no_other() -> None:
         ready = asyncio.get_running_loop().create_future()
         carried = asyncio.ensure_future(relay.carry(Local(program), here, ready))
         await ready
+        kept = list[asyncio.StreamWriter]()  # what nobody holds is closed
 
         async def ask(size: int) -> asyncio.StreamReader:
             reader, writer = await asyncio.open_unix_connection(there, limit=1000)
             writer.write(b"%d\n" % size)
+            kept.append(writer)
             return reader
 
         waiting, many = [await ask(1 << 20) for _ in range(3)], await ask(30 << 20)

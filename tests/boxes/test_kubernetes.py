@@ -155,11 +155,15 @@ async def test_a_connection_that_nobody_reads_stops_no_other() -> None:
     """Else an agent could break its own stream, which is a failure of the infrastructure. What waits is bounded."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        size = int(await reader.readline())
         with contextlib.suppress(ConnectionError):
-            writer.write(bytes(int(await reader.readline())))
+            writer.write(bytes(size))
             await writer.drain()
             writer.close()
+        if size == 30 << 20:
+            sent.set()
 
+    sent = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="cc-") as name:
         there, here = Path(name, "there"), Path(name, "here")
         await asyncio.start_unix_server(answer, here)
@@ -178,6 +182,7 @@ async def test_a_connection_that_nobody_reads_stops_no_other() -> None:
 
         waiting, many = [await ask(1 << 20) for _ in range(3)], await ask(30 << 20)
         assert len(await (await ask(1000)).read()) == 1000
+        await sent.wait()
         assert len(await many.read()) < 30 << 20
         assert [len(await reader.read()) for reader in waiting] == [1 << 20] * 3
         carried.cancel()

@@ -31,6 +31,7 @@ NAMED_ELSEWHERE = {
     "rl/cpu/vllm_replica.py": ("rl/run/vllm_plugin.py",),
     "rl/ingest.py": ("rl/traces/ingest",),
     "scripts/exactness/engine.py": ("rl/run/vllm_plugin.py",),
+    "tests/boxes/test_kubernetes.py": ("packaging/kubernetes",),
     "tests/integration/agents/test_mixed.py": ("rl/cpu/__init__.py",),
     "rollout/proxy/front/__init__.py": ("rollout/proxy/front",),
     "tests/published.py": ("scripts/smollm2.jinja",),

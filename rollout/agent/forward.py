@@ -32,19 +32,24 @@ def cache() -> Path:
 
 
 def program() -> Path:
-    """Return the forwarder, which is built if this machine has none yet. Raises FileNotFoundError if it cannot be."""
-    name = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
-    path = cache() / f"forward-{name}"
+    """Return the forwarder; see `compiled`."""
+    return compiled(_SOURCE)
+
+
+def compiled(source: Path) -> Path:
+    """Return a program, built if this machine has none yet of this C file. Raises FileNotFoundError if it cannot be."""
+    name = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    path = cache() / f"{source.stem}-{name}"
     if path.exists():
         return path
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise FileNotFoundError("agents other than Claude Code need a C compiler, once: install gcc and libc6-dev")
+        raise FileNotFoundError(f"{source.name} needs a C compiler, once: install gcc and libc6-dev")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new:
         done = subprocess.run(
-            [compiler, "-static", "-Os", "-s", "-o", str(new), str(_SOURCE)], capture_output=True, text=True
+            [compiler, "-static", "-Os", "-s", "-o", str(new), str(source)], capture_output=True, text=True
         )
         if done.returncode:
-            raise FileNotFoundError(f"the forwarder cannot be built: {done.stderr.strip()[-500:]}")
+            raise FileNotFoundError(f"{source.name} cannot be built: {done.stderr.strip()[-500:]}")
     return path

@@ -10,8 +10,10 @@ import pytest
 import pytest_asyncio
 
 from rollout.sandbox import Sandbox
+from tests import kube_kit as clusters
 from tests.boxes.kinds import KINDS, BoxKit, param
-from tests.docker_kit import small_image
+from tests.docker_kit import base_image, small_image
+from tests.kube_kit import Cluster
 from tests.own_engine import OwnPodman, running
 from tests.sandboxes import history
 from tests.ssh_kit import Sshd, servers
@@ -49,6 +51,13 @@ def own_podman() -> Iterator[OwnPodman]:
 def own_sshd() -> Iterator[list[Sshd]]:
     """Two SSH servers of the session's own, which lead to this machine."""
     with servers(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def own_cluster() -> Iterator[Cluster]:
+    """A Kubernetes cluster of the session's own, with the small image and the base image."""
+    with clusters.running(small_image(), base_image()) as started:
         yield started
 
 

@@ -156,6 +156,36 @@ class Ssh(Docker):
         return super().left()
 
 
+class Kubernetes(BoxKit):
+    """Pods of a cluster of the test's own."""
+
+    own_system = serial = True
+    sets: ClassVar[dict[str, str]] = {"HOSTNAME": "sandbox"}
+    moments = (0, 0.05, 0.3)
+
+    @functools.cached_property
+    def image(self) -> str:
+        return small_image()
+
+    @contextlib.contextmanager
+    def ready(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        self.cluster = request.getfixturevalue("own_cluster")
+        yield
+
+    async def boot(self, snapshot: Path | None = None, source: Source | None = None, **options: Any) -> Sandbox:
+        from kubernetes_boxes.box import boot_pod
+
+        if source is None:
+            source = Source(await asyncio.to_thread(base_image if snapshot else small_image))
+        return await boot_pod(source, self.cluster.pods(), snapshot=snapshot, **options)
+
+    async def kill(self, box: Sandbox) -> None:
+        await asyncio.to_thread(self.cluster.api, f"api/v1/namespaces/boxes/pods/{box.name}", {}, "DELETE")  # type: ignore[attr-defined]
+
+    def left(self) -> list[str]:
+        return self.cluster.names()
+
+
 class Apptainer(BoxKit):
     """Boxes of the stand-in for apptainer, with or without what it may be unable to do."""
 
@@ -201,6 +231,7 @@ KINDS: dict[str, tuple[type[BoxKit], tuple[pytest.MarkDecorator, ...]]] = {
     "docker": (Docker, _DOCKER),
     "podman": (Podman, (*_DOCKER, pytest.mark.podman, pytest.mark.xdist_group("podman"))),
     "ssh": (Ssh, _DOCKER),
+    "kubernetes": (Kubernetes, (*_DOCKER, pytest.mark.xdist_group("kubernetes"))),
     "apptainer": (Apptainer, (pytest.mark.bwrap,)),
     "apptainer-less": (Apptainer, (pytest.mark.bwrap,)),
 }

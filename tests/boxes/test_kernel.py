@@ -68,7 +68,7 @@ if leaves:
 """
 
 
-@kinds("bwrap", "docker", "podman")
+@kinds("bwrap", "docker", "podman", "kubernetes")
 async def test_the_kernel_keeps_nothing_for_the_next_box(kind: BoxKit) -> None:
     """Both boxes live at the same time: the first program waits with all that it has left."""
     word = secrets.token_hex(16)
@@ -104,7 +104,7 @@ print(libc.ptrace(8, 1, None, None), *[os.access(f"/proc/1/{name}", os.R_OK) for
 """
 
 
-@kinds("docker", "podman")
+@kinds("docker", "podman", "kubernetes")
 async def test_process_1_cannot_be_traced(kind: BoxKit) -> None:
     box = await kind.boot(limits=TIGHT)
     try:
@@ -127,7 +127,7 @@ print("processes", len(others))
 """
 
 
-@kinds("bwrap", "docker", "podman")
+@kinds("bwrap", "docker", "podman", "kubernetes")
 async def test_a_box_makes_no_user_namespaces_and_holds_no_process_of_others(kind: BoxKit) -> None:
     """User namespaces are counted per user, so a box that could make some might use up those of the trainer."""
     box = await kind.boot(limits=TIGHT)

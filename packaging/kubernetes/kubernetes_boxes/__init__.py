@@ -1,0 +1,1 @@
+"""Boxes that are pods of a Kubernetes cluster."""

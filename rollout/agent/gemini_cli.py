@@ -46,7 +46,6 @@ class GeminiCli(Headless):
             "telemetry": {"enabled": False},
             "model": {"maxSessionTurns": self.max_turns or -1, "skipNextSpeakerCheck": True},
             "tools": {"exclude": ["google_web_search", "web_fetch"]},  # they call other models of Google's
-            "context": {"fileName": "none"},  # no GEMINI.md of the work tree
             "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
         }
         return {".gemini/settings.json": json.dumps(settings).encode()}

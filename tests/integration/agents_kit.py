@@ -24,6 +24,16 @@ from tests.kit import char_policy
 from tests.lacks import LACKS, lacks
 
 
+def needs(kind: type[Headless]) -> None:
+    """Skip the test if the agent's program is not installed."""
+    if kind.PROGRAM and not kind.PROGRAM.directory.is_dir():
+        try:
+            kind.PROGRAM.python()
+        except FileNotFoundError as error:
+            pytest.skip(f"{LACKS}{kind.PROGRAM.name}: {error}")  # in continuous integration, too
+        lacks(f"{kind.PROGRAM.name} {kind.PROGRAM.version}: python -m rl.agents install {kind.PROGRAM.name}")
+
+
 @contextlib.asynccontextmanager
 async def agent_stage(
     kind: type[Headless],
@@ -39,12 +49,7 @@ async def agent_stage(
 
     ``settings``: the agent's. ``boot``: another kind's.
     """
-    if kind.PROGRAM and not kind.PROGRAM.directory.is_dir():
-        try:
-            kind.PROGRAM.python()
-        except FileNotFoundError as error:
-            pytest.skip(f"{LACKS}{kind.PROGRAM.name}: {error}")  # in continuous integration, too
-        lacks(f"{kind.PROGRAM.name} {kind.PROGRAM.version}: python -m rl.agents install {kind.PROGRAM.name}")
+    needs(kind)
     agent = kind.of(**{"timeout_s": 600.0, "max_tokens": 2000, "max_context": min(max_context, 10**6), **settings})
     listener = Listener()
     server = ProxyServer(ping_s=0.3)

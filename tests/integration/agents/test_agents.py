@@ -27,7 +27,7 @@ from rollout.sandbox import WORKDIR, Sandbox
 from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.sealing import Source
 from tests.docker_kit import base_image
-from tests.integration.agents_kit import agent_stage
+from tests.integration.agents_kit import agent_stage, needs
 from tests.integration.claude_kit import Moody, Script, call, failing, scripted
 
 pytestmark = pytest.mark.asyncio
@@ -84,7 +84,8 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
         way.end,
     )
     async with agent_stage(way.kind, scripted(replies), task, **way.settings) as stage:
-        for path in PLANTED:
+        # Gemini CLI has no setting that keeps it from GEMINI.md.
+        for path in PLANTED if name != "gemini_cli" else {*PLANTED} - {"GEMINI.md"}:
             await stage.box.put(f"{WORKDIR}/{path}", b"---\nname: spy\ndescription: XYZZY\n---\nXYZZY")
         run = await stage.play("MAIN: fix it")
         assert (run.status, run.turns) == (Status.FINISHED, 4), run
@@ -95,6 +96,17 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
         assert len(said) < 300_000 or name == "codex"
         shown = [block for event in run.events for block in (event.get("message") or {}).get("content", ())]
         assert any("two" in str(block) for block in shown)
+
+
+async def test_openhands_still_takes_plugins_and_agents_of_a_work_tree() -> None:
+    """And prints no event with a reply as it was sent: what rollout/agent/openhands_run.py replaces."""
+    needs(OpenHands)
+    assert OpenHands.PROGRAM
+    (package,) = OpenHands.PROGRAM.directory.glob("lib/python3.*/site-packages/openhands/sdk")
+    text = (package / "conversation/impl/local_conversation.py").read_text()
+    assert re.search(r"load_available_plugins\(\s+work_dir=self.workspace.working_dir,\s+include_user=True,", text)
+    assert "        register_file_agents(self.workspace.working_dir)\n" in text
+    assert "litellm_completion(" in (package / "llm/llm.py").read_text()
 
 
 @pytest.mark.docker

@@ -28,6 +28,7 @@ NOT_FOR_USERS = {
     "rl/cluster/probe.py",
     "rl/sft/dpo.py",
     "scripts/budget.py",
+    "examples/hosted_box/hosted_box/relay.py",
     "examples/own_agent/own_agent/loop.py",
 }
 PROGRAMS = sorted(

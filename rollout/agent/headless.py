@@ -142,8 +142,6 @@ class Scripted(Headless):
             "MODEL": POLICY_MODEL,
             "MAX_TOKENS": str(self.max_tokens),
             "MAX_TURNS": str(self.max_turns),
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched
-            "LITELLM_TELEMETRY": "False",
         }
 
     def events(self, done: ExecResult) -> Iterator[Event]:

@@ -30,4 +30,9 @@ class OpenHands(Scripted):
 
     def told(self, secret: str, base_url: str) -> dict[str, str]:
         """Return that it is to say nothing else, too."""
-        return {**super().told(secret, base_url), "OPENHANDS_SUPPRESS_BANNER": "1"}
+        return {
+            **super().told(secret, base_url),
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched
+            "LITELLM_TELEMETRY": "False",
+        }

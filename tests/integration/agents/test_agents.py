@@ -99,7 +99,7 @@ async def test_an_episode_is_one_row(name: str, task: Task, tmp_path: Path) -> N
 
 
 async def test_openhands_still_takes_plugins_and_agents_of_a_work_tree() -> None:
-    """And prints no event with a reply as it was sent: what rollout/agent/openhands_run.py replaces."""
+    """OpenHands still has what rollout/agent/openhands_run.py replaces, also where it asks for a reply."""
     needs(OpenHands)
     assert OpenHands.PROGRAM
     (package,) = OpenHands.PROGRAM.directory.glob("lib/python3.*/site-packages/openhands/sdk")

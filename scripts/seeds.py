@@ -5,6 +5,7 @@
     .venv/bin/python scripts/seeds.py curriculum       # tasks drawn by their rates, and uniformly
     .venv/bin/python scripts/seeds.py distill          # a policy learns from a fine-tuned teacher alone
     .venv/bin/python scripts/seeds.py agents           # in agents other than Claude Code
+    .venv/bin/python scripts/seeds.py across --seeds 1 # in each agent, and then evaluated in all others
 
 OUT.md is the table, and OUT.png shows the rates of held-out tasks with their 95 % intervals (those of training runs as
 if episodes were independent). The runs are below OUT. A run that is finished is not run again, and one that was
@@ -25,6 +26,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+
 from rl.config.compose import compose
 from rl.evaluate.statistics import wilson
 from rl.metrics.episodes import Line, read_jsonl, resolve_rate
@@ -35,6 +38,8 @@ from rollout import program
 ROOT = Path(__file__).resolve().parents[1]
 ENOUGH = 0.8
 ROUNDS = 3
+ROOM = ["sandbox.cpu_s=60"]  # some agents need more than ten seconds to start
+EVERY = ("claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code", "gemini_cli", "openhands")
 
 
 class Rate(NamedTuple):
@@ -106,6 +111,14 @@ class Run:
         found = json.loads((self.directory.parents[2] / "teacher" / "results.json").read_text())
         return f"{found['pass_at_1']['value']:.2f} ({found['resolved']} of {found['episodes']})"
 
+    def played_in(self, agent: str) -> str:
+        """Return the rate of the held-out tasks in an agent, after playing what is missing."""
+        out = self.directory / "across" / agent
+        keys = small("agent") if agent == "claude_code" else []
+        python("rl.evaluate", f"policy={self.directory}", f"out={out}", f"agent={agent}", *keys)
+        rate = json.loads((out / "results.json").read_text())["pass_at_1"]
+        return f"{rate['value']:.2f} ({rate['low']:.2f} to {rate['high']:.2f})"
+
 
 def python(*command: str) -> None:
     """Run ``python -m command``. Raises CalledProcessError."""
@@ -147,6 +160,21 @@ def taught(root: Path) -> list[str]:
     return [*keys, f"distillation.teacher_models.teacher_model.model_path={teacher / 'model'}"]
 
 
+def small(place: str) -> list[str]:
+    """Return the keys that make Claude Code, whose settings are at ``place``, as small as the quickstart has it."""
+    own: Any = OmegaConf.to_container(compose(["+experiment=quickstart"]).agent, resolve=True)
+    usual = compose().agent
+    return [f"{place}.{key}={json.dumps(value)}" for key, value in own.items() if value != usual[key]]
+
+
+def at_home(root: Path) -> list[str]:
+    """Make a policy whose warm start was in all agents, once, with seed 1; return the keys that give it to a run."""
+    mix = ",".join(f"{agent}:1" for agent in EVERY)
+    keys = ["agent=mixed", f"agent.mix={{{mix}}}", *small("agent.claude_code"), *ROOM]
+    config = compose(["+experiment=quickstart", *keys, "quickstart.warm_episodes=640", f"run.root={root}"])
+    return [f"policy={prepare(config, Screen())['actor_rollout_ref.model.path']}", *ROOM]
+
+
 @dataclass(frozen=True)
 class Study:
     """A study is what is run for each seed: ``command`` with the keys of each of its ``arms``, which are named as their
@@ -175,10 +203,16 @@ QUICKSTART = Study(
         "infra failures": lambda run: f"{sum(run['infra/failures']):.0f}",
     },
 )
-AGENTS = {name: (f"agent={name}", f"trainer.experiment_name={name}") for name in ("codex", "mini_swe_agent")}
+AGENTS = {name: (f"agent={name}", f"trainer.experiment_name={name}") for name in EVERY}
 STUDIES = {
     "quickstart": QUICKSTART,
-    "agents": replace(QUICKSTART, arms=AGENTS),
+    "agents": replace(QUICKSTART, arms={name: AGENTS[name] for name in ("codex", "mini_swe_agent")}),
+    "across": replace(
+        QUICKSTART,
+        arms=AGENTS,
+        columns=QUICKSTART.columns | {f"in {agent}": lambda run, agent=agent: run.played_in(agent) for agent in EVERY},
+        ready=at_home,
+    ),
     "sft": Study(
         ("rl.sft", "+experiment=quickstart", f"rounds={ROUNDS}"),
         {"quickstart-sft": ()},

@@ -228,11 +228,12 @@ TOOLS: list[Any] = [
     ),
 ]
 
-# Those that run a command, in Codex, in Qwen Code and Gemini CLI, and in OpenCode and mini-swe-agent.
+# Those that run a command, in Codex, in Qwen Code and Gemini CLI, in OpenCode and mini-swe-agent, and in OpenHands.
 _SHELL: list[Any] = [
     _tool("exec_command", "run a command", "cmd", cmd="string"),
     _tool("run_shell_command", "run a command", "command", command="string"),
     _tool("bash", "run a command", "command", command="string"),
+    _tool("terminal", "run a command", "command", command="string"),
 ]
 
 # What agents that run commands say in every episode: longer words make shorter prompts.
@@ -245,6 +246,14 @@ __wait_agent get_goal create_goal update_goal list_directory read_file grep_sear
 Chunk ID: Wall time: 0.0000 seconds Process exited with code 0 Original token count: Output: "returncode": "output":
 Command: Directory: (root) Error: (none) Exit Code: Signal: Process Group PGID: </untrusted_context> (no output)
 Please solve this issue: You can exec Any other command you want to run ```bash anything helpful assistant system
+<SOUL> You are OpenHands ... /PROCESS_MANAGEMENT> terminal file_editor task_tracker task finish think path [The
+command completed with exit code 0.] [Current working directory: /testbed] [Python interpreter: ] [Command finished
+with exit code 0] opencode, an </available_skills> edit read write skill todowrite webfetch You are Qwen Code, a ...
+Add the module agent list_agents notebook_edit tool_call tool_search <system-reminder> The following skills are
+available for use with the Skill tool. Treat the names as ion startup context. </system-reminder> You are Gemini CLI,
+licitly by the user. update_topic list_background_processes read_background_output enter_plan_mode invoke_agent
+activate_skill <session_context> This is the Gemini CLI. We are setting up the context for our chat. Today's date is
+├── ├ └── .git/ .gitignore </session_context>
 """
 
 SYSTEM = (
@@ -273,8 +282,9 @@ def _corpus(shell: bool = False) -> Iterator[str]:
         cue, bug = cues[number % len(cues)], CANDIDATES[cues[number // len(cues) % len(cues)]]
         new = CANDIDATES[cues[(number // len(cues) ** 2 + number) % len(cues)]]
         messages: Any = example_messages(module, function, cue, bug, new, number)
-        if shell:
-            tool = _SHELL[number % len(_SHELL)]["function"]
+        which = number % (len(_SHELL) + 1)
+        if shell and which < len(_SHELL):  # the rest as Claude Code plays it, which may be in a mix
+            tool = _SHELL[which]["function"]
             (parameter,) = tool["parameters"]["required"]
             for index, command in ((2, f"cat {module}.py"), (4, sed(f"{module}.py", new)), (6, SUBMIT)):
                 messages[index] = _call(tool["name"], {parameter: command}, messages[index]["content"])

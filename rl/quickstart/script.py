@@ -26,7 +26,7 @@ _RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 # A line of the module, as Read or cat shows it, or in JSON.
 _RETURN = re.compile(r"(?:^(?:\d+\t)?|\\n)    return ([^\n\\]+)", re.MULTILINE)
 # Tools that run a command, with the parameters that they require, as the policy's template shows them.
-_SHELL = re.compile(r"^(bash|exec_command|run_shell_command)\(((?:command|cmd)\b[^)]*)\)", re.MULTILINE)
+_SHELL = re.compile(r"^(bash|exec_command|run_shell_command|terminal)\(((?:command|cmd)\b[^)]*)\)", re.MULTILINE)
 # mini-swe-agent, whose prompts begin so, ends with this command, the others with a reply without a call.
 _MINI, SUBMIT = "\nPlease solve this issue: ", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 

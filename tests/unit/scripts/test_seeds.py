@@ -56,6 +56,14 @@ def finish(run: Path, began: float = 1000.0) -> None:
     os.utime(run / "done", (began, began + 774))
 
 
+def evaluate(run: Path, agents: list[str]) -> None:
+    """Make a run's evaluations in other agents."""
+    for agent in agents:
+        (run / "across" / agent).mkdir(parents=True)
+        rate = {"value": 0.75, "low": 0.5, "high": 1.0}
+        (run / "across" / agent / "results.json").write_text(json.dumps({"pass_at_1": rate}))
+
+
 @pytest.mark.parametrize(
     ("study", "row"),
     [
@@ -65,6 +73,8 @@ def finish(run: Path, began: float = 1000.0) -> None:
          "| 1/128, 2/128, 3/128 | 16, 17, 18 |"),
         ("curriculum", "| 1 | rate | 2 | 0.25 0.94 | 0.594 | 0.25 |"),
         ("distill", "| 1 | 0.25 (0.16 to 0.37) | 0.94 (0.85 to 0.98) | 0.98 (63 of 64) | 0.25 0.50 | 0.166 to 0.166 |"),
+        ("across", "| 1 | codex | 0.25 (0.16 to 0.37) | 0.94 (0.85 to 0.98) | 71 (+210 preparing) | 20 (20) | 0.9999 "
+         f"| 1.00 to 1.00 | 3.3 | 0 {'| 0.75 (0.50 to 1.00) ' * 7}|"),
     ],
 )  # fmt: skip
 def test_finished_runs_become_table_and_figure(
@@ -73,7 +83,9 @@ def test_finished_runs_become_table_and_figure(
     out = tmp_path / "out"
     for seed in (1, 2):
         for arm in seeds.STUDIES[study].arms:
-            finish(out / f"seed-{seed}" / arm / "2026-11-24_09-00-00")
+            run = out / f"seed-{seed}" / arm / "2026-11-24_09-00-00"
+            finish(run)
+            evaluate(run, seeds.EVERY)
     (out / "teacher").mkdir()
     (out / "teacher" / "results.json").write_text('{"pass_at_1": {"value": 0.984}, "resolved": 63, "episodes": 64}')
     monkeypatch.setattr(
@@ -88,7 +100,7 @@ def test_finished_runs_become_table_and_figure(
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("study", ["quickstart", "sft", "curriculum", "distill"])
+@pytest.mark.parametrize("study", ["quickstart", "sft", "curriculum", "distill", "across"])
 def test_what_is_not_finished_is_run_by_a_command_that_exists(
     study: str, seeds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +113,11 @@ def test_what_is_not_finished_is_run_by_a_command_that_exists(
             name = compose([*spelled_out(command[1:])] if command[0] == "rl.sft" else [*command[1:]]).trainer
             (root,) = [key.partition("=")[2] for key in command if key.startswith("run.root=")]
             sft = "-sft" * (command[0] == "rl.sft")
-            finish(Path(root) / f"{name.experiment_name.removesuffix('-sft')}{sft}" / "2026-11-24_09-00-00")
+            run = Path(root) / f"{name.experiment_name.removesuffix('-sft')}{sft}" / "2026-11-24_09-00-00"
+            finish(run)
+            evaluate(run, seeds.EVERY)
+        elif "agent=codex" in command:
+            compose(command[1:], "evaluate")
 
     monkeypatch.setattr(seeds, "prepare", lambda config, screen: made)
     monkeypatch.setattr(seeds, "python", python)

@@ -170,6 +170,24 @@ def test_boxes_of_a_killed_process_are_removed_by_the_host(hosts: list[Sshd], na
     assert not alive(nap)
 
 
+async def test_a_connection_is_kept_for_its_own_time(hosts: list[Sshd], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that would be kept for less time leaves it alone, with its boxes."""
+    monkeypatch.setattr(link, "TTL_S", 600)
+    with fleet_of(hosts[0]) as kept:
+        box = await boot_elsewhere(kept, Source(small_image()))
+        lease = Path(kept.hosts[0].engine().link.lease)
+        dead = lease.with_name("z")  # it is looked at after the other
+        dead.mkdir()
+        for directory in (lease, dead):
+            os.utime(directory, (time.time() - 60,) * 2)
+        monkeypatch.setattr(link, "TTL_S", 6)
+        with fleet_of(hosts[1]) as other:
+            assert other.connected()
+            until(lambda: not dead.exists())
+            assert lease.is_dir() and (await sh(box, "echo works")).stdout == b"works\n"
+        await box.close()
+
+
 def worker_is(container: dict[str, Any], pid: int) -> bool:
     """Return whether a process has made a container."""
     return f"/{pid}/" in container["Labels"].get(OWNER, "")

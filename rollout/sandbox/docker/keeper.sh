@@ -30,7 +30,7 @@ main() {
     home=$HOME/.cache/claude-code-rl/hosts/$(printf %s "$socket" | cksum | cut -d' ' -f1)
     lease=$home/leases/$token
     [[ $home =~ ^[[:alnum:]/._+@-]+$ ]] || problem "the name of $home has characters that commands would need to quote"
-    said=$(mkdir -p "$home/copies" "$lease" 2>&1) || problem "$said"
+    said=$({ mkdir -p "$home/copies" "$lease" && echo "$ttl" >"$lease/ttl"; } 2>&1) || problem "$said"
     [ ${#lease} -le 95 ] || problem "$lease is too long for the path of a socket"
     find "$home/copies" -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + 2>/dev/null
 
@@ -39,7 +39,7 @@ main() {
     echo "ready $token $(nproc) $home"
     echo "$socket"
     while read -r -t "$ttl" line; do
-        touch "$lease"
+        touch -c "$lease"
         said=$(eval "$line" 2>&1 </dev/null)
         echo "$? ${said//$'\n'/ }"
         ((++lines % 12)) || { sweep </dev/null >/dev/null 2>&1 & } # the braces: what counts is this shell
@@ -49,10 +49,11 @@ main() {
     remove "$lease"
 }
 
-# Remove the boxes of connections that nobody keeps any more: their hosts, or what ran there, were killed.
+# Remove the boxes of connections that nobody keeps any more, each after its own time: their hosts, or what ran there, were
+# killed.
 sweep() {
     for old in "$home"/leases/*; do
-        [ $(($(date +%s) - $(stat -c %Y "$old"))) -le "$ttl" ] || remove "$old"
+        [ $(($(date +%s) - $(stat -c %Y "$old"))) -le "$(cat "$old/ttl" || echo "$ttl")" ] || remove "$old"
     done
 }
 

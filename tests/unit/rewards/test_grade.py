@@ -133,10 +133,13 @@ async def test_logs(log: str, reason: Reason | None) -> None:
     assert json.loads(json.dumps(verdict.to_dict()))["reason"] == reason
 
 
-async def test_a_log_of_very_many_lines_is_cut_in_its_middle() -> None:
+async def test_a_log_of_very_many_lines_is_cut_in_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rewards.swebench._MOST_LINES", 1000)  # a million take half a minute
     results = "PASSED t.py::new\nPASSED t.py::old\n"
-    assert (await graded(ScriptedBox(START + "\n" * 1_500_000 + results + END))).reward == 1.0
-    assert (await graded(ScriptedBox(START + results + "\n" * 1_500_000 + END))).reward == 1.0
+    assert (await graded(ScriptedBox(START + "\n" * 1500 + results + END))).reward == 1.0
+    assert (await graded(ScriptedBox(START + results + "\n" * 1500 + END))).reward == 1.0
+    lost = await graded(ScriptedBox(START + "\n" * 1500 + results + "\n" * 1500 + END))
+    assert lost.outcome is Outcome.UNRESOLVED, "nothing is cut"
 
 
 NEW = "test_new (a.tests.T)"

@@ -29,7 +29,8 @@ Event = dict[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class Headless:
     """A Headless is an agent of this kind. PROGRAM: what has to be installed, None for nothing. UNREPORTED: the tools
-    that start agents whose replies are not in the output; an episode that uses one reports no replies.
+    that start agents whose replies are not in the output; an episode that uses one reports no replies, nor does one
+    whose context was ``summed_up``.
 
     ``max_turns``: after so many the agent stops by itself; 0 if it has no such limit. ``timeout_s``: wall time of a
     whole run. ``max_tokens``: of one reply. ``max_context``: the policy's context length in tokens. ``extra_args``:
@@ -91,7 +92,8 @@ class Headless:
         """Return how the run ended, by its events."""
         events = [event for event in self.events(done) if storable(event)]
         replies = frozenset(message_id(event) for event in events if event["type"] == "assistant") - {""}
-        if any(block.get("name") in self.UNREPORTED for event in events for block in blocks(event, "assistant")):
+        called = {str(block.get("name")) for event in events for block in blocks(event, "assistant")}
+        if called.intersection(self.UNREPORTED) or summed_up() in events:
             replies = None
         return outcome(done, turns, events, replies or None, self.max_turns, self.timeout_s)
 
@@ -190,6 +192,11 @@ def results(*found: tuple[object, object, bool]) -> Event:
         for of, what, failed in found
     ]
     return {"type": "user", "message": {"content": blocks}}
+
+
+def summed_up() -> Event:
+    """Return the event of a context that was full: a reply that is not reported sums up all before it."""
+    return {"type": "system", "subtype": "compact_boundary"}
 
 
 def ended(words: object, *, failed: bool = False, turned: bool = False) -> Event:

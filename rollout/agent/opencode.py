@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from rollout import POLICY_MODEL, SIDE_MODEL
 from rollout.agent.events import read
-from rollout.agent.headless import Event, Headless, assistant, at, call, ended, results, text
+from rollout.agent.headless import Event, Headless, assistant, at, call, ended, results, summed_up, text
 from rollout.agent.programs import MACHINE, Program
 from rollout.sandbox import ExecResult
 
@@ -67,10 +67,10 @@ class OpenCode(Headless):
         return {"OPENCODE_CONFIG_CONTENT": told, **{f"OPENCODE_DISABLE_{name}": "1" for name in _OFF}}
 
     def events(self, done: ExecResult) -> Iterator[Event]:
-        """Yield its replies, each with the results of its calls."""
+        """Yield its replies, each with the results of its calls. A reply without calls is its last, or a summary."""
         said: list[Event] = []
         found: list[tuple[object, object, bool]] = []
-        last, failure = "", None
+        last, failure, alone = "", None, False
         for event in read(done.stdout):
             kind, part = event.get("type"), event.get("part")
             if kind == "text":
@@ -84,8 +84,10 @@ class OpenCode(Headless):
             elif kind == "error":
                 failure = at(event, "error", "data", "message") or at(event, "error", "name")
             if kind == "step_finish":
+                if alone and said:
+                    yield summed_up()
                 yield from _reply(said, found)
-                said, found = [], []
+                said, found, alone = [], [], bool(said) and not found
         yield from _reply(said, found)
         if failure is not None or done.returncode == 0:
             yield ended(last if failure is None else failure, failed=failure is not None)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from rollout import POLICY_MODEL
 from rollout.agent.events import blocks, read
-from rollout.agent.headless import Event, Headless, assistant, ended
+from rollout.agent.headless import Event, Headless, assistant, at, ended, summed_up
 from rollout.agent.programs import NODE, NODE_PROGRAM, Program
 from rollout.sandbox import ExecResult
 
@@ -56,10 +56,18 @@ class QwenCode(Headless):
         return {".qwen/settings.json": json.dumps(settings).encode()}
 
     def events(self, done: ExecResult) -> Iterator[Event]:
-        """Yield its own events; each reply is known by its calls."""
+        """Yield its own events; each reply is known by its calls. After a summary, of which it does not tell, a prompt
+        is shorter than the one before.
+        """
+        read_before = 0
         for event in read(done.stdout):
             kind = event.get("type")
             if kind == "assistant" and (said := blocks(event, "assistant")):
+                tokens = at(event, "message", "usage", "input_tokens")
+                if isinstance(tokens, int) and tokens and not event.get("parent_tool_use_id"):
+                    if tokens < read_before:
+                        yield summed_up()
+                    read_before = tokens
                 told = assistant([one for one in said if one.get("type") in ("text", "tool_use")])
                 told["parent_tool_use_id"] = event.get("parent_tool_use_id")
                 yield told

@@ -18,7 +18,8 @@ def trains(record: Record, node: NodeRecord) -> bool:
 
 
 def audit_roles(record: Record) -> Iterator[str]:
-    """Yield the findings of check 9. The agent's events tell which call has started the sub-agent of a reply."""
+    """Yield the findings of check 9. The agent's events tell which call has started the sub-agent of a reply; those of
+    other agents than Claude Code (``partial``) need not."""
     sampled = [(i, node) for i, node in enumerate(record.nodes) if node.logprobs is not None]
     replies = [(f"node {i}", node.message_id, node.role) for i, node in sampled]
     calls = [(f"call {i}", str(call.reply.get("id")), call.role) for i, call in enumerate(record.calls)]
@@ -29,8 +30,8 @@ def audit_roles(record: Record) -> Iterator[str]:
     roles = {block.get("id"): found[0] for block in said if (found := started(block)) is not None}
     told: dict[str, str | None] = {}
     for event in record.events if record.roles is not None else ():
-        if blocks(event, "assistant"):
-            caller = event.get("parent_tool_use_id")
+        caller = event.get("parent_tool_use_id")
+        if blocks(event, "assistant") and (caller or not event.get("partial")):
             told[message_id(event)] = roles.get(caller) if caller else MAIN
     for place, name, role in (*replies, *calls):
         wanted = told.get(name)

@@ -1,8 +1,8 @@
 """The roles of an agent's calls: its main conversation, each type of sub-agent, side calls; no I/O.
 
-A sub-agent's first prompt is the one with which a call of a tool has started it, and that call names its type. Claude
-Code also marks the requests of sub-agents, by a header. All that is not proven to be a sub-agent's is the main
-conversation's or, on the slot of the small model, a side call.
+A sub-agent's first prompt is the one with which a call of a tool has started it, and that call names its type, each
+agent's in its own field. Claude Code also marks the requests of sub-agents, by a header. All that is not proven to be a
+sub-agent's is the main conversation's or, on the slot of the small model, a side call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ T = TypeVar("T")
 MAIN, SIDE, SUBAGENT = "main", "side", "subagent"
 AGENT_HEADER = "x-claude-code-agent-id"
 """With which Claude Code (2.1.329) names the sub-agent that sends a request."""
-_TOOLS = ("Agent", "Task")  # which start a sub-agent without saying its type, too
+# Where a call that starts a sub-agent has its prompt and type (Gemini CLI's and Codex's are the last two), and the type
+# that a tool starts without being told one.
+_FIELDS = (("prompt", "subagent_type"), ("prompt", "agent_name"), ("message", "agent_type"))
+_PLAIN = dict.fromkeys(("Agent", "Task", "agent", "task"), "general-purpose") | {
+    "multi_agent_v1__spawn_agent": "default"
+}
 _TYPE = re.compile(r"[\w.:-]{1,64}")
 _OTHER = f"{SUBAGENT}/other"
 
@@ -70,12 +75,19 @@ def endpoints(rules: Mapping[str, Rule] | None, side: SideEndpoint | None) -> li
 def started(block: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the role of the sub-agent that a block starts, and its first prompt; None for all other blocks."""
     asked = block.get("input")
-    if block.get("type") != "tool_use" or not isinstance(asked, Mapping) or not isinstance(asked.get("prompt"), str):
+    if block.get("type") != "tool_use" or not isinstance(asked, Mapping):
         return None
-    kind = asked.get("subagent_type") or ("general-purpose" if block.get("name") in _TOOLS else None)
-    if not isinstance(kind, str):
-        return None
-    return f"{SUBAGENT}/{kind}" if _TYPE.fullmatch(kind) else _OTHER, asked["prompt"]
+    for text, kind in _FIELDS:
+        prompt, named = asked.get(text), asked.get(kind) or _PLAIN.get(str(block.get("name")))
+        if isinstance(prompt, str) and isinstance(named, str):
+            return f"{SUBAGENT}/{named}" if _TYPE.fullmatch(named) else _OTHER, prompt
+    return None
+
+
+def _inside(text: str) -> str:
+    """Return a text without the tag that closes it: between tags, Gemini CLI tells a sub-agent what to do."""
+    before, _, tag = text.rpartition("</")
+    return before if re.fullmatch(r"\w+>", tag) else text
 
 
 def turns(nodes: Sequence[Node], calls: Sequence[CallRecord]) -> int:
@@ -143,9 +155,10 @@ class Roles:
             return MAIN  # compacted, or with other tools
         # One that inherits the conversation (a fork) is told last what to do, in a text of the agent's own.
         texts = [squeezed(talk.spans[at].text) for at in ((0, -1) if agent else (0,))]
+        inside = [*map(_inside, texts)]
         taken, fits = {*self._heads.values()}, list[tuple[bool, bool, bool, int]]()
         for place, (role, prompt) in enumerate(self._started):
-            whole = any(text.endswith(prompt) for text in texts)
+            whole = any(text.endswith(prompt) for text in (*texts, *inside))
             if prompt and (whole or (agent and any(prompt in text for text in texts))):
                 fits.append((not whole, role != known, role in taken, place))
         return self._started.pop(min(fits)[-1])[0] if fits else None if known == MAIN else known

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
 from rollout.agent.openhands import OpenHands
 from rollout.agent.qwen_code import QwenCode
+from rollout.audit import audit_roles
+from rollout.records.reading import Reader
 from rollout.sandbox import WORKDIR, Sandbox
 from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.sealing import Source
 from tests.docker_kit import base_image
 from tests.integration.agents_kit import agent_stage, needs
 from tests.integration.claude_kit import Moody, Script, call, failing, scripted
+from tests.kit import char_policy
 
 pytestmark = pytest.mark.asyncio
 
@@ -168,28 +172,47 @@ def spawning(prompt: str) -> str:
     return call("multi_agent_v1__wait_agent", targets=[known[1] if known else ""]) if answers(prompt) == 1 else "Done."
 
 
+GOES_DEEP = {"agent_name": "codebase_investigator", "prompt": "SUB: look"}
+REPORT = {"SummaryOfFindings": "It is there.", "ExplorationTrace": [], "RelevantLocations": []}
 SUBS: dict[str, Script] = {
     "openhands": in_turn(call("task", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
     "opencode": in_turn(call("task", description="d", prompt="SUB: look", subagent_type="general"), "Done."),
     "qwen_code": in_turn(call("agent", description="d", prompt="SUB: look", subagent_type="general-purpose"), "Done."),
     "codex": spawning,
+    "gemini_cli": in_turn(call("invoke_agent", **GOES_DEEP), "Done."),
 }
+# Its type, where it is not general-purpose.
+TYPES = {"opencode": "general", "codex": "default", "gemini_cli": "codebase_investigator"}
 
 
 @pytest.mark.parametrize("name", SUBS)
 async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: Path) -> None:
+    """Its calls have the role that the config can name, also where the agent reports them."""
     way = WAYS[name]
-    looks = in_turn("I look." + way.run("echo inner"), "It is there.")
+    gemini = name == "gemini_cli"  # whose sub-agents have tools that read, and one that ends them
+    run, end = (
+        (call("glob", pattern="*"), call("complete_task", report=REPORT)) if gemini else (way.run("ls"), "It is there.")
+    )
+    looks = in_turn(f"I look.{run}", end)
     engine = scripted(lambda prompt: SUBS[name](prompt) if "MAIN" in prompt else looks(prompt))
-    async with agent_stage(way.kind, engine, task, **way.settings) as stage:
-        run = await stage.play("MAIN: fix it")
-        assert run.status is Status.FINISHED, run
+    policy = replace(char_policy(engine), roles={})
+    async with agent_stage(way.kind, engine, task, policy=policy, **way.settings) as stage:
+        played = await stage.play("MAIN: fix it")
+        assert played.status is Status.FINISHED, played
         assert "It is there." in stage.requests[-1].text()
         stage.check(tmp_path, rows=2)
+    (record,) = Reader(tmp_path)
+    roles = Counter(node.role for node in record.nodes if node.logprobs is not None)
+    assert roles.pop(f"subagent/{TYPES.get(name, 'general-purpose')}") == 2 and roles.keys() == {"main"}
+    assert [*audit_roles(record)] == []
 
 
 # How each is asked for a summary, and the context in which it becomes full.
-SUMS_UP = {"codex": ("CONTEXT CHECKPOINT", 45_000), "openhands": ("context-aware state summary", 45_000)}
+SUMS_UP = {
+    "codex": ("CONTEXT CHECKPOINT", 45_000),
+    "openhands": ("context-aware state summary", 45_000),
+    "qwen_code": ("when its context window is about to overflow", 100_000),
+}
 
 
 @pytest.mark.parametrize("name", SUMS_UP)

@@ -26,6 +26,7 @@ from rollout.agent.headless import Headless
 from rollout.agent.mini_swe_agent import MiniSweAgent
 from rollout.agent.opencode import OpenCode
 from rollout.agent.programs import Program
+from rollout.agent.qwen_code import QwenCode
 from rollout.sandbox import ExecResult
 
 KINDS = {kind.__name__: kind for kind in INSTALLED}
@@ -119,6 +120,25 @@ def test_any_command_has_its_words_replaced(tmp_path: Path) -> None:
     assert isinstance(agent, CommandAgent)
     assert agent.result(done(b"words"), 2).detail == "words"
     assert agent.result(done(returncode=3), 2).status is Status.ERROR
+
+
+def test_an_agent_that_has_asked_for_a_summary_reports_no_replies() -> None:
+    """They do not say so: OpenCode goes on after a reply without calls, and Qwen Code's prompt is shorter."""
+    call = {"callID": ID, "tool": "bash", "state": {"status": "completed", "input": {}, "output": "a"}}
+    ran = [{"type": "tool_use", "part": call}, {"type": "step_finish"}]
+    said = [{"type": "text", "part": {"text": "So far."}}, {"type": "step_finish"}]
+    asked = {"type": "tool_use", "id": ID, "name": "run", "input": {}}
+    sizes = [{"type": "assistant", "message": {"content": [asked], "usage": {"input_tokens": n}}} for n in (5, 0, 9, 2)]
+    sub = [sizes[0], sizes[2], sizes[3] | {"parent_tool_use_id": ID}]
+    for kind, full, lines in (
+        (OpenCode, False, [*ran, *said]),
+        (OpenCode, True, [*said, *ran]),
+        (QwenCode, False, sizes[:3]),
+        (QwenCode, False, sub),
+        (QwenCode, True, sizes),
+    ):
+        run = made(kind.__name__).result(done(*lines), 1)
+        assert (run.replies is None) == full == any(event.get("subtype") == "compact_boundary" for event in run.events)
 
 
 def test_what_agents_say_becomes_replies_and_ends() -> None:

@@ -117,11 +117,33 @@ async def test_a_fork_inherits_the_conversation_and_is_told_last() -> None:
     assert await played.role(request("what nobody has started", "else"), "a2") == "subagent/other"
 
 
-def test_a_type_that_is_no_name_makes_no_role_of_its_own() -> None:
-    block = {"type": "tool_use", "name": "task", "input": {"prompt": "p", "subagent_type": "a/b\n"}}
-    assert started(block) == ("subagent/other", "p")
-    assert started({**block, "input": {"prompt": "p"}}) is None
-    assert started({**block, "name": "Agent", "input": {"prompt": 1}}) is None
+@pytest.mark.parametrize(
+    ("name", "asked", "role"),
+    [
+        ("task", {"prompt": "p", "subagent_type": "a/b\n"}, "subagent/other"),  # a type that is no name
+        ("task", {"prompt": "p", "subagent_type": "explore"}, "subagent/explore"),
+        ("task", {"prompt": "p", "subagent_type": ""}, "subagent/general-purpose"),
+        ("agent", {"prompt": "p"}, "subagent/general-purpose"),
+        ("Agent", {"prompt": 1}, None),
+        ("other", {"prompt": "p"}, None),
+        ("invoke_agent", {"prompt": "p", "agent_name": "generalist"}, "subagent/generalist"),
+        ("multi_agent_v1__spawn_agent", {"message": "p", "agent_type": "explorer"}, "subagent/explorer"),
+        ("multi_agent_v1__spawn_agent", {"message": "p"}, "subagent/default"),
+        ("multi_agent_v1__send_input", {"message": "p", "target": "x"}, None),
+    ],
+)
+def test_each_agents_call_says_the_type_in_its_own_way(name: str, asked: dict[str, Any], role: str | None) -> None:
+    assert started({"type": "tool_use", "name": name, "input": asked}) == (role and (role, "p"))
+
+
+async def test_a_prompt_may_be_between_tags() -> None:
+    asked = json.dumps({"agent_name": "codebase_investigator", "prompt": "find it"})
+    played = Played({}, f"[[invoke_agent {asked}]]" * 2)
+    await played.ask(request("do it"))
+    told = "Look.\n<objective>\nfind it\n</objective>"
+    assert await played.role(request(f"{told} Now", "exploring")) == "main"
+    assert await played.role(request(told, "looking")) == "subagent/codebase_investigator"
+    assert await played.role(request(f"{told}</objective>", "seeing")) == "main"
 
 
 kinds = st.sampled_from(["Explore", "Plan", "general-purpose"])
@@ -185,6 +207,17 @@ async def test_foreign_calls_are_told_apart_from_those_that_are_only_served() ->
         assert any(one.startswith(found) for one in findings(damaged)), (found, findings(damaged))
     record.roles = {"subagent": ELSEWHERE.told}
     assert "node 3: the policy has replied, but http://127.0.0.1:1 answers subagent/Explore" in findings(record)
+
+
+async def test_an_agent_may_report_a_sub_agents_replies_as_its_own() -> None:
+    """OpenHands does not say which call has started the one that asks."""
+    played = Played({}, start("explore", "find it"), "found")
+    await played.ask(request("do it"))
+    await played.ask(request("find it", "exploring"))
+    assert any("the agent reports it as main" in one for one in findings(played.record()))
+    for event in played.events:
+        event["partial"] = True
+    assert findings(played.record()) == []
 
 
 async def test_without_roles_a_record_says_nothing_of_them() -> None:

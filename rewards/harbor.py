@@ -23,6 +23,7 @@ from typing import Any
 
 from rewards.graders import Grader
 from rewards.grading import TAIL, Grading
+from rewards.rules import Rules
 from rewards.task import Task, TaskError
 from rewards.verdict import Reason, Verdict
 from rollout.sandbox import RENEWED_CAP, ExecResult, Sandbox, SandboxError
@@ -129,6 +130,7 @@ class Harbor(Grader):
             files = await asyncio.to_thread(_files, grading.task)
         except TaskError as error:
             return Verdict(Reason.TASK_INVALID, str(error))
+        grading.left = grading.left.dropping(Rules(grading.task.asked.get("drop") or ()))
         async with grading.patched() as box:
             if grading.own is None:
                 return await _tested(grading, box, files["tests"])

@@ -60,6 +60,9 @@ class Harbor(Grader):
             for name, value in (numbers | {"min_reward": one.get("min_reward") or 1}).items():
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                     raise TaskError(f"{name} is {value!r}")
+            drop = one.get("drop") or []
+            if not isinstance(drop, list) or not all(isinstance(it, str) and "[" not in it for it in drop):
+                raise TaskError(f"drop is {drop!r}")
         if asked.get("mode") not in MODES:
             raise TaskError(f"mode is {asked.get('mode')!r}; it must be one of {', '.join(MODES)}")
         if steps and asked["mode"] == SHARED:

@@ -275,7 +275,7 @@ def _dropped(directory: Path, part: _Part, mode: str, environment: Row) -> list[
             why = f"the artifact {source} is not in the work tree, and the verifier's box gets nothing but a patch"
             raise RowError(Why.UNSUPPORTED, why)
         patterns += ["!*" if path == PurePosixPath(workdir) else f"!/{path.relative_to(workdir)}"]
-        patterns += [f"**/{pattern}" for pattern in exclude]
+        patterns += [f"**/{pattern.removeprefix('./')}" for pattern in exclude]
     return [] if patterns == ["*", "!*"] else patterns
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from rewards.graders import Grader
 from rewards.grading import TAIL, Grading
+from rewards.rules import Rules
 from rewards.task import Task, TaskError
 from rewards.verdict import Reason, Verdict
 from rollout.sandbox import RENEWED_CAP, ExecResult, Sandbox, SandboxError
@@ -59,6 +60,9 @@ class Harbor(Grader):
             for name, value in (numbers | {"min_reward": one.get("min_reward") or 1}).items():
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                     raise TaskError(f"{name} is {value!r}")
+            drop = one.get("drop") or []
+            if not isinstance(drop, list) or not all(isinstance(it, str) and "[" not in it for it in drop):
+                raise TaskError(f"drop is {drop!r}")
         if asked.get("mode") not in MODES:
             raise TaskError(f"mode is {asked.get('mode')!r}; it must be one of {', '.join(MODES)}")
         if steps and asked["mode"] == SHARED:
@@ -129,6 +133,7 @@ class Harbor(Grader):
             files = await asyncio.to_thread(_files, grading.task)
         except TaskError as error:
             return Verdict(Reason.TASK_INVALID, str(error))
+        grading.left = grading.left.dropping(Rules(grading.task.asked.get("drop") or ()))
         async with grading.patched() as box:
             if grading.own is None:
                 return await _tested(grading, box, files["tests"])

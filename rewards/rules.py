@@ -74,6 +74,12 @@ class ScreenedPatch:
     unsure: tuple[FileDiff, ...] = ()
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def dropping(self, rules: Rules) -> ScreenedPatch:
+        """Return what is left without what these rules drop, too."""
+        out = {path for file in self.files if any(map(rules.drops, file.paths)) for path in file.paths}
+        left = [file for file in self.files if not out.intersection(file.paths)]
+        return replace(self, files=left, dropped=tuple(sorted({*self.dropped, *out})))
+
     def without(self, installed: Iterable[str]) -> ScreenedPatch:
         """Return what is left if these modules are installed in the image."""
         taken = {path for name in installed for path in self.modules.get(name, ())}

@@ -35,6 +35,10 @@ PROGRAMS = (
 )
 NAMESPACE, NODE = "boxes", "127.0.0.1"
 """Where boxes are, and the name of the only node, which is also where the API server finds its kubelet."""
+POD_PROCESSES = 512
+"""How many processes a pod may have."""
+API_ADDRESS = "127.10.0.1"
+"""Where pods are told that the API server is. Nothing leads from there to it."""
 # All rights that a trainer needs.
 ROLE = [
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "delete"]},
@@ -79,7 +83,7 @@ etcd --data-dir=etcd --unsafe-no-fsync --name=node --initial-cluster=node=http:/
     --listen-peer-urls=http://127.0.0.1:{peer} --initial-advertise-peer-urls=http://127.0.0.1:{peer}
 kube-apiserver --etcd-servers=http://127.0.0.1:{etcd} --bind-address=127.0.0.1 --secure-port={api}
     --tls-cert-file=crt --tls-private-key-file=key --anonymous-auth=false --token-auth-file=tokens
-    --authorization-mode=RBAC --service-cluster-ip-range=10.0.0.0/24 --endpoint-reconciler-type=none
+    --authorization-mode=RBAC --service-cluster-ip-range=127.10.0.0/24 --endpoint-reconciler-type=none
     --service-account-issuer=https://test --service-account-signing-key-file=key --service-account-key-file=key
     --kubelet-client-certificate=crt --kubelet-client-key=key --kubelet-preferred-address-types=Hostname
     --disable-admission-plugins=TaintNodesByCondition
@@ -231,10 +235,10 @@ class Cluster:
             "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": False},
                                "x509": {"clientCAFile": f"{here}/crt"}},
             "authorization": {"mode": "AlwaysAllow"},
-            "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.group}", "failSwapOn": False, "podPidsLimit": 512,
+            "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.group}", "failSwapOn": False,
             "makeIPTablesUtilChains": False, "hairpinMode": "none", "volumePluginDir": f"{here}/volume-plugins",
             "oomScoreAdj": 0, "evictionHard": {"nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100,
-            "resolvConf": "", "nodeStatusUpdateFrequency": "10s",
+            "resolvConf": "", "nodeStatusUpdateFrequency": "10s", "podPidsLimit": POD_PROCESSES,
         }))  # fmt: skip
         for name, value in _TUNED.items():
             (here / "tuned" / name.replace("/", "-")).write_text(f"{value}\n")

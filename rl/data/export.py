@@ -32,7 +32,8 @@ from rollout.sandbox.files import unowned
 _ABOUT = ("difficulty", "repo", "version", "maker", "licence", "base_commit", "resolve_rate")
 """Columns of a row that become metadata."""
 
-# The verifier's box is a fresh one with what the agent has made of the work tree. The environment is not the agent's.
+# The verifier's box is a fresh one, whose work tree is replaced by what the agent has made of it. History and
+# environment are not the agent's, so the image keeps them elsewhere, too.
 _TOML = """\
 schema_version = "1.4"
 artifacts = [{{ source = "{workdir}", exclude = [".git", "{venv}"] }}]
@@ -54,6 +55,7 @@ FROM {base}
 USER root
 ADD snapshot.tar.gz {workdir}/
 WORKDIR {workdir}
+{links}RUN tar -cf /kept.tar {kept}
 """
 # A virtual environment names the Python of the machine on which it was made.
 _LINKS = """\
@@ -64,7 +66,7 @@ RUN python=$(readlink -f "$(command -v {python})") && test -n "$python" && \\
 # The script is read as a whole before it runs, and its output is kept by the shell, not in a file.
 _TEST = f"""\
 #!/bin/bash
-cd {WORKDIR} || exit
+cd {WORKDIR} && rm -rf .git {VENV} && tar -xf /kept.tar || exit
 script=$(cat /tests/eval.sh)
 log=$(bash <(printf '%s\\n' "$script") 2>&1 </dev/null)
 status=$?
@@ -127,10 +129,10 @@ def write_task(task: Task, row: dict[str, Any], base: str, directory: Path) -> N
     snapshot = task.snapshot
     if not (snapshot / ".git").is_dir():
         raise ValueError(f"{snapshot} is no repository")
-    dockerfile = _DOCKERFILE.format(base=base, workdir=WORKDIR)
+    links, kept = "", ".git"
     if (snapshot / VENV).is_dir():
         python = next((snapshot / VENV / "bin").glob("python3.*")).name
-        dockerfile += _LINKS.format(python=python, venv=f"{WORKDIR}/{VENV}")
+        links, kept = _LINKS.format(python=python, venv=f"{WORKDIR}/{VENV}"), f".git {VENV}"
     about = {key: row[key] for key in _ABOUT if row.get(key) is not None}
     texts = {
         "task.toml": _TOML.format(
@@ -140,7 +142,7 @@ def write_task(task: Task, row: dict[str, Any], base: str, directory: Path) -> N
             about="".join(f"{key} = {_quoted(value)}\n" for key, value in about.items()),
         ),
         "instruction.md": task.problem_statement,
-        "environment/Dockerfile": dockerfile,
+        "environment/Dockerfile": _DOCKERFILE.format(base=base, workdir=WORKDIR, links=links, kept=kept),
         "tests/test.sh": _TEST,
         "tests/eval.sh": task.eval_script,
         "tests/judge.py": _JUDGE,

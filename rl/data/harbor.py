@@ -31,6 +31,7 @@ _DEPTH = 6  # directories below the place that is asked for
 _TEST_S = 600.0  # Harbor's default
 _LARGEST = 1e9  # of any number
 _NETWORKS = ("no-network", "public", "allowlist")
+_PLAIN = re.compile(r"[^\[\]!\\]+")  # a pattern that means the same to tar and to us
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
 # A line at the start of an instruction that marks a benchmark's text, for those who clean training data.
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
@@ -76,11 +77,8 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
             raise RowError(Why.UNSUPPORTED, reason)
     if not all(any((at / "tests" / "test.sh").is_file() for at in (one.place, directory)) for one in parts):
         raise RowError(Why.NO_RECIPE, "there is no tests/test.sh")
-    mode = SEPARATE
-    for part in parts:
-        mode = _mode(part.verifier)
-        if mode == SEPARATE and (reason := _not_in_the_diff(directory, part, environment)):
-            raise RowError(Why.UNSUPPORTED, reason)
+    modes = [_mode(part.verifier) for part in parts]
+    dropped = [_dropped(directory, *one, environment) for one in zip(parts, modes, strict=True)]
     network = next(filter(None, (_network(environment, one.agent, one.verifier) for one in parts)), "")
     if network and not options.without_network:
         raise RowError(
@@ -101,7 +99,7 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
     except TaskError as error:
         raise RowError(Why.UNSUPPORTED, str(error)) from error
     limits = {key: _number(environment, old) for key, old in _LIMITS.items()}
-    graded = [_graded(part, directory) for part in parts]
+    graded = [_graded(part, directory) | {"drop": drop} for part, drop in zip(parts, dropped, strict=True)]
     if stepped := parts[0] is not whole:
         for step, part, statement in zip(graded, parts, statements, strict=True):
             step |= {"name": part.place.name, "statement": statement, "min_reward": _least(part.config, options.reward)}
@@ -120,7 +118,7 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
         "grading": {
             "directory": os.path.relpath(directory, options.out.absolute()),
             "sha256": digest(files),
-            "mode": SEPARATE if stepped else mode,
+            "mode": SEPARATE if stepped else modes[0],
             "reward": options.reward,
             "threshold": options.threshold,
             **graded[0],
@@ -245,24 +243,40 @@ def _mode(verifier: Row) -> str:
     return mode
 
 
-def _not_in_the_diff(directory: Path, part: _Part, environment: Row) -> str:
-    """Return what keeps a part with a separate verifier from being graded by the diff of its work tree, or ""."""
+def _dropped(directory: Path, part: _Part, mode: str, environment: Row) -> list[str]:
+    """Return which files of a patch a part's verifier does not get, as patterns for `rewards.rules`.
+
+    A separate one gets the artifacts, which are in the work tree. What they exclude has no anchor, as in tar. Raises
+    RowError if such a part cannot be graded by the diff of the work tree.
+    """
+    if mode == SHARED:
+        return []
     own, tests = _table(part.verifier, "environment"), {part.place / "tests", directory / "tests"}
     if own.get("docker_image") or any((at / name).exists() for at in tests for name in ("Dockerfile", *_COMPOSE)):
-        return "the verifier has an image of its own, and a patch is graded in a fresh box of the agent's image"
+        raise RowError(
+            Why.UNSUPPORTED,
+            "the verifier has an image of its own, and a patch is graded in a fresh box of the agent's image",
+        )
     workdir = environment.get("workdir")
     if not workdir and (directory / "environment" / "Dockerfile").is_file():
         said = re.findall(r"^\s*WORKDIR\s+(\S+)", _text(directory, "environment/Dockerfile"), re.MULTILINE | re.I)
         workdir = PurePosixPath("/", *said).as_posix() if said else None
     if not (artifacts := _listed(part.config.get("artifacts"))):
-        return "a separate verifier without artifacts, which in Harbor sees nothing of what the agent has made"
+        why = "a separate verifier without artifacts, which in Harbor sees nothing of what the agent has made"
+        raise RowError(Why.UNSUPPORTED, why)
+    patterns = ["*"]
     for one in artifacts:
-        source = one.get("source") if isinstance(one, dict) else one
-        if not isinstance(source, str) or (isinstance(one, dict) and one.get("service") not in (None, "main")):
-            return f"the artifact {one!r}"
-        if not workdir or not PurePosixPath(workdir, source).is_relative_to(workdir) or ".." in source.split("/"):
-            return f"the artifact {source} is not in the work tree, and the verifier's box gets nothing but a patch"
-    return ""
+        about = one if isinstance(one, dict) else {"source": one}
+        source, exclude = about.get("source"), _listed(about.get("exclude"))
+        if about.get("service") not in (None, "main") or not all(map(_PLAIN.fullmatch, map(str, [source, *exclude]))):
+            raise RowError(Why.UNSUPPORTED, f"the artifact {one!r}")
+        path = PurePosixPath(workdir or "/", str(source))
+        if not workdir or not path.is_relative_to(workdir) or ".." in path.parts:
+            why = f"the artifact {source} is not in the work tree, and the verifier's box gets nothing but a patch"
+            raise RowError(Why.UNSUPPORTED, why)
+        patterns += ["!*" if path == PurePosixPath(workdir) else f"!/{path.relative_to(workdir)}"]
+        patterns += [f"**/{pattern.removeprefix('./')}" for pattern in exclude]
+    return [] if patterns == ["*", "!*"] else patterns
 
 
 def _network(environment: Row, agent: Row, verifier: Row) -> str:

@@ -28,6 +28,7 @@ from rollout.sandbox.local.box import Isolation, LocalSandbox, boot_local
 from rollout.sandbox.sealing import Source
 from tests.boxes.apptainer_kit import IMAGE, Stub
 from tests.docker_kit import base_image, left, small_image
+from tests.kube_kit import POD_PROCESSES
 from tests.own_engine import used
 from tests.sandboxes import BWRAP
 from tests.ssh_kit import fleet_of
@@ -42,7 +43,8 @@ class BoxKit:
     repository: the work tree that boxes have (`tests.sandboxes.history`). directory: for files of the kit's own.
     isolated: boxes see no file, process or network of the machine. own_system: a box's whole file system is its own, to
     be written to. renews: directories at its root can be made anew. serial: programs of a box run one after another.
-    whole_box: the box as a whole has limits of memory, processes and disk. path: a regular expression for PATH in it.
+    processes: how many the box as a whole may have, with the limits `TIGHT`; 0: nothing refuses more. mounted: what of
+    a box of its own system may be written to and is a mount. path: a regular expression for PATH in it.
     sets: variables that a box's programs get besides HOME, TMPDIR, LANG and PATH. image: the name of the image that
     boxes are made from, whose history is to be sealed.
     moments: seconds after the start of an exec at which to cancel it, from before its program starts to after that.
@@ -52,7 +54,8 @@ class BoxKit:
     own_system: ClassVar[bool] = False
     renews: ClassVar[bool] = False
     serial: bool = False
-    whole_box: ClassVar[bool] = False
+    processes: ClassVar[int] = 0
+    mounted: ClassVar[set[str]] = set()
     path: ClassVar[str] = r".*/usr/bin:/sbin:/bin"
     sets: ClassVar[dict[str, str]] = {}
     image: str
@@ -103,7 +106,8 @@ class Local(BoxKit):
 class Docker(BoxKit):
     """Containers of the machine's Docker engine."""
 
-    own_system = serial = whole_box = renews = True
+    own_system = serial = renews = True
+    processes, mounted = TIGHT.processes, {"/etc/hostname"}
     sets: ClassVar[dict[str, str]] = {"HOSTNAME": "sandbox"}
     moments = (0, 0.02, 0.1, 0.3)
 
@@ -160,6 +164,8 @@ class Kubernetes(BoxKit):
     """Pods of a cluster of the test's own."""
 
     own_system = serial = True
+    processes, mounted = POD_PROCESSES, {"/testbed", "/home/agent", "/tmp", "/dev/termination-log"}
+    mounted |= {f"/etc/{name}" for name in ("hostname", "hosts", "resolv.conf")}
     sets: ClassVar[dict[str, str]] = {"HOSTNAME": "sandbox"}
     moments = (0, 0.05, 0.3)
 

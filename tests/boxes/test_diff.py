@@ -106,7 +106,7 @@ def expected() -> dict[str, bytes]:
     return {}
 
 
-@kinds("plain", "bwrap", "docker", "podman", "apptainer")
+@kinds("plain", "bwrap", "docker", "podman", "apptainer", "kubernetes")
 @pytest.mark.parametrize("name", [*CHANGES, *NO_CHANGES])
 async def test_every_change_is_in_the_patch(kind: BoxKit, box: Sandbox, name: str, expected: dict[str, bytes]) -> None:
     script = (CHANGES | NO_CHANGES)[name]
@@ -131,7 +131,7 @@ async def test_the_diff_is_out_of_the_agents_reach(kind: BoxKit, box: Sandbox, t
     assert (tree / "pkg/new.py").read_text() == "new\n"
 
 
-@kinds("plain", "docker", "podman")
+@kinds("plain", "docker", "podman", "kubernetes")
 async def test_too_large_a_diff_is_refused(box: Sandbox) -> None:
     await sh(box, f"head -c {PATCH_CAP + 1} /dev/zero > big")
     with pytest.raises(PatchTooLarge):
@@ -156,7 +156,7 @@ def test_a_diff_that_is_hard_to_make_is_the_policys_failure(
         treediff.patch_between(old, new, tmp_path / "again", 1000)
 
 
-@kinds("docker")
+@kinds("docker", "kubernetes")
 @pytest.mark.parametrize("name", ["some of all", "nothing", "gone"])
 async def test_a_snapshot_in_a_container(kind: BoxKit, name: str) -> None:
     """The boxes of local tasks: the image has only the tools, and the work tree is a copy of the snapshot."""

@@ -6,7 +6,9 @@ In a task with a shared verifier the tests run in the box that the script has le
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +73,14 @@ async def test_honest_work_counts_in_both_modes(tasks: dict[str, Task], boot: Bo
         assert (await grade_gold(task, lambda task=task: boot(task, None), timeout_s=60)).reason is None
         verdict = await attacked(task, boot, "true")
         assert verdict.reason is (Reason.EMPTY_PATCH if task.asked["mode"] == SEPARATE else Reason.TESTS_FAILED)
+
+
+async def test_a_separate_verifier_gets_only_the_artifacts(tasks: dict[str, Task], boot: Boot) -> None:
+    task = tasks["separate"]
+    for artifact, said in (("sum.pl", (None, 1.0, ("more",))), ("more", (Reason.TESTS_FAILED, 0.0, ("sum.pl",)))):
+        grading = json.dumps({**task.asked, "drop": ["*", f"!/{artifact}"]})
+        verdict = await attacked(replace(task, grading=grading), boot, f"{RIGHT}; touch more")
+        assert (verdict.reason, verdict.reward, verdict.dropped) == said, verdict
 
 
 # Done before the tests get into the box. Right work that does the same is resolved all the same.

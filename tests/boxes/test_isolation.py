@@ -1,7 +1,7 @@
 """Scripted agents attack their sandbox: programs in a box reach, learn and become nothing that they should not.
 
 Every attack is bounded, so that a hole does no harm here, and whatever it reaches for is of the test's own. Plain boxes
-isolate nothing, and of apptainer there is only a stand-in: so these are for bubblewrap, Docker and podman.
+isolate nothing, and of apptainer there is only a stand-in: so these are for bubblewrap, containers and pods.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from rollout.sandbox import ExecResult, Sandbox
 from rollout.sandbox.docker.engine import PROJECT, get_engine
 from rollout.sandbox.sealing import Source
 from tests.boxes.attack_kit import make_task
-from tests.boxes.kinds import TIGHT, BoxKit, Podman, kinds
+from tests.boxes.kinds import TIGHT, BoxKit, Kubernetes, Podman, kinds
 from tests.docker_kit import base_image
 from tests.kit import QueueEngine, char_policy
 from tests.sandboxes import REPOSITORY, alive, sh
 
-ISOLATED = kinds("bwrap", "docker", "podman")
-IN_PODS_TOO = kinds("bwrap", "docker", "podman", "kubernetes")
+ISOLATED = kinds("bwrap", "docker", "podman", "kubernetes")
 # Podman's boxes are made of one image only, without the snapshots of tasks.
 OF_SNAPSHOTS = kinds("bwrap", "docker", "kubernetes")
 
@@ -121,7 +120,7 @@ async def test_there_is_only_the_box_to_write_to_and_a_file_has_its_limit(
         fill = f"head -c {size + 1} /dev/zero > {root}/big; stat -c %s {root}/big; rm {root}/big"
         assert int((await sh(box, fill)).stdout) == size
     if kind.own_system:
-        await check_mounts(box)
+        await check_mounts(box, kind.mounted)
     else:
         places = await python(box, WALK + "print(*(d for d, _ in directories() if os.access(d, os.W_OK)), sep='\\n')")
         assert places.returncode == 0 and places.stdout, places.stderr
@@ -138,9 +137,8 @@ async def test_there_is_only_the_box_to_write_to_and_a_file_has_its_limit(
     assert not list(outside.iterdir()) and not (kind.repository / "pkg/x").exists()
 
 
-async def check_mounts(box: Sandbox) -> None:
-    """Check that nobody else's directory can be written to; of mounted files only one that the engine makes for each
-    container."""
+async def check_mounts(box: Sandbox, mounted: set[str]) -> None:
+    """Check that nobody else's directory can be written to; of mounts only those that are made for each box."""
     writable, own = {}, set()
     for line in (await sh(box, "cat /proc/self/mountinfo")).stdout.decode().splitlines():
         (_, _, device, root, place, options, *_), (kind, *_) = (part.split() for part in line.split(" - "))
@@ -150,7 +148,7 @@ async def check_mounts(box: Sandbox) -> None:
             own.add(device)  # all of it is the box's; of a directory of the machine's, a part would be mounted
     assert writable.pop("/")[1] in ("overlay", "fuse-overlayfs")
     disks = {place for place, (device, _) in writable.items() if device not in own}
-    assert disks == {"/etc/hostname"}, writable
+    assert disks == mounted, writable
     kernel = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/sys/fs/cgroup/x", "/sys/kernel/uevent_helper")
     for place in kernel:
         assert (await sh(box, f"echo > {place}")).returncode != 0, place
@@ -243,7 +241,7 @@ for family, kind, address in {0!r}:
 """
 
 
-@IN_PODS_TOO
+@ISOLATED
 async def test_no_network_is_reached(kind: BoxKit, tight: Sandbox, sockets: Path) -> None:
     """No listener on this machine: on TCP at two addresses, UDP, a socket in the file system, an abstract one."""
     box = tight
@@ -323,7 +321,7 @@ print(os.listdir(os.path.dirname({own!r})))
 """
 
 
-@IN_PODS_TOO
+@ISOLATED
 async def test_no_other_episode_is_reached_and_no_reward_is_posted(kind: BoxKit, sockets: Path) -> None:
     nonce = f"nonce-{secrets.token_hex(16)}"
     server = ProxyServer()
@@ -386,9 +384,9 @@ print(len(children), flush=True)
 @ISOLATED
 async def test_a_fork_bomb_ends_with_its_exec(kind: BoxKit, tight: Sandbox, nap: str) -> None:
     # Where no control group refuses more than a box may have, the program would be killed (test_lifetime has that).
-    count = 300 if kind.whole_box else TIGHT.processes // 2
+    count = 2 * kind.processes or TIGHT.processes // 2
     done = await python(tight, HOLD.format(count, nap))
-    assert 0 < int(done.stdout) < (TIGHT.processes if kind.whole_box else count + 1) and not alive(nap)
+    assert 0 < int(done.stdout) < (kind.processes or count + 1) and not alive(nap)
     assert (await sh(tight, "echo works")).stdout == b"works\n"
     for timeout_s in (1.5, 5, 20):  # on a busy machine forking takes a while
         over = await python(tight, HOLD.format(count, nap) + "time.sleep(600)\n", timeout_s)
@@ -451,7 +449,7 @@ async def test_no_rights_are_gained(kind: BoxKit, tight: Sandbox) -> None:
     assert int((await sh(tight, "ls -d /proc/[0-9]* | wc -l")).stdout) < 10
 
 
-@kinds("docker")
+@kinds("docker", "kubernetes")
 async def test_no_rights_are_gained_by_an_ordinary_user_in_a_container(kind: BoxKit) -> None:
     """Such a user could become root by the setuid programs that the image has."""
     tag = f"{PROJECT}/test:user-{secrets.token_hex(8)}"
@@ -459,6 +457,8 @@ async def test_no_rights_are_gained_by_an_ordinary_user_in_a_container(kind: Box
     made = client.create_container(base_image(), ["true"], network_disabled=True, labels=labels)["Id"]
     try:
         client.commit(made, *tag.split(":"), changes=["USER 1000:1000"])
+        if isinstance(kind, Kubernetes):
+            await asyncio.to_thread(kind.cluster.load, tag)
         box = await kind.boot(kind.repository, source=Source(tag), limits=TIGHT)
         try:
             assert (await sh(box, "test -u /usr/bin/su")).returncode == 0

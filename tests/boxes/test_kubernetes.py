@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,11 +15,11 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("kubernetes")
 import kubernetes_boxes
+from kubernetes_boxes import box as pods
 from kubernetes_boxes import relay
-from kubernetes_boxes.box import PodSandbox, boot_pod
+from kubernetes_boxes.box import boot_pod
 from kubernetes_boxes.cluster import Stream
 from kubernetes_boxes.kind import Kubernetes
-from kubernetes_boxes.stages import stage
 from rewards.task import load_tasks
 from rl.config.compose import ConfigError
 from rl.episodes import boxes
@@ -34,8 +33,8 @@ from rollout.sandbox.sealing import Source
 from tests.docker_kit import base_image, small_image
 from tests.integration.claude_kit import call, check_record, in_turn, scripted
 from tests.kit import char_policy
-from tests.kube_kit import Cluster
-from tests.sandboxes import alive, sh
+from tests.kube_kit import API_ADDRESS, Cluster
+from tests.sandboxes import alive, begun, sh
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900), pytest.mark.xdist_group("kubernetes")]
 
@@ -115,20 +114,14 @@ async def test_a_box_that_fills_its_disk_is_the_policys_doing(own_cluster: Clust
             await box.close()
 
 
-def test_a_box_that_reaches_the_api_server_is_noticed() -> None:
-    """The script that the first box of a process runs."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        ask = [
-            "env",
-            "KUBERNETES_SERVICE_HOST=127.0.0.1",
-            f"KUBERNETES_SERVICE_PORT={port}",
-            "bash",
-            "-c",
-            stage("probe"),
-        ]
-        assert subprocess.run(ask, capture_output=True).stdout == b"reached\n"
-    assert subprocess.run(ask, capture_output=True).stdout == b""
+async def test_a_box_with_a_network_does_not_boot(own_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a process tries to reach the address of the API server that it is told."""
+    monkeypatch.setattr(pods, "_known", set())
+    networked = own_cluster.pods(more={"hostNetwork": True})
+    with socket.create_server((API_ADDRESS, 443)), pytest.raises(SandboxError) as failure:
+        await boot_pod(Source(small_image()), networked)
+    assert failure.value.cause == "boot_failed" and "reaches the API server" in str(failure.value)
+    assert own_cluster.names() == [] and pods._known == set()
 
 
 class Local(Stream):
@@ -223,34 +216,18 @@ async def test_what_a_box_does_to_itself_is_no_infrastructure_failure(own_cluste
     assert own_cluster.names() == []
 
 
-async def test_a_pod_that_is_deleted_and_a_stream_that_breaks(own_cluster: Cluster) -> None:
-    """Both are infrastructure failures, though a program was running."""
+async def test_a_stream_of_the_session_that_breaks(own_cluster: Cluster, nap: str) -> None:
+    """It is an infrastructure failure, though a program was running."""
     with tempfile.TemporaryDirectory(prefix="cc-") as name:
         sockets = Path(name)
         await asyncio.start_unix_server(lambda *_: None, sockets / "s")
         box = await boot_pod(Source(small_image()), own_cluster.pods(), socket_dir=sockets)
-        running = asyncio.ensure_future(sh(box, "touch begun; sleep 1000"))
-        await _begun(box)
+        running = asyncio.ensure_future(sh(box, f"sleep {nap}"))
+        await begun(nap, running)
         await _ended(box._cluster, box.name, "relay")
         with pytest.raises(SandboxError, match="the stream of s broke"):
             await running
         await box.close()
-    box = await boot_pod(Source(small_image()), own_cluster.pods())
-    running = asyncio.ensure_future(sh(box, "touch begun; sleep 1000"))
-    await _begun(box)
-    await box._cluster.delete(box.name)
-    with pytest.raises(SandboxError) as failure:
-        await running
-    assert failure.value.cause == "box_killed"
-    await box.close()
-
-
-async def _begun(box: PodSandbox) -> None:
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            await box.get("begun")
-            return
-        await asyncio.sleep(0.05)
 
 
 async def _ended(cluster: Any, pod: str, name: str) -> None:

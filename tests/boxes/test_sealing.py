@@ -13,11 +13,11 @@ import pytest
 
 from rollout.sandbox import SandboxError, sealing
 from rollout.sandbox.sealing import Source, Wanted
-from tests.boxes.kinds import BoxKit, Podman, kinds
+from tests.boxes.kinds import BoxKit, Kubernetes, Podman, kinds
 from tests.sandboxes import sh
 
 BASE = "0123456789abcdef0123456789abcdef01234567"
-FROM_IMAGES = kinds("docker", "podman", "apptainer")
+FROM_IMAGES = kinds("docker", "podman", "apptainer", "kubernetes")
 
 
 @FROM_IMAGES
@@ -53,12 +53,17 @@ async def test_a_sealed_history_is_one_commit(kind: BoxKit) -> None:
 @FROM_IMAGES
 async def test_a_patch_comes_first_and_hidden_paths_are_gone(kind: BoxKit) -> None:
     patch = "diff --git a/README.md b/README.md\n--- a/README.md\n+++ b/README.md\n@@ -1 +1 @@\n-hello\n+bug\n"
-    box = await kind.boot(source=Source(kind.image, setup_patch=patch, hide=("pkg", "/etc/passwd", "no such")))
+    hide, outside = ("pkg", "no such"), ("/etc/passwd",)
+    if isinstance(kind, Kubernetes):
+        with pytest.raises(SandboxError, match="cannot hide"):
+            await kind.boot(source=Source(kind.image, hide=outside))
+        outside = ()
+    box = await kind.boot(source=Source(kind.image, setup_patch=patch, hide=(*hide, *outside)))
     try:
         assert await box.get("README.md") == b"bug\n" and await box.diff() == b""
         look = "ls; git status --short; git log -p | grep -c hello; ls /setup.diff /etc/passwd"
         # Podman writes an /etc/passwd of its own into a container whose image has none.
-        own = [b"/etc/passwd"] if isinstance(kind, Podman) else []
+        own = [b"/etc/passwd"] if isinstance(kind, Podman) or not outside else []
         there = [b"README.md", b"built.log", b"link", b"run.sh", b"tracked.log"]
         assert (await sh(box, look)).stdout.split() == [*there, b"0", *own]
         await box.put("README.md", b"hello\n")

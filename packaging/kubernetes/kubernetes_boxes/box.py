@@ -92,6 +92,10 @@ async def boot_pod(
     binds: path on the nodes -> path inside, read-only. The other parameters are those of all kinds. The caller closes
     the sandbox. Raises SandboxError: no_engine, missing_image, missing_snapshot, seal_failed, boot_failed.
     """
+    if snapshot is None:
+        sealing.check_source(source)
+        if outside := [path for path in source.hide if path.startswith("/")]:
+            raise SandboxError("seal_failed", f"{source.image}: boxes in pods cannot hide {outside}")
     mounts = await asyncio.to_thread(mounts_of, snapshot, binds, socket_dir)
     sockets = mounts.pop()[0] if socket_dir else None
     cluster = await Cluster.connect(pods.kubeconfig, pods.context, pods.namespace)
@@ -188,10 +192,7 @@ class PodSandbox(BaseSandbox):
         archive = await asyncio.to_thread(_packed, self._snapshot, self._sockets is not None)
         patch, work, more = b"", "", list[str]()
         if self._snapshot is None:
-            sealing.check_source(source)
             patch, work, more = source.setup_patch.encode(), source.workdir, [source.base_commit, *source.hide]
-            if outside := [path for path in source.hide if path.startswith("/")]:
-                raise SandboxError("seal_failed", f"{source.image}: boxes in pods cannot hide {outside}")
         words = [str(len(archive)), str(len(patch)), self._owner, work, *more]
         code, out, error = await self._keeper(stage("list", "setup"), *words, stdin=archive + patch)
         if work:

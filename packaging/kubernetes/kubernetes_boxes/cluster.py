@@ -43,7 +43,7 @@ def told(cause: str) -> Generator[None]:
     except aiohttp.WSServerHandshakeError as error:
         raise failed(cause, f"{error.status} {error.message}") from error
     except _LOST as error:
-        raise SandboxError("no_engine", f"the cluster's API server: {error or type(error).__name__}") from error
+        raise SandboxError("no_engine", f"the cluster's API server: {str(error) or type(error).__name__}") from error
 
 
 class Cluster:

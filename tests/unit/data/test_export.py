@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -73,6 +74,37 @@ def test_the_solution_is_judged_as_here(made: tuple[Task, Path], tmp_path: Path)
     name = task.FAIL_TO_PASS[0]
     assert judged(directory, passing.replace(f"{name} ... ok", f"{name} ... skipped 'x'")) == "0\n"
     assert judged(directory, passing.replace(f"{name} ... ok", f"{name} ... FAIL\n{name} ... ok")) == "0\n"
+
+
+def test_harbors_verifier_has_the_history_and_the_environment_of_the_image(
+    made: tuple[Task, Path], tmp_path: Path
+) -> None:
+    """It replaces the work tree of its box by the artifacts, which are without them."""
+    task, _ = made
+    snapshot, directory, work = tmp_path / "snapshot", tmp_path / "one", tmp_path / "work"
+    shutil.copytree(task.snapshot, snapshot)
+    (snapshot / ".venv" / "bin").mkdir(parents=True)
+    (snapshot / ".venv" / "bin" / "python3.11").symlink_to(sys.executable)
+    script = task.eval_script.replace("python3 ", ".venv/bin/python3.11 ")
+    changed = replace(task, image=f"dir:{snapshot}", log_parser="parse_log_django", eval_script=script)
+    export.write_task(changed, {}, "b", directory)
+
+    def here(text: str) -> str:
+        places = {"/testbed": work, "/kept.tar": tmp_path / "kept.tar", "/logs/verifier": tmp_path}
+        for place, path in (places | {"/tests": directory / "tests"}).items():
+            text = text.replace(place, str(path))
+        return text
+
+    def run(text: str) -> None:
+        subprocess.run(["bash", "-c", here(text)], cwd=work, check=True, capture_output=True)
+
+    with tarfile.open(directory / "environment" / "snapshot.tar.gz") as tar:
+        tar.extractall(work, filter="tar")
+    run((directory / "environment" / "Dockerfile").read_text().rpartition("RUN ")[2])
+    run(f"git apply {directory}/solution/gold.patch; rm -r .git .venv; mkdir .git; echo mine >.git/config")
+    run((directory / "tests" / "test.sh").read_text())
+    assert (tmp_path / "reward.txt").read_text() == "1\n"
+    assert "mine" not in (work / ".git" / "config").read_text()
 
 
 def test_tasks_are_read_back(made: tuple[Task, Path], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rewards.harbor import Harbor, _files
+from rewards.rules import Rules
 from rewards.task import Task, TaskError, load_tasks
 from rl.config.compose import ConfigError
 from rl.data import convert, harbor
@@ -118,6 +119,11 @@ BASE = "[environment]\nnetwork_mode = 'no-network'\n"
             Why.UNSUPPORTED,
             "the artifact /etc/x",
         ),
+        (
+            f"artifacts = [{{source = '/', exclude = ['[a']}}]\n{BASE}[verifier]\nenvironment_mode = 'separate'\n",
+            Why.UNSUPPORTED,
+            "the artifact {'source'",
+        ),
         (f"{BASE}[verifier]\nenvironment_mode = 'separate'\n", Why.UNSUPPORTED, "a separate verifier without"),
         (f"{BASE}memory = '2 pounds'\n", Why.INVALID, "memory is '2 pounds'"),
         (f"{BASE}memory = '2G'\nmemory_mb = 1\n", Why.INVALID, "memory and memory_mb are not the same"),
@@ -132,6 +138,26 @@ def test_what_cannot_be_had_is_refused_with_a_reason(tmp_path: Path, toml: str, 
     with pytest.raises(RowError) as caught:
         converted(write_task(tmp_path, "one", toml=toml))
     assert caught.value.why is why and caught.value.detail.startswith(said), caught.value
+
+
+@pytest.mark.parametrize(
+    ("artifacts", "left"),
+    [
+        ('"/app/"', "a.log b/c b/out/d e.txt"),
+        ('"/app/b/out", "e.txt", "none"', "b/out/d e.txt"),
+        ('{source = "/app", exclude = ["*.log", "out", "b/c"]}', "e.txt"),
+        ('"/app/e.txt", {source = "/app/b", exclude = ["./out"]}', "b/c e.txt"),
+    ],
+)
+def test_what_is_no_artifact_does_not_get_to_a_separate_verifier(tmp_path: Path, artifacts: str, left: str) -> None:
+    apart = f'artifacts = [{artifacts}]\n{BASE}workdir = "/app"\n[verifier]\nenvironment_mode = "separate"\n'
+    row = converted(write_task(tmp_path, "one", toml=apart))
+    new = "diff --git a/{0} b/{0}\nnew file mode 100644\n--- /dev/null\n+++ b/{0}\n@@ -0,0 +1 @@\n+1\n"
+    paths = ["a.log", "b/c", "b/out/d", "e.txt"]
+    patch = Rules().screen(Task.from_row(row, tmp_path), "".join(map(new.format, paths)).encode())
+    rest = patch.dropping(Rules(row["grading"]["drop"]))
+    assert [file.path for file in rest.files] == left.split()
+    assert rest.dropped == tuple(path for path in paths if path not in left.split())
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,7 @@ async def test_tests_that_have_changed_are_not_run(tmp_path: Path) -> None:
         ({"mode": "separate", "steps": [{"name": "../a", "statement": ""}]}, "its steps are no list"),
         ({"mode": "separate", "steps": [STEPS[0] | {"min_reward": "1"}]}, "min_reward is '1'"),
         ({"mode": "separate", "steps": [STEPS[0] | {"timeout_s": -1}]}, "timeout_s is -1"),
+        ({"drop": ["a", "[b"]}, "drop is ['a', '[b']"),
         ({"sha256": "0"}, "the tests in"),
     ],
 )

@@ -159,13 +159,10 @@ class ContainerEngine:
             logger.warning("looking for containers of runs that are gone: %s", translated(error, "docker_failed"))
             return removed
         for container in containers:
-            owner = container["Labels"][OWNER]
-            if gone(owner, container["State"] == "running"):
+            if gone(container["Labels"][OWNER], container["State"] == "running"):
                 with contextlib.suppress(DockerException, requests.RequestException):  # another process is at it
-                    image = self.client.inspect_image(container["ImageID"])["Config"]
-                    if (image["Labels"] or {}).get(OWNER) != owner:  # else it is anybody's, of an image that we made
-                        self.remove(container["Id"])
-                        removed.append(container["Id"])
+                    self.remove(container["Id"])
+                    removed.append(container["Id"])
         if removed:
             logger.warning("removed %d containers of runs that are gone", len(removed))
         return removed

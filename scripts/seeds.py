@@ -111,13 +111,14 @@ class Run:
         found = json.loads((self.directory.parents[2] / "teacher" / "results.json").read_text())
         return f"{found['pass_at_1']['value']:.2f} ({found['resolved']} of {found['episodes']})"
 
-    def played_in(self, agent: str) -> str:
+    def played_in(self, agent: str) -> Rate:
         """Return the rate of the held-out tasks in an agent, after playing what is missing."""
         out = self.directory / "across" / agent
         keys = small("agent") if agent == "claude_code" else []
         python("rl.evaluate", f"policy={self.directory}", f"out={out}", f"agent={agent}", *keys)
-        rate = json.loads((out / "results.json").read_text())["pass_at_1"]
-        return f"{rate['value']:.2f} ({rate['low']:.2f} to {rate['high']:.2f})"
+        found = json.loads((out / "results.json").read_text())
+        one = found["pass_at_1"]
+        return Rate(self.held_out[-1].place, one["value"], one["low"], one["high"], found["episodes"])
 
 
 def python(*command: str) -> None:

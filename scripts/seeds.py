@@ -14,6 +14,7 @@ interrupted goes on. Every run is audited. key=value: more of the command line o
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -161,6 +162,7 @@ def taught(root: Path) -> list[str]:
     return [*keys, f"distillation.teacher_models.teacher_model.model_path={teacher / 'model'}"]
 
 
+@functools.cache
 def small(place: str) -> list[str]:
     """Return the keys that make Claude Code, whose settings are at ``place``, as small as the quickstart has it."""
     own: Any = OmegaConf.to_container(compose(["+experiment=quickstart"]).agent, resolve=True)

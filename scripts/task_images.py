@@ -42,7 +42,7 @@ from rollout.files import write
 from rollout.sandbox import Sandbox, SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.box import boot_docker
-from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
+from rollout.sandbox.docker.engine import PROJECT, UNOWNED, ContainerEngine, get_engine
 
 SUITE = "bookworm"
 PACKAGES = ("git", "python3", "python3-venv")
@@ -364,7 +364,7 @@ def _build(engine: ContainerEngine, image: str, script: str, tag: str, files: Pa
         client.start(container)
         if client.wait(container, timeout=600)["StatusCode"]:
             raise RuntimeError(f"{tag}: {client.logs(container).decode(errors='replace')[-2000:]}")
-        client.commit(container, *tag.rsplit(":", 1))
+        client.commit(container, *tag.rsplit(":", 1), changes=UNOWNED)
     finally:
         engine.remove(container)
 

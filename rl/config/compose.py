@@ -116,20 +116,6 @@ def config_folders() -> list[Path]:
     return [CONFIGS, *brought()]
 
 
-def _leave_out(config: DictConfig, name: str, overrides: Sequence[str]) -> None:
-    """Remove the keys of an agent's group that an experiment has set for Claude Code: those that are Claude Code's, not
-    in the file of the agent that is chosen, and named by no override. Hydra must have been initialized."""
-    import hydra
-
-    file = hydra.compose(name, list(overrides), return_hydra_config=True).hydra.runtime.choices.agent
-    own, claude_codes = (hydra.compose(f"agent/{one}").agent for one in (file, "claude_code"))
-    given = {one.lstrip("+").partition("=")[0] for one in overrides}
-    with open_dict(config):
-        for key in {*config.agent} & {*claude_codes} - {*own}:  # unlike `in`, this counts one yet to be given (???)
-            if f"agent.{key}" not in given:
-                del config.agent[key]
-
-
 def compose(
     overrides: Sequence[str] = (), name: str = "train", check: Callable[[DictConfig], object] | None = None
 ) -> DictConfig:
@@ -143,14 +129,16 @@ def compose(
     """
     import hydra
 
-    from rl.config.overrides import read
+    from rl.config.overrides import leave_out, read
 
     register_resolvers()
     with hydra.initialize_config_dir(config_dir=str(CONFIGS), version_base=None):
         verls = [Path(package_dir("verl"), "trainer", "config")] if name == "train" else []
         config, wrong = read(name, overrides, [*config_folders(), *verls])
+        with open_dict(config):
+            agent = config.pop("hydra").runtime.choices.get("agent")
         if not wrong and config.get("agent", {}).get("kind", "claude_code") != "claude_code":
-            _leave_out(config, name, overrides)
+            leave_out(config, agent, overrides)
 
     def refuse(_: DictConfig) -> None:
         raise ConfigError(*wrong)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,24 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rl.config.plugins import to_install
 
 
 def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[DictConfig, list[str]]:
-    """Return the config ``name``, and a line for each override that is wrong; the config is made without those.
+    """Return the config ``name``, made without wrong overrides, with its ``hydra`` node; and a line for each of those.
 
     Hydra must have been initialized. ``folders``: where groups are. More than one config is composed (a second each)
     only if something is wrong.
     """
-    failures = (HydraException, OmegaConfBaseException)
+    compose, failures = partial(hydra.compose, return_hydra_config=True), (HydraException, OmegaConfBaseException)
     try:
-        return hydra.compose(name, list(overrides)), []
+        return compose(name, list(overrides)), []
     except failures:
-        made = hydra.compose(name, return_hydra_config=True)
-    chosen = made.hydra.runtime.choices
+        config = compose(name)
+    chosen = config.hydra.runtime.choices
     wrong: list[str] = []
     groups: list[str] = []
     keys: list[Override] = []
@@ -51,10 +52,9 @@ def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[
                 groups.append(text)
         else:
             keys.append(override)
-    config = made
     if groups:
         try:
-            config = hydra.compose(name, groups)
+            config = compose(name, groups)
         except failures as error:  # files that do not go together
             wrong.append(f"{' '.join(groups)}: {_first(error)}")
             groups = []
@@ -66,9 +66,20 @@ def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[
         else:
             good.append(override.input_line or "")
     try:
-        return hydra.compose(name, good), wrong
+        return compose(name, good), wrong
     except failures as error:  # whatever else Hydra does not accept
-        return hydra.compose(name, groups), [*wrong, _first(error)]
+        return compose(name, groups), [*wrong, _first(error)]
+
+
+def leave_out(config: DictConfig, agent: str, overrides: Sequence[str]) -> None:
+    """Remove the keys of an agent's group that an experiment has set for Claude Code: those that are Claude Code's, not
+    in the file of the agent that is chosen, and named by no override. Hydra must have been initialized."""
+    own, claude_codes = (hydra.compose(f"agent/{one}").agent for one in (agent, "claude_code"))
+    given = {one.lstrip("+").partition("=")[0] for one in overrides}
+    with open_dict(config):
+        for key in {*config.agent} & {*claude_codes} - {*own}:  # unlike `in`, this counts one yet to be given (???)
+            if f"agent.{key}" not in given:
+                del config.agent[key]
 
 
 def options(group: str, folders: Iterable[Path]) -> list[str]:

@@ -38,7 +38,7 @@ from rl.run.screen import Screen, this_command
 from rollout import program
 from rollout.sandbox import WORKDIR, SandboxError
 from rollout.sandbox.docker import images
-from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
+from rollout.sandbox.docker.engine import PROJECT, UNOWNED, ContainerEngine, get_engine
 
 _LOOK_S = 120.0
 
@@ -149,7 +149,7 @@ def _layer(
     # It is never started: an image of a task is made by copying alone.
     with engine.unstarted(image) as container:
         engine.client.put_archive(container, "/", buffer.getvalue())
-        change = [f"WORKDIR {WORKDIR}", 'CMD ["bash"]', "ENTRYPOINT []"]
+        change = [f"WORKDIR {WORKDIR}", 'CMD ["bash"]', "ENTRYPOINT []", *UNOWNED]
         engine.client.commit(container, *name.rsplit(":", 1), changes=change)
 
 

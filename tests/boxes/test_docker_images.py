@@ -209,6 +209,12 @@ def test_processes_that_seal_the_same_image_at_once(engine: ContainerEngine, tag
         for image in ours:
             engine.client.remove_image(image)
         assert len(ours) < len(runs)
+        # Those who sealed it are gone. What others make of it stays theirs.
+        others = engine.client.create_container(*refs, "true", network_disabled=True)["Id"]
+        try:
+            assert others not in engine.reap()
+        finally:
+            engine.client.remove_container(others)
     finally:
         drop(engine, *refs)
 

@@ -29,7 +29,7 @@ from docker.errors import APIError, DockerException, NotFound
 from rollout.files import write
 from rollout.sandbox import HOME, WORKDIR, SandboxError
 from rollout.sandbox.docker import files as docker_files
-from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, cache_dir, checked, get_engine
+from rollout.sandbox.docker.engine import PROJECT, UNOWNED, ContainerEngine, cache_dir, checked, get_engine
 from rollout.sandbox.pulls import Pulls, refused_for_now
 from rollout.sandbox.sealing import SCRIPT, Source, Wanted, ahead, check_source, digest, evict_oldest, judged, tests_in
 
@@ -216,7 +216,7 @@ def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) ->
         said = client.logs(container, stdout=False, stderr=True).decode(errors="replace")
         label = {"source": status["Id"], "image": image, **judged(source, code, out, said)}
         # Given as instructions, because podman ignores them in a configuration.
-        changes = [f"USER {user or '0:0'}", f"LABEL {_LABEL}={written(label)}"]
+        changes = [f"USER {user or '0:0'}", f"LABEL {_LABEL}={written(label)}", *UNOWNED]
         made = client.commit(container, changes=changes, message="sealed")["Id"]
     finally:
         with contextlib.suppress(DockerException):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 PROJECT = "claude-code-rl"
 OWNER, RUN = f"{PROJECT}.owner", f"{PROJECT}.run"
-# For an image made from a container: it keeps the labels, and containers that others make of it would be ours to remove.
+# For images of containers: they keep the labels, and containers that others make of them would be ours to remove.
 UNOWNED = [f"LABEL {OWNER}=", f"LABEL {RUN}="]
 _THREADS = 32
 _TIMEOUT_S = 120.0  # for one answer of the engine; pulls and builds send something all the time

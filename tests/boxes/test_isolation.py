@@ -405,7 +405,7 @@ subprocess.run("cp /bin/sh own; chmod 6755 own; ./own -p -c 'id -u'", shell=True
 for path in ("/usr/bin/su", "/bin/su", "/usr/bin/sudo", "/usr/bin/passwd"):
     if os.path.exists(path):
         subprocess.run([path, "-c", "id -u"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-other = 0 if os.getuid() else 1000
+other, group = (0 if one else 1000 for one in (os.getuid(), os.getgid()))
 def tried(what, call, *arguments):
     try:
         call(*arguments)
@@ -413,9 +413,9 @@ def tried(what, call, *arguments):
     except OSError:
         print("no")
 tried("setuid", os.setuid, other)
-tried("setgid", os.setgid, other)
-tried("groups", os.setgroups, [other])
-tried("chown", os.chown, "own", other, other)
+tried("setgid", os.setgid, group)
+tried("groups", os.setgroups, [group])
+tried("chown", os.chown, "own", other, group)
 tried("chroot", os.chroot, ".")
 tried("node", os.mknod, "node", 0o60666, os.makedev(8, 0))
 tried("signal", os.kill, {0}, 0)

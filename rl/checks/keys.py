@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, agent_limits
 from rl.checks.types import dataclass_of, fields, wrong_value
-from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir
+from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir, unresolved
 
 # What is below these keys belongs to another program (Ray, Megatron), or is named by the user. The same holds below
 # every key that is null or empty by default.
@@ -51,12 +51,11 @@ def check_keys(config: DictConfig) -> None:
     Known keys are those of configs/train.yaml, its groups and verl's yaml files, and the fields of the dataclass that
     verl makes of the group with the key. This takes half a second; verl is read, not imported.
     """
-    plain, reference = _plain(config), _reference(config)
-    known = _plain(reference)
-    if prepare := plain.get("prepare"):  # its settings are in a group of the name of its package
-        known |= {key: {} for key in plain if key in str(prepare).split(":")[0].split(".")}
+    given, known = unresolved(config), unresolved(_reference(config))
+    if prepare := given.get("prepare"):  # its settings are in a group of the name of its package
+        known |= {key: {} for key in given if key in str(prepare).split(":")[0].split(".")}
     lines = []
-    for path, siblings in _unknown(plain, known, ""):
+    for path, siblings in _unknown(given, known, ""):
         parent, _, name = path.rpartition(".")
         if name in _declared(config, path):
             continue
@@ -64,7 +63,7 @@ def check_keys(config: DictConfig) -> None:
         near = difflib.get_close_matches(name, [*siblings, *groups], n=1)
         hint = f"; did you mean {parent + '.' if parent else ''}{near[0]}?" if near else ""
         lines.append(f"{path}: nothing reads this key{hint}")
-    for path, name in _changed(plain, known, ""):
+    for path, name in _changed(given, known, ""):
         if path.split(".")[0] not in KINDS and name not in _words():
             lines.append(f"{path}: nothing reads this key, although verl's own config has it; leave it out")
     if lines:
@@ -78,7 +77,7 @@ def check_types(config: DictConfig, name: str = "train", leave: Collection[str] 
     """
     reference = _reference(config, name)
     lines, left = [], {*leave, *agent_limits(config)}
-    for path, key in _changed(_plain(config), _plain(reference), ""):
+    for path, key in _changed(unresolved(config), unresolved(reference), ""):
         value, default = OmegaConf.select(config, path), OmegaConf.select(reference, path)
         line = wrong_value(path, value, default, _declared(config, path).get(key))
         if line and path not in left:
@@ -90,7 +89,7 @@ def check_types(config: DictConfig, name: str = "train", leave: Collection[str] 
 def check_interpolations(config: DictConfig) -> None:
     """Raise ConfigError with a line for each ``${...}`` that leads nowhere."""
     lines = []
-    for path, raw in _texts(_plain(config), ""):
+    for path, raw in _texts(unresolved(config), ""):
         try:
             OmegaConf.select(config, path)
         except OmegaConfBaseException as error:
@@ -166,11 +165,6 @@ def _files(*folders: Path) -> list[tuple[str, str, str]]:
 @functools.cache
 def _composed(name: str, *groups: str) -> DictConfig:
     return compose(groups, name)
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    return plain
 
 
 def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], path: str) -> Iterator[tuple[str, list[str]]]:

@@ -8,12 +8,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir
+from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir, unresolved
 from rl.config.overrides import nearest, options
 from rollout.program import plain
 
@@ -86,8 +86,7 @@ def show(config: DictConfig, package: str | None = None, resolve: bool = False) 
     """Return a config as YAML: our groups, then verl's. package: only what is below this key. Raises ConfigError."""
     generated = Path(package_dir("verl"), "trainer", "config", "_generated_ppo_trainer.yaml").read_text()
     verls = set(re.findall(r"^(\w+):", generated, re.MULTILINE))
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    ordered = OmegaConf.create({key: plain[key] for key in sorted(plain, key=lambda key: key in verls)})
+    ordered = OmegaConf.create(dict(sorted(unresolved(config).items(), key=lambda item: item[0] in verls)))
     try:
         if package is None:
             return OmegaConf.to_yaml(ordered, resolve=resolve)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -102,8 +103,21 @@ def package_dir(name: str) -> str:
     return spec.submodule_search_locations[0]
 
 
+def cpu_dtype() -> str:
+    """Return the dtype in which this machine's CPU computes fastest: without units for it, bfloat16 takes six times as
+    long as float32."""
+    return "bfloat16" if {"avx512_bf16", "bf16"} & {*Path("/proc/cpuinfo").read_text().split()} else "float32"
+
+
+def unresolved(config: DictConfig) -> Any:
+    """Return a config as dicts and lists, with its ``${...}`` as they are written."""
+    return OmegaConf.to_container(config, resolve=False)
+
+
 def register_resolvers() -> None:
-    """Register ``${rl.package:name}``, ``${rl.add:a,b}`` and ``${rl.div:a,b}`` (at least 1) with OmegaConf."""
+    """Register ``${rl.package:name}``, ``${rl.cpu_dtype:}``, ``${rl.add:a,b}`` and ``${rl.div:a,b}`` (at least 1) with
+    OmegaConf."""
+    OmegaConf.register_new_resolver("rl.cpu_dtype", cpu_dtype, replace=True)
     OmegaConf.register_new_resolver("rl.package", package_dir, replace=True)
     OmegaConf.register_new_resolver("rl.add", lambda *terms: sum(terms), replace=True)
     OmegaConf.register_new_resolver("rl.div", lambda a, b: max(1, a // b), replace=True)

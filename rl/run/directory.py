@@ -13,10 +13,10 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from rl.config.compose import unresolved
 from rl.run.checkpoints import newest
 from rl.run.lease import InUse, RunLease
 
@@ -45,10 +45,8 @@ class RunDirectory:
 
 
 def _key(config: DictConfig) -> str:
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    for group in ("run", "store"):  # neither decides what happens in it
-        plain.pop(group, None)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    decides = {group: value for group, value in unresolved(config).items() if group not in ("run", "store")}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _leased(directory: Path) -> RunLease:

@@ -1,9 +1,10 @@
-"""This module starts a proxy for the tests of several modules."""
+"""This module has what tests of several modules need: a proxy, and a CPU with units for bfloat16."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from rl.config.compose import register_resolvers
 from rollout.proxy.server import ProxyServer
 
 
@@ -13,3 +14,13 @@ async def proxy() -> AsyncIterator[ProxyServer]:
     await proxy.start()
     yield proxy
     await proxy.stop()
+
+
+@pytest.fixture
+def bfloat16_units() -> Iterator[None]:
+    """Let configs of CPU runs compute in bfloat16, whatever this machine is better at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl.config.compose.cpu_dtype", lambda: "bfloat16")
+        register_resolvers()
+        yield
+    register_resolvers()

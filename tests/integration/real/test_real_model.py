@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rewards.task import Task
 from rewards.verdict import Reason, Verdict
+from rl.config.compose import cpu_dtype
 from rollout.audit import audit_heard, audit_text, audit_tokens, audit_turns, closing_of, tokenizer_of
 from rollout.episode import Episode
 from rollout.proxy.engine import AT_1, Completion
@@ -107,8 +108,7 @@ AGENT: dict[str, Any] = {
 # A bare agent has no Agent tool.
 WITH_SUB_AGENTS: dict[str, Any] = {"bare": False, "tools": ("Agent", "Read")}
 CONTEXT = 16384
-# A CPU without instructions for bfloat16 takes several times as long with it, which is more than an agent's time.
-DTYPE = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
+DTYPE = cpu_dtype()
 
 
 async def test_episodes_are_exact(real: Running, task: Task, tmp_path: Path) -> None:

@@ -459,6 +459,7 @@ def test_a_real_policy_is_not_trained_with_a_toys_recipe(keys, tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("bfloat16_units")
 def test_memory_of_a_real_model_on_a_cpu(keys, said, tmp_path, monkeypatch):
     """It is rl.plan's estimate."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=24 * 2**30))

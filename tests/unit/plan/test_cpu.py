@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rl.config.compose import cpu_dtype, register_resolvers
 from rl.plan import Plan, cpu, plan
 from rl.plan.memory import GIB, TUNING
 from rl.plan.model import KNOWN
@@ -25,7 +26,7 @@ LARGE = json.loads((KNOWN / "Qwen2.5-Coder-0.5B-Instruct.json").read_text())
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, bfloat16_units: None) -> None:
     """The machine of docs/real-model.md."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=int(23.5 * GIB)))
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
@@ -117,3 +118,17 @@ def test_the_longest_row_is_between_the_mean_and_the_limit(turns: int, spread: f
     made = cpu.machine(config)
     assert cpu.layout_of(made).trainer.tokens == row == cpu.layout_of(cpu.machine(made)).trainer.tokens
     assert config.actor_rollout_ref.actor.use_dynamic_bsz is False and config.cluster.gpu != made.cluster.gpu
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("avx2 avx512_bf16", "bfloat16"), ("asimd bf16", "bfloat16"), ("avx2", "float32")]
+)
+def test_a_cpu_computes_in_what_it_has_units_for(
+    flags: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
+    monkeypatch.setattr("rl.config.compose.Path", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr("rl.config.compose.cpu_dtype", cpu_dtype)
+    register_resolvers()
+    config = composed("+experiment=qwen2_5_coder_0_5b", "scale=cpu").actor_rollout_ref
+    assert (config.rollout.dtype, config.actor.fsdp_config.mixed_precision.param_dtype) == (dtype, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +71,7 @@ VALUES = st.sampled_from(
         [[]],
         {"a": 1},
     ]
-)
+).map(copy.deepcopy)  # a later one may be put into an earlier one
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ TOOLS = [
     }
     for name in ("Edit", "mcp__files-read")
 ]
+BRIEF = "".join(f'\n{{"name": "{tool["function"]["name"]}", "arguments": []}}' for tool in TOOLS)
 TEXTS = [
     "x", "", "\n", "\n two\n", "  both  ", "def f():\n    return '<b>' \\ \"q\"\n", "ä 漢 🙂", "null", "12", "true",
     '{"a": 1}', "&lt;&amp; <i>", "a\tb\rc", "[1, 2]",
@@ -72,6 +74,7 @@ def test_the_audit_knows_what_closes_a_turn(model: str, tmp_path: Path) -> None:
 
 
 def test_our_template_of_smollm2_writes_what_that_of_qwen2_5_does() -> None:
+    """But of tools only the name and the arguments that must be given."""
     call = {"type": "function", "function": {"name": "Edit", "arguments": {"text": "<b>"}}}
     said = [
         *ASK,
@@ -83,7 +86,9 @@ def test_our_template_of_smollm2_writes_what_that_of_qwen2_5_does() -> None:
     ours, theirs = (renderer(model).tokenizer.apply_chat_template for model in ("SmolLM2", "Qwen2.5"))
     for count in range(1, len(said) + 1):
         for given in ({"tools": TOOLS}, {}, {"tools": TOOLS, "add_generation_prompt": True}):
-            assert ours(said[:count], tokenize=False, **given) == theirs(said[:count], tokenize=False, **given)
+            text = theirs(said[:count], tokenize=False, **given)
+            brief = re.sub("<tools>\\n{.*}\\n</tools>", f"<tools>{BRIEF}\\n</tools>", text, flags=re.DOTALL)
+            assert ours(said[:count], tokenize=False, **given) == brief
 
 
 @pytest.mark.parametrize("model", REFUSED)

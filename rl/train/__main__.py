@@ -280,6 +280,8 @@ def main() -> None:
     screen = Screen()
     try:
         weights = adopt(config)
+        # A package that checks import (episode.credit) may import verl, which reads the environment then.
+        os.environ.update({**workers_environment(config), **os.environ})
         check_all(config, lambda config: check(config, config.cluster.episode_resource is None), check_packages)
         run = open_run(config)
         if "RL_RUN_LEASE" not in os.environ:  # else rl.cluster has noted it

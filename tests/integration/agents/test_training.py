@@ -34,7 +34,7 @@ AGENTS = ("claude_code", "codex")
 MIXED = [
     "agent=mixed",
     "agent.mix={claude_code:1,codex:1}",
-    "agent.claude_code.bare=true",
+    "agent.claude_code.bare=false",
     "agent.claude_code.tools=[Agent,Bash]",
     "agent.claude_code.timeout_s=600",
     "agent.codex.timeout_s=600",
@@ -87,7 +87,7 @@ async def test_agents_and_roles_in_a_batch_are_trained_as_the_config_says(made: 
     run = made / "run"
     async with standing_in(StandIn(lambda text: [{"type": "text", "text": "It is in line 2."}])) as elsewhere:
         roles = {
-            "subagent/Explore": f"{{endpoint:'{elsewhere.url}',model:fixed}}",
+            "subagent/Explore": f"{{endpoint:'{elsewhere.url}',model:fixed,protocol:chat}}",
             "subagent/default": "{train:false}",
         }
         command = [

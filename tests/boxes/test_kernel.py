@@ -100,7 +100,13 @@ import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 print(os.getuid(), libc.ptrace(16, 1, None, None))
-print(libc.ptrace(8, 1, None, None), *[os.access(f"/proc/1/{name}", os.R_OK) for name in ("mem", "environ")])
+def read(name):
+    try:
+        with open(f"/proc/1/{name}", "rb") as file:
+            return name == "mem" or bool(file.read())
+    except OSError:
+        return False
+print(libc.ptrace(8, 1, None, None), read("mem"), read("environ"))
 """
 
 

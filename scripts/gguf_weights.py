@@ -8,8 +8,8 @@
 
 The models (Apache-2.0) are data of packages of which nothing is imported. They were quantized once and are made bf16
 again: nearly the weights of the hub's Qwen/Qwen2.5-Coder-0.5B-Instruct and HuggingFaceTB/SmolLM2-135M-Instruct, with
-the same tokenizers. SmolLM2's chat template knows no tools: it gets ours (smollm2.jinja), which writes them as
-Qwen2.5's does. Needs the package gguf.
+the same tokenizers. SmolLM2's chat template knows no tools: it gets ours (smollm2.jinja), which writes calls as
+Qwen2.5's does, and of tools only what a call needs. Needs the package gguf.
 """
 
 from __future__ import annotations

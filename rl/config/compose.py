@@ -59,8 +59,7 @@ def cpu_training(config: DictConfig) -> dict[str, str]:
     if config.trainer.device != "cpu":
         return {}
     threads = config.cpu_threads
-    own = {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)} | ({} if threads else _RETURNED)
-    return CPU_TRAINING | own
+    return CPU_TRAINING | {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)} | ({} if threads else _RETURNED)
 
 
 class ConfigError(Exception):

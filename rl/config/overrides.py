@@ -58,10 +58,9 @@ def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[
         except failures as error:  # files that do not go together
             wrong.append(f"{' '.join(groups)}: {_first(error)}")
             groups = []
-    plain: Any = OmegaConf.to_container(config, resolve=False)
     good = list(groups)
     for override in keys:
-        if line := _wrong_key(override, plain, chosen, folders):
+        if line := _wrong_key(override, OmegaConf.to_container(config), chosen, folders):
             wrong.append(f"{override.input_line}: {line}")
         else:
             good.append(override.input_line or "")

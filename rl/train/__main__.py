@@ -270,7 +270,7 @@ def report(failure: BaseException, run: RunDirectory, screen: Screen) -> int:
 
 def main() -> None:
     """Check the config, open the run directory, train, and exit with the code that the module's docstring lists."""
-    from rl.checks import check, check_values
+    from rl.checks import check, check_interpolations, check_values
     from rl.checks.gpus import card_notes
     from rl.checks.numbers import engine_notes, lag_notes, loss_notes
     from rl.checks.packages import check_packages
@@ -279,6 +279,7 @@ def main() -> None:
     config = read_command("rl.train", _ABOUT, sys.argv[1:], check_values)
     screen = Screen()
     try:
+        check_interpolations(config)  # all else relies on it
         weights = adopt(config)
         # A package that checks import (episode.credit) may import verl, which reads the environment then.
         os.environ.update({**workers_environment(config), **os.environ})

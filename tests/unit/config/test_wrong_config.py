@@ -33,3 +33,14 @@ def test_a_failure_of_a_run_still_says_how_to_go_on(tmp_path: Path, capsys: pyte
     assert train.report(RuntimeError("no disk"), run, Screen()) == 1
     told = capsys.readouterr()
     assert "the same command continues after step 3" in " ".join((told.err + told.out).split())
+
+
+def test_a_value_that_leads_nowhere_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the environment of workers depends on it, which is set before the check."""
+    monkeypatch.setattr("sys.argv", ["rl.train", "+experiment=quickstart", "trainer.device=${nope}"])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == 2
+    assert "trainer.device=${nope}: Interpolation key 'nope' not found" in capsys.readouterr().err

@@ -16,9 +16,10 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from rl.config.compose import unresolved
 from rl.config.plugins import to_install
 
 
@@ -58,9 +59,9 @@ def read(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> tuple[
         except failures as error:  # files that do not go together
             wrong.append(f"{' '.join(groups)}: {_first(error)}")
             groups = []
-    good = list(groups)
+    plain, good = {key: value for key, value in unresolved(config).items() if key != "hydra"}, list(groups)
     for override in keys:
-        if line := _wrong_key(override, OmegaConf.to_container(config), chosen, folders):
+        if line := _wrong_key(override, plain, chosen, folders):
             wrong.append(f"{override.input_line}: {line}")
         else:
             good.append(override.input_line or "")

@@ -6,6 +6,7 @@
     .venv/bin/python scripts/seeds.py distill          # a policy learns from a fine-tuned teacher alone
     .venv/bin/python scripts/seeds.py agents           # in agents other than Claude Code
     .venv/bin/python scripts/seeds.py across --seeds 1 # in each agent, and then evaluated in all others
+    .venv/bin/python scripts/seeds.py real policy=... data.train_files=... data.val_files=...  # docs/real-model.md
 
 OUT.md is the table, and OUT.png shows the rates of held-out tasks with their 95 % intervals (those of training runs as
 if episodes were independent). The runs are below OUT. A run that is finished is not run again, and one that was
@@ -215,6 +216,16 @@ STUDIES = {
         arms=AGENTS,
         columns=QUICKSTART.columns | {f"in {agent}": lambda run, agent=agent: run.played_in(agent) for agent in EVERY},
         ready=at_home,
+    ),
+    "real": replace(
+        QUICKSTART,
+        command=(
+            "rl.train", "+experiment=qwen2_5_coder_0_5b", "scale=cpu", "agent.tools=[Bash]", "agent.timeout_s=400",
+            "grading.timeout_s=30", "algorithm.rollout_correction.bypass_mode=true",
+            "actor_rollout_ref.actor.optim.lr=3e-4", "actor_rollout_ref.rollout.val_kwargs.n=1",
+            "trainer.total_training_steps=8", "trainer.test_freq=8", "trainer.save_freq=1",
+        ),
+        arms={"qwen2_5_coder_0_5b": ()},
     ),
     "sft": Study(
         ("rl.sft", "+experiment=quickstart", f"rounds={ROUNDS}"),

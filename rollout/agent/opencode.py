@@ -70,10 +70,10 @@ class OpenCode(Headless):
         """Yield its replies, each with the results of its calls. A reply without calls is its last, or a summary."""
         said: list[Event] = []
         found: list[tuple[object, object, bool]] = []
-        last, failure, alone = "", None, False
+        last, failure, alone, overcome = "", None, False, False
         for event in read(done.stdout):
             kind, part = event.get("type"), event.get("part")
-            if kind == "text":
+            if kind == "text" and not at(part, "synthetic"):  # else it is the order to go on after a summary
                 said.append(text(at(part, "text")))
                 last = said[-1]["text"]
             elif kind == "tool_use":
@@ -88,8 +88,9 @@ class OpenCode(Headless):
                     yield summed_up()
                 yield from _reply(said, found)
                 said, found, alone = [], [], bool(said) and not found
+                overcome, failure = overcome or failure is not None, None  # such as a context that was full
         yield from _reply(said, found)
-        if failure is not None or done.returncode == 0:
+        if failure is not None or overcome or done.returncode == 0:  # its status is 1 after any error
             yield ended(last if failure is None else failure, failed=failure is not None)
 
 

@@ -211,6 +211,7 @@ async def test_a_sub_agent_is_a_row_of_its_own(name: str, task: Task, tmp_path: 
 SUMS_UP = {
     "codex": ("CONTEXT CHECKPOINT", 45_000),
     "openhands": ("context-aware state summary", 45_000),
+    "opencode": ("Create a new anchored summary", 45_000),
     "qwen_code": ("when its context window is about to overflow", 100_000),
 }
 

@@ -151,6 +151,15 @@ def test_what_agents_say_becomes_replies_and_ends() -> None:
     )
     assert (run.status, run.replies, run.detail) == (Status.FINISHED, {reply_of(ID)}, "I look.")
     assert [block["type"] for block in run.events[0]["message"]["content"]] == ["text", "tool_use"]
+    full, end = {"type": "error", "error": {"name": "ContextOverflowError"}}, {"type": "step_finish"}
+    told = [{"type": "text", "part": {"text": words}} for words in ("All that was done.", "Go on.", "Done.")]
+    told[1]["part"]["synthetic"] = True
+    for rest, status, detail in (
+        ([told[0], end, told[1], told[2], end], Status.FINISHED, "Done."),  # an error that it has overcome
+        ([], Status.ERROR, "ContextOverflowError"),
+    ):
+        run = made(OpenCode.__name__).result(done(full, *rest, returncode=1), 1)
+        assert (run.status, run.detail, "Go on." in str(run.events)) == (status, detail, False)
     said = {"type": "item.completed", "item": {"id": "item_0", "type": "agent_message", "text": "Done."}}
     run = made(Codex.__name__).result(done(said, {"type": "turn.completed"}), 1)
     assert (run.status, run.detail, run.replies) == (Status.FINISHED, "Done.", None)

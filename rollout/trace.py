@@ -402,7 +402,8 @@ def _threads(record: Record, points: list[Point]) -> None:
             if found:
                 point = found[0]
                 left[point.number] = _without(left[point.number], block)
-                point.reported, point.caller = True, str(event.get("parent_tool_use_id") or "")
+                if not point.reported:  # a program in the box can repeat a report
+                    point.reported, point.caller = True, str(event.get("parent_tool_use_id") or "")
     roots: dict[int, int] = {}
     first: dict[int, Point] = {}
     for point in sorted(points, key=lambda one: one.node if one.node >= 0 else one.number):

@@ -59,7 +59,7 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
     return OmegaConf.create(
         {
             "run": {"dir": None, "root": str(tmp_path / "outputs"), "grace_s": 60, "save_minutes": None},
-            "cluster": {"start_timeout_s": 60},
+            "cluster": {"local_dir": "/tmp", "start_timeout_s": 60},
             "prepare": None,
             "allow_overlap": ["repo", "diff", "statement"],
             "episode": {"infra_retries": 2, "mask_overlong": False, "weigh_by_episode": True},
@@ -124,6 +124,8 @@ def good_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DictConfig:
                 "nnodes": 1,
                 "n_gpus_per_node": 1,
                 "total_training_steps": None,
+                "total_epochs": 1,
+                "resume_mode": "auto",
                 "save_freq": 5,
                 "default_local_dir": "${run.dir}/checkpoints",
                 "v1": {

@@ -41,11 +41,17 @@ def check_files(config: DictConfig) -> list[Task]:
                 "take it out of one of the files"
             )
     _check_overlap(config, [task for _, task in train.values()], [task for _, task in held_out.values()])
-    size = config.data.train_batch_size
-    if len(train) < size:
+    size, trainer = config.data.train_batch_size, config.trainer
+    count = min(len(train), config.data.get("train_max_samples", -1) % (1 << 31))  # -1: all
+    if count < size:
         raise ConfigError(
-            f"data.train_batch_size is {size}, but data.train_files has only {len(train)} tasks; "
-            "a step needs that many different ones"
+            f"data.train_batch_size is {size}, but data.train_files (and data.train_max_samples) give only {count} "
+            "tasks; a step needs that many different ones"
+        )
+    if trainer.total_training_steps and (most := trainer.total_epochs * (count // size)) < trainer.total_training_steps:
+        raise ConfigError(
+            f"trainer.total_epochs={trainer.total_epochs} ends the run after {most} steps, without the checkpoint and "
+            f"the validation of step {trainer.total_training_steps}: set trainer.total_training_steps={most}"
         )
     return [task for _, task in (*train.values(), *held_out.values())]
 

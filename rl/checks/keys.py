@@ -73,14 +73,16 @@ def check_keys(config: DictConfig) -> None:
 def check_types(config: DictConfig, name: str = "train", leave: Collection[str] = POSITIVE + POSITIVE_OR_NULL) -> None:
     """Raise ConfigError with a line for each value whose type is not that of its key (``rl.checks.types``).
 
-    name: of the primary config. leave: keys to skip, because ``check_numbers`` looks at them (as at limits of agents).
+    name: of the primary config. leave: keys of which ``check_numbers`` says that they must be numbers, as of limits of
+    agents.
     """
     reference = _reference(config, name)
     lines, left = [], {*leave, *agent_limits(config)}
     for path, key in _changed(unresolved(config), unresolved(reference), ""):
         value, default = OmegaConf.select(config, path), OmegaConf.select(reference, path)
         line = wrong_value(path, value, default, _declared(config, path).get(key))
-        if line and path not in left:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if line and (path not in left or number):
             lines.append(line)
     if lines:
         raise ConfigError(*lines)

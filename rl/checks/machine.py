@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl.checks.model import local_model
 from rl.config.compose import ConfigError
 from rl.episodes.boxes import writable
+from rl.run.scratch import local_directory
 
 GIB = 2**30
 # Logs, traces and metrics of a short run, and Ray's own spill threshold.
@@ -58,6 +59,12 @@ def check_cpu(config: DictConfig) -> None:
     executor = "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend"
     if config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and OmegaConf.select(config, executor) != "mp":
         raise ConfigError(f"tensor parallel needs a process per worker; set {executor}=mp, as scale=tiny_tp2 does")
+
+
+def check_local(config: DictConfig) -> None:
+    """Raise ConfigError if the directory for sockets cannot be used."""
+    if config.cluster.local_dir:
+        local_directory(config.cluster.local_dir)
 
 
 def check_disk(config: DictConfig) -> None:

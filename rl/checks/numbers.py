@@ -192,7 +192,11 @@ def check_loss(config: DictConfig) -> None:
 def loss_notes(config: DictConfig) -> list[str]:
     """Return a line for each setting of the loss that, with the others, changes nothing or nearly nothing."""
     actor, v1 = config.actor_rollout_ref.actor, config.trainer.v1
-    mode, notes = actor.policy_loss.loss_mode, []
+    mode, notes, estimator = actor.policy_loss.loss_mode, [], config.algorithm.adv_estimator
+    if estimator not in ("grpo", "rloo"):
+        notes.append(
+            f"algorithm.adv_estimator={estimator} compares rows, not episodes: one with sub-agents counts several times"
+        )
     bounds = [actor.clip_ratio if one is None else one for one in (actor.clip_ratio_low, actor.clip_ratio_high)]
     clip = f"the clip {bounds[0]:g} / {bounds[1]:g} is for the ratios of"
     if mode == "gspo" and max(bounds) > _ROW_CLIP:
@@ -280,6 +284,12 @@ def check_schedule(config: DictConfig) -> None:
             f"{where} set lr_scheduler_type=cosine and zero_indexed_step=false (and min_lr_ratio=1.0 for a rate that "
             "stays constant afterwards)"
         )
+
+
+def check_resume(config: DictConfig) -> None:
+    """Raise ConfigError if a run would not go on from its own checkpoints."""
+    if (mode := config.trainer.resume_mode) != "auto":
+        raise ConfigError(f"trainer.resume_mode={mode}: a run goes on from its own checkpoints; policy= gives others")
 
 
 def check_repeat(config: DictConfig) -> None:

@@ -24,12 +24,12 @@ from typing import Any
 
 from rewards.task import Task
 from rl.config.compose import ConfigError
-from rl.run.journal import Journal, LostError, run_all
+from rl.run.journal import Journal, JournalError, LostError, run_all
 from rollout import files
 from rollout.episode import Episode, Setup, play
 from rollout.figures import Line, journal_line
 from rollout.records import SUFFIX, Record, RecordWriter, record_of
-from rollout.records.reading import Reader
+from rollout.records.reading import CorruptRecordError, Reader
 
 _NAMES = {"eval": "evaluation", "collect": "collection", "warm": "preparation"}
 
@@ -50,14 +50,17 @@ class Player:
             about = directory / f"{name}.json"
             played = self.lines or any(directory.rglob(f"*{SUFFIX}"))
             for one in [about, *directory.glob(f"shards/*/{about.name}")] if played else ():
-                if one.exists() and (changed := _changed(json.loads(one.read_text()), identity)):
-                    raise ConfigError(f"out: {one.parent} belongs to another {name} ({changed}); use another directory")
+                if one.exists() and (other := changed(json.loads(one.read_text()), identity)):
+                    raise ConfigError(f"out: {one.parent} belongs to another {name} ({other}); use another directory")
             if not about.exists() or not played:  # as long as nothing was played, the directory is free
                 files.write(about, json.dumps(identity, indent=1) + "\n", synced=True)
             known = {one["episode"] for one in self.lines}
             for record in Reader(directory):  # those of shards, too
                 if record.episode not in known:
                     self._journal.append(journal_line(record))
+        except CorruptRecordError as error:
+            self._journal.close()
+            raise JournalError(str(error)) from error
         except BaseException:
             self._journal.close()
             raise
@@ -135,10 +138,10 @@ class Player:
         self._journal.close()
 
 
-def _changed(before: Any, now: Any, path: str = "") -> str:
+def changed(before: Any, now: Any, path: str = "") -> str:
     """Return the first differences with both values, or "" if there is none."""
     if isinstance(before, dict) and isinstance(now, dict):
-        inner = (_changed(before.get(k), now.get(k), f"{path}.{k}".strip(".")) for k in sorted({*before, *now}))
+        inner = (changed(before.get(k), now.get(k), f"{path}.{k}".strip(".")) for k in sorted({*before, *now}))
         found = [text for text in inner if text]
         if path == "tasks" and found:
             return f"{len(found)} tasks have other rows or are in only one of them"

@@ -61,7 +61,7 @@ def _endpoint(config: DictConfig) -> SideEndpoint:
 def forwarding_setup(config: DictConfig, name: str) -> Setup:
     """Return the set-up in which all calls of the agent go on to the endpoint. name: marks the boxes."""
     settings = settings_of(config, config.max_context or _HOSTED_CONTEXT, name)
-    proxy = PassThrough(_endpoint(config), settings.side_endpoint, settings.max_calls)
+    proxy = PassThrough(_endpoint(config), settings.side_endpoint, settings.max_calls, settings.max_tokens)
     proxy.policy = replace(proxy.policy, roles=settings.roles)
     return make_setup(settings, proxy.policy, proxy)
 

@@ -277,12 +277,14 @@ def rewind(run_dir: Path, step: int, keeps: Callable[[str], bool] = lambda _: Fa
         files.write(steps, "".join(json.dumps(one) + "\n" for one in [*read_jsonl(steps), *known]))
     for path in [steps, *(run_dir / "episode_metrics").glob("*.jsonl")]:
         if path.exists():
-            lines = read_jsonl(path)
-            kept = [one for one in lines if one["step"] <= step or ("session" in one and keeps(one["session"]))]
+            parts: dict[bool, list[str]] = {True: [], False: []}
+            for one in read_jsonl(path):
+                kept = one["step"] <= step or ("session" in one and keeps(one["session"]))
+                parts[bool(kept)].append(json.dumps(one) + "\n")
             if path != steps:
                 with open(run_dir / "rewound.jsonl", "a") as rewound:  # their records stay, and the audit asks for them
-                    rewound.writelines(json.dumps(one) + "\n" for one in lines if one not in kept)
-            files.write(path, "".join(json.dumps(one) + "\n" for one in kept))
+                    rewound.writelines(parts[False])
+            files.write(path, "".join(parts[True]))
 
 
 def has_validation(step: Line) -> bool:

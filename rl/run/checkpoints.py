@@ -65,6 +65,11 @@ def seal(directory: Path, step: int) -> None:
     files.write(checkpoint / SEAL, "", synced=True)
 
 
+def unseal(directory: Path, step: int) -> None:
+    """Mark the checkpoint of ``step``, which is about to be written again, as incomplete."""
+    (_path(directory, step) / SEAL).unlink(missing_ok=True)
+
+
 def drop_old(directory: Path, keep: int | None) -> None:
     """Remove all complete checkpoints but the newest ``keep``; None keeps all."""
     for step in sorted(_complete(directory))[:-keep] if keep else []:

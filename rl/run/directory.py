@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from rl.config.compose import unresolved
 from rl.run.checkpoints import newest
 from rl.run.lease import InUse, RunLease
+from rollout import files
 
 
 @dataclass
@@ -29,6 +30,12 @@ class RunDirectory:
     checkpoints: Path
     resumed: bool
     lease: RunLease
+
+    @property
+    def name(self) -> str:
+        """Return a name that no other run has, wherever its directory is."""
+        started = json.loads((self.dir / "run.json").read_text())["started"]
+        return f"{self.dir.name}-{started * 1000:.0f}"
 
     @property
     def checkpoint_step(self) -> int:
@@ -64,7 +71,8 @@ def open_run(config: DictConfig) -> RunDirectory:
     """Find or make the run directory, take its lease, and set ``config.run.dir`` to its absolute path.
 
     Raises:
-        RuntimeError: an explicit ``run.dir`` is in use by another process (InUse), or the disk can hold no lease.
+        RuntimeError: an explicit ``run.dir`` is in use by another process (InUse), the disk can hold no lease, or the
+            directory for checkpoints is another run's.
     """
     key = _key(config)
     if config.run.dir:
@@ -96,7 +104,17 @@ def _make(parent: Path, name: str) -> Path:
 
 def _opened(config: DictConfig, directory: Path, key: str, lease: RunLease) -> RunDirectory:
     resumed = _read_key(directory) is not None
-    if not resumed:
-        (directory / "run.json").write_text(json.dumps({"key": key, "started": time.time()}) + "\n")
     config.run.dir = str(directory)
-    return RunDirectory(directory, Path(config.trainer.default_local_dir).resolve(), resumed, lease)
+    saved = Path(config.trainer.default_local_dir).resolve()
+    if not saved.is_relative_to(directory):  # such as on another disk
+        saved.mkdir(parents=True, exist_ok=True)
+        owner = saved / "run"
+        if owner.exists() and (other := owner.read_text().strip()) != str(directory):
+            raise RuntimeError(
+                f"trainer.default_local_dir: {saved} has the checkpoints of {other}; give each run a directory of its "
+                f"own (if that run was moved to {directory}, remove {owner})"
+            )
+        files.write(owner, f"{directory}\n", synced=True)
+    if not resumed:
+        files.write(directory / "run.json", json.dumps({"key": key, "started": time.time()}) + "\n", synced=True)
+    return RunDirectory(directory, saved, resumed, lease)

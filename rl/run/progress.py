@@ -23,7 +23,7 @@ start (docs/models.md#no-calls); to read one: python -m rollout.view {}"""
 class RunProgress(threading.Thread):
     """This thread shows on ``screen`` what the trainer writes into ``run_dir``, from ``start`` to ``finish``."""
 
-    def __init__(self, run_dir: Path, total_steps: int, screen: Screen):
+    def __init__(self, run_dir: Path, total_steps: int | None, screen: Screen):
         super().__init__(daemon=True)
         self.run_dir, self.total_steps, self.screen = run_dir, total_steps, screen
         self.stop = threading.Event()
@@ -83,7 +83,7 @@ class RunProgress(threading.Thread):
         if phase is None or phase.since < self.began:
             self.screen.show("starting trainer and engine")
             return
-        what = f"step {phase.step}/{self.total_steps}  {phase.name}"
+        what = f"{_step(phase.step, self.total_steps)}  {phase.name}"
         if not phase.episodes or (self.seen and phase.step <= self.seen[-1][0]):  # the step's line has its counts
             self.screen.show(what, note=self.left())
             return
@@ -95,16 +95,20 @@ class RunProgress(threading.Thread):
 
     def left(self) -> str:
         """Return how long the run still takes at the pace of its last steps; "" before two were seen or at the end."""
-        if len(self.seen) < 2 or self.seen[-1][0] == self.total_steps:
+        if len(self.seen) < 2 or not self.total_steps or self.seen[-1][0] == self.total_steps:
             return ""
         (first, began), (last, ended) = self.seen[-6:][0], self.seen[-1]
         seconds = (self.total_steps - last) * (ended - began) / (last - first)
         return to_go(seconds)
 
 
-def step_line(record: dict, total_steps: int) -> str:
+def _step(step: int, total: int | None) -> str:
+    return f"step {step}/{total}" if total else f"step {step}"
+
+
+def step_line(record: dict, total_steps: int | None) -> str:
     """Return one line that tells what happened in a step."""
-    parts = [f"step {record['step']}/{total_steps}"]
+    parts = [_step(record["step"], total_steps)]
     held_out = metrics.resolve_rate(record, "val")
     if "timing_s/step" not in record:
         return f"{parts[0]}  held-out resolved {report.percent(held_out)}"

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +25,7 @@ from rl.checks.data import check_tasks
 from rl.checks.model import check_family
 from rl.config.command import read_command
 from rl.config.compose import CONFIGS, ConfigError, check_all
+from rl.evaluate.player import changed
 from rl.evaluate.run import run
 from rl.run.directory import open_run
 from rl.run.screen import Screen
@@ -70,7 +72,10 @@ def work(config: DictConfig, screen: Screen) -> int:
         check_all(config, check_policy, *([check_tasks, check_family] if config.sft.rounds else []))
     finally:
         screen.restore()
-    files.write(opened.dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True), synced=True)
+    known = opened.dir / "config.yaml"
+    if known.exists() and (other := changed(_decides(OmegaConf.load(known)), _decides(config))):
+        raise ConfigError(f"run.dir: {opened.dir} belongs to another fine-tuning ({other}); give another directory")
+    files.write(known, OmegaConf.to_yaml(config, resolve=True), synced=True)
     model = config.actor_rollout_ref.model.path
     if config.sft.rounds:
         play_rounds(config, model, opened.dir, screen)
@@ -86,6 +91,13 @@ def work(config: DictConfig, screen: Screen) -> int:
         ("train", f"{python} -m rl.train +experiment={name} policy={opened.dir}"),
     )
     return 0
+
+
+def _decides(config: Any) -> dict[str, Any]:
+    """Return what a fine-tuned policy comes of. More rounds may be asked for later."""
+    sft: Any = OmegaConf.to_container(config.sft, resolve=True)
+    model = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
+    return {"sft": {**sft, "rounds": bool(config.sft.rounds)}, "model": model, "seed": config.seed}
 
 
 def main(arguments: Sequence[str]) -> int:

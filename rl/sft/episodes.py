@@ -155,10 +155,17 @@ def _trained(record: Record) -> set[int]:
     return {number for row in record.rows for number in row.nodes}
 
 
-def pairs_of(sources: Sequence[Path]) -> Iterator[Row]:
-    """Yield the pairs of all sources, none that says the same as another. Raises FileNotFoundError."""
+def pairs_of(sources: Sequence[Path], tokenizer: TextCodec | None = None) -> Iterator[Row]:
+    """Yield the pairs of all sources, none that says the same as another. Raises FileNotFoundError, and RowsError for
+    the records for which ``write_rows`` does."""
     seen = set()
-    stored = functools.lru_cache(64)(record_at)
+
+    @functools.lru_cache(64)
+    def stored(path: Path, offset: int) -> Record:
+        record = record_at(path, offset)
+        _check(record, tokenizer)
+        return record
+
     entries = choose(sources, ChoiceRules()).entries
     for *_, pair in paired(entries, lambda a, b: parting(stored(a.path, a.offset), stored(b.path, b.offset))):
         if pair is not None and (key := tuple(map(tuple, pair))) not in seen:
@@ -168,10 +175,11 @@ def pairs_of(sources: Sequence[Path]) -> Iterator[Row]:
 
 def write_pairs(sources: Sequence[Path], path: Path, max_length: int, tokenizer: Any = None) -> tuple[int, int]:
     """Write the pairs to a parquet file, in one step; return how many, and how many were longer than ``max_length``
-    tokens and left out. A source that is a .parquet file gives pairs as they are, which must be of the policy's
+    tokens and left out. A source that is a .parquet file gives pairs as they are. All must be of the policy's
     ``tokenizer``.
 
-    Raises RowsError for a file that does not have them, and if no pair is left; FileNotFoundError.
+    Raises RowsError for a file that does not have them, for the records for which ``write_rows`` does, and if no pair
+    is left; FileNotFoundError.
     """
     too_long = 0
 
@@ -179,7 +187,7 @@ def write_pairs(sources: Sequence[Path], path: Path, max_length: int, tokenizer:
         nonlocal too_long
         given = (read(one, PAIRS, tokenizer) for one in sources if one.suffix == ".parquet")
         none = True
-        for pair in itertools.chain(*given, pairs_of([one for one in sources if one.suffix != ".parquet"])):
+        for pair in itertools.chain(*given, pairs_of([one for one in sources if one.suffix != ".parquet"], tokenizer)):
             if length(pair) <= max_length:
                 none = False
                 yield pair

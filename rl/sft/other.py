@@ -82,7 +82,7 @@ def run_dpo(
     from transformers import AutoTokenizer
 
     data = out / "pairs.parquet"
-    tokenizer = AutoTokenizer.from_pretrained(model) if any(one.suffix == ".parquet" for one in sources) else None
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     pairs, too_long = write_pairs(sources, data, passes.max_length, tokenizer)
     settings = {
         "model": model,

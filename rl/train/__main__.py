@@ -73,7 +73,7 @@ def set_environment(config: DictConfig, run: RunDirectory) -> None:
     """Set the environment variables that the processes of the run need; those that the user has set stay."""
     values = {
         "WANDB_DIR": str(run.dir),
-        "WANDB_RUN_ID": run.dir.name,
+        "WANDB_RUN_ID": run.name,
         "WANDB_RESUME": "allow",
         "WANDB_SILENT": "true",
         "TENSORBOARD_DIR": str(run.dir / "tensorboard"),  # else below the working directory
@@ -111,6 +111,9 @@ def complete(config: DictConfig, run: RunDirectory, ray_dir: str) -> None:
         if not joins_cluster(config):
             config.ray_kwargs.ray_init._temp_dir = ray_dir
     OmegaConf.resolve(config)  # verl's processes do not know our resolvers
+    if config.trainer.val_only:
+        config.trainer.val_before_train = True  # else verl trains
+        return
     step = run.checkpoint_step
     records = [r for r in metrics.read_jsonl(run.dir / "metrics.jsonl") if r["step"] == step]
     if any(metrics.has_validation(r) for r in records):

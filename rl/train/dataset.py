@@ -28,13 +28,13 @@ class TaskDataset(Dataset[dict[str, Any]]):
         files = [data_files] if isinstance(data_files, str) else list(data_files)
         held_out = config.val_files
         held_out = {held_out} if isinstance(held_out, str) else set(held_out)
-        tasks = [(file, task) for file in files for task in load_tasks(Path(file))]
+        tasks = [(file, task) for file in files for task in load_tasks(Path(file).expanduser())]
         if max_samples > 0:
             tasks = tasks[:max_samples]
         self.items = [
             {
                 "task": task.instance_id,
-                "task_file": str(Path(file).absolute()),
+                "task_file": str(Path(file).expanduser().absolute()),
                 "split": "val" if file in held_out else "train",
                 "data_source": task.repo,
                 "kept": "",  # episodes of the task's group that need not be played: rl.train.unfinished
@@ -45,7 +45,7 @@ class TaskDataset(Dataset[dict[str, Any]]):
         ]
         values = {name: {getattr(task, name) for _, task in tasks} for name in ("difficulty", "repo")}
         self.labels = [name for name, found in values.items() if 1 < len(found) <= MAX_LABELS]
-        measured = {task: rate for file in files for task, rate in _measured(Path(file)).items()}
+        measured = {task: rate for file in files for task, rate in _measured(Path(file).expanduser()).items()}
         self.rates = {task.instance_id: measured.get(task.instance_id, (0, 0)) for _, task in tasks}
 
     def __len__(self) -> int:

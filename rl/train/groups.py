@@ -52,6 +52,10 @@ class RolloutInterrupted(Exception):
     """A rollout was left before all of its episodes had ended."""
 
 
+class NothingPlayed(Exception):
+    """The infrastructure has lost all held-out episodes."""
+
+
 class GroupBuffer(ReplayBuffer):
     """This mix-in goes before a replay buffer of verl.
 
@@ -64,7 +68,8 @@ class GroupBuffer(ReplayBuffer):
       step waits for all groups that it has started; so it uses the first groups, in the order of tasks, whose rewards
       differ, however long their episodes took.
     - After ``most_raised`` groups in a row that have no row because the agent loop raised, the run ends: those that
-      would replace them raise as well. The asynchronous modes would go on for ever.
+      would replace them raise as well. The asynchronous modes would go on for ever. So it does after ``most_barren``
+      groups in a row of which no episode has a row for whatever cause, such as an engine for containers that is dead.
     - While it waits for episodes, ``interrupts`` can end the wait. It gets the partition, train or val.
     """
 
@@ -73,7 +78,9 @@ class GroupBuffer(ReplayBuffer):
     submit: Callable[[int], Any] | None = None  # verl's refill_fn, where this class decides how many groups it starts
     most_raised = math.inf
     last_error: Callable[[], str] = str  # tells why the agent loop raised
-    raised = 0  # groups in a row
+    most_barren = math.inf
+    causes: Callable[[], str] = str  # tells why episodes were lost
+    raised = barren = 0  # groups in a row
     rowful: frozenset[str] = frozenset()  # groups that had ended with rows at the last look
     lost = ended = 0.0  # unusable groups and all groups of the steps so far; each step halves the older counts
 
@@ -100,6 +107,8 @@ class GroupBuffer(ReplayBuffer):
         if mine and (more := in_flight(batch_size, self.lost_share, self.most) - batch_size) > 0:
             self.submit(more)  # the trainer has started batch_size of them
         batch, metrics = super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        if partition_id == "val" and not batch.keys:
+            raise NothingPlayed
         if mine:
             reasons = ("filter_groups", "rollout_failure")
             lost = sum(metrics.get(f"training/{reason}/evicted_samples", 0) for reason in reasons)
@@ -117,7 +126,7 @@ class GroupBuffer(ReplayBuffer):
     ) -> tuple[set[str], int, int, dict[str, Any]]:
         _, filtered, failed, _ = eviction_reasons
         if partition_id == "train":
-            self._count_raised(failed - self.few)
+            self._count_barren(failed)
         rewards = self._dapo_classification_cache[partition_id]
         if self.replaced is not None and (gone := filtered | failed):
             sessions = {uid: list[str]() for uid in gone}
@@ -127,16 +136,20 @@ class GroupBuffer(ReplayBuffer):
             self.replaced |= {uid: (kept, rewards.get(uid) or 0.0) for uid, kept in sessions.items()}
         return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
-    def _count_raised(self, failed: set[str]) -> None:
-        """Count the groups in which the agent loop raised. Raises RuntimeError if there are too many in a row."""
+    def _count_barren(self, failed: set[str]) -> None:
+        """Count the groups without rows, and those in which the agent loop raised. Raises RuntimeError if there are too
+        many in a row."""
         rows = {group_of(session_of(key)) for key in self.partitions["train"]}
         rowful = frozenset(rows & (self.finished_keys["train"] | self.failure_keys["train"]))
         if rowful - self.rowful:
-            self.raised = 0
+            self.raised = self.barren = 0
         self.rowful = rowful
-        self.raised += len(failed - rows)
+        self.raised += len(failed - rows - self.few)
+        self.barren += len(failed - rows)
         if self.raised >= self.most_raised:
             raise RuntimeError(f"the agent loop raised in each of the last {self.raised} groups: {self.last_error()}")
+        if self.barren >= self.most_barren:
+            raise RuntimeError(f"no episode of the last {self.barren} groups can be trained on: {self.causes()}")
 
     def refill(self, _: int) -> None:
         """Start the groups that are missing, whatever number verl asks for. It asks whenever one has been replaced."""

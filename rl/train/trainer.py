@@ -43,8 +43,8 @@ from rl.run import checkpoints, errors, phases, stop
 from rl.run.watch import Watchdog
 from rl.train import unfinished
 from rl.train.curriculum import CurriculumTrainer
-from rl.train.groups import GroupBuffer, RolloutInterrupted, alone, group_of, manager_class, session_of
-from rl.train.weights import credited, place, rejected, row_weights
+from rl.train.groups import GroupBuffer, NothingPlayed, RolloutInterrupted, alone, group_of, manager_class, session_of
+from rl.train.weights import credited, left_out, place, rejected, row_weights
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -105,6 +105,10 @@ class EpisodeTrainer(PPOTrainer):
         self.unrecorded: tuple[KVBatchMeta, dict[str, Any]] | None = (
             None  # batch and metrics of a step without a record
         )
+        # verl reduces an episode of several rows to one for GRPO alone; RLOO's advantage is GRPO's, scaled.
+        self.leaves_one_out = config.algorithm.adv_estimator == "rloo"
+        if self.leaves_one_out:
+            config.algorithm.adv_estimator, config.algorithm.norm_adv_by_std_in_grpo = "grpo", False
         # We remove old checkpoints ourselves, when the next one is complete (rl.run.checkpoints).
         self.keep = config.trainer.max_actor_ckpt_to_keep
         config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = None
@@ -123,6 +127,7 @@ class EpisodeTrainer(PPOTrainer):
         buffer.take_over()
         buffer.most_raised = max(8, self.config.data.train_batch_size)
         buffer.last_error = functools.partial(errors.last, Path(self.config.run.dir))
+        buffer.most_barren, buffer.causes = 4 * buffer.most_raised, self._causes
         if self.trainer_mode == "sync":  # in the others, rollouts of several steps run at a time, beside updates
             buffer.interrupts = self._interrupts
         if self.trainer_mode != "separate_async":  # there it is also how long a step has to wait to count as starved
@@ -267,6 +272,7 @@ class EpisodeTrainer(PPOTrainer):
         self._phase("checkpoint")
         directory, step = Path(self.config.trainer.default_local_dir).resolve(), self.global_steps
         try:
+            checkpoints.unseal(directory, step)
             super()._save_checkpoint()
             if self.unrecorded is not None:  # a kill before the end of the step leaves this as its record
                 run_metrics.keep_step(self.run_dir, step, time.time(), self._known(*self.unrecorded))
@@ -292,6 +298,8 @@ class EpisodeTrainer(PPOTrainer):
             return {}  # time until the kill is for the checkpoint; the resumed run validates (`complete` of rl.train)
         try:
             values = super()._validate()
+        except NothingPlayed:  # the figures say what was lost
+            values = {}
         except RolloutInterrupted:
             self._end_episodes()
             return {}
@@ -327,6 +335,12 @@ class EpisodeTrainer(PPOTrainer):
         times = {f"timing_s/{name}": seconds for name, seconds in self.timing_raw.items()}
         return metrics | times | self._played(batch, metrics, self.episodes.look("train"))
 
+    def _causes(self) -> str:
+        """Return why the infrastructure has lost episodes of this step."""
+        counts = run_metrics.fold(self.episodes.look("train"), "episode")
+        causes = ", ".join(f"{key} {value:.0f}" for key, value in counts.items() if key.startswith("infra/"))
+        return causes or "the infrastructure has lost none"
+
     # --- rows of a batch
 
     def _balance_batch(self, batch: "KVBatchMeta", metrics: dict[str, Any], *args: Any, **kwargs: Any) -> "KVBatchMeta":
@@ -336,11 +350,7 @@ class EpisodeTrainer(PPOTrainer):
         """
         batch = self._compared(batch)
         if not batch.keys:
-            counts = run_metrics.fold(self.episodes.take("train"), "episode")
-            causes = ", ".join(f"{key} {value:.0f}" for key, value in counts.items() if key.startswith("infra/"))
-            raise RuntimeError(
-                f"step {self.global_steps} has no two episodes of a task to compare: {causes or 'none was recorded'}"
-            )
+            raise RuntimeError(f"step {self.global_steps} has no two episodes of a task to compare: {self._causes()}")
         tasks = _columns(batch, "index")["index"]
         ranks = [(int(task), *place(key)) for task, key in zip(tasks, batch.keys, strict=True)]
         batch.reorder(sorted(range(len(ranks)), key=ranks.__getitem__))
@@ -370,10 +380,12 @@ class EpisodeTrainer(PPOTrainer):
         known = _columns(batch, "response_mask", *trained.columns(self.config))  # before rejection changes the mask
         batch = super()._compute_advantage(batch, metrics)
         data = _columns(batch, "advantages", "response_mask")
+        sessions = [session_of(key) for key in batch.keys]
+        if self.leaves_one_out:
+            data["advantages"] = left_out(data["advantages"], sessions)
         if self.config.episode.credit:
             data["advantages"] = credited(data, _columns(batch, "extra_fields").pop("extra_fields").tolist())
         trained.write(self.run_dir, self.global_steps, trained.rows(batch, known, data["advantages"]))
-        sessions = [session_of(key) for key in batch.keys]
         real = {s for s, tag in zip(sessions, batch.tags, strict=True) if not tag.get("is_padding")}
         tokens = [int(mask.sum()) for mask in data["response_mask"].unbind(0)]  # rejected ones not counted
         kept = real - rejected(batch.keys, tokens)
@@ -382,7 +394,8 @@ class EpisodeTrainer(PPOTrainer):
         weights = row_weights(sessions, tokens) if self.config.episode.weigh_by_episode else [1.0] * len(sessions)
         weights = [w if key in self.trained else 0.0 for key, w in zip(batch.keys, weights, strict=True)]
         columns: dict[str, list[torch.Tensor]] = {}
-        if self.config.episode.credit or any(w != 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
+        other = self.leaves_one_out or self.config.episode.credit
+        if other or any(w != 1.0 for s, w in zip(sessions, weights, strict=True) if s in real):
             # The clipped loss is linear in a positive factor on the advantage: scaling the advantage scales the row's
             # share.
             columns["advantages"] = [row * w for row, w in zip(data["advantages"].unbind(0), weights, strict=True)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl.train.groups import session_of
+from rl.train.groups import group_of, session_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -55,6 +57,17 @@ def credited(data: TensorDict, extras: list[dict[str, Any]]) -> torch.Tensor:
     rows = zip(data["advantages"].unbind(0), data["response_mask"].unbind(0), extras, strict=True)
     moved = [row + extra.get("credit", 0.0) * mask for row, mask, extra in rows]
     return torch.nested.as_nested_tensor(moved, layout=torch.jagged)
+
+
+def left_out(advantages: Any, sessions: Sequence[str]) -> torch.Tensor:
+    """Return the advantages of rows whose episodes are compared with the others of their group, without themselves.
+
+    advantages: of GRPO without a standard deviation, a nested tensor. sessions: the rows' episodes.
+    """
+    size = Counter(map(group_of, {*sessions}))
+    factors = [size[group_of(one)] / max(1, size[group_of(one)] - 1) for one in sessions]
+    rows = [row * factor for row, factor in zip(advantages.unbind(0), factors, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def place(key: str) -> tuple[int, int]:

@@ -261,7 +261,9 @@ _RANGE = {
     "step": "step", "turns": "turns", "tokens": "tokens_sampled", "reward": "reward", "seconds": "wall_s",
     "malformed": "malformed_calls", "unread": "unread_replies",
 }  # fmt: skip
-SORTS = {**_RANGE, "task": "task", "verdict": "verdict", "rows": "rows"}
+_FIGURES = {**_RANGE, **{name: name for name in _RANGE.values()}, "rows": "rows"}
+SORTS = {**_FIGURES, "task": "task", "verdict": "verdict"}
+FILTERS = {*_TEXT, *_FIGURES, "audit", "flag", "group", "q", "sort"}
 
 
 class FilterError(ValueError):
@@ -271,7 +273,7 @@ class FilterError(ValueError):
 def chosen(entries: Sequence[IndexEntry], query: dict[str, str], masked: bool = False) -> list[IndexEntry]:
     """Return the entries that a query asks for, in its order. masked: as the run is.
 
-    Keys: those of ``_TEXT`` (the value itself), of ``_RANGE`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
+    Keys: those of ``_TEXT`` (the value itself), of ``_FIGURES`` ("3", "3:", ":3", "3:5", bounds included), ``audit``
     ("sound" or "findings"), ``flag`` (a name, or "any"), ``group`` ("taught nothing" or "taught"), ``q`` (part of the
     episode's name), ``sort`` (a key of SORTS, with "-" the greatest first). Raises FilterError.
     """
@@ -281,9 +283,9 @@ def chosen(entries: Sequence[IndexEntry], query: dict[str, str], masked: bool = 
             continue
         if key in _TEXT:
             tests.append(lambda one, k=key, v=value: _is(one, k, v))
-        elif key in _RANGE:
+        elif key in _FIGURES:
             low, high = _bounds(key, value)
-            tests.append(lambda one, k=_RANGE[key], a=low, b=high: one[k] is not None and a <= one[k] <= b)
+            tests.append(lambda one, k=_FIGURES[key], a=low, b=high: one[k] is not None and a <= one[k] <= b)
         elif key == "audit":
             tests.append(lambda one, v=value: (one["findings"] > 0) == (v == "findings"))
         elif key == "flag":

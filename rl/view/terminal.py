@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl.view.index import Index, IndexEntry, caches
-from rl.view.runs import FilterError, RunView, chosen
+from rl.view.runs import FILTERS, FilterError, RunView, chosen
 from rl.view.texts import cut
 from rl.view.turns import EpisodeReading, Part, Turn, read
 from rollout import program
@@ -60,6 +60,8 @@ def fitting(entries: Sequence[IndexEntry], words: Sequence[str], masked: bool = 
     """Return the episodes that have all words in their lines; NAME=VALUE is a filter of the viewer's list. masked: as
     the run is. Raises FilterError."""
     query = dict(word.split("=", 1) for word in words if "=" in word)
+    if unknown := query.keys() - FILTERS:
+        raise FilterError(f"{min(unknown)}=: no filter; there are {', '.join(sorted(FILTERS))}")
     plain = [word.lower() for word in words if "=" not in word]
     kept = {id(one) for one in chosen(entries, query, masked)}
     return [one for one in entries if id(one) in kept and all(word in " ".join(_cells(one)).lower() for word in plain)]

@@ -6,6 +6,7 @@ the others have in common (docs/agents.md). examples/own_agent is one in a packa
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout.agent.kept import AgentOutput, keep
-from rollout.sandbox import ExecResult, Sandbox
+from rollout.sandbox import ExecResult, Sandbox, SandboxError
 
 _OUTPUT_CAP = 64 << 20  # bytes: an agent's event stream repeats every tool result
 
@@ -112,7 +113,7 @@ def outcome(
         tail = done.stderr[-2000:].decode("utf-8", "replace").strip()
         return AgentRun(Status.CRASHED, turns, f"exit status {done.returncode}: {tail}", events, replies)
     # An episode that a limit ended may be left out of training, so a line of output alone must not say so.
-    if last.get("subtype") == "error_max_turns" and turns >= max_turns:
+    if last.get("subtype") == "error_max_turns" and 0 < max_turns <= turns:
         return AgentRun(Status.MAX_TURNS, turns, "", events, replies)
     status = Status.ERROR if last.get("is_error") else Status.FINISHED
     return AgentRun(status, turns, str(last.get("result", "")), events, replies)
@@ -152,8 +153,13 @@ async def run_agent(
     method ``continued``, which returns a command line like ``argv``, goes on with its conversation; others begin one.
     """
     argv = getattr(agent, "continued", agent.argv) if again else agent.argv
-    for path, content in agent.files().items():
-        await box.put(f"{box.home}/{path}", content)
+    try:
+        for path, content in agent.files().items():
+            await box.put(f"{box.home}/{path}", content)
+    except SandboxError as error:
+        if not again or error.cause != "put_failed":
+            raise
+        return AgentRun(Status.CRASHED, turns(), str(error), [])  # its commands have put something in the place
     done = await box.exec(
         argv(box.home),
         env=agent.environment(secret, socket=socket),
@@ -161,6 +167,6 @@ async def run_agent(
         stdin=agent.stdin(prompt),
         output_cap=_OUTPUT_CAP,
     )
-    run = agent.result(done, turns())
+    run = await asyncio.to_thread(agent.result, done, turns())  # an output of any kind takes seconds to read
     run = replace(run, events=[event for event in run.events if event.get("type") != STEP])
     return replace(run, kept=await keep(box, done, agent.leaves)) if keeps else run

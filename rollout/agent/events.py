@@ -6,6 +6,8 @@ other functions take any event that it returns, and those of records, whatever i
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,18 +15,26 @@ import msgspec
 
 from rollout import storable
 
-_PARTS = 1 << 20  # values in a whole stream, about 100 bytes each once read; an episode of 200 turns has 20,000
+_PARTS = 1 << 20  # lines and values of a stream, about 100 bytes each once read; an episode of 200 turns has 20,000
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_OURS = re.compile(r"toolu_([0-9a-f]+_[0-9a-f]{2})[0-9a-f]{2}")
 
 
 def read(output: bytes) -> list[dict[str, Any]]:
     """Return the events of an output, one per line.
 
     Lines that are no JSON object are left out (a time-out cuts one, the policy's commands may print some), and so are
-    those that nest more than 64 deep or have an integer of more than 64 bits, and all that follows a million values.
+    those that nest more than 64 deep or have an integer of more than 64 bits, and all that follows a million lines and
+    values.
     """
     events, parts = [], 0
-    for line in output.splitlines():
-        parts += sum(line.count(sign) for sign in (b"{", b"[", b","))
+    for line in io.BytesIO(output):
+        parts += 1
+        if line.lstrip().startswith(b"{"):
+            bare = _STRING.sub(b"", line)
+            parts += sum(map(bare.count, (b"{", b"[", b",")))
+        elif parts <= _PARTS:
+            continue
         if parts > _PARTS:
             break
         try:
@@ -68,7 +78,7 @@ def message_id(event: dict[str, Any]) -> str:
 
 def reply_of(call_id: str) -> str:
     """Return the id of the reply that one of the proxy's calls is in, by the call's id; empty if it is none of them."""
-    return f"msg_{call_id[6:-2]}" if call_id.startswith("toolu_") else ""
+    return f"msg_{ours[1]}" if (ours := _OURS.fullmatch(call_id)) else ""
 
 
 def usage(event: dict[str, Any]) -> tuple[int, int]:

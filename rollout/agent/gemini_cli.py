@@ -14,6 +14,7 @@ from rollout.agent.programs import NODE, NODE_PROGRAM, Program
 from rollout.sandbox import ExecResult
 
 # At its end it drops what a pipe has not taken of its output yet: the end of a long result, and all events after it.
+_TURNED = 53  # its status if it had as many turns as it may
 _WHOLE = '"$@" >"$HOME/.output"; status=$?; cat "$HOME/.output"; exit $status'
 
 
@@ -73,7 +74,8 @@ class GeminiCli(Headless):
                 yield results((_id(event), output, failed))
             elif kind == "result":
                 failed = event.get("status") != "success"
-                yield ended(at(event, "error", "message") if failed else last, failed=failed)
+                words = at(event, "error", "message") if failed else last
+                yield ended(words, failed=failed, turned=done.returncode == _TURNED)
 
 
 def _id(event: Event) -> str:

@@ -15,7 +15,8 @@ from rollout.sandbox import ExecResult, Sandbox
 _FILE_CAP = 32 << 20  # bytes of one file, and of all of them
 _CAP = 128 << 20
 _FILES = 1000
-_NAME = 300  # characters of a path
+_NAME = 300  # bytes of a path, and of a part of it
+_PART = 255
 _TIMEOUT_S = 60.0
 # Each regular file that is not too large: its name and its size, each before a NUL, then its bytes. Links are left out.
 _SCRIPT = """
@@ -28,12 +29,14 @@ done
 
 @dataclass(frozen=True)
 class AgentOutput:
-    """This is what a process left: its output, its own files by their paths relative to HOME, and what is missing."""
+    """This is what a process left: its output, its own files by their paths relative to HOME, what is missing, and the
+    ``places`` that were searched for files."""
 
     stdout: bytes
     stderr: bytes
     files: Mapping[str, bytes] = field(default_factory=dict)
     problems: Sequence[str] = ()
+    places: Sequence[str] = ()
 
 
 async def keep(box: Sandbox, done: ExecResult, places: Sequence[str]) -> AgentOutput:
@@ -46,7 +49,7 @@ async def keep(box: Sandbox, done: ExecResult, places: Sequence[str]) -> AgentOu
         files, whole = unpack(read.stdout)
         if read.timed_out or read.truncated or not whole:
             problems.append("some of the agent's own files, which are too large or were tampered with")
-    return AgentOutput(done.stdout, done.stderr, files, problems)
+    return AgentOutput(done.stdout, done.stderr, files, problems, places)
 
 
 def unpack(data: bytes) -> tuple[dict[str, bytes], bool]:
@@ -61,7 +64,9 @@ def unpack(data: bytes) -> tuple[dict[str, bytes], bool]:
         name, digits = data[at:end].decode("utf-8", "replace"), data[end + 1 : middle]
         at = middle + 1 + int(digits) if digits.isdigit() else len(data) + 1
         path = PurePosixPath(name)
-        if at > len(data) or path.is_absolute() or ".." in path.parts or not name.isprintable() or len(name) > _NAME:
+        longest = max((len(part.encode()) for part in path.parts), default=_PART + 1)  # "." has none
+        known = at <= len(data) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
+        if not known or longest > _PART or len(name.encode()) > _NAME:
             return files, False
         files[str(path)] = data[middle + 1 : at]
     return files, True

@@ -39,7 +39,7 @@ class Model(OpenRouterModel):
         asked = {"model": self.config.model_name, "messages": messages, "tools": [BASH_TOOL]}
         headers = {"Authorization": f"Bearer {self._api_key}"}
         answer = requests.post(self._api_url, headers=headers, json=asked | self.config.model_kwargs)
-        if answer.status_code in (400, 401, 403, 404):
+        if answer.status_code in (400, 401, 403, 404, 410, 413):
             raise Refused(f"HTTP {answer.status_code}: {answer.text}")
         answer.raise_for_status()
         return answer.json()

@@ -15,6 +15,8 @@ from rollout.audit.tokens import SEALS
 from rollout.proxy.roles import MAIN, rule_of
 from rollout.records import NodeRecord, Record
 
+_WAITING = 100  # calls without a result; what is printed into the output can have any number
+
 
 def audit_heard(record: Record) -> Iterator[str]:
     """Yield the findings of check 5, which reads the assistant events. All agents' are in the form of Claude Code's."""
@@ -38,6 +40,8 @@ def audit_heard(record: Record) -> Iterator[str]:
         if not node.delivered:
             yield f"node {i}: the agent reports this reply ({name}), but it is not marked as delivered"
         calls = {str(block.get("id")): block for block in node.blocks if block.get("type") == "tool_use"}
+        if len(heard[name]) > 1 and "" in heard[name]:
+            yield f"node {i}: the agent reports this reply ({name}) as its own and as a sub-agent's"
         for partly, said in heard[name].items():
             for block in said:
                 call, ran = calls.get(str(block.get("id"))), block.get("input")
@@ -59,16 +63,16 @@ def audit_heard(record: Record) -> Iterator[str]:
         yield f"node {number}: it is trained on, but the agent does not report it"
     if record.version < SEALS:
         return
+    unknown = {name for name in heard if name.startswith("msg_") and name not in sent}
+    relayed = {str(call.reply.get("id")) for call in record.calls}
     if record.roles is not None:
-        sent |= {str(call.reply.get("id")): -1 for call in record.calls}
         others = {i for i in sampled if nodes[i].delivered and not nodes[i].side} - known
         for i in sorted(others ^ {i for i, node in enumerate(nodes) if node.foreign}):
             yield f"node {i}: foreign is {nodes[i].foreign}, which the agent's reports do not say"
-    unknown = sum(name.startswith("msg_") and name not in sent for name in heard)
     counted = record.counters.get("unknown_reports", 0)
-    if unknown != counted and nodes:
-        what = "reply that is" if unknown == 1 else "replies that are"
-        yield f"the agent reports {unknown} {what} not recorded; {counted:g} were counted"
+    if counted not in (found := len(unknown - relayed), len(unknown)) and nodes:  # older records count relayed ones
+        what = "reply that is" if found == 1 else "replies that are"
+        yield f"the agent reports {found} {what} not recorded; {counted:g} were counted"
     for i in sorted(known):
         if not nodes[i].trained and nodes[i].delivered and trains(record, nodes[i]):
             yield f"node {i}: it is not trained on, though it is a reply of the agent's"
@@ -82,6 +86,8 @@ def _hooks(record: Record) -> Iterator[str]:
         for block in blocks(event, "assistant", "user"):
             if block.get("type") == "tool_use":
                 waiting[str(block.get("id"))] = sampled.get(str(block.get("id")), block)
+                if len(waiting) > _WAITING:
+                    del waiting[next(iter(waiting))]
             elif block.get("type") == "tool_result":
                 waiting.pop(str(block.get("tool_use_id")), None)
         if changed := changed_input(event):

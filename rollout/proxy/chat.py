@@ -21,7 +21,7 @@ from aiohttp import web
 
 from rollout import storable
 from rollout.proxy.connections import taken
-from rollout.proxy.forward import BrokenOffError, EndpointError, SideEndpoint, body_of, read
+from rollout.proxy.forward import PLAIN, BrokenOffError, EndpointError, SideEndpoint, body_of, read
 from rollout.proxy.messages import RequestError
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
 
@@ -51,7 +51,7 @@ class ChatEndpoint(SideEndpoint):
     def headers(self) -> dict[str, str]:
         """Return the headers of every request."""
         key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return {"Content-Type": "application/json", **key}
+        return {**PLAIN, **key}
 
     def hello(self) -> dict[str, Any]:
         """Return the body of a small request. It sets no token limit: the limit's name and minimum differ by model."""
@@ -101,18 +101,17 @@ class ChatEndpoint(SideEndpoint):
 
     async def _ask(self, sent: dict[str, Any]) -> Reply:
         """Return the endpoint's reply. Raises EndpointError with the endpoint's own status and words."""
-        if self._client is None:
-            self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s))
         limit = sent.pop("max_tokens", None)
         while True:
-            body = sent if limit is None else {**sent, self._limit: limit}
+            named = self._limit  # calls at once may learn the other name meanwhile
+            body = sent if limit is None else {**sent, named: limit}
             try:
-                asked = self._client.post(self.address(""), json=body, headers=self.headers(), allow_redirects=False)
+                asked = self.http().post(self.address(""), json=body, headers=self.headers(), allow_redirects=False)
                 async with asked as answer:
                     raw = bytes(await body_of(answer))
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise EndpointError("the endpoint cannot be reached", 529, "overloaded_error") from error
-            if answer.status != 400 or self._limit != "max_tokens" or b"max_completion_tokens" not in raw:
+            if answer.status != 400 or named != "max_tokens" or b"max_completion_tokens" not in raw:
                 break
             self._limit = "max_completion_tokens"
         if answer.status == 200:

@@ -22,11 +22,16 @@ from rollout.proxy.wire import FULL, BrokenOffError, EndpointError, RequestError
 class PassThrough(ProxyServer):
     """A PassThrough forwards the calls of its sessions to ``endpoint``, and side calls to ``side_endpoint`` if given.
 
-    Its sessions are opened with its ``policy``, a placeholder. ``max_calls``: of each session.
+    Its sessions are opened with its ``policy``, a placeholder. ``max_calls``: of each session. ``max_tokens``: of a
+    reply whose request names no limit.
     """
 
     def __init__(
-        self, endpoint: SideEndpoint, side_endpoint: SideEndpoint | None = None, max_calls: int | None = None
+        self,
+        endpoint: SideEndpoint,
+        side_endpoint: SideEndpoint | None = None,
+        max_calls: int | None = None,
+        max_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.endpoint = endpoint
@@ -37,7 +42,7 @@ class PassThrough(ProxyServer):
             parser=nothing,
             tokenizer=nothing,
             end_ids=frozenset(),
-            max_tokens=0,
+            max_tokens=max_tokens,
             max_context=0,
             side_endpoint=side_endpoint,
             max_calls=max_calls,

@@ -36,6 +36,9 @@ _PLAIN = dict.fromkeys(("Agent", "Task", "agent", "task"), "general-purpose") | 
 }
 _TYPE = re.compile(r"[\w.:-]{1,64}")
 _OTHER = f"{SUBAGENT}/other"
+# What is looked at to find a role, in the event loop: as many sub-agents that have not asked yet, and the end of a
+# message, in characters.
+_STARTED, _TOLD = 100, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,11 @@ def _inside(text: str) -> str:
     return before if re.fullmatch(r"\w+>", tag) else text
 
 
-def turns(nodes: Sequence[Node], calls: Sequence[CallRecord]) -> int:
-    """Return the number of replies of the main conversation that have reached the agent. (A fork's begin as these.)"""
-    sampled = [node.asked.role for node in nodes if node.delivered and node.asked is not None]
+def turns(nodes: Sequence[Node], calls: Sequence[CallRecord], relayed: bool) -> int:
+    """Return the number of replies of the main conversation that have reached the agent, or may have if they are
+    relayed. (A fork's begin as these.)"""
+    read = [node for node in nodes if node.delivered or (relayed and node.sent)]
+    sampled = [node.asked.role for node in read if node.asked is not None]
     return [*sampled, *(call.role for call in calls)].count(MAIN)
 
 
@@ -118,7 +123,8 @@ class Roles:
 
     def heard(self, blocks: Sequence[Mapping[str, Any]]) -> None:
         """Take in a reply before anybody acts on it: it may start sub-agents."""
-        self._started += [(one[0], squeezed(one[1])) for one in map(started, blocks) if one is not None]
+        new = [(one[0], squeezed(one[1])) for one in map(started, blocks) if one is not None]
+        self._started = [*self._started, *new][-_STARTED:]
 
     def answered(self, whose: Asked, status: int, said: str, blocks: Sequence[Mapping[str, Any]] = ()) -> None:
         """Note the reply that another endpoint has given, or its failure, until the conversation's next call. That a
@@ -154,7 +160,7 @@ class Roles:
         if not agent and (known == MAIN or talk.spans.identities[0][0] in self._firsts):
             return MAIN  # compacted, or with other tools
         # One that inherits the conversation (a fork) is told last what to do, in a text of the agent's own.
-        texts = [squeezed(talk.spans[at].text) for at in ((0, -1) if agent else (0,))]
+        texts = [squeezed(talk.spans[at].text[-_TOLD:]) for at in ((0, -1) if agent else (0,))]
         inside = [*map(_inside, texts)]
         taken, fits = {*self._heads.values()}, list[tuple[bool, bool, bool, int]]()
         for place, (role, prompt) in enumerate(self._started):

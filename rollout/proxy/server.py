@@ -34,7 +34,7 @@ from rollout.proxy.roles import AGENT_HEADER, Asked
 from rollout.proxy.secret import issued
 from rollout.proxy.session import Policy, Session
 from rollout.proxy.tree import Node
-from rollout.proxy.wire import LARGE, closed_error, takes_long
+from rollout.proxy.wire import LARGE, BrokenOffError, closed_error, takes_long
 
 if TYPE_CHECKING:  # not loaded where nothing is forwarded, and no metrics are served
     from rollout.proxy.forward import SideEndpoint
@@ -287,6 +287,7 @@ class ProxyServer:
     ) -> web.StreamResponse:
         """Forward a call to an endpoint, and keep what it is and what is answered. Raises what ``relay`` does."""
         began, roles = time.time(), session.roles
+        wire.max_tokens = wire.max_tokens or session.policy.max_tokens or None
         with roles.relaying(whose) if roles is not None else contextlib.nullcontext():
             if not front.name:  # byte for byte
                 heard = bytearray()
@@ -301,7 +302,7 @@ class ProxyServer:
                 finally:
                     asking.cancel()
                 if reply is None:
-                    raise endpoint.broken(asking.exception())
+                    raise BrokenOffError(str(asking.exception()))  # after status 200
                 heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
             blocks: list[Any] = []
             if response.status == 200:

@@ -130,7 +130,7 @@ class Session:
         self.foreign = {node.index for node in others if not node.side}
         self.counters.foreign_calls = len(self.foreign)
         known = {node.reply.id for node in self.tree.nodes if node.reply is not None}
-        known |= {str(call.reply.get("id")) for call in self.talk.calls if call.role}
+        known |= {str(call.reply.get("id")) for call in self.talk.calls}
         self.counters.unknown_reports = sum(name.startswith("msg_") and name not in known for name in reported)
 
     async def translated(self, front: Front[Any], asked: Any) -> WireRequest:
@@ -239,7 +239,7 @@ class Session:
         """
         self.settle()
         if self.roles is not None:
-            return turns(self.tree.nodes, self.talk.calls)
+            return turns(self.tree.nodes, self.talk.calls, self.relayed)
         if not self.tree.nodes:
             return max(0, self.counters.calls - self.counters.side_calls - self.counters.retries)
         return self.tree.replies(self._main, self.relayed)

@@ -111,7 +111,9 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
     def body(self) -> bytes:
         """Return the whole request as it can be sent on. ``decode_request`` sets it to what came."""
         fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-        return msgspec.json.encode({"max_tokens": _SENT_ON, **fields})
+        if bytes(self.tools) == b"[]":  # without tools, no choice of them is taken
+            fields = {name: value for name, value in fields.items() if name not in ("tools", "tool_choice")}
+        return msgspec.json.encode(fields)
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
@@ -132,8 +134,6 @@ class WireRequest(msgspec.Struct, dict=True):  # dict: for what is computed once
 # A body of more bytes than this is decoded in a thread, and checked for too many values. Of one in which a half of a
 # surrogate pair may have to be replaced, less than that takes long.
 LARGE, _LARGE_WITH_HALVES = 1 << 20, 1 << 16
-# The ``max_tokens`` of a request that is sent on to an API which wants it, and came through one that does not.
-_SENT_ON = 8192
 # The most messages of a request. What is done for each of them, before it is known what is new, takes time.
 MOST_MESSAGES = 10_000
 # The most values in a message, in the tools and so on (50 ms), and in a body, whose messages are only cut out.

@@ -100,8 +100,11 @@ class Collection(Purpose):
         for name, text in data.items():
             for secret in secrets:
                 text = text.replace(secret, b"[redacted]")
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            (new / name).write_bytes(gzip.compress(text, 6, mtime=0) if name == "spans.jsonl.gz" else text)
+            try:
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                (new / name).write_bytes(gzip.compress(text, 6, mtime=0) if name == "spans.jsonl.gz" else text)
+            except (FileExistsError, NotADirectoryError, IsADirectoryError):
+                found.record.missing.append(f"the file {name}, whose place another one of the agent's has")
         shutil.rmtree(place, ignore_errors=True)
         new.rename(place)
 
@@ -124,7 +127,7 @@ def missing(episode: Episode, found: Trace, graded: bool) -> Iterator[str]:
     if strange := reported - known - {""}:
         yield f"calls of {len(strange)} replies that the agent reports"
     sessions = {name: data for name, data in run.kept.files.items() if name.endswith(".jsonl")}
-    if not any(name.startswith(_SESSIONS) and "/subagents/" not in name for name in sessions):
+    if run.kept.places and not any(name.startswith(_SESSIONS) and "/subagents/" not in name for name in sessions):
         yield "the agent's session file"
     written = {message_id(event) for data in sessions.values() for event in read(data)}
     main = {point.name for point in found.points if not point.side and point.delivered}

@@ -75,8 +75,13 @@ class ExportSource:
         An episode without a match is left out, with a line.
         """
         known: dict[int, list[ChatConversation]] = {}
+        task = ""
 
         def main(entry: ChoiceEntry) -> list[ChatConversation]:
+            nonlocal task
+            if entry.task != task:  # pairs come task by task
+                known.clear()
+                task = entry.task
             if id(entry) not in known:
                 known[id(entry)] = [talk for talk in self.of(entry) if talk.kind == "main"]
             return known[id(entry)]

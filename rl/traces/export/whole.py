@@ -52,7 +52,8 @@ def _sessions(entry: ChoiceEntry) -> list[tuple[Path, Path]]:
             if told == entry.facts["episode"]:
                 sessions = place / "sessions"
                 paths = [path for path in sorted(sessions.rglob("*.jsonl")) if path.name != "hooks.jsonl"]
-                return [(path, Path(*path.relative_to(sessions).parts[1:])) for path in paths]
+                parts = [(path, path.relative_to(sessions).parts[1:]) for path in paths]
+                return [(path, Path(*inside)) for path, inside in parts if inside]
     return []
 
 

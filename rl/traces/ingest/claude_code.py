@@ -76,6 +76,15 @@ class _TranscriptMessage:
     results: _TranscriptMessage | None = None
     digest: str | None = None
     written: tuple[int, int] | None = None
+    known: set[bytes] = field(default_factory=set)
+
+    def has(self, block: Any) -> bool:
+        """Tell whether a block is among those that this was asked of before."""
+        text = msgspec.json.encode(block, order="deterministic")
+        if text in self.known:
+            return True
+        self.known.add(text)
+        return False
 
     def message(self) -> Message:
         alone = len(self.blocks) == 1 and isinstance(self.blocks[0], str)
@@ -212,7 +221,7 @@ class Thread:
             group = self._parent(line)
             if group is None or group.role != "user" or group.digest is not None:
                 group = _TranscriptMessage("user", group)
-        if all(block in group.blocks for block in content):
+        if all([group.has(block) for block in content]):
             self._findings.counts["messages that are repeated, left out"] += bool(content)
         else:
             group.blocks += content
@@ -257,7 +266,7 @@ class Thread:
             self._findings.counts["lines of a reply after the next reply, left out"] += 1
             return
         for block in content:
-            if block in reply.blocks:
+            if reply.has(block):
                 self._findings.counts["messages that are repeated, left out"] += 1
                 continue
             reply.blocks.append(block)
@@ -305,7 +314,7 @@ class Thread:
         """Keep a message and those before it, to which nothing can be added any more."""
         while group is not None and group.digest is None:
             group.digest = self._shelf.put(group.message())
-            group.blocks = []
+            group.blocks, group.known = [], set()
             group = group.before
 
     def _finish_all(self) -> None:

@@ -137,7 +137,8 @@ class Endpoint:
         for number in range(_TRIES):
             await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
             began, named = time.monotonic(), None
-            limited = {self._limit if key == "max_tokens" else key: value for key, value in body.items()}
+            sent = self._limit  # requests at once may learn the other name meanwhile
+            limited = {sent if key == "max_tokens" else key: value for key, value in body.items()}
             try:
                 async with asyncio.timeout(self.patience_s):
                     reply = await create(**limited, **more)
@@ -149,7 +150,7 @@ class Endpoint:
                 if error.status_code in _DEAD or error.status_code < 400:  # it leads elsewhere
                     raise DeadError(f"{self.name}: {self.url}: {said}") from error
                 if error.status_code not in _BUSY and error.status_code < 500:
-                    if self._limit != "max_tokens" or "max_completion_tokens" not in told:
+                    if sent != "max_tokens" or "max_completion_tokens" not in told:
                         raise RefusedError(said) from error
                     self._limit = "max_completion_tokens"  # newer models of OpenAI
                     continue

@@ -183,7 +183,7 @@ class Chat(Front[_Request]):
     def new_bytes(self, asked: _Request, known: Translated, tree: Tree) -> int:
         """Return how many bytes of a request have to be translated."""
         units = known.units
-        new = [len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in units]
+        new = [len(raw) for raw, at in zip(asked.items, asked.digests, strict=True) if at not in units]
         return sum(new) + known.new_heads(asked.tools)
 
     def wire(self, asked: _Request, known: Translated, tree: Tree) -> WireRequest:

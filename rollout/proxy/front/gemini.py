@@ -211,9 +211,12 @@ class Gemini(Front[_Request]):
 
     def new_bytes(self, asked: _Request, known: Translated, tree: Tree) -> int:
         """Return how many bytes of a request have to be translated."""
-        sides = known.sides
-        new = [len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in sides]
-        return sum(new) + known.new_heads(asked.tools, asked.system_instruction)
+        new, place = known.new_heads(asked.tools, asked.system_instruction), b""
+        for raw, digest in zip(asked.items, asked.digests, strict=True):
+            key = hashed(digest + place) if known.sides.get(digest, True) else digest
+            new += 0 if key in known.units else len(raw)
+            place = hashed(place + digest)
+        return new
 
     def wire(self, asked: _Request, known: Translated, tree: Tree) -> WireRequest:
         """Return a request in the form of the Messages API. Raises RequestError."""
@@ -221,7 +224,7 @@ class Gemini(Front[_Request]):
         system = known.tools(asked.system_instruction, _system)[0]
         messages, digests, place = list[msgspec.Raw](), list[bytes](), b""
         named: dict[str, Reply] | None = None
-        for at, digest in enumerate(asked.digests()):
+        for at, digest in enumerate(asked.digests):
             raw, field = asked.contents[at], f"contents[{at}]"
             bound = known.sides.get(digest)
             if bound is None:

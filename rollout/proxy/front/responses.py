@@ -6,6 +6,7 @@ request's input consists of items, of which those of one reply (reasoning, texts
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -240,9 +241,10 @@ class Responses(Front[_Request]):
 
     def new_bytes(self, asked: _Request, known: Translated, tree: Tree) -> int:
         """Return how many bytes of a request have to be translated, or put together again."""
-        sides = known.sides
-        new = sum(len(raw) for raw, at in zip(asked.items, asked.digests(), strict=True) if at not in sides)
-        new += known.new_heads(asked.tools)
+        sides = [known.sides.get(one, True) for one in asked.digests]
+        new = known.new_heads(asked.tools)
+        for start, end, key in _groups(asked.digests, sides):
+            new += 0 if key in known.units else sum(map(len, asked.items[start:end]))
         if asked.previous_response_id is None:
             return new
         return new + sum(len(node.says) for node in _replied(tree, asked.previous_response_id).path())
@@ -332,25 +334,31 @@ def _offered(raw: msgspec.Raw) -> list[Tool]:
 
 
 def _messages(asked: _Request, known: Translated) -> tuple[list[msgspec.Raw], list[bytes]]:
-    items, digests, sides, units = asked.items, asked.digests(), known.sides, known.units
+    items, digests, sides, units = asked.items, asked.digests, known.sides, known.units
     found = [_side(asked, at, known) if (side := sides.get(one)) is None else side for at, one in enumerate(digests)]
-    messages, hashes, start = list[msgspec.Raw](), list[bytes](), 0
-    for end, side in enumerate(found, 1):
-        if side and end < len(found) and found[end]:
-            continue  # the next item belongs to the same reply
-        key = digests[start] if start + 1 == end else hashed(b"".join(digests[start:end]))
+    messages, hashes = list[msgspec.Raw](), list[bytes]()
+    for start, end, key in _groups(digests, found):
         unit = units.get(key) or known.keep(key, _translate(items[start:end], start))
         messages.append(unit[0])
         hashes.append(unit[1])
-        start = end
     return messages, hashes
+
+
+def _groups(digests: list[bytes], sides: list[bool]) -> Iterator[tuple[int, int, bytes]]:
+    """Yield where each message begins and ends among the items, and its key. A reply's items follow each other."""
+    start = 0
+    for end, side in enumerate(sides, 1):
+        if side and end < len(sides) and sides[end]:
+            continue
+        yield start, end, digests[start] if start + 1 == end else hashed(b"".join(digests[start:end]))
+        start = end
 
 
 def _side(asked: _Request, at: int, known: Translated) -> bool:
     """Tell whether an item is the assistant's, and remember it."""
     item = decoded_as(_item, asked.items[at], f"input[{at}]")
     side = item.type in ("reasoning", "function_call", "custom_tool_call") or item.role == "assistant"
-    known.keep_side(asked.digests()[at], side)
+    known.keep_side(asked.digests[at], side)
     return side
 
 

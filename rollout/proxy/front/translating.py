@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,8 +46,10 @@ class Tool(msgspec.Struct):
     def wire(self) -> Block:
         """Return the tool in the form of the Messages API."""
         text = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE]}
-        schema = text if self.free else self.parameters
-        return {"name": self.name, "description": self.description, "input_schema": schema}
+        none = {"type": "object", "properties": {}}
+        schema = text if self.free else none if bytes(self.parameters) == b"null" else self.parameters
+        told = {} if self.description is None else {"description": self.description}
+        return {"name": self.name, **told, "input_schema": schema}
 
 
 def offered(tools: list[Tool]) -> tuple[list[Block], dict[str, str]]:
@@ -68,11 +71,10 @@ class Asked(msgspec.Struct, dict=True):
         """Return what the conversation consists of."""
         raise NotImplementedError
 
+    @functools.cached_property
     def digests(self) -> list[bytes]:
-        """Return a hash of each item, computed once."""
-        if "_digests" not in self.__dict__:
-            self._digests = [hashed(raw) for raw in self.items]
-        return self._digests
+        """Return a hash of each item."""
+        return [hashed(raw) for raw in self.items]
 
 
 def translated(
@@ -80,7 +82,7 @@ def translated(
 ) -> tuple[list[msgspec.Raw], list[bytes]]:
     """Return the messages of a request with their hashes, of which ``translate`` makes those that are new."""
     units, messages, digests = known.units, list[msgspec.Raw](), list[bytes]()
-    for at, digest in enumerate(asked.digests()):
+    for at, digest in enumerate(asked.digests):
         unit = units.get(digest) or known.keep(digest, translate(asked.items[at], f"{field}[{at}]"))
         messages.append(unit[0])
         digests.append(unit[1])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from omegaconf import OmegaConf
@@ -19,7 +20,7 @@ from rl.episodes.setup import agent_from
 from rollout.agent import STEP, AgentRun, Status, joined, run_agent
 from rollout.agent.claude_code import COVERS, ClaudeCode, find_binary
 from rollout.agent.kept import AgentOutput
-from rollout.sandbox import ExecResult, Limits
+from rollout.sandbox import ExecResult, Limits, SandboxError
 
 AGENT = ClaudeCode(binary=Path("/bin/claude"), max_turns=3, timeout_s=9, max_tokens=64)
 
@@ -152,6 +153,24 @@ async def test_how_a_run_ended(box: Any, turns: int, status: str) -> None:
     run = await run_agent(box, AGENT, "fix it", "secret", Path("/s"), lambda: turns)
     assert (run.status, run.turns) == (status, turns)
     assert run.status is not Status.CRASHED or "boom" in run.detail
+
+
+async def test_without_a_limit_of_turns_none_is_believed() -> None:
+    box: Any = Box(stdout=result(subtype="error_max_turns", is_error=True))
+    run = await run_agent(box, replace(AGENT, max_turns=0), "fix it", "secret", Path("/s"), lambda: 30)
+    assert run.status is Status.ERROR
+
+
+async def test_in_a_later_step_what_the_agent_has_put_in_its_files_places_is_its_own_doing() -> None:
+    """The first time, it is the infrastructure's."""
+    box: Any = Box(stdout=result())
+    box.put = AsyncMock(side_effect=SandboxError("put_failed", "it is no directory"))
+    agent: Any = SimpleNamespace(**{name: getattr(AGENT, name) for name in ("argv", "timeout_s")})
+    agent.files = lambda: {".gemini/settings.json": b"{}"}
+    run = await run_agent(box, agent, "go on", "secret", Path("/s"), lambda: 4, again=True)
+    assert (run.status, run.turns, run.detail) == (Status.CRASHED, 4, "put_failed: it is no directory")
+    with pytest.raises(SandboxError, match="put_failed"):
+        await run_agent(box, agent, "begin", "secret", Path("/s"), lambda: 0)
 
 
 async def test_the_replies_that_the_agent_reports() -> None:

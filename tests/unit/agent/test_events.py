@@ -95,8 +95,22 @@ def _huge(event: Any) -> bool:
 
 def test_a_stream_of_nothing_takes_no_memory() -> None:
     """64 MiB of empty objects would be gigabytes."""
-    assert len(read(b"{}\n" * 3_000_000)) == 1 << 20
+    assert len(read(b"{}\n" * 3_000_000)) == 1 << 19  # a line and a value each
     assert read(b'{"a":[' + b"{}," * 3_000_000 + b"{}]}") == []
+
+
+def test_only_lines_and_values_are_counted_and_what_is_no_object_is_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts have commas and brackets, too. 64 MiB of line ends would take minutes if each were decoded."""
+    monkeypatch.setattr("rollout.agent.events._PARTS", 40)
+    said = {"type": "user", "text": 'a, b, "c", [{' * 40}
+    end = {"type": "result", "n": [1, 2]}
+    assert read(b"\n".join(json.dumps(one).encode() for one in (said, *[said] * 10, end))) == [*[said] * 11, end]
+    tried: list[bytes] = []
+    decode = msgspec.json.decode
+    monkeypatch.setattr("rollout.agent.events.msgspec.json.decode", lambda line: tried.append(line) or decode(line))
+    assert read(b'x\n\n[1]\n"{"\n {}\n' + b"\n" * 50 + b"{}") == [{}] and tried == [b" {}\n"]
 
 
 def test_what_calls_run_and_read_but_not_what_they_write() -> None:

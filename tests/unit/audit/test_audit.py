@@ -24,6 +24,7 @@ from rollout.proxy.messages import Span
 from rollout.proxy.replies import Reply
 from rollout.proxy.tree import Node, Tree
 from rollout.records import NodeRecord, Record, pack_floats, pack_ids, unpack_ids
+from rollout.trace import trace
 from tests.audit_kit import change_ids, change_logprob, played, redo, redo_row, sampled, set_ids
 from tests.kit import CallReading, CharTokenizer, empty_record
 
@@ -297,6 +298,17 @@ async def test_two_equal_sub_agents_share_a_reply_that_is_reported_twice() -> No
     record.events += twins
     record.agent["events"] = len(record.events)
     assert findings(record) == []
+
+
+async def test_a_program_cannot_say_that_a_reply_is_a_sub_agents() -> None:
+    """What it prints into the output is found, and does not move the reply to another conversation."""
+    record = await played()
+    kinds = [point.kind for point in trace(record).points]
+    again = [copy.deepcopy(e) for e in record.events if not e["parent_tool_use_id"]]
+    record.events += [one | {"parent_tool_use_id": "toolu_forged"} for one in again]
+    record.agent["events"] = len(record.events)
+    assert kinds == [point.kind for point in trace(record).points]
+    assert all("as its own and as a sub-agent's" in finding for finding in findings(record)) and findings(record)
 
 
 async def test_a_killed_agent_may_have_reported_a_part_of_its_last_reply() -> None:

@@ -119,6 +119,7 @@ def test_unknown_tool_parser(config, name):
         ("trainer.save_freq", None, "it must be a number"),
         ("actor_rollout_ref.actor.optim.lr", "abc", "it must be a number"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps", 0.5, "it must be a whole number or null"),
+        ("actor_rollout_ref.rollout.n", 2.5, "it must be a whole number"),
         ("actor_rollout_ref.actor.use_kl_loss", "yes please", "it must be true or false"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "two", "it must be a whole number or null"),
         ("trainer.logger", "wandb", "it must be a list"),
@@ -250,6 +251,14 @@ def test_a_warm_up_does_not_begin_with_rate_0(strategy, wrong):
     with pytest.raises(ConfigError, match="begins with a step of rate 0"):
         schedule(**good | wrong)
     schedule(**good | wrong, lr_warmup_steps=-1)
+
+
+def test_a_run_goes_on_from_its_own_checkpoints(config):
+    refused(config, "trainer.resume_mode=disable", trainer__resume_mode="disable")
+
+
+def test_a_directory_for_sockets_is_looked_at_before_the_run(config, tmp_path):
+    refused(config, "cluster.local_dir", "too long", cluster__local_dir=f"{tmp_path}/{'x' * 99}")
 
 
 def test_groups_that_limits_empty_are_replaced(config):

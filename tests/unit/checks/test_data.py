@@ -79,6 +79,15 @@ def test_fewer_tasks_than_a_batch(config):
     )
 
 
+def test_a_run_does_not_end_before_its_last_step(config):
+    """Its last checkpoint and validation are those of trainer.total_training_steps."""
+    size = config.data.train_batch_size
+    config.data.train_max_samples = size - 1
+    refused(config, "train_max_samples", f"only {size - 1} tasks")
+    config.data.train_max_samples = -1
+    refused(config, "ends the run after", trainer__total_epochs=2, trainer__total_training_steps=10**6)
+
+
 def test_what_prepare_makes_is_not_looked_at(config):
     config.prepare = "module:function"
     config.data.train_files = "/nowhere/x.parquet"

@@ -217,6 +217,16 @@ def test_a_disk_that_can_hold_no_lease_is_one_line(tmp_path, monkeypatch):
         opened(tmp_path)
 
 
+def test_two_runs_do_not_share_a_directory_for_checkpoints(tmp_path):
+    """The second one would go on from the first one's weights, and remove what that is writing."""
+    large = {"trainer__default_local_dir": f"{tmp_path}/large"}
+    first = opened(tmp_path, run__dir=f"{tmp_path}/one", **large)
+    first.close()
+    with pytest.raises(RuntimeError, match=rf"large has the checkpoints of {tmp_path}/one; give each run"):
+        opened(tmp_path, run__dir=f"{tmp_path}/other", **large)
+    opened(tmp_path, run__dir=f"{tmp_path}/one", **large).close()
+
+
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_run_finds_its_checkpoints_wherever_they_are(tmp_path, elsewhere):
     run = opened(tmp_path, **({"trainer__default_local_dir": f"{tmp_path}/large"} if elsewhere else {}))

@@ -99,6 +99,15 @@ def test_a_humans_verdict_is_data(run: Path, tmp_path: Path) -> None:
     assert said == [[("good", "reads first", "ann")], [("bad-luck", "", "ann")], []]
 
 
+def test_a_selection_keeps_what_was_said(run: Path, tmp_path: Path) -> None:
+    say(run, Label("a", "bad", by="ann"))
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert select([str(run), "--out", str(first)]) == 0
+    assert [one.label for one in Labels(first).read()["a"]] == ["bad"]
+    assert select([str(first), "--no-label", "bad*", "--out", str(second)]) == 0
+    assert "a" not in {record.episode for record in Reader(second)}
+
+
 async def test_only_a_view_with_a_name_writes_and_only_for_its_own_pages(run: Path) -> None:
     from aiohttp.test_utils import TestClient, TestServer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from rollout.proxy.calls import reply_in
 from rollout.proxy.chat import ChatEndpoint, reply_of
+from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.passthrough import PassThrough
 from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event
+from tests.endpoint_kit import StandIn, standing_in
 
 HALF = '{"choices": [{"message": {"content": "a\\ud83d b\\udc00", "reasoning_content": "\\ud83d\\ude00"}}]}'
 
@@ -159,3 +162,24 @@ async def test_an_odd_reply_is_asked_for_once_and_is_nobodys_failure(stream: boo
     finally:
         await proxy.stop()
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("kind", [SideEndpoint, ChatEndpoint])
+async def test_all_calls_at_once_have_connections_and_learn_the_limits_name(kind: type[SideEndpoint]) -> None:
+    """A call that waited for a connection would run out of the time that the endpoint has."""
+    calls = 130
+
+    def mood(number: int) -> tuple[int, dict[str, str], str] | None:
+        named = kind is SideEndpoint or "max_tokens" not in there.heard[number - 1]
+        return None if named else (400, {}, "Unsupported: 'max_tokens'. Use 'max_completion_tokens' instead.")
+
+    there = StandIn(lambda said: [text("ok")], mood, frozenset(range(1, calls + 1)))
+    body = json.dumps({"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    async with standing_in(there), asyncio.timeout(60):
+        end = kind(there.url, "m")
+        asked = [asyncio.ensure_future(end.ask(body)) for _ in range(calls)]
+        while there.under_way < calls:
+            await asyncio.sleep(0.01)
+        there.over.set()
+        assert {answer.text for answer in await asyncio.gather(*asked)} == {"ok"}
+        await end.close()

@@ -93,6 +93,13 @@ async def test_only_side_calls_are_forwarded_and_they_leave_no_trace_in_the_tree
     assert len(ends.session.tree.sequences()) == 1 and ends.small.counters.calls == 1
 
 
+@hosted
+async def test_the_replies_of_a_hosted_model_were_sent_by_somebody(ends: Ends) -> None:
+    ids = [json.loads((await ends.post())[2])["id"] for _ in range(2)]
+    ends.session.disown(frozenset([*ids, "msg_forged"]))
+    assert ends.session.counters.unknown_reports == 1
+
+
 @pytest.mark.parametrize("ends", ["side calls", "hosted"], indirect=True)
 async def test_calls_that_are_forwarded_are_limited_too(ends: Ends) -> None:
     ends.session.policy = replace(ends.session.policy, max_calls=2)

@@ -136,6 +136,18 @@ def test_each_agents_call_says_the_type_in_its_own_way(name: str, asked: dict[st
     assert started({"type": "tool_use", "name": name, "input": asked}) == (role and (role, "p"))
 
 
+async def test_what_is_looked_at_for_a_role_is_limited() -> None:
+    """It is looked at in the event loop, and anybody in the box can send and start what they like."""
+    played = Played({"main": Rule()})
+    assert await played.role(request("do it")) == "main"
+    starts = [{"type": "tool_use", "name": "Agent", "input": {"prompt": f"look {n}"}} for n in range(300)]
+    roles = played.session.roles
+    assert roles is not None
+    roles.heard(starts)
+    assert await played.role(request("x " * (1 << 19) + "look 299", "sub")) == "subagent/general-purpose"
+    assert await played.role(request("look 5", "sub of long ago"), "an-id") == "subagent/other"
+
+
 async def test_a_prompt_may_be_between_tags() -> None:
     asked = json.dumps({"agent_name": "codebase_investigator", "prompt": "find it"})
     played = Played({}, f"[[invoke_agent {asked}]]" * 2)
@@ -183,6 +195,17 @@ def test_in_any_order_roles_are_those_that_were_started_and_rows_those_that_are_
         assert figures["main"]["turns"] == 2 == record.agent["turns"]
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("rules", [None, {"main": Rule()}])
+async def test_a_reply_that_is_relayed_may_have_reached_the_agent_with_roles_too(rules: Any) -> None:
+    session = Session("e", replace(char_policy(QueueEngine("one")), roles=rules))
+    session.relayed = True
+    wire = decode_request(json.dumps(request("do it")).encode())
+    node: Any = await session.prepare(wire, False, None, (await session.whose(wire, "")).role).reply()
+    assert session.turns() == 0
+    node.sent = True
+    assert session.turns() == 1
 
 
 async def test_foreign_calls_are_told_apart_from_those_that_are_only_served() -> None:

@@ -65,6 +65,16 @@ def test_the_screen_follows_the_run(watch: RunProgress, tmp_path: Path) -> None:
     assert heard.now == ("step 24/24  held-out", None, None, "")
 
 
+def test_a_run_of_epochs_has_no_last_step(watch: RunProgress, tmp_path: Path) -> None:
+    watch.total_steps = None
+    for step in (2, 3):
+        metrics.append_step(tmp_path, step, 100.0 * step, VALUES)
+    phases.note(tmp_path, 4, "rollout", 8)
+    watch.look()
+    assert [line.split("  ")[0] for line in watch.screen.lines] == ["step 2", "step 3"]
+    assert watch.screen.now == ("step 4  rollout", 0, 8, "")
+
+
 def test_a_policy_that_calls_no_tool_is_noticed_once(watch: RunProgress, tmp_path: Path) -> None:
     """Qwen2.5-Coder writes its calls as ```json blocks: 130 of 130 episodes, and with filtering no step ever ends."""
     log = metrics.EpisodeLog(tmp_path)

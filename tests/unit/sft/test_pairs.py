@@ -12,6 +12,7 @@ import msgspec
 import pyarrow.parquet
 import pytest
 
+from rl.quickstart.policy import make_tokenizer
 from rl.sft.episodes import pairs_of, parting, write_pairs
 from rl.sft.other import run_dpo
 from rl.sft.trainer import Passes
@@ -83,8 +84,20 @@ async def test_each_episode_is_in_one_pair_and_pairs_are_of_a_task(tmp_path: Pat
     assert not (tmp_path / "none.parquet").exists()
 
 
+async def test_pairs_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    class Other:
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            return "another vocabulary"
+
+    run = write(tmp_path / "run", await talk("a", "t1", True, "right"), await talk("c", "t1", False, "wrong"))
+    other: Any = Other()
+    with pytest.raises(RowsError, match="which the policy's tokenizer reads as something else"):
+        write_pairs([run], tmp_path / "pairs.parquet", 10**6, other)
+
+
 async def test_without_a_pair_there_is_nothing_to_train_on(tmp_path: Path) -> None:
     run = write(tmp_path / "run", await talk("a", "t1", True, "right"), await talk("b", "t2", False, "wrong"))
     config, passes = composed("+experiment=quickstart"), Passes(1, 1e-4, 1, 1000, 1)
+    make_tokenizer().save_pretrained(model := tmp_path / "model")
     with pytest.raises(RowsError, match="there is no pair: DPO needs resolved and unresolved episodes of a task"):
-        run_dpo(config, "/model", [run], tmp_path, passes, lambda *_: None)
+        run_dpo(config, str(model), [run], tmp_path, passes, lambda *_: None)

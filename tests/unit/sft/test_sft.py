@@ -13,10 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl.checks.model import check_model
 from rl.config.compose import ConfigError, compose
+from rl.evaluate.player import changed
 from rl.run.screen import Screen
 from rl.run.weights import Weights, adopt, find_weights
 from rl.sft import rounds, trainer
-from rl.sft.__main__ import main, spelled_out
+from rl.sft.__main__ import _decides, main, spelled_out
 from rl.sft.checks import check_sft
 from rl.traces.rows import RowsError
 from tests.check_kit import composed
@@ -273,6 +274,17 @@ def test_a_fine_tuning_that_the_kernel_ended_says_so(launcher: bool, tmp_path: P
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(tmp_path / "killed.py")]
     with pytest.raises(RuntimeError, match=r"SIGKILL ended it, .* memory runs out \(\d+ GiB .*sft.batch_size"):
         trainer.run_logged([sys.executable, *command], {}, tmp_path / "sft.log", lambda: None)
+
+
+def test_a_directory_belongs_to_one_fine_tuning() -> None:
+    """Given again with other data or rates, the command would say "done" of the policy that is there. More rounds may
+    be asked for."""
+    (before, same), other = (decides("sft.rounds=1"), decides("sft.rounds=3")), decides("sft.rounds=1", "sft.lr=0.1")
+    assert changed(before, same) == "" and changed(before, other) == "sft.lr is 0.003 there and 0.1 here"
+
+
+def decides(*keys: str) -> dict[str, Any]:
+    return _decides(OmegaConf.create(OmegaConf.to_yaml(composed("+experiment=quickstart", *keys), resolve=True)))
 
 
 def test_a_policy_takes_the_place_of_the_experiments_model(tmp_path: Path) -> None:

@@ -380,10 +380,11 @@ async def test_a_named_pause_holds_for_the_whole_endpoint(monkeypatch: pytest.Mo
 
 async def test_newer_models_name_the_limit_otherwise() -> None:
     refusal = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
-    one = StandIn(even, mood=lambda n: (400, {}, refusal) if n == 1 else None)
+    one = StandIn(even, mood=lambda n: (400, {}, refusal) if n <= 4 else None)
     async with standing_in(one):
-        await ask(endpoint(one, max_tokens=77))
-        assert one.heard[1]["max_completion_tokens"] == 77 and "max_tokens" not in one.heard[1]
+        asked = endpoint(one, max_tokens=77)
+        await asyncio.gather(*(ask(asked) for _ in range(4)))  # all are under way before the first is refused
+        assert all(said["max_completion_tokens"] == 77 and "max_tokens" not in said for said in one.heard[4:])
 
 
 async def test_a_budget_waits_for_what_is_under_way() -> None:

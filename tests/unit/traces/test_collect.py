@@ -8,12 +8,14 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from rl.evaluate.config import compose_evaluation
 from rl.evaluate.run import run
@@ -22,10 +24,12 @@ from rl.run.journal import Journal
 from rl.run.screen import Screen
 from rl.traces.collect.command import BACKENDS, fill_slots, main
 from rl.traces.collect.dataset import rows
+from rl.traces.collect.outputs import Collection
 from rl.traces.collect.spans import spans_of
 from rollout import SIDE_MODEL
+from rollout.agent import AgentRun, Status
 from rollout.agent.claude_code import ClaudeCode
-from rollout.agent.kept import _SCRIPT, unpack
+from rollout.agent.kept import _SCRIPT, AgentOutput, unpack
 from rollout.proxy.calls import CallRecord, reply_in
 from rollout.proxy.chat import chat_request, reply_of
 from rollout.proxy.forward import SideEndpoint
@@ -286,6 +290,31 @@ def test_no_output_of_a_box_leaves_its_directory(data: bytes, begin: bytes) -> N
     files, _ = unpack(begin + data)
     assert all(not name.startswith("/") and ".." not in name.split("/") for name in files)
     assert sum(map(len, files.values())) <= len(begin + data)
+
+
+def frame(name: bytes) -> bytes:
+    return name + b"\x001\0x"
+
+
+@pytest.mark.parametrize(
+    ("names", "whole", "lost"),
+    [
+        ([b".claude/projects/p/" + b"\xff" * 100], False, 0),  # 300 bytes once it is text
+        ([b".claude/hooks.jsonl", b".claude/projects/hooks.jsonl/s.jsonl"], True, 1),
+        ([b".claude/projects/a", b".claude/projects/a/b"], True, 1),
+        ([b".claude/projects/a/b", b".claude/projects/a"], True, 1),
+        ([b"."], False, 0),
+    ],
+)
+def test_no_name_of_a_file_ends_a_collection(names: list[bytes], whole: bool, lost: int, tmp_path: Path) -> None:
+    files, all_of_them = unpack(b"".join(map(frame, names)))
+    assert all_of_them == whole
+    told = {"cooldown_s": 0, "grade": False, "protocol": "tokens", "key_env": None}
+    collection, record = Collection(OmegaConf.create(told)), a_record()
+    agent = AgentRun(Status.FINISHED, 1, "", [], None, AgentOutput(b"", b"", files))
+    episode: Any = SimpleNamespace(agent=agent, patch=b"", verdict=SimpleNamespace(detail="", log_tail=""))
+    collection._write(tmp_path / "t" / "epoch_0", episode, trace(record), [])
+    assert len(record.missing) == lost and (tmp_path / "t" / "epoch_0" / "episode.json").exists()
 
 
 def test_files_of_an_agent_are_read_when_it_is_made(tmp_path: Path) -> None:

@@ -246,7 +246,8 @@ def test_sessions_are_copied_as_they_are(run: Path, capfd: pytest.CaptureFixture
         (place / "episode.json").write_text(json.dumps({"episode": name}))
         (place / "sessions" / "-box" / "s1.jsonl").write_text(f'{{"n": "{name}"}}\n')
         (place / "sessions" / "-box" / "s1" / "subagents" / "agent-1.jsonl").write_text("{}\n")
-        (place / "sessions" / "hooks.jsonl").write_text("{}\n")
+        for alone in ("hooks.jsonl", "of-no-folder.jsonl"):
+            (place / "sessions" / alone).write_text("{}\n")
     from rl.data.select import main as select
 
     chosen = run.parent / "chosen"

@@ -27,3 +27,11 @@ def test_labels_have_a_few_different_values(changes: list[dict], labels: list[st
     dataset = TaskDataset(str(file), None, OmegaConf.create({"val_files": str(file)}))
     assert dataset.labels == labels
     assert {item["split"] for item in dataset.items} == {"val"} and len(dataset) == len(changes)
+
+
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves the ~ of key=~/tasks.parquet as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "t.parquet", [row()])
+    (item,) = TaskDataset("~/t.parquet", None, OmegaConf.create({"val_files": "x"})).items
+    assert item["task_file"] == str(tmp_path / "t.parquet")

@@ -179,14 +179,14 @@ def test_no_more_groups_than_the_config_allows(monkeypatch: pytest.MonkeyPatch) 
 
 
 def raising(world: World, ends: Iterable[str]) -> None:
-    """Let groups end in this order, for ever: "raised" without rows, "one" with the rows of one episode, "good"."""
+    """Let groups end in this order, for ever: "raised" and "lost" without rows, "one" with one episode's, "good"."""
     order = itertools.cycle(ends)
 
     def wait(*_: Any) -> float:
         group = next(name for name, tag in world.items.items() if tag.get("status") == "running")
         how = next(order)
-        world.items[group]["status"] = "finished" if how == "good" else "failure"
-        if how != "raised":
+        world.items[group]["status"] = "finished" if how in ("good", "lost") else "failure"
+        if how not in ("raised", "lost"):
             world.differ[group] = True
             world.items |= {f"{group}_{session}_0": {} for session in ((0, 1) if how == "good" else (1,))}
         return 0.0
@@ -202,6 +202,19 @@ def test_a_loop_that_raises_in_every_group_ends_the_run(cls: type, monkeypatch: 
     world.buffer.most_raised, world.buffer.last_error = 8, lambda: "KeyError: 'image'"
     raising(world, ["raised"])
     with pytest.raises(RuntimeError, match=r"^the agent loop raised in each of the last 8 groups: KeyError: 'image'$"):
+        world.step(monkeypatch)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, ReplayBufferAsync])
+def test_groups_that_are_all_lost_end_the_run_too(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where failed groups are replaced, a dead engine for containers had them replaced for ever."""
+    world = World(Simulation(NODE, EPISODES, 0.0, random.Random(1)), 4, ours=True, cls=cls)
+    world.buffer.sync_refill_failed_groups = True
+    world.buffer.most_raised, world.buffer.most_barren, world.buffer.causes = 8, 32, lambda: "infra/no_engine 256"
+    raising(world, ["lost"])
+    with pytest.raises(
+        RuntimeError, match=r"^no episode of the last 32 groups can be trained on: infra/no_engine 256$"
+    ):
         world.step(monkeypatch)
 
 

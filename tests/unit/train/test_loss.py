@@ -250,6 +250,13 @@ def test_a_row_with_a_reward_of_its_own_has_the_advantage_of_that_reward(monkeyp
     torch.testing.assert_close(found, plain)
 
 
+def test_rloo_compares_episodes_and_not_rows(monkeypatch):
+    """verl's own takes each row for an episode: with two rows, episode 0 of g was compared with itself."""
+    step = Step(monkeypatch, {}, {"algorithm__adv_estimator": "rloo"} | BY_ROW)
+    found = {key: row[row.abs().argmax()] for key, row in zip(ROWS, step.columns["advantages"].unbind(0), strict=True)}
+    assert {key: float(value) for key, value in found.items() if key[0] == "g"} == {"g_0_0": 1, "g_0_1": 1, "g_1_0": -1}
+
+
 def test_an_episode_is_rejected_with_its_last_row():
     keys = ["g_0_1", "g_0_0", "g_1_0", "g_1_1", "h_0_10", "h_0_9"]
     assert rejected(keys, [0, 5, 0, 5, 0, 5]) == {"g_0", "h_0"}

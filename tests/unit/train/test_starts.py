@@ -25,6 +25,7 @@ from tests.unit.view.test_index import record
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "run.json").write_text('{"key": "", "started": 1.0}')
     return RunDirectory(tmp_path, tmp_path / "checkpoints", True, open(tmp_path / "run.lock", "w"))
 
 
@@ -230,6 +231,25 @@ def test_only_a_ray_of_its_own_gets_a_token_from_a_run(
     monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": address} if address else {})
     train.set_environment(composed("+experiment=quickstart"), run)
     assert ("RAY_AUTH_TOKEN" in os.environ) == (address is None)
+
+
+def test_runs_of_the_same_name_are_not_one_in_wandb(tmp_path: Path) -> None:
+    """Runs in RUN/grpo and OTHER/grpo were, and so were the steps of both."""
+    names = []
+    for place in ("a", "b"):
+        (tmp_path / place / "grpo").mkdir(parents=True)
+        started = {"key": "", "started": 1e9 + len(names)}
+        (tmp_path / place / "grpo" / "run.json").write_text(json.dumps(started))
+        names.append(RunDirectory(tmp_path / place / "grpo", tmp_path, False, None).name)  # type: ignore[arg-type]
+    assert names == ["grpo-1000000000000", "grpo-1000000001000"]
+
+
+def test_to_validate_only_is_not_to_train(run: RunDirectory) -> None:
+    """verl looks at val_only only where it validates before the first step."""
+    config = composed("+experiment=quickstart", run__dir=str(run.dir), trainer__val_only=True)
+    save(run, 4)
+    train.complete(config, run, "/ray")
+    assert config.trainer.val_before_train
 
 
 def test_a_start_imports_nothing_that_takes_long() -> None:

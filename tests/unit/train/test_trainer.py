@@ -6,18 +6,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transfer_queue
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from rl.metrics import episodes as metrics
 from rl.run import phases, stop
-from rl.train.groups import alone
+from rl.train.groups import NothingPlayed, alone
 from rl.train.trainer import EpisodeTrainer, trainer_class
 from rl.train.weights import row_weights
 from rollout.figures import line
@@ -154,6 +157,24 @@ def test_verls_own_buffer_ends_the_run_when_a_group_has_no_rows(monkeypatch: pyt
     queue(monkeypatch, {"good": [1.0, 0.0], "lost": []})
     with pytest.raises(RuntimeError, match="missing DAPO metric"):
         made.replay_buffer.sample(global_steps=1, partition_id="train", batch_size=2)
+
+
+def test_held_out_episodes_that_are_all_lost_are_figures_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer("sync", tmp_path)
+    queue(monkeypatch, {"lost": []})
+    tag = {"is_prompt": True, "status": "finished", "global_steps": 1}
+    monkeypatch.setattr(transfer_queue, "kv_list", lambda *_: {"val": {"lost": dict(tag)}})
+    with pytest.raises(NothingPlayed):
+        made.replay_buffer.sample(global_steps=1, partition_id="val", batch_size=1)
+
+    def validate(self: Any) -> dict[str, float]:
+        raise NothingPlayed
+
+    monkeypatch.setattr(PPOTrainer, "_validate", validate)
+    made.training, made.global_steps, made.val_dataset = True, 1, None
+    assert made._validate()["val/count"] == 0
 
 
 class Events(list[str]):

@@ -39,6 +39,15 @@ def test_a_listing_has_a_line_per_episode_and_words_and_figures_filter(
     assert shown(capsys, str(run / "none"), status=2) == []
 
 
+def test_figures_are_filters_by_their_names_too_and_others_are_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("tokens_sampled=999999:", "wall_s=999999:", "rows=77"):
+        shown(capsys, str(run), word, status=1)
+    assert main([str(run), "turn=1:"]) == 1
+    assert "records: turn=: no filter; there are agent, audit" in capsys.readouterr().err
+
+
 def test_an_episode_says_what_was_asked_said_and_answered(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "\n".join(shown(capsys, str(run), "train-1-a"))
     for part in ("    user> fix it", "(Hm.)", 'Bash {"command": "ls -l"}', "    => total 0", "--- verdict", "+++ b/x"):

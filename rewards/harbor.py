@@ -38,7 +38,8 @@ _REWARDED = (None, Reason.TESTS_FAILED, Reason.EMPTY_PATCH, Reason.FORBIDDEN_PAT
 _SOLVE_S = 3600.0  # if the task does not say how long an agent may take
 # What pytest and unittest say at the end: how many tests did what.
 _PYTEST = re.compile(r"^=* ?((?:\d+ [a-z]+,? ?)+|no tests ran) in \d[\d.]*s\b", re.MULTILINE)
-_UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n+OK(?: \(.*?\bskipped=(\d+).*\))?$", re.MULTILINE)
+_UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n+OK(?: \(([^()\n]{0,200})\))?$", re.MULTILINE)
+_SKIPPED = re.compile(r"\bskipped=(\d{1,9})")
 
 
 class Harbor(Grader):
@@ -242,7 +243,7 @@ def nothing_passed(log: str, ctrf: bytes | None = None) -> bool:
     said = _PYTEST.findall(log)
     if said and not any("passed" in one for one in said):
         return True
-    if any(int(ran) == int(skipped or 0) for ran, skipped in _UNITTEST.findall(log)):
+    if any(int(ran) == sum(map(int, _SKIPPED.findall(rest))) for ran, rest in _UNITTEST.findall(log)):
         return True
     try:
         summary = json.loads(ctrf or b"{}")["results"]["summary"]

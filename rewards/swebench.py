@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from rewards import second, statuses
+from rewards.apart import apart
 from rewards.contradiction import contradicted
 from rewards.graders import Grader
 from rewards.grading import TAIL, Grading, RefusedError
@@ -29,6 +30,9 @@ from rewards.patch import FileDiff, PatchError, split
 from rewards.verdict import Reason, Verdict
 from rollout.sandbox import ExecResult
 
+# A longer log, in characters, is read in a process of its own, for as long at most; parsers may be slow.
+_LONG, _LONGEST_S = 1 << 14, 90.0
+_PARTS = tuple(f"swebench.harness.{part}" for part in ("constants", "grading", "log_parsers", "utils"))
 _MOST_LINES = 1_000_000  # of a log that are parsed, which takes a minute at most; the rest is cut out of its middle
 
 
@@ -81,10 +85,22 @@ async def _run(
     except RefusedError as error:
         return second.SuiteRun(error.verdict, "", ())
     log = run.stdout.decode(errors="replace")
-    verdict, passed = await asyncio.to_thread(
-        _judge, harness, spec, script, run, log, grading.timeout_s, grading.task.not_passing
-    )
+    more = script, replace(run, stdout=b"", stderr=b""), log, grading.timeout_s, grading.task.not_passing
+    try:
+        if len(log) <= _LONG:
+            verdict, passed = await asyncio.to_thread(_judge, harness, spec, *more)
+        else:
+            row = grading.task.to_row()
+            judged: Any = await asyncio.to_thread(apart, _LONGEST_S, _PARTS, _judge_row, row, *more)
+            verdict, passed = judged
+    except TimeoutError as error:
+        verdict, passed = Verdict(Reason.LOG_UNPARSABLE, f"reading the log: {error}", log_tail=log[-TAIL:]), set()
     return second.SuiteRun(verdict, log, passed)
+
+
+def _judge_row(row: dict[str, Any], *more: Any) -> tuple[Verdict, set[str]]:
+    harness = _harness()
+    return _judge(harness, harness.make_test_spec(row), *more)
 
 
 def _judge(

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from rollout.sandbox.docker.engine import get_engine
-from rollout.sandbox.docker.fleet import Fleet
+from rollout.sandbox.docker.fleet import Fleet, Host
 from tests.lacks import lacks
 
 
@@ -110,4 +110,10 @@ def fleet_of(*hosts: Sshd, sockets: tuple[str, ...] = (), per_host: int = 16) ->
     try:
         yield fleet
     finally:
-        fleet.close()
+        close(fleet)
+
+
+def close(fleet: Fleet) -> None:
+    """End the connections; what is left of boxes is removed on the hosts."""
+    for host in filter(Host.up, fleet.hosts):
+        host.engine().link.close()

@@ -14,7 +14,7 @@ from rewards.task import Task
 from rl.checks.data import check_files
 from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_keys, check_types
-from rl.checks.machine import check_cpu, check_disk, check_local
+from rl.checks.machine import check_cpu, check_disk
 from rl.checks.model import check_memory, check_model, check_plan, check_teacher, check_toy
 from rl.checks.names import check_names
 from rl.checks.numbers import (
@@ -71,7 +71,6 @@ def check(config: DictConfig, plays: bool = True) -> None:
             check_toy,
             *made,
             check_disk,
-            check_local,
         )
 
     check_all(config, check_keys, settings)

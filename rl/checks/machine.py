@@ -61,14 +61,11 @@ def check_cpu(config: DictConfig) -> None:
         raise ConfigError(f"tensor parallel needs a process per worker; set {executor}=mp, as scale=tiny_tp2 does")
 
 
-def check_local(config: DictConfig) -> None:
-    """Raise ConfigError if the directory for sockets cannot be used."""
+def check_disk(config: DictConfig) -> None:
+    """Raise ConfigError if run directory or checkpoints cannot be written or lack room for logs and one checkpoint, or
+    if there can be no sockets in ``cluster.local_dir``."""
     if config.cluster.local_dir:
         local_directory(config.cluster.local_dir)
-
-
-def check_disk(config: DictConfig) -> None:
-    """Raise ConfigError if run directory or checkpoints cannot be written or lack room for logs and one checkpoint."""
     run = Path(config.run.dir or config.run.root).absolute()
     checkpoints = Path(OmegaConf.merge(config, {"run": {"dir": str(run)}}).trainer.default_local_dir).absolute()
     run = writable(run, "run.dir / run.root", "give another directory")

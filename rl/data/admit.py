@@ -342,7 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_all(config, check_boxes)
             if not (boxes := kind_of(config.sandbox)).from_images:
                 boxes.check_tasks(load_tasks(args.tasks))
-        decides = {"sandbox": config.sandbox} | {
+        quicker = kind_of(config.sandbox).speed_only
+        decides = {"sandbox": {key: one for key, one in config.sandbox.items() if key not in quicker}} | {
             key: config.grading[key] for key in ("timeout_s", "second_opinion", "needs_second_opinion", "drop")
         }
         plan = AdmissionPlan(

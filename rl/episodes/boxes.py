@@ -29,7 +29,7 @@ from rollout.sandbox.docker.box import boot_docker
 from rollout.sandbox.docker.engine import ContainerEngine, checked, get_engine
 from rollout.sandbox.local import bwrap
 from rollout.sandbox.local.box import boot_local
-from rollout.sandbox.pulls import Pulls
+from rollout.sandbox.pulls import Pulls, refused_for_now
 from rollout.sandbox.sealing import Source, Wanted
 
 Say = Callable[[str], None]
@@ -226,9 +226,10 @@ class Docker(FromImages):
             lost = self.lacking(task.image for task in tasks if not is_snapshot(task))
             engine = self.engine_for(lost[0]) if lost else None
             if engine and not engine.podman:
-                checked("missing_image", engine.client.inspect_distribution, lost[0])
+                checked("missing_image", engine.client.inspect_distribution, self.pulls.address(lost[0]))
         except SandboxError as error:
-            raise ConfigError(f"sandbox={self.name}: an image is not here and cannot be pulled: {error}") from error
+            if not refused_for_now(str(error)):
+                raise ConfigError(f"sandbox={self.name}: an image is not here and cannot be pulled: {error}") from error
 
     def how(self, run: str) -> dict[str, Any]:
         """Return the boot function's parameters that are the same for all tasks of a run."""

@@ -24,12 +24,12 @@ from typing import Any
 
 from rewards.task import Task
 from rl.config.compose import ConfigError
-from rl.run.journal import Journal, JournalError, LostError, run_all
+from rl.run.journal import Journal, LostError, run_all
 from rollout import files
 from rollout.episode import Episode, Setup, play
 from rollout.figures import Line, journal_line
 from rollout.records import SUFFIX, Record, RecordWriter, record_of
-from rollout.records.reading import CorruptRecordError, Reader
+from rollout.records.reading import Reader
 
 _NAMES = {"eval": "evaluation", "collect": "collection", "warm": "preparation"}
 
@@ -41,7 +41,8 @@ class Player:
         """Open or create the directory. ``identity``: everything that decides how an episode ends. ``split``: that of
         the records: eval, collect or warm.
 
-        Raises ConfigError if the directory belongs to another identity, JournalError if it is in use or damaged.
+        Raises ConfigError if the directory belongs to another identity, JournalError if it is in use or damaged,
+        CorruptRecordError if a record is.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.dir, self.split, name = directory, split, _NAMES[split]
@@ -58,9 +59,6 @@ class Player:
             for record in Reader(directory):  # those of shards, too
                 if record.episode not in known:
                     self._journal.append(journal_line(record))
-        except CorruptRecordError as error:
-            self._journal.close()
-            raise JournalError(str(error)) from error
         except BaseException:
             self._journal.close()
             raise

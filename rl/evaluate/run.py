@@ -35,6 +35,7 @@ from rl.run.weights import Weights, merge
 from rollout import files
 from rollout.episode import Episode, Setup
 from rollout.records import Record
+from rollout.records.reading import CorruptRecordError
 from rollout.sandbox import SandboxError
 
 
@@ -215,7 +216,7 @@ def run(screen: Screen, work: Callable[[], Awaitable[int] | int], failures: tupl
     except ConfigError as error:
         error.tell()
         return 2
-    except (JournalError, ServeError, LostError, SandboxError, OSError, *failures) as error:
+    except (JournalError, CorruptRecordError, ServeError, LostError, SandboxError, OSError, *failures) as error:
         said = " ".join(str(error).split())
         if isinstance(error, JournalError) and not error.__cause__:  # in use or damaged; else the disk is full
             print(f"config: {said}", file=sys.stderr)

@@ -73,20 +73,31 @@ class Tail:
         return [json.loads(text) for text in complete.splitlines()]
 
 
+class Tails:
+    """These are the tails of all files of JSON lines in a directory: of what was appended since this was made."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._known = {path: Tail(path, from_end=True) for path in directory.glob("*.jsonl")}
+
+    def take(self) -> list[Line]:
+        """Return the new complete lines."""
+        paths = sorted(self.directory.glob("*.jsonl"))
+        return [one for path in paths for one in self._known.setdefault(path, Tail(path)).take()]
+
+
 class EpisodeReader:
     """A reader takes in what all logs of a run appended since it was made, and what they hold of steps after ``after``:
     episodes that an interrupted step has left (``rl.train.unfinished``)."""
 
     def __init__(self, run_dir: Path, after: float = math.inf):
-        self.directory = run_dir / "episode_metrics"
-        paths = sorted(self.directory.glob("*.jsonl"))
+        paths = sorted((run_dir / "episode_metrics").glob("*.jsonl"))
         self.pending = [one for path in paths for one in read_jsonl(path) if one["step"] > after]
-        self.tails = {path: Tail(path, from_end=True) for path in self.directory.glob("*.jsonl")}
+        self.tails = Tails(run_dir / "episode_metrics")
 
     def look(self, split: str) -> list[Line]:
         """Return the new lines of a split, which stay new."""
-        for path in sorted(self.directory.glob("*.jsonl")):
-            self.pending += self.tails.setdefault(path, Tail(path)).take()
+        self.pending += self.tails.take()
         return [one for one in self.pending if one["split"] == split]
 
     def take(self, split: str) -> list[Line]:

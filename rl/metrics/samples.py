@@ -13,9 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rl.metrics.episodes import Tail
+from rl.metrics.episodes import Tails
 from rl.metrics.loggers import Loggers
-from rollout.figures import Line, line
+from rollout.figures import line
 from rollout.proxy.blocks import blocks_of
 from rollout.records import Record
 from rollout.trace import TraceError, trace
@@ -91,17 +91,13 @@ class SampleReader:
     """A reader takes in what all sample logs of a run wrote since it was made."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._directory = run_dir / "samples"
-        self._tails = {path: Tail(path, from_end=True) for path in self._directory.glob("*.jsonl")}
+        self._tails = Tails(run_dir / "samples")
 
     def take(self) -> list[dict[str, Any]]:
         """Return the new samples, at most ``EACH`` resolved ones and as many others per split, resolved ones first."""
-        found: list[Line] = []
-        for path in sorted(self._directory.glob("*.jsonl")):
-            found += self._tails.setdefault(path, Tail(path)).take()
         kept = Counter[tuple[str, bool]]()
         chosen = []
-        for one in found:
+        for one in self._tails.take():
             kind = (one["split"], one["verdict"] == "resolved")
             kept[kind] += 1
             if kept[kind] <= EACH:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from omegaconf import OmegaConf
 
 pytest.importorskip("kubernetes")
@@ -180,6 +183,40 @@ async def test_a_connection_that_nobody_reads_stops_no_other() -> None:
         assert [len(await reader.read()) for reader in waiting] == [1 << 20] * 3
         carried.cancel()
         await asyncio.wait({carried})
+
+
+def test_sending_on_to_a_connection_that_is_closed_stops_no_other(tmp_path: Path) -> None:
+    """Ray's workers have uvloop, which raises a RuntimeError for it."""
+    frame, closed = struct.Struct("!II"), threading.Event()
+
+    class Frames:
+        async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
+            yield 1, frame.pack(0, 0) + frame.pack(1, 3) + b"bad"
+            while not closed.is_set():
+                await asyncio.sleep(0.01)
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+                yield 1, frame.pack(1, 1) + b"x"
+            yield 1, frame.pack(1, 0)
+
+        async def send(self, *_: Any) -> None: ...
+
+        async def close(self) -> None: ...
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        closed.set()
+
+    async def play() -> None:
+        await asyncio.start_unix_server(answer, tmp_path / "s")
+        ready = asyncio.get_running_loop().create_future()
+        await relay.carry(Frames(), tmp_path / "s", ready)  # type: ignore[arg-type]
+        assert ready.done()
+
+    for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+        closed.clear()
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(play())
 
 
 HUNGRY = "python3 -c 'x = bytearray(600 * 2**20)'; echo $?"

@@ -55,7 +55,7 @@ async def carry(stream: Stream, path: Path, ready: asyncio.Future[None]) -> None
             elif size == _GONE:
                 writers.pop(number).close()
             else:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, RuntimeError):  # uvloop's, for a connection that is closed
                     writer.write(data) if size else writer.write_eof()
                 if sum(one.transport.get_write_buffer_size() for one in writers.values()) > _WAITING:
                     writers.pop(number).transport.abort()

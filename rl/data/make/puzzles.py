@@ -28,7 +28,6 @@ from rl.data.make.swaps import Swap, swaps
 FILE = "module.py"
 """The file with the function, of each task."""
 
-CHECK = "python3 check.py"
 """The command that shows an agent whether the calls that it may see give what they should."""
 
 _FEWEST_SWAPS, _MOST_SWAPS = 2, 16

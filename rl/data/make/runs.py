@@ -137,7 +137,7 @@ class Bench:
             try:
                 content = await box.get(f"{box.tmpdir}/result.json")
                 return _checked(json.loads(content), done.wall_s)
-            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                 said = (done.stderr or done.stdout)[-_TEXT:].decode(errors="replace").strip().split("\n")
                 raise NoResultError(f"exit status {done.returncode}: {said[-1][:300]}") from None
         finally:

@@ -195,13 +195,15 @@ def _pip(*arguments: str) -> str:
 def _get(url: str, accept: str) -> bytes:
     """Return what an address has. Raises MakeError."""
     parts = urllib.parse.urlsplit(url)
-    headers = {"Accept": accept, "User-Agent": "pip"}
+    headers, secret = {"Accept": accept, "User-Agent": "pip"}, dict[str, str]()
     if parts.username:
         word = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
-        headers["Authorization"] = f"Basic {base64.b64encode(word.encode()).decode()}"
+        secret["Authorization"] = f"Basic {base64.b64encode(word.encode()).decode()}"
     plain = parts._replace(netloc=parts.netloc.rpartition("@")[2])
     try:
         request = urllib.request.Request(plain.geturl(), headers=headers)
+        for name, value in secret.items():
+            request.add_unredirected_header(name, value)  # it is for this host alone
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             content = answer.read(_LARGEST + 1)
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
@@ -345,14 +347,16 @@ def _of_groups(tree: Path) -> list[str]:
         groups = tomllib.loads((tree / "pyproject.toml").read_text()).get("dependency-groups", {})
     except (OSError, ValueError):
         return []
+    if not isinstance(groups, dict):
+        return []
     found: list[str] = []
     left = [name for name in groups if canonicalize_name(name) in _GROUPS]
     for name in left:  # it grows
-        for one in groups.get(name, []):
+        for one in lines if isinstance(lines := groups.get(name), list) else ():
             if isinstance(one, str):
                 found.append(one)
-            elif isinstance(one, dict) and one.get("include-group") not in left:
-                left.append(str(one.get("include-group")))
+            elif isinstance(one, dict) and (more := str(one.get("include-group"))) not in left:
+                left.append(more)
     return _clean(found)
 
 

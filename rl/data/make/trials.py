@@ -22,6 +22,7 @@ from rl.data.make.prepare import PreparedPackage
 from rl.data.make.runs import Bench, Failure, NoResultError, slow
 from rl.data.make.statement import LEVELS, show, statements
 from rl.data.make.tasks import CannotHideError, eval_script, hide, logged, task_id, write_snapshot
+from rollout.sandbox import SandboxError
 from rollout.sandbox.local.box import boot_local
 
 MOST_BROKEN = 20
@@ -177,10 +178,10 @@ class Workshop:
         """Return what is wrong with how a task is graded, "" if nothing. (The tests fail for the third time here.)"""
         boot = functools.partial(boot_local, task.snapshot, isolation="bwrap")
         graded = functools.partial(grade, task, boot=boot, timeout_s=self._timeout_s * 2, rules=self._rules)
-        gold = await graded(patch=(task.patch or "").encode(), second_opinion=True)
+        gold = _judged(await graded(patch=(task.patch or "").encode(), second_opinion=True))
         if gold.reason is not None:
             return f"the gold patch: {_reason(gold)}"
-        empty = await graded(patch=None)
+        empty = _judged(await graded(patch=None))
         tests = empty.tests
         passed = [
             *tests.get("FAIL_TO_PASS", {}).get("success", ()),
@@ -189,6 +190,13 @@ class Workshop:
         if empty.reason is None or passed or not empty.tests:
             return f"no patch: {_reason(empty)}{f', {passed[0]} is not as expected' if passed else ''}"
         return ""
+
+
+def _judged(verdict: Verdict) -> Verdict:
+    """Return a verdict on a patch. Raises SandboxError if it is one on the infrastructure."""
+    if verdict.is_infra and verdict.reason is not None:
+        raise SandboxError(verdict.reason.value, verdict.detail)
+    return verdict
 
 
 def _reason(verdict: Verdict) -> str:

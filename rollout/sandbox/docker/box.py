@@ -248,16 +248,20 @@ class DockerSandbox(BaseSandbox):
         except SandboxError:
             left = None
         if not left or (code == _KILLED and not await self._takes_programs()):
-            return await self._out_of_memory()
+            return await self._out_of_memory(bool(left))
         if len(left) > 1:
             await self._kill()
         return _KILLED if code is None else code
 
-    async def _out_of_memory(self) -> int:
+    async def _out_of_memory(self, listed: bool) -> int:
         """Return the exit code of a program whose container is ending because memory ran out; raise SandboxError if it
-        ends for another reason."""
+        ends for another reason. One that does not end, whose processes the engine has ``listed``, has as many of them
+        as it may, and is ended."""
         end = time.monotonic() + _GRACE_S  # its first process takes a moment to end
         while (state := await self._call(self._engine.state, self.container))["Running"]:
+            if time.monotonic() > end and listed:
+                await self._kill()
+                return _KILLED
             if time.monotonic() > end:
                 raise SandboxError("docker_failed", "the engine does not tell which processes a container has")
             await asyncio.sleep(0.05)

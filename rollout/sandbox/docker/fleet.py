@@ -166,11 +166,6 @@ class Fleet:
                 return up
         return []
 
-    def close(self) -> None:
-        """End the connections; what is left of boxes is removed on the hosts."""
-        for host in filter(Host.up, self.hosts):
-            host.engine().link.close()
-
     def problems(self) -> list[str]:
         """Return a line for each host that cannot be used."""
         self.connected()

@@ -20,7 +20,7 @@ from rollout.sandbox.docker.fleet import Fleet, fleet_for
 from tests.docker_kit import left
 from tests.integration.fault_kit import Stand, repairing
 from tests.sandboxes import alive
-from tests.ssh_kit import Sshd, fleet_of, servers
+from tests.ssh_kit import Sshd, close, fleet_of, servers
 
 pytestmark = [pytest.mark.docker, pytest.mark.claude, pytest.mark.timeout(900)]
 
@@ -41,7 +41,7 @@ async def far(stand: Stand, hosts: list[Sshd]) -> AsyncIterator[tuple[Stand, tup
     stand.kind = "ssh"
     fleet = fleet_for(os.getpid(), names, hosts[0].config, 16)
     yield stand, (f"sandbox.hosts=[{','.join(names)}]", f"sandbox.ssh_config={hosts[0].config}"), fleet
-    fleet.close()
+    close(fleet)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

@@ -9,7 +9,7 @@ import pytest
 
 from rewards.task import Task, load_tasks
 from rl.data.functions import main, make
-from rl.data.make.puzzles import CHECK, FILE
+from rl.data.make.puzzles import FILE
 from rl.data.make.sources import MakeError
 from rl.data.make.swaps import swaps
 from rl.quickstart.policy import make_policy
@@ -20,6 +20,7 @@ from rollout.records.reading import Reader
 from tests.integration.make_kit import write_sdist
 from tests.integration.programs_kit import start
 
+CHECK = "python3 check.py"
 pytestmark = [
     pytest.mark.bwrap,
     pytest.mark.timeout(900),

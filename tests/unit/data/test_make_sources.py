@@ -66,7 +66,8 @@ def test_a_package_says_what_it_is_and_what_its_tests_need(tmp_path: Path) -> No
         "tests/test_a.py": "",
     }
     files["pyproject.toml"] = (
-        '[dependency-groups]\ntest = ["pytest-cov", {include-group = "base"}]\nbase = ["pyyaml"]\n'
+        '[dependency-groups]\ntest = ["pytest-cov", {include-group = "base"}, {include-group = 5}]\nbase = ["pyyaml"]\n'
+        "5 = [{include-group = 5}]\ntests = 5\n"
     )
     sources.unpack(archive(tmp_path / "a.tar.gz", {f"p/{name}": text for name, text in files.items()}), tmp_path / "t")
     package = sources.read(tmp_path / "t", "0", ["more"])
@@ -101,10 +102,17 @@ def test_an_archive_comes_from_the_index_of_pip(kind: str, tmp_path: Path, monke
             "hashes": {"sha256": digest},
         }
         page = json.dumps({"files": [file]})
+    heard: list[tuple[str, str | None]] = []
     pages = {"/simple/shop-tools/": page.encode(), "/files/shop_tools-1.0.tar.gz": content}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            heard.append((str(self.headers["Host"]).partition(":")[0], self.headers["Authorization"]))
+            if self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", f"http://localhost:{server.server_port}/simple/shop-tools/")
+                self.end_headers()
+                return
             found = pages.get(self.path)
             self.send_response(200 if found else 404)
             self.end_headers()
@@ -115,11 +123,14 @@ def test_an_archive_comes_from_the_index_of_pip(kind: str, tmp_path: Path, monke
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("PIP_INDEX_URL", f"http://user:word@127.0.0.1:{server.server_port}/simple")
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
         path, found = sources.fetch("Shop.Tools==1.0", tmp_path / "sdists")
         assert (path.read_bytes(), found) == (content, digest)
         with pytest.raises(MakeError, match="has no source distribution"):
             sources.fetch("shop-tools==3.0", tmp_path / "sdists")
+        assert sources._get(f"http://user:word@127.0.0.1:{server.server_port}/moved", "*/*") == page.encode()
+        # The password is for the index alone, not for where it leads.
+        assert heard[-2][1] and heard[-1] == ("localhost", None)
         pages["/files/shop_tools-1.0.tar.gz"] = b"other"
         path.unlink()
         with pytest.raises(MakeError, match="promises another archive"):

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl.data.make import edits, work
+from rewards.verdict import Reason, Verdict
+from rl.data.make import edits, trials, work
 from rl.data.make.candidates import Candidate
 from rl.data.make.prepare import PreparedPackage
 from rl.data.make.runs import Failure
@@ -25,6 +27,7 @@ from rl.data.make.tasks import task_id
 from rl.data.make.trials import Trial, TrialOutcome
 from rl.data.make.work import Order, TaskMaker
 from rl.run.journal import Journal
+from rollout.sandbox import SandboxError
 
 SOURCE = """\
 def f(a, b):
@@ -144,3 +147,15 @@ def test_killed_and_continued_with_any_number_of_boxes_it_makes_the_same(jobs: i
         before = (Path(other) / "journal.jsonl").read_bytes()
         assert rows(Path(other), 1) == expected
         assert (Path(other) / "journal.jsonl").read_bytes() == before
+
+
+async def test_what_the_infrastructure_fails_is_not_misgraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that is called misgraded is never tried again."""
+
+    async def grade(*_: Any, **__: Any) -> Verdict:
+        return Verdict(Reason.NO_SPACE, "No space left on device")
+
+    monkeypatch.setattr(trials, "grade", grade)
+    made: Any = SimpleNamespace(_timeout_s=1, _rules=None)
+    with pytest.raises(SandboxError, match="no_space: No space left"):
+        await trials.Workshop._misgraded(made, SimpleNamespace(snapshot=None, patch=""))  # type: ignore[arg-type]

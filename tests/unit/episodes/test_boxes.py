@@ -4,8 +4,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from docker.errors import APIError
 from omegaconf import DictConfig
 
 from apptainer_boxes import cli as apptainer_cli
@@ -15,6 +18,7 @@ from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, get_engine
 from tests.check_kit import good_config, refused, write
 from tests.datasets import snapshot_row as row
 from tests.packages_kit import APPTAINER, install
+from tests.unit.rewards.test_grade import task
 
 
 @pytest.fixture
@@ -126,6 +130,24 @@ def stub(tmp_path: Path, monkeypatch, version: str | None) -> None:
     program.chmod(0o755 if version else 0o644)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     apptainer_cli.program.cache_clear()
+
+
+def test_a_run_with_a_mirror_asks_the_mirror_and_may_wait_for_it(
+    docker_cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only a mirror can be reached, Docker Hub would end the run; a mirror that refuses for now is waited for."""
+    asked = []
+
+    def inspect(image: str) -> None:
+        asked.append(image)
+        raise APIError(f"toomanyrequests: {image}")
+
+    engine: Any = SimpleNamespace(podman=False, client=SimpleNamespace(inspect_distribution=inspect))
+    monkeypatch.setattr(box_checks, "get_engine", lambda: engine)
+    monkeypatch.setattr(box_checks.docker_images, "missing", lambda engine, images: list(images))
+    docker_cfg.sandbox.update({"registry_mirror": "harbor.site/hub", "pull_patience_s": 60})
+    box_checks.Docker(docker_cfg.sandbox).check_tasks([task(image="swebench/x:1")])
+    assert asked == ["harbor.site/hub/swebench/x:1"]
 
 
 def test_apptainer_is_there_and_new_enough(apptainer_cfg: DictConfig, tmp_path: Path, monkeypatch) -> None:

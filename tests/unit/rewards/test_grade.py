@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rewards.apart import apart
 from rewards.grade import grade
 from rewards.rules import Rules
 from rewards.task import Task, _parsers_in_source, log_parsers
@@ -337,7 +339,7 @@ async def test_a_grading_that_hangs_is_an_infrastructure_failure(where: str, mon
         return box
 
     box = Hanging(START + "PASSED t.py::new\nPASSED t.py::old\n" + END)
-    verdict = await grade(task(), PATCH, boot, timeout_s=0.1, spare_s=0.2)
+    verdict = await grade(task(), PATCH, boot, timeout_s=0.1, spare_s=1.0)
     if where == "close":  # the verdict was already known
         assert verdict.reward == 1.0
     else:
@@ -367,3 +369,32 @@ def test_every_reason_is_either_the_policys_or_the_infrastructures() -> None:
         assert Verdict(reason).reward == (None if reason.is_infra or reason is Reason.NOT_GRADED else 0.0)
         known = Verdict.infra(reason.value, "x")
         assert known == Verdict(reason, "x") if reason.is_infra else known.reason is Reason.SANDBOX_FAILED
+
+
+async def test_a_log_that_takes_long_to_read_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """swebench's parser of Django's logs takes time by their square; at the limit of 16 MiB, that is a day. A regular
+    expression lets no other thread run."""
+    monkeypatch.setattr("rewards.swebench._LONGEST_S", 3.0)
+    said = "a ... Testing against Django installed in x\n" * 100_000
+    graded_ = asyncio.ensure_future(
+        graded(ScriptedBox(f"{START}{said}{END}{CODE.format(0)}"), of=task(log_parser="parse_log_django"))
+    )
+    ticks = 0
+    while not graded_.done():
+        await asyncio.sleep(0.05)
+        ticks += 1
+    verdict = await graded_
+    assert (verdict.reason, verdict.detail) == (Reason.LOG_UNPARSABLE, "reading the log: it took longer than 3 s")
+    assert ticks > 10  # of some sixty; the machine may be busy
+
+
+async def test_a_long_log_is_judged_as_a_short_one() -> None:
+    said = "".join(f"PASSED t.py::{name}\n" for name in ("new", "old", *(f"more{n}" for n in range(2000))))
+    verdict = await graded(ScriptedBox(f"{START}{said}{END}{CODE.format(0)}"))
+    assert verdict.reason is None and verdict.tests["FAIL_TO_PASS"]["success"] == ["t.py::new"]
+
+
+def test_work_apart_may_be_ended_by_the_kernel() -> None:
+    with pytest.raises(TimeoutError, match="its process was ended"):
+        apart(60.0, (), os._exit, 9)
+    assert apart(60.0, (), divmod, 7, 2) == (3, 1)

@@ -311,6 +311,14 @@ def test_large_patches_take_linear_time(unit: str) -> None:
     DEFAULT.screen(task(), patch.encode())
 
 
+@pytest.mark.parametrize("word", ["git ", ".git ", "import ", "pip ", "git --", "git pip "])
+def test_long_lines_and_commands_take_linear_time(word: str) -> None:
+    """1 MiB on one line. Any quadratic step takes minutes and runs into the limit."""
+    line = word * (2**20 // len(word))
+    DEFAULT.screen(task(), creates("a.txt", line))
+    DEFAULT.flagged(Verdict(None), [line])
+
+
 @pytest.mark.parametrize(
     "patch",
     [

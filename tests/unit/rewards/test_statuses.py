@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rewards.harbor import nothing_passed
 from rewards.statuses import shortened, something_passed, without_skipped
 from rewards.task import Task
 from rewards.verdict import Reason
@@ -132,3 +133,9 @@ def test_only_tests_that_pass_are_successes_beyond_those_that_are_known(said: li
 def test_a_long_log_loses_its_middle() -> None:
     assert shortened("a\nb\nc\n", 5) == "a\nb\nc\n"
     assert shortened("\n".join("abcdefgh"), 4) == "a\nb\ng\nh"
+
+
+@pytest.mark.parametrize("log", ["1" * 400_000, "Ran 1 test in 0.1s\n\nOK (" + "skipped=1 " * 100_000, "1 a" * 200_000])
+def test_what_is_searched_takes_linear_time(log: str) -> None:
+    """Any quadratic step takes minutes and runs into the limit."""
+    assert not something_passed(log) and not nothing_passed(log)

@@ -32,8 +32,7 @@ Typed:
 
 @pytest.fixture
 def typist(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module("type_document")
+    return importlib.import_module("tests.type_document")
 
 
 def test_the_keys_of_the_chain_exist(typist: Any) -> None:

@@ -1,6 +1,6 @@
 """Type the commands of a document, and print them with what they say and how long they take.
 
-    .venv/bin/python scripts/type_document.py docs/traces.md
+    .venv/bin/python -m tests.type_document docs/traces.md
 
 Commands are the lines of indented blocks that begin with "$ ", with the lines that a backslash continues. One shell
 runs them in the repository's root, and the first one that fails ends it.
@@ -36,7 +36,7 @@ def script(document: Path) -> str:
 
 def main() -> int:
     """Run the commands and return the exit status of the last one."""
-    parser = program.parser("python scripts/type_document.py", __doc__)
+    parser = program.parser("python -m tests.type_document", __doc__)
     parser.add_argument("document", type=Path)
     args = parser.parse_args()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"

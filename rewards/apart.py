@@ -1,0 +1,48 @@
+"""Do work in a process of its own, which is ended if it takes too long.
+
+A regular expression may take time by the square of a log's length. While it searches, no other thread of its process
+runs, and so no deadline ends it.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _context(loaded: tuple[str, ...]) -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *loaded])
+    return context
+
+
+def apart(seconds: float, loaded: tuple[str, ...], work: Callable[..., T], *args: Any) -> T:
+    """Return ``work(*args)``; ``loaded``: modules that the process has, the same in all calls. Blocks.
+
+    Raises TimeoutError if it takes longer, or if its process is ended, as by the kernel for its memory.
+    """
+    context = _context(loaded)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, work, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(seconds):
+            raise TimeoutError(f"it took longer than {seconds:g} s")
+        return ours.recv()
+    except EOFError:
+        raise TimeoutError("its process was ended") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _send(there: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    there.send(work(*args))

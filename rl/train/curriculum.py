@@ -185,6 +185,7 @@ class CurriculumTrainer(PPOTrainer):
         super().on_step_begin()
         if self.curriculum is not None:
             lines = self.later + self.lines.take("train")
+            self.lines.take("val")  # else they are kept until the end
             # The step that begins may have left episodes when it was interrupted: they belong to its own groups.
             self.later = [one for one in lines if one["step"] >= self.global_steps]
             self.curriculum.learn(one for one in lines if one["step"] < self.global_steps)

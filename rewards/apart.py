@@ -25,7 +25,8 @@ def _context(loaded: tuple[str, ...]) -> multiprocessing.context.ForkServerConte
 def apart(seconds: float, loaded: tuple[str, ...], work: Callable[..., T], *args: Any) -> T:
     """Return ``work(*args)``; ``loaded``: modules that the process has, the same in all calls. Blocks.
 
-    Raises TimeoutError if it takes longer, or if its process is ended, as by the kernel for its memory.
+    Raises what ``work`` raises, TimeoutError if it takes longer or if its process is ended by a signal, as by the
+    kernel for its memory, and RuntimeError if it ends otherwise.
     """
     context = _context(loaded)
     ours, theirs = context.Pipe(duplex=False)
@@ -35,14 +36,23 @@ def apart(seconds: float, loaded: tuple[str, ...], work: Callable[..., T], *args
     try:
         if not ours.poll(seconds):
             raise TimeoutError(f"it took longer than {seconds:g} s")
-        return ours.recv()
+        done = ours.recv()
     except EOFError:
-        raise TimeoutError("its process was ended") from None
+        process.join()
+        if (process.exitcode or 0) < 0:
+            raise TimeoutError("its process was ended") from None
+        raise RuntimeError(f"its process ended with status {process.exitcode}") from None
     finally:
         process.kill()
         process.join()
         ours.close()
+    if isinstance(done, Exception):
+        raise done
+    return done
 
 
 def _send(there: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    there.send(work(*args))
+    try:
+        there.send(work(*args))
+    except Exception as error:
+        there.send(error)

@@ -42,7 +42,7 @@ def check_files(config: DictConfig) -> list[Task]:
             )
     _check_overlap(config, [task for _, task in train.values()], [task for _, task in held_out.values()])
     size, trainer = config.data.train_batch_size, config.trainer
-    count = min(len(train), config.data.get("train_max_samples", -1) % (1 << 31))  # -1: all
+    count = min(len(train), (config.data.get("train_max_samples") or -1) % (1 << 31))  # -1: all
     if count < size:
         raise ConfigError(
             f"data.train_batch_size is {size}, but data.train_files (and data.train_max_samples) give only {count} "

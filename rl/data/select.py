@@ -105,8 +105,9 @@ def write(chosen: Choice, told: Mapping[str, Any], out: Path) -> None:
         finally:
             writer.close()
     said = [msgspec.json.encode(label).decode() for entry in chosen.entries for label in entry.labels]
-    (out / "labels").mkdir()
-    files.write(out / "labels" / "selection.jsonl", "".join(f"{line}\n" for line in said))
+    if said:
+        (out / "labels").mkdir()
+        files.write(out / "labels" / "selection.jsonl", "".join(f"{line}\n" for line in said))
     text = msgspec.json.format(msgspec.json.encode(told), indent=1).decode()
     files.write(out / SELECTION, text + "\n", synced=True)
 

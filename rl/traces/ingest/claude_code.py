@@ -8,6 +8,7 @@ of its own call), and after a compaction its summary and the messages that it ha
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -76,11 +77,11 @@ class _TranscriptMessage:
     results: _TranscriptMessage | None = None
     digest: str | None = None
     written: tuple[int, int] | None = None
-    known: set[bytes] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
 
     def has(self, block: Any) -> bool:
         """Tell whether a block is among those that this was asked of before."""
-        text = msgspec.json.encode(block, order="deterministic")
+        text = json.dumps(block, sort_keys=True)
         if text in self.known:
             return True
         self.known.add(text)

@@ -252,3 +252,17 @@ async def test_a_failure_in_a_stream(proxy: ProxyServer) -> None:
         engine.open.set()
         async for _ in stream:
             pass
+
+
+def test_calls_are_translated_again_after_another_beginning_and_count_as_new() -> None:
+    known, tree = Translated(), Tree()
+    calls = {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"a": "x" * 5000}}}]}
+
+    def new(first: str) -> int:
+        contents = [*HELLO["contents"], {"role": "user", "parts": [{"text": first}]}, calls]
+        asked = FRONT.read(json.dumps({"contents": contents}).encode(), PATH)
+        size = FRONT.new_bytes(asked, known, tree)
+        FRONT.wire(asked, known, tree)
+        return size
+
+    assert new("a") > 5000 and new("a") == 0 and new("b") > 5000

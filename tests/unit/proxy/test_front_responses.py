@@ -342,3 +342,20 @@ async def test_a_failure_in_a_stream(proxy: ProxyServer, client: openai.AsyncOpe
         engine.open.set()
     assert kinds[0] == "response.created" and kinds[-1] == "response.failed"
     assert set(kinds[1:-1]) == {"response.in_progress"}
+
+
+def test_what_has_to_be_put_together_again_counts_as_new() -> None:
+    """The items of a reply become one message: one more item, and all of it is translated again."""
+    known, tree = Translated(), Tree()
+    long = [{"type": "message", "role": "assistant", "content": [text("output_text", "x" * 5000)]}] * 3
+    more = [{"type": "message", "role": "assistant", "content": "more"}]
+    end = [{"type": "message", "role": "user", "content": "go on"}]
+
+    def new(items: list[Any]) -> int:
+        asked = FRONT.read(json.dumps({"model": "policy", "input": items}).encode(), "")
+        size = FRONT.new_bytes(asked, known, tree)
+        FRONT.wire(asked, known, tree)
+        return size
+
+    assert new(long + end) > 15_000 and new(long + end) == 0
+    assert new(long + end + more + end) < 500 and new(long + more + end) > 15_000

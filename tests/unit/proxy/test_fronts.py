@@ -103,6 +103,28 @@ async def test_an_agent_of_each_api_plays_with_another_endpoint(
         assert (row[0], row[2]) == (wanted[0][0], wanted[0][2])
 
 
+@pytest.mark.parametrize("api", ["chat", "responses", "gemini"])
+async def test_what_a_request_leaves_open_is_sent_on_as_the_config_has_it(proxy: ProxyServer, api: str) -> None:
+    """Anthropic's API takes no choice of tools without tools, and a tool needs a schema."""
+    heard: list[dict[str, Any]] = []
+    path, body = PATHS[api]
+    front = PassThrough(ENDPOINTS["messages"](proxy.port, (await opened(proxy, *["hello"] * 2)).secret), max_tokens=321)
+    await front.start()
+    session = await front.open_session("e", front.policy)
+    ask = front.endpoint.ask
+    front.endpoint.ask = lambda sent: heard.append(json.loads(sent)) or ask(sent)  # type: ignore[method-assign]
+    tool = {"name": "f"}
+    tools = {"chat": {"type": "function", "function": tool}, "responses": {"type": "function", **tool}}
+    offered = {"tools": [tools.get(api, {"functionDeclarations": [tool]})]}
+    async with aiohttp.ClientSession() as http:
+        for more in ({}, offered):
+            assert (await post(http, front, session, path, body("hi") | more))[0] == 200
+    await front.stop()
+    assert [one["max_tokens"] for one in heard] == [321, 321]
+    assert not {"tools", "tool_choice"} & heard[0].keys()
+    assert heard[1]["tools"] == [{"name": "f", "input_schema": {"type": "object", "properties": {}}}]
+
+
 # --- each API as bytes: what its clients hang up on, and what hostile ones send
 
 PATHS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -395,6 +396,11 @@ async def test_a_long_log_is_judged_as_a_short_one() -> None:
 
 
 def test_work_apart_may_be_ended_by_the_kernel() -> None:
+    """Nothing else that ends it is the doing of what it reads."""
     with pytest.raises(TimeoutError, match="its process was ended"):
+        apart(60.0, (), signal.raise_signal, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="ended with status 9"):
         apart(60.0, (), os._exit, 9)
+    with pytest.raises(ZeroDivisionError):
+        apart(60.0, (), divmod, 7, 0)
     assert apart(60.0, (), divmod, 7, 2) == (3, 1)

@@ -299,7 +299,7 @@ class EpisodeTrainer(PPOTrainer):
         try:
             values = super()._validate()
         except NothingPlayed:  # the figures say what was lost
-            values = {}
+            values = {"val/count": 0.0}
         except RolloutInterrupted:
             self._end_episodes()
             return {}

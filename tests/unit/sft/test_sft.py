@@ -280,7 +280,7 @@ def test_a_directory_belongs_to_one_fine_tuning() -> None:
     """Given again with other data or rates, the command would say "done" of the policy that is there. More rounds may
     be asked for."""
     (before, same), other = (decides("sft.rounds=1"), decides("sft.rounds=3")), decides("sft.rounds=1", "sft.lr=0.1")
-    assert changed(before, same) == "" and changed(before, other) == "sft.lr is 0.003 there and 0.1 here"
+    assert changed(before, same) == "" and changed(before, other) == "sft.lr is 0.001 there and 0.1 here"
 
 
 def decides(*keys: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,8 @@ def rows(trace: Trace, epoch: int, tokenizer: TextCodec | None) -> Iterator[dict
 
 def write(path: Path, trace: Trace, epoch: int, tokenizer: TextCodec | None) -> None:
     """Write the rows of an episode to a parquet file, in one step."""
-    table = pyarrow.Table.from_pylist(list(rows(trace, epoch, tokenizer)), SCHEMA)
+    left = rows(trace, epoch, tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path) as new:
-        pyarrow.parquet.write_table(table, new, compression="zstd")
+    with files.replacing(path) as new, pyarrow.parquet.ParquetWriter(new, SCHEMA, compression="zstd") as out:
+        while some := list(itertools.islice(left, 16)):  # each has all that was said before it
+            out.write_table(pyarrow.Table.from_pylist(some, SCHEMA))

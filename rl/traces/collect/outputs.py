@@ -15,6 +15,7 @@ process's environment; token ids and messages of records and datasets are exact.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -84,25 +85,29 @@ class Collection(Purpose):
     def _write(self, place: Path, episode: Episode, found: Trace, secrets: list[bytes]) -> None:
         kept = AgentOutput(b"", b"") if episode.agent is None or episode.agent.kept is None else episode.agent.kept
         about = {name: value for name, value in journal_line(found.record).items() if name != "patch"}
-        spans = b"".join(json.dumps(span).encode() + b"\n" for span in spans_of(found))
         data = {
             "stream.jsonl": kept.stdout,
             "agent.log": kept.stderr,
             "grading.log": f"{episode.verdict.detail}\n{episode.verdict.log_tail}".encode(),
             "patch.diff": episode.patch,
             "episode.json": json.dumps(about, indent=1).encode(),
-            "spans.jsonl.gz": spans,
         }
         for name, one in kept.files.items():
             data[f"sessions/{name.removeprefix(_SESSIONS).removeprefix('.claude/')}"] = one
         new = place.with_name(f".{place.name}")
         shutil.rmtree(new, ignore_errors=True)  # left by a killed process
+
+        def redacted(text: bytes) -> bytes:
+            return functools.reduce(lambda text, secret: text.replace(secret, b"[redacted]"), secrets, text)
+
+        new.mkdir(parents=True)
+        with gzip.GzipFile(new / "spans.jsonl.gz", "wb", 6, mtime=0) as out:
+            for span in spans_of(found):  # each has all that was said before it
+                out.write(redacted(json.dumps(span).encode() + b"\n"))
         for name, text in data.items():
-            for secret in secrets:
-                text = text.replace(secret, b"[redacted]")
             try:
                 (new / name).parent.mkdir(parents=True, exist_ok=True)
-                (new / name).write_bytes(gzip.compress(text, 6, mtime=0) if name == "spans.jsonl.gz" else text)
+                (new / name).write_bytes(redacted(text))
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
                 found.record.missing.append(f"the file {name}, whose place another one of the agent's has")
         shutil.rmtree(place, ignore_errors=True)

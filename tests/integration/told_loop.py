@@ -18,7 +18,6 @@ from rollout.proxy.engine import SAMPLED, Completion
 from rollout.proxy.render import turn_end
 
 SUB_CREDIT = 0.75
-Loop = agent_loop.ClaudeCodeAgentLoop
 
 
 def credit(rows: Sequence[CreditRow], reward: float) -> list[float]:
@@ -86,4 +85,7 @@ class Worker(agent_loop.Worker):
         super().__init__(config, tokenizer, model_type, Told(asked.client, tokenizer))
 
 
-agent_loop.Worker = Worker  # what the loop makes
+class Loop(agent_loop.ClaudeCodeAgentLoop):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        agent_loop.Worker = Worker  # what the loop makes; not where this module is only imported
+        return await super().run(sampling_params, **row)

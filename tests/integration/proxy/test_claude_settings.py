@@ -143,7 +143,8 @@ async def test_sub_agents_are_kept_whole(proxy: ProxyServer, task: Task, tmp_pat
     # What is taken away is missed.
     assert episode.agent is not None
     files_only = {name: data for name, data in episode.agent.kept.files.items() if "/subagents/" in name}
-    less = replace(episode.agent, events=[], kept=AgentOutput(b"", b"", files_only, ["x"]))
+    left = AgentOutput(b"", b"", files_only, ["x"], episode.agent.kept.places)
+    less = replace(episode.agent, events=[], kept=left)
     record.missing = []
     collection.kept(replace(episode, agent=less), record)
     assert record.missing == [

@@ -123,9 +123,9 @@ def _judge(
         if log.count(marker) > _prints(script, marker):
             detail = f"the eval script does not print {marker!r} so often"
             return Verdict(Reason.LOG_FORGED, detail, log_tail=tail), set()
-    log = statuses.shortened(log, _MOST_LINES)
     expected = (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS)
     parse = functools.partial(harness.parsers[spec.log_parser], test_spec=spec)
+    log = statuses.readable(statuses.shortened(log, _MOST_LINES), parse)
     if torn := contradicted(log, expected, parse):
         return Verdict(Reason.RESULTS_DISAGREE, f"{torn} failed and passed", log_tail=tail), set()
     with tempfile.NamedTemporaryFile("w", suffix=".log", errors="replace") as file:

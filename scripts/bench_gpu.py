@@ -279,7 +279,8 @@ def main() -> None:
         os.environ.update(CPU_TRAINING)  # the same threads for all
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         work = Path(name)
-        config, keys = prepared(TOY if cpu else GPU, options.keys, work)
+        named = any(key.startswith("+experiment=") for key in options.keys)
+        config, keys = prepared(TOY if cpu else GPU[named:], options.keys, work)
         config.run.dir = str(work / "bench")
         OmegaConf.resolve(config)
         where = platform.machine() if cpu else config.cluster.gpu

@@ -211,7 +211,7 @@ class Expedition:
     def rate(self) -> str:
         """Measure whole episodes beside the engine's own rate."""
         keys = [
-            *EXPERIMENT[1:],
+            *EXPERIMENT,
             *self.tasks,
             f"actor_rollout_ref.model.path={self.sft / 'model'}",
             "sandbox.concurrency=40",

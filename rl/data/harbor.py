@@ -344,6 +344,8 @@ def _variables(table: Row, where: str) -> dict[str, str]:
 
 
 def _text(directory: Path, name: str) -> str:
+    if (directory / name).is_symlink():
+        raise RowError(Why.UNSUPPORTED, f"{name} is a link")
     try:
         return (directory / name).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -37,7 +37,7 @@ def changed(config: DictConfig, what: str, bad: bool) -> DictConfig:
     copy = pickle.loads(pickle.dumps(config))  # several times faster than copy.deepcopy
     for key in keys:
         most = MOST_EQUAL if key == "all_equal_groups" else math.inf
-        copy.plan[key] = min(most, type(config.plan[key])(config.plan[key] * factors[bad]))
+        copy.plan[key] = min(most, config.plan[key] * factors[bad])
     return copy
 
 

@@ -28,6 +28,14 @@ def with_recipe(experiment: DictConfig, recipe: str) -> DictConfig:
     return made
 
 
+def test_every_experiment_takes_the_word_recipe() -> None:
+    """Without a choice of its own, recipe=NAME is refused, and +recipe=NAME comes after the scale."""
+    for path in (CONFIGS / "experiment").glob("*.yaml"):
+        chosen = OmegaConf.to_container(OmegaConf.load(path)).get("defaults", [])  # type: ignore[union-attr]
+        if {"/scale": "full"} in chosen:
+            assert chosen.index({"/recipe": "grpo"}) < chosen.index({"/scale": "full"}), path
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_recipe_goes_with_every_experiment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes the checks of a start; tasks are not looked at. The batches of whole recipes are those of 24 to 64

@@ -212,6 +212,12 @@ def test_links_are_refused(tmp_path: Path) -> None:
     (directory / "tests" / "more").symlink_to("/etc/passwd")
     with pytest.raises(RowError, match="neither a file nor a directory"):
         converted(directory)
+    for name, said in (("tests", "tests is neither a file nor a directory"), ("instruction.md", "is a link")):
+        directory = write_task(tmp_path, f"of-{name}")
+        (directory / name).rename(tmp_path / f"elsewhere-{name}")
+        (directory / name).symlink_to(tmp_path / f"elsewhere-{name}")
+        with pytest.raises(RowError, match=said):
+            converted(directory)
 
 
 def test_options_decide_what_counts_and_what_is_allowed(tmp_path: Path) -> None:

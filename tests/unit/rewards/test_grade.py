@@ -372,6 +372,15 @@ def test_every_reason_is_either_the_policys_or_the_infrastructures() -> None:
         assert known == Verdict(reason, "x") if reason.is_infra else known.reason is Reason.SANDBOX_FAILED
 
 
+@pytest.mark.parametrize("status", ["ok", "FAIL"])
+async def test_a_line_that_its_parser_cannot_read_is_no_result(status: str) -> None:
+    """swebench's parser of Django's logs raises for "FAIL:" alone, which any program, and logging, can print."""
+    said = f"FAIL:\nERROR:root:boom\nnew (t.T) ... {status}\nold (t.T) ... ok\n"
+    row = {"log_parser": "parse_log_django", "FAIL_TO_PASS": '["new (t.T)"]', "PASS_TO_PASS": '["old (t.T)"]'}
+    verdict = await graded(ScriptedBox(f"{START}{said}{END}{CODE.format(int(status != 'ok'))}"), of=task(**row))
+    assert verdict.reason is (None if status == "ok" else Reason.TESTS_FAILED), verdict
+
+
 async def test_a_log_that_takes_long_to_read_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """swebench's parser of Django's logs takes time by their square; at the limit of 16 MiB, that is a day. A regular
     expression lets no other thread run."""

@@ -23,7 +23,8 @@ def _context(loaded: tuple[str, ...]) -> multiprocessing.context.ForkServerConte
 
 
 def apart(seconds: float, loaded: tuple[str, ...], work: Callable[..., T], *args: Any) -> T:
-    """Return ``work(*args)``; ``loaded``: modules that the process has, the same in all calls. Blocks.
+    """Return ``work(*args)``; ``loaded``: modules that the process has, unless this one has had others started before
+    (``rl.run.forks``). Blocks.
 
     Raises what ``work`` raises, TimeoutError if it takes longer or if its process is ended by a signal, as by the
     kernel for its memory, and RuntimeError if it ends otherwise.

@@ -142,7 +142,8 @@ def test_a_job_of_one_node_starts_python_as_the_others_do(batch: Batch, script: 
 
 def test_an_array_job_must_be_one_and_know_its_shards(batch: Batch) -> None:
     assert batch.run("array.sbatch", "rl.train", **ARRAY)[1] == (
-        "array.sbatch: give rl.data.admit or rl.evaluate and its arguments, not 'rl.train'\n"
+        "array.sbatch: give rl.data.admit, rl.data.probe, rl.evaluate or rollout.collect and its arguments, not "
+        "'rl.train'\n"
     )
     assert batch.run("array.sbatch", "rl.evaluate") == (
         2,

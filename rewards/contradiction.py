@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from rewards.statuses import has
 
 Parse = Callable[[str], Mapping[str, str]]
+_UNREAD: Mapping[str, str] = {}  # of what a parser cannot read
 
 _PASSED, _FAILED = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
 _PYTEST = re.compile(r"^(FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -19,6 +20,17 @@ _PYTEST = re.compile(r"^(FAILED|ERROR) (\S+)", re.MULTILINE)
 # docstring. For a subtest, further parentheses follow the name.
 _UNITTEST = re.compile(r"^(?:FAIL|ERROR): ((\S+) \(([\w.]+)\)).*\n(.*)", re.MULTILINE)
 _SYMPY = re.compile(r"^_+ .*\.py:(\w+) _+$", re.MULTILINE)
+
+
+def readable(log: str, parse: Parse) -> str:
+    """Return a log without the lines that make its parser raise; "" if it raises without them, too.
+
+    swebench's for Django takes the second word of a line "FAIL: ..." for a test's name, whoever prints the line.
+    """
+    if _parsed(parse, log) is not _UNREAD:
+        return log
+    kept = "\n".join(line for line in log.split("\n") if _parsed(parse, line) is not _UNREAD)
+    return "" if _parsed(parse, kept) is _UNREAD else kept
 
 
 def contradicted(log: str, tests: Iterable[str], parse: Parse) -> str:
@@ -71,4 +83,4 @@ def _parsed(parse: Parse, text: str) -> Mapping[str, str]:
     try:
         return parse(text)
     except Exception:  # a parser that reads a log as a whole, like JSON, raises for a part of it
-        return {}
+        return _UNREAD

@@ -285,7 +285,7 @@ def read_tree(directory: Path) -> dict[str, bytes]:
     Raises TaskError for what is neither a file nor a directory, and if it is all too large.
     """
     files, size = {}, 0
-    for path in [*([directory] if directory.is_symlink() else []), *sorted(directory.rglob("*"))]:
+    for path in [directory] if directory.is_symlink() else sorted(directory.rglob("*")):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             raise TaskError(f"{path} is neither a file nor a directory")
         if path.is_file():

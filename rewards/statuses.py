@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 # Signs that a test passed, of the runners whose parsers report nothing but failures.
 _PASSED = re.compile(
@@ -44,25 +43,6 @@ def something_passed(log: str) -> bool:
     return bool(_PASSED.search(log)) or any(
         int(ran) > int(pending or 0) for ran, pending in _SPECS.findall(log)
     )  # fmt: skip
-
-
-def readable(log: str, parse: Callable[[str], Any]) -> str:
-    """Return a log without the lines that make its parser raise; "" if it raises without them, too.
-
-    swebench's for Django takes the second word of a line "FAIL: ..." for a test's name, whoever prints the line.
-    """
-    if _reads(parse, log):
-        return log
-    kept = "\n".join(line for line in log.split("\n") if _reads(parse, line))
-    return kept if _reads(parse, kept) else ""
-
-
-def _reads(parse: Callable[[str], Any], log: str) -> bool:
-    try:
-        parse(log)
-    except Exception:
-        return False
-    return True
 
 
 def shortened(log: str, most: int) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rewards import second, statuses
 from rewards.apart import apart
-from rewards.contradiction import contradicted
+from rewards.contradiction import contradicted, readable
 from rewards.graders import Grader
 from rewards.grading import TAIL, Grading, RefusedError
 from rewards.patch import FileDiff, PatchError, split
@@ -124,8 +124,8 @@ def _judge(
             detail = f"the eval script does not print {marker!r} so often"
             return Verdict(Reason.LOG_FORGED, detail, log_tail=tail), set()
     expected = (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS)
-    parse = functools.partial(harness.parsers[spec.log_parser], test_spec=spec)
-    log = statuses.readable(statuses.shortened(log, _MOST_LINES), parse)
+    parse = functools.lru_cache(1)(functools.partial(harness.parsers[spec.log_parser], test_spec=spec))
+    log = readable(statuses.shortened(log, _MOST_LINES), parse)
     if torn := contradicted(log, expected, parse):
         return Verdict(Reason.RESULTS_DISAGREE, f"{torn} failed and passed", log_tail=tail), set()
     with tempfile.NamedTemporaryFile("w", suffix=".log", errors="replace") as file:

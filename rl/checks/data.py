@@ -42,16 +42,17 @@ def check_files(config: DictConfig) -> list[Task]:
             )
     _check_overlap(config, [task for _, task in train.values()], [task for _, task in held_out.values()])
     size, trainer = config.data.train_batch_size, config.trainer
-    count = min(len(train), (config.data.get("train_max_samples") or -1) % (1 << 31))  # -1: all
+    most = config.data.get("train_max_samples") or -1  # all
+    count = min(len(train), most) if most > 0 else len(train)
     if count < size:
         raise ConfigError(
             f"data.train_batch_size is {size}, but data.train_files (and data.train_max_samples) give only {count} "
             "tasks; a step needs that many different ones"
         )
-    if trainer.total_training_steps and (most := trainer.total_epochs * (count // size)) < trainer.total_training_steps:
+    if trainer.total_training_steps and (last := trainer.total_epochs * (count // size)) < trainer.total_training_steps:
         raise ConfigError(
-            f"trainer.total_epochs={trainer.total_epochs} ends the run after {most} steps, without the checkpoint and "
-            f"the validation of step {trainer.total_training_steps}: set trainer.total_training_steps={most}"
+            f"trainer.total_epochs={trainer.total_epochs} ends the run after {last} steps, without the checkpoint and "
+            f"the validation of step {trainer.total_training_steps}: set trainer.total_training_steps={last}"
         )
     return [task for _, task in (*train.values(), *held_out.values())]
 

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, agent_limits
+from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, agent_limits, is_positive
 from rl.checks.types import dataclass_of, fields, wrong_value
 from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir, unresolved
 
@@ -81,8 +81,7 @@ def check_types(config: DictConfig, name: str = "train", leave: Collection[str] 
     for path, key in _changed(unresolved(config), unresolved(reference), ""):
         value, default = OmegaConf.select(config, path), OmegaConf.select(reference, path)
         line = wrong_value(path, value, default, _declared(config, path).get(key))
-        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if line and (path not in left or number):
+        if line and (path not in left or is_positive(value)):
             lines.append(line)
     if lines:
         raise ConfigError(*lines)

@@ -5,6 +5,7 @@ seldom meant.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -94,13 +95,17 @@ def check_positive(config: DictConfig, keys: Iterable[str]) -> None:
         raise ConfigError(*lines)
 
 
+def is_positive(value: Any) -> bool:
+    """Return whether a value is a number above 0; in Python, true and false are numbers, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _not_positive(config: DictConfig, keys: Iterable[str], or_null: bool = False) -> Iterator[str]:
     for key in keys:
         value = OmegaConf.select(config, key)
         if or_null and value is None:
             continue
-        # bool is an int in Python
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not is_positive(value):
             yield f"{key} is {value!r}; it must be a number above 0"
 
 
@@ -190,7 +195,8 @@ def check_loss(config: DictConfig) -> None:
 
 
 def loss_notes(config: DictConfig) -> list[str]:
-    """Return a line for each setting of the loss that, with the others, changes nothing or nearly nothing."""
+    """Return a line for each setting of the loss that, with the others, changes nothing or nearly nothing, and for an
+    estimator that compares rows."""
     actor, v1 = config.actor_rollout_ref.actor, config.trainer.v1
     mode, notes, estimator = actor.policy_loss.loss_mode, [], config.algorithm.adv_estimator
     if estimator not in ("grpo", "rloo"):

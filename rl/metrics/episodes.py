@@ -77,12 +77,12 @@ class Tails:
     """These are the tails of all files of JSON lines in a directory: of what was appended since this was made."""
 
     def __init__(self, directory: Path):
-        self.directory = directory
+        self._directory = directory
         self._known = {path: Tail(path, from_end=True) for path in directory.glob("*.jsonl")}
 
     def take(self) -> list[Line]:
         """Return the new complete lines."""
-        paths = sorted(self.directory.glob("*.jsonl"))
+        paths = sorted(self._directory.glob("*.jsonl"))
         return [one for path in paths for one in self._known.setdefault(path, Tail(path)).take()]
 
 

@@ -28,8 +28,6 @@ from rl.data.make.swaps import Swap, swaps
 FILE = "module.py"
 """The file with the function, of each task."""
 
-"""The command that shows an agent whether the calls that it may see give what they should."""
-
 _FEWEST_SWAPS, _MOST_SWAPS = 2, 16
 _OF_A_FUNCTION = 8  # tasks
 _LONGEST_SHOWN = 160  # characters of a call, and of a result

@@ -195,15 +195,12 @@ def _pip(*arguments: str) -> str:
 def _get(url: str, accept: str) -> bytes:
     """Return what an address has. Raises MakeError."""
     parts = urllib.parse.urlsplit(url)
-    headers, secret = {"Accept": accept, "User-Agent": "pip"}, dict[str, str]()
-    if parts.username:
-        word = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
-        secret["Authorization"] = f"Basic {base64.b64encode(word.encode()).decode()}"
     plain = parts._replace(netloc=parts.netloc.rpartition("@")[2])
     try:
-        request = urllib.request.Request(plain.geturl(), headers=headers)
-        for name, value in secret.items():
-            request.add_unredirected_header(name, value)  # it is for this host alone
+        request = urllib.request.Request(plain.geturl(), headers={"Accept": accept, "User-Agent": "pip"})
+        if parts.username:  # it is for this host alone
+            word = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(word.encode()).decode()}")
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             content = answer.read(_LARGEST + 1)
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:

@@ -301,7 +301,7 @@ async def test_two_equal_sub_agents_share_a_reply_that_is_reported_twice() -> No
 
 
 async def test_a_program_cannot_say_that_a_reply_is_a_sub_agents() -> None:
-    """What it prints into the output is found, and does not move the reply to another conversation."""
+    """The audit finds what it prints into the output, and the reply stays in its conversation."""
     record = await played()
     kinds = [point.kind for point in trace(record).points]
     again = [copy.deepcopy(e) for e in record.events if not e["parent_tool_use_id"]]

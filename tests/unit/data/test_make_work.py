@@ -1,4 +1,4 @@
-"""Which edits become tasks depends on the seed only: not on how many boxes there are, nor on where one was killed."""
+"""The seed alone decides which edits become tasks: not how many boxes there are, nor where one was killed."""
 
 from __future__ import annotations
 

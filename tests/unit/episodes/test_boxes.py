@@ -135,7 +135,7 @@ def stub(tmp_path: Path, monkeypatch, version: str | None) -> None:
 def test_a_run_with_a_mirror_asks_the_mirror_and_may_wait_for_it(
     docker_cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where only a mirror can be reached, Docker Hub would end the run; a mirror that refuses for now is waited for."""
+    """The run is not ended by Docker Hub, which it may not reach, nor by a mirror that refuses for now."""
     asked = []
 
     def inspect(image: str) -> None:

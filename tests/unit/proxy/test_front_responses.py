@@ -291,7 +291,7 @@ async def test_tools_that_take_any_text_and_those_in_namespaces(proxy: ProxyServ
 
 
 async def test_a_response_goes_on_after_another(proxy: ProxyServer, client: openai.AsyncOpenAI) -> None:
-    """From any of them, as often as one likes, with the system prompt of the first one."""
+    """A client may go on from any of them, as often as it likes, with the system prompt of the first one."""
     session = await opened(proxy, "one", "two", "other")
     client.api_key = session.secret
     rules: Any = [{"role": "developer", "content": "Rules."}, {"role": "user", "content": "hi"}]

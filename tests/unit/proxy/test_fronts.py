@@ -89,7 +89,7 @@ FORWARDED = [(api, endpoint) for api in ("chat", "responses", "gemini-http") for
 async def test_an_agent_of_each_api_plays_with_another_endpoint(
     proxy: ProxyServer, wanted: list[Any], api: str, endpoint: str, stream: bool
 ) -> None:
-    """As in evaluations of hosted models. The endpoint is a session of ours, whose row shows what it was sent."""
+    """This is how hosted models are evaluated. The endpoint is a session of ours, whose row shows what it was sent."""
     back = await opened(proxy, *SAID)
     front = PassThrough(ENDPOINTS[endpoint](proxy.port, back.secret))
     await front.start()

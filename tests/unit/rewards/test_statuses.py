@@ -50,8 +50,8 @@ def log_of(parser: str, names: list[str], statuses: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize("parser", FORMATS)
 async def test_verdicts_are_swebenchs_own(parser: str) -> None:
-    """Where every test passes, fails or is missing, and where one is skipped or fails as expected besides one that
-    passes."""
+    """They are the same where every test passes, fails or is missing, and where one is skipped or fails as expected
+    besides one that passes."""
     from swebench.harness.grading import get_eval_report
     from swebench.harness.utils import make_test_spec
 

@@ -44,7 +44,7 @@ def test_memory_of_processes_is_watched(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_tables_of_training_on_a_gpu(
     measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """What a run on a GPU leaves is given; the tables come after the steps were paid for."""
+    """The test gives what a run on a GPU leaves; the tables come after the steps were paid for."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     bench = importlib.import_module("bench_gpu")
     steps = [{"step": number, "timing_s/step": 60.0, "timing_s/gen": 40.0, **measured} for number in (1, 2)]

@@ -207,7 +207,7 @@ def test_a_loop_that_raises_in_every_group_ends_the_run(cls: type, monkeypatch: 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, ReplayBufferAsync])
 def test_groups_that_are_all_lost_end_the_run_too(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where failed groups are replaced, a dead engine for containers had them replaced for ever."""
+    """A dead engine for containers had them replaced for ever, where failed groups are replaced."""
     world = World(Simulation(NODE, EPISODES, 0.0, random.Random(1)), 4, ours=True, cls=cls)
     world.buffer.sync_refill_failed_groups = True
     world.buffer.most_raised, world.buffer.most_barren, world.buffer.causes = 8, 32, lambda: "infra/no_engine 256"

@@ -92,14 +92,14 @@ here = Path(__file__).parent
 sys.path.insert(0, str(here))
 
 import parsers
-from rewards.contradiction import contradicted
+from rewards.contradiction import contradicted, readable
 from rewards.statuses import without_skipped
 
 task = json.loads((here / "task.json").read_text())
 whole, started, ended = sys.stdin.buffer.read().decode(errors="replace"), *{MARKERS!r}
-log = whole.partition(started)[2].rpartition(ended)[0]
 parse = lambda text: getattr(parsers, task["log_parser"])(text, None)
-found = parse(log)
+log = readable(whole.partition(started)[2].rpartition(ended)[0], parse)
+found = parse(log) if log else {{}}
 bad = {{test for test, status in found.items() if status in ("FAILED", "ERROR")}}
 tests = {{}}
 for kind in ("FAIL_TO_PASS", "PASS_TO_PASS"):

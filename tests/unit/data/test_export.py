@@ -71,6 +71,8 @@ def test_the_solution_is_judged_as_here(made: tuple[Task, Path], tmp_path: Path)
     assert judged(directory, "") == "0\n"
     assert judged(directory, passing.replace(MARKERS[1], "")) == "0\n"
     assert judged(directory, f"{failing}{passing}") == "0\n"  # markers that the script did not print
+    for run, reward in ((failing, "0\n"), (passing, "1\n")):  # lines that the parser cannot read, whoever prints them
+        assert judged(directory, run.replace(MARKERS[0], f"{MARKERS[0]}\nFAIL:\nERROR:root:boom\n")) == reward
     name = task.FAIL_TO_PASS[0]
     assert judged(directory, passing.replace(f"{name} ... ok", f"{name} ... skipped 'x'")) == "0\n"
     assert judged(directory, passing.replace(f"{name} ... ok", f"{name} ... FAIL\n{name} ... ok")) == "0\n"

@@ -228,7 +228,7 @@ class Docker(FromImages):
             if engine and not engine.podman:
                 checked("missing_image", engine.client.inspect_distribution, self.pulls.address(lost[0]))
         except SandboxError as error:
-            if not refused_for_now(str(error)):
+            if not (self.pulls.patience_s and refused_for_now(str(error))):
                 raise ConfigError(f"sandbox={self.name}: an image is not here and cannot be pulled: {error}") from error
 
     def how(self, run: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rollout.sandbox.sealing import Source
 from tests.docker_kit import left, small_image
 from tests.own_engine import OwnEngine, OwnPodman, running
 from tests.sandboxes import REPOSITORY, alive, sh
-from tests.ssh_kit import Sshd, fleet_of, servers
+from tests.ssh_kit import Sshd, close, fleet_of, servers
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
@@ -137,7 +137,7 @@ def test_what_is_wrong_with_a_host_is_one_line(hosts: list[Sshd], tmp_path: Path
         with pytest.raises(SandboxError, match="no host answers") as failure:
             with_problems.choose("image")
         assert failure.value.cause == "no_engine"
-        with_problems.close()
+        close(with_problems)
 
 
 @pytest.mark.parametrize("keeper_too", [False, True])

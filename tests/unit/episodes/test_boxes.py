@@ -48,7 +48,8 @@ def test_bwrap_that_does_not_start(config, monkeypatch):
 def docker_cfg(config: DictConfig) -> DictConfig:
     keys = {"kind": "docker", "memory_mb": 512, "cpus": 1, "processes": 64, "disk_mb": 64, "pull_parallel": 1}
     del config.sandbox.isolation
-    config.sandbox = {**config.sandbox, **keys, "image_budget_gb": None, "base_image": None}
+    images = {"image_budget_gb": None, "base_image": None, "registry_mirror": None, "pull_patience_s": 0}
+    config.sandbox = {**config.sandbox, **keys, **images}
     return config
 
 

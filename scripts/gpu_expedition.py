@@ -139,16 +139,18 @@ class Expedition:
             if not first[0].result():
                 return
             first[1].result()
-            if not self.step("grpo", lambda: self.program("grpo", *self.training(), until=self.until, good=(0, 75))):
-                return
+            grpo = self.step("grpo", lambda: self.program("grpo", *self.training(), until=self.until, good=(0, 75)))
             last = [
                 beside.submit(self.step, "evaluate_warm", lambda: self.evaluate("warm", self.sft, SAMPLES)),
-                beside.submit(self.step, "evaluate_grpo", lambda: self.evaluate("grpo", self.grpo, SAMPLES)),
                 beside.submit(self.step, "audit", lambda: self.program("audit", "-m", "rollout.audit", str(self.grpo))),
                 beside.submit(self.step, "report", lambda: self.program("report", "-m", "rl.report", str(self.grpo))),
             ]
+            if grpo:
+                last += [beside.submit(self.step, "evaluate_grpo", lambda: self.evaluate("grpo", self.grpo, SAMPLES))]
             for one in (*first, *last):
                 one.result()
+        if not grpo:
+            return
         pair = [str(self.work / "evaluate" / name) for name in ("warm", "grpo")]
         self.step("compare", lambda: self.program("compare", "-m", "rl.evaluate", "compare", *pair))
         self.step("rate", self.rate)

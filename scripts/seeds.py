@@ -40,7 +40,6 @@ from rollout import program
 ROOT = Path(__file__).resolve().parents[1]
 ENOUGH = 0.8
 ROUNDS = 3
-ROOM = ["sandbox.cpu_s=60"]  # some agents need more than ten seconds to start
 EVERY = ("claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code", "gemini_cli", "openhands")
 
 
@@ -174,9 +173,9 @@ def small(place: str) -> list[str]:
 def at_home(root: Path) -> list[str]:
     """Make a policy whose warm start was in all agents, once, with seed 1; return the keys that give it to a run."""
     mix = ",".join(f"{agent}:1" for agent in EVERY)
-    keys = ["agent=mixed", f"agent.mix={{{mix}}}", *small("agent.claude_code"), *ROOM]
+    keys = ["agent=mixed", f"agent.mix={{{mix}}}", *small("agent.claude_code")]
     config = compose(["+experiment=quickstart", *keys, "quickstart.warm_episodes=640", f"run.root={root}"])
-    return [f"policy={prepare(config, Screen())['actor_rollout_ref.model.path']}", *ROOM]
+    return [f"policy={prepare(config, Screen())['actor_rollout_ref.model.path']}"]
 
 
 @dataclass(frozen=True)
@@ -220,8 +219,8 @@ STUDIES = {
     "real": replace(
         QUICKSTART,
         command=(
-            "rl.train", "+experiment=qwen2_5_coder_0_5b", "scale=cpu", "agent.tools=[Bash]", "agent.timeout_s=400",
-            "grading.timeout_s=30", "algorithm.rollout_correction.bypass_mode=true",
+            "rl.train", "+experiment=qwen2_5_coder_0_5b", "scale=cpu", "agent.tools=[Bash]", "agent.max_turns=8",
+            "agent.timeout_s=400", "grading.timeout_s=30", "algorithm.rollout_correction.bypass_mode=true",
             "actor_rollout_ref.actor.optim.lr=3e-4", "actor_rollout_ref.rollout.val_kwargs.n=1",
             "trainer.total_training_steps=8", "trainer.test_freq=8", "trainer.save_freq=1",
         ),

@@ -40,7 +40,7 @@ from rewards.task import Task, TaskError, load_tasks
 from rewards.verdict import Reason
 from rl.data import verdicts as report
 from rl.data.card import write_card
-from rl.data.rates import write_rows
+from rl.data.rates import other_than, write_rows
 from rl.data.verdicts import Finding, Judgement
 from rl.run.array_job import Shard
 from rl.run.journal import Journal, JournalError, Losses, LostError, Progress, estimate, read_journal, run_all
@@ -317,8 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)  # overrides may follow options
     if min(args.tries, args.jobs) < 1:
         parser.error("--tries and --jobs must be at least 1")
-    if args.out.resolve() == args.tasks.resolve():
-        parser.error("--out would overwrite the tasks")
+    other_than(parser, args.tasks, args.out)
     if args.shard and args.merge:
         parser.error("--merge is for all shards; leave out --shard")
     try:

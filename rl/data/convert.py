@@ -140,8 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.heldout_share is not None:
         training, heldout = split(chosen, args.heldout_share, args.heldout_by, args.split_seed)
         files = {args.out: training, args.out.with_name(f"{args.out.stem}.heldout{args.out.suffix}"): heldout}
-    files = {path: part for path, part in files.items() if part}
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    for path, part in files.items():
+        if not part:  # an older file would be mistaken for this run's
+            path.unlink(missing_ok=True)
+    files = {path: part for path, part in files.items() if part}
     for path, part in files.items():
         write_tasks(path, part)
         did = "converted" if path == args.out else "held out"
@@ -179,6 +182,10 @@ def _show(summary: Mapping[str, Any], refused: Sequence[Refusal]) -> None:
     Console(highlight=False).print(table)
 
 
+def _reward(text: str) -> float:
+    return float(text) if float(text) == 1 else share_of(text)
+
+
 def _ids(values: Sequence[str]) -> set[str]:
     """Return the instance ids in `values`, where @FILE stands for the ids in a file. Raises SourceError."""
     try:
@@ -208,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--scripts", type=Path, metavar="DIR", help="SWE-bench Pro: a checkout of scaleapi/SWE-bench_Pro-os")
     add("--without-network", action="store_true", help="Harbor: convert tasks that want a network, and give them none")
     add("--reward", default="reward", metavar="KEY", help="Harbor: the key of reward.json that counts (reward)")
-    add("--threshold", type=share_of, default=1.0, metavar="X", help="Harbor: the reward that resolves (1)")
+    add("--threshold", type=_reward, default=1.0, metavar="X", help="Harbor: the reward that resolves (1)")
     add = parser.add_argument_group("filters").add_argument
     add("--repo", dest="repos", nargs="+", default=[], metavar="PATTERN", help='e.g. django/django or "pydata/*"')
     add("--instance-ids", nargs="+", default=[], metavar="ID", help="ids that must be there, or @FILE with such ids")

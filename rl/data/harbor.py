@@ -32,6 +32,7 @@ _TEST_S = 600.0  # Harbor's default
 _LARGEST = 1e9  # of any number
 _NETWORKS = ("no-network", "public", "allowlist")
 _PLAIN = re.compile(r"[^\[\]!\\]+")  # a pattern that means the same to tar and to us
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # a variable
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
 # A line at the start of an instruction that marks a benchmark's text, for those who clean training data.
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
@@ -116,7 +117,7 @@ def convert(row: Row, options: ConversionOptions) -> dict[str, Any]:
         "difficulty": label(_table(config, "metadata").get("difficulty")),
         "grader": "harbor",
         "grading": {
-            "directory": os.path.relpath(directory, options.out.absolute()),
+            "directory": os.path.relpath(directory.resolve(), options.out.resolve()),
             "sha256": digest(files),
             "mode": SEPARATE if stepped else modes[0],
             "reward": options.reward,
@@ -202,7 +203,7 @@ def image_name(directory: Path, environment: Mapping[str, Any]) -> str:
     context = directory / "environment"
     if not given and not (context / "Dockerfile").is_file():
         raise RowError(Why.NO_IMAGE, "there is neither docker_image nor environment/Dockerfile")
-    whole = hashlib.sha256(repr((given, environment.get("workdir"), environment.get("env"))).encode())
+    whole = hashlib.sha256(repr((given, environment.get("workdir"), environment.get("env") or None)).encode())
     for path, data in ({} if given else read_tree(context)).items():
         runs = os.access(context / path, os.X_OK)
         whole.update(json.dumps([path, runs, hashlib.sha256(data).hexdigest()]).encode())
@@ -275,7 +276,7 @@ def _dropped(directory: Path, part: _Part, mode: str, environment: Row) -> list[
             why = f"the artifact {source} is not in the work tree, and the verifier's box gets nothing but a patch"
             raise RowError(Why.UNSUPPORTED, why)
         patterns += ["!*" if path == PurePosixPath(workdir) else f"!/{path.relative_to(workdir)}"]
-        patterns += [f"**/{pattern.removeprefix('./')}" for pattern in exclude]
+        patterns += [f"**/{str(pattern).removeprefix('./')}" for pattern in exclude]
     return [] if patterns == ["*", "!*"] else patterns
 
 
@@ -338,6 +339,8 @@ def _variables(table: Row, where: str) -> dict[str, str]:
     for name, value in found.items():
         if not isinstance(value, str):
             raise RowError(Why.INVALID, f"[{where}.env] {name} is {value!r}")
+        if not _NAME.fullmatch(name) or "\0" in value or (where == "environment" and not value.isprintable()):
+            raise RowError(Why.INVALID, f"[{where}.env] {name!r}: an image cannot have it")
         if "${" in value:
             raise RowError(Why.UNSUPPORTED, f"[{where}.env] {name}: a variable of the machine is not given to boxes")
     return found

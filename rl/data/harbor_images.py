@@ -9,15 +9,20 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import math
+import re
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
 import requests
+import urllib3
 from docker.errors import APIError, DockerException
 
 from rewards.harbor import SEPARATE
 from rewards.task import Task
+from rl.data import harbor
 from rollout.sandbox import HOME, SandboxError
 from rollout.sandbox.docker import images
 from rollout.sandbox.docker.engine import PROJECT, ContainerEngine, checked
@@ -57,6 +62,8 @@ def build(engine: ContainerEngine, task: Task) -> bool:
         return False
     wanted, directory = task.asked["environment"], task.directory
     assert directory is not None
+    if harbor.image_name(directory, wanted) != task.image:
+        raise BuildFailed("environment/ is not what it was when the task was converted; convert it again")
     if given := wanted["docker_image"]:
         if images.missing(engine, [given]):
             try:
@@ -82,14 +89,17 @@ def _dockerfile(engine: ContainerEngine, context: Path, name: str, timeout_s: fl
         tar.add(context, ".")
     buffer.seek(0)
     how: dict[str, Any] = {"custom_context": True, "encoding": "gzip", "rm": True, "forcerm": True, "decode": True}
+    end = time.monotonic() + timeout_s
     try:
-        for line in engine.client.build(fileobj=buffer, tag=name, timeout=int(timeout_s), **how):
+        for line in engine.client.build(fileobj=buffer, tag=name, timeout=math.ceil(timeout_s), **how):
+            if time.monotonic() > end:
+                raise requests.Timeout
             if "error" in line:
                 raise BuildFailed(" ".join(f"environment/Dockerfile: {line['error']}".split()))
     except APIError as error:  # the engine cannot read it
         raise BuildFailed(" ".join(f"environment/Dockerfile: {error.explanation}".split())) from error
-    except requests.Timeout as error:
-        raise BuildFailed(f"environment/Dockerfile: nothing was said for {timeout_s:.0f} s") from error
+    except (requests.Timeout, urllib3.exceptions.ReadTimeoutError) as error:
+        raise BuildFailed(f"environment/Dockerfile: it is not built after {timeout_s:g} s") from error
 
 
 def _fit(engine: ContainerEngine, image: str, task: Task) -> None:
@@ -112,11 +122,14 @@ def _fit(engine: ContainerEngine, image: str, task: Task) -> None:
             engine.client.start(container)
         except DockerException as error:
             raise BuildFailed(f"no bash in the image: {' '.join(str(error).split())[-200:]}") from error
-        status = engine.client.wait(container, timeout=_FIT_S)["StatusCode"]
-        said = engine.client.logs(container).decode(errors="replace").split()
-        if status or len(said) != 4 or not all(word.isdigit() for word in said):
-            raise BuildFailed(f"the image cannot be fitted: exit status {status}: {' '.join(said)[-300:]}")
-        uid, gid, repository, git = map(int, said)
+        try:
+            status = engine.client.wait(container, timeout=_FIT_S)["StatusCode"]
+        except (requests.Timeout, requests.ConnectionError) as error:
+            raise BuildFailed(f"the image cannot be fitted: {' '.join(str(error).split())}") from error
+        said = " ".join(engine.client.logs(container).decode(errors="replace").split())
+        if status or not re.fullmatch(r"\d{1,9} \d{1,9} [01] [01]", said, re.ASCII):
+            raise BuildFailed(f"the image cannot be fitted: exit status {status}: {said[-300:]}")
+        uid, gid, repository, git = map(int, said.split())
         if not git and (repository or task.asked["mode"] == SEPARATE):
             why = "its history is sealed with git" if repository else "a patch is applied with git"
             raise BuildFailed(f"there is no git in the image: {why}")

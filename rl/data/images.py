@@ -33,7 +33,7 @@ from rl.data.harbor import IMAGES
 from rl.data.make import sources
 from rl.data.make.environment import VENV
 from rl.data.make.sources import MakeError
-from rl.data.rates import write_rows
+from rl.data.rates import other_than, write_rows
 from rl.run.screen import Screen, this_command
 from rollout import program
 from rollout.sandbox import WORKDIR, SandboxError
@@ -177,7 +177,9 @@ def _key(*parts: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    other_than(parser, args.tasks, args.out)
     screen = Screen()
     try:
         tasks = load_tasks(args.tasks)

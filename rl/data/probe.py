@@ -23,7 +23,7 @@ from pathlib import Path
 from rewards.task import load_tasks
 from rl.config.compose import ConfigError
 from rl.data.card import write_card
-from rl.data.rates import ResolveRate, write_rated
+from rl.data.rates import ResolveRate, other_than, write_rated
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
 from rl.run.screen import Screen
@@ -32,7 +32,9 @@ from rollout import program
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    args = _parser().parse_intermixed_args(arguments)  # keys may follow options
+    parser = _parser()
+    args = parser.parse_intermixed_args(arguments)  # keys may follow options
+    other_than(parser, args.tasks, args.out)
     screen = Screen()
 
     def work() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -59,6 +60,12 @@ def _moved(task: Task, place: Path) -> str | None:
     if task.directory is None:
         return task.grading or None
     return json.dumps({**task.asked, "directory": os.path.relpath(task.directory, place)})
+
+
+def other_than(parser: argparse.ArgumentParser, source: Path, out: Path) -> None:
+    """End the program (exit status 2) if it would write its rows over the task file that it takes them from."""
+    if out.resolve() == source.resolve():
+        parser.error("--out would overwrite the tasks")
 
 
 def write_rows(

@@ -289,7 +289,7 @@ def _literal(row: Row, name: str) -> list[str]:
     value = row.get(name)
     try:
         value = ast.literal_eval(value) if isinstance(value, str) else value
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise RowError(Why.BAD_TESTS, f"{name} is no list: {error}") from error
     return test_names({name: value}, name)
 

@@ -76,6 +76,8 @@ def checkpoint_bytes(config: DictConfig, shape: ModelShape, trainer: TrainerLayo
 
 def checkpoints_kept(config: DictConfig) -> int:
     """Count the checkpoints at the fullest moment: the oldest goes when a new one is whole (rl/run/checkpoints.py)."""
-    steps, keep = select(config, "trainer.total_training_steps", 0), select(config, "trainer.max_actor_ckpt_to_keep")
-    ever = max(1, steps // config.trainer.save_freq)
+    steps, keep = select(config, "trainer.total_training_steps"), select(config, "trainer.max_actor_ckpt_to_keep")
+    if not steps:  # it ends by its epochs; if all are kept, there will be more
+        return (keep or 1) + 1
+    ever = math.ceil(steps / (1 if config.run.save_minutes else config.trainer.save_freq))  # the last step's, too
     return min(ever, keep + 1) if keep else ever

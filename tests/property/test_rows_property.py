@@ -157,7 +157,7 @@ _HARBOR = {
     "schema_version": "1.4",
     "task": {"name": "a/b", "version": "1"},
     "metadata": {"difficulty": "easy"},
-    "artifacts": ["/app/x", {"source": "/app/y"}],
+    "artifacts": ["/app/x", {"source": "/app/y", "exclude": ["z"]}],
     "agent": {"timeout_sec": 9.0, "network_mode": "no-network"},
     "verifier": {
         "timeout_sec": 9.0,

@@ -26,6 +26,7 @@ import pyarrow.parquet
 import pytest
 
 from rewards.task import Task, load_tasks
+from rl.data import images, probe
 from rl.data.admit import AdmissionPlan, findings, grade_tasks, main
 from rl.data.verdicts import Judgement, finding, to_markdown
 from rl.quickstart.tasks import make_tasks
@@ -362,6 +363,14 @@ def test_the_command_fails_if_it_admits_nothing(made: Path, tmp_path: Path) -> N
 def test_a_wrong_config_is_reported_in_one_line(bad: list[str], made: Path, tmp_path: Path, capsys: Any) -> None:
     assert main([str(made / "train.parquet"), "--out", str(tmp_path / "a.parquet"), *bad]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [main, images.main, probe.main])
+def test_tasks_are_never_overwritten_by_some_of_them(command: Any, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "t.parquet").write_text("tasks")
+    with pytest.raises(SystemExit):
+        command([str(tmp_path / "t.parquet"), "--out", str(tmp_path / "." / "t.parquet")])
+    assert "--out would overwrite the tasks" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,6 +232,8 @@ def test_held_out_rows_are_written_to_a_second_file(tmp_path: Path) -> None:
     heldout = [task.instance_id for task in load_tasks(tmp_path / "out/tasks.heldout.parquet")]
     assert sorted([*training, *heldout]) == sorted(row["instance_id"] for row in rows(70))
     assert not {name.split("-")[0] for name in training} & {name.split("-")[0] for name in heldout}
+    run(tmp_path, file, "--repo", "acme/calc3", "--heldout-share", "0.001")
+    assert not (tmp_path / "out/tasks.heldout.parquet").exists()  # its rows are for training now
 
 
 def test_rows_from_before_version_5_are_completed_from_recipes(tmp_path: Path) -> None:

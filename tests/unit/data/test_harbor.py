@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
+import docker
 import pytest
+from docker.errors import ImageNotFound
 from omegaconf import OmegaConf
 
 from rewards.harbor import Harbor, _files
 from rewards.rules import Rules
 from rewards.task import Task, TaskError, load_tasks
 from rl.config.compose import ConfigError
-from rl.data import convert, harbor
+from rl.data import convert, harbor, harbor_images
 from rl.data.fields import RowError, Why
 from rl.data.rates import write_rows
 from rl.data.sets import ConversionOptions
 from rl.episodes.boxes import FromImages, Local, _at_least
 from rollout.sandbox import Limits
+from rollout.sandbox.docker.engine import ContainerEngine
 from tests.harbor_kit import write_task, write_tasks
 
 
@@ -61,6 +68,16 @@ def test_rows_that_move_find_their_tests(tmp_path: Path) -> None:
         load_tasks(out)
 
 
+def test_rows_behind_a_link_find_their_tests(tmp_path: Path) -> None:
+    """On clusters `data` is usually a link to another disk."""
+    write_task(tmp_path / "all", "one")
+    (tmp_path / "disk" / "deep").mkdir(parents=True)
+    (tmp_path / "data").symlink_to(tmp_path / "disk" / "deep")
+    out = tmp_path / "data" / "t.parquet"
+    assert convert.main(["harbor", str(tmp_path / "all"), "--out", str(out)]) == 0
+    assert [task.directory for task in load_tasks(out)] == [tmp_path / "all" / "one"]
+
+
 def test_directories_are_found_down_to_six_levels(tmp_path: Path) -> None:
     write_task(tmp_path, "1/2/3/4/5/six")
     write_task(tmp_path, "1/2/3/4/5/6/seven")
@@ -94,6 +111,8 @@ BASE = "[environment]\nnetwork_mode = 'no-network'\n"
         (f"{BASE}skills_dir = '/skills'\n", Why.UNSUPPORTED, "skills_dir"),
         (f"{BASE}[environment.healthcheck]\ncommand = 'true'\n", Why.UNSUPPORTED, "a healthcheck"),
         (f"{BASE}[environment.env]\nKEY = '${{KEY:-1}}'\n", Why.UNSUPPORTED, "[environment.env] KEY"),
+        (f'{BASE}[environment.env]\nKEY = "a\\nUSER root"\n', Why.INVALID, "[environment.env] 'KEY'"),
+        (f'{BASE}[verifier.env]\n"A B" = "1"\n', Why.INVALID, "[verifier.env] 'A B'"),
         (f"{BASE}[verifier.env]\nKEY = 1\n", Why.INVALID, "[verifier.env] KEY is 1"),
         (f"{BASE}[verifier]\nuser = 'root'\n", Why.UNSUPPORTED, "[verifier] user"),
         (f"{BASE}[agent]\nuser = 1000\n", Why.UNSUPPORTED, "[agent] user"),
@@ -146,6 +165,7 @@ def test_what_cannot_be_had_is_refused_with_a_reason(tmp_path: Path, toml: str, 
         ('"/app/"', "a.log b/c b/out/d e.txt"),
         ('"/app/b/out", "e.txt", "none"', "b/out/d e.txt"),
         ('{source = "/app", exclude = ["*.log", "out", "b/c"]}', "e.txt"),
+        ('{source = "/app", exclude = [5]}', "a.log b/c b/out/d e.txt"),
         ('"/app/e.txt", {source = "/app/b", exclude = ["./out"]}', "b/c e.txt"),
     ],
 )
@@ -222,6 +242,7 @@ def test_links_are_refused(tmp_path: Path) -> None:
 
 def test_options_decide_what_counts_and_what_is_allowed(tmp_path: Path) -> None:
     directory = write_task(tmp_path, "one", toml="[environment]\nallow_internet = true\n")
+    assert convert._parser().parse_args(["harbor", "--out", "o", "--threshold", "1"]).threshold == 1.0
     grading = converted(directory, without_network=True, reward="style", threshold=0.5)["grading"]
     assert (grading["reward"], grading["threshold"]) == ("style", 0.5)
     assert grading["network"].endswith("; the boxes have none")
@@ -237,6 +258,52 @@ def test_an_image_is_named_by_all_that_it_is_made_of(tmp_path: Path) -> None:
     (directory / "environment" / "data").chmod(0o755)
     names.append(harbor.image_name(directory, {}))
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("says", [b"", b'{"stream": "Step 1/2"}'])
+def test_a_build_that_stands_still_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bytes) -> None:
+    """The other tasks get their images: what ends is this build, be it before the engine's first word or after it."""
+    directory = write_task(tmp_path, "one", toml=f"{BASE}build_timeout_sec = 0.5\n")
+    task = Task.from_row(converted(directory), tmp_path)
+
+    class Standing(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            if says:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(says), says))
+            ended.wait()
+
+        def log_message(self, *about: Any) -> None:
+            pass
+
+    monkeypatch.setattr(harbor_images.images, "missing", lambda engine, names: names)
+    ended, engine = threading.Event(), ThreadingHTTPServer(("127.0.0.1", 0), Standing)
+    threading.Thread(target=engine.serve_forever).start()
+    try:
+        client = docker.APIClient(f"tcp://127.0.0.1:{engine.server_port}", version="1.41")
+        with pytest.raises(harbor_images.BuildFailed, match=r"not built after 0.5 s"):
+            harbor_images.build(cast("ContainerEngine", SimpleNamespace(client=client)), task)
+        client.close()
+    finally:
+        ended.set()
+        engine.shutdown()
+        engine.server_close()
+
+
+def test_an_image_is_built_of_what_was_converted_only(tmp_path: Path) -> None:
+    """Its name has the hash of it: another node would find another image under the same name."""
+    directory = write_task(tmp_path, "one", toml=f"{BASE}[environment.env]\nB = '1'\nA = '2'\n")
+    task = Task.from_row(converted(directory), tmp_path)
+    engine: Any = SimpleNamespace(client=SimpleNamespace(inspect_image=lambda name: {}))
+    assert not harbor_images.build(engine, task)
+    engine.client.inspect_image = Mock(side_effect=ImageNotFound("none"))
+    (directory / "environment" / "Dockerfile").write_text("FROM other\n")
+    with pytest.raises(harbor_images.BuildFailed, match="convert it again"):
+        harbor_images.build(engine, task)
 
 
 def test_a_box_has_at_least_what_its_task_wants() -> None:

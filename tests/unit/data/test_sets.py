@@ -273,6 +273,7 @@ def test_swebench_reads_r2e_gyms_rewritten_log(tmp_path: Path) -> None:
         ("swe-bench-pro", {"pass_to_pass": "[open('/etc/passwd')]"}, Why.BAD_TESTS),
         ("swe-bench-pro", {"pass_to_pass": "[" * 5000}, Why.BAD_TESTS),
         ("swe-bench-pro", {"selected_test_files_to_run": "tests"}, Why.BAD_TESTS),
+        ("swe-bench-pro", {"fail_to_pass": "{[]: 1}"}, Why.BAD_TESTS),
         ("swe-bench-pro", {"dockerhub_tag": ""}, Why.NO_IMAGE),
         ("swe-smith", {"instance_id": "acme__calc-7"}, Why.NO_IMAGE),
         ("swe-smith", {"FAIL_TO_PASS": ["TestContext/Sub"]}, Why.NO_RECIPE),

@@ -280,8 +280,14 @@ def test_a_checkpoint_has_weights_and_two_moments() -> None:
     assert host.checkpoint_bytes(made, moe(), layout_of(made).trainer) == 12 * moe().params
     assert made.trainer.max_actor_ckpt_to_keep == 2
     assert host.checkpoints_kept(made) == 3  # the oldest goes when the new one is whole
-    made.trainer.max_actor_ckpt_to_keep = None
+    made.trainer.max_actor_ckpt_to_keep = made.run.save_minutes = None
     assert host.checkpoints_kept(made) == made.trainer.total_training_steps // made.trainer.save_freq
+    made.trainer.total_training_steps += 1
+    assert host.checkpoints_kept(made) == made.trainer.total_training_steps // made.trainer.save_freq + 1
+    made.run.save_minutes = 60  # at any step
+    assert host.checkpoints_kept(made) == made.trainer.total_training_steps
+    made.trainer.total_training_steps, made.trainer.max_actor_ckpt_to_keep = None, 2  # it ends by its epochs
+    assert host.checkpoints_kept(made) == 3
 
 
 # ------------------------------------------------------------------ whole plans

@@ -98,6 +98,24 @@ def test_the_expedition_goes_on_with_what_has_no_result(tmp_path: Path) -> None:
     assert second.results["bad"]["error"] == "ValueError: no GPU"
 
 
+@pytest.mark.parametrize("fails", ["", "grpo"])
+def test_the_warm_policy_is_evaluated_also_if_grpo_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    from gpu_expedition import Expedition
+
+    made = []
+
+    def step(self: Expedition, name: str, work: object) -> bool:
+        made.append(name)
+        return name != fails
+
+    monkeypatch.setattr(Expedition, "step", step)
+    Expedition(tmp_path).run()
+    assert {"evaluate_warm", "audit", "report"} <= set(made)
+    assert ("evaluate_grpo" in made, "compare" in made, "rate" in made) == 3 * (not fails,)
+
+
 def test_training_is_told_once_to_stop(tmp_path: Path) -> None:
     """rl.train ends without a checkpoint at a second signal; the time may be moved while it runs."""
     from gpu_expedition import Expedition

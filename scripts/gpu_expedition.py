@@ -43,10 +43,6 @@ EXPERIMENT = [
     "ray_kwargs.ray_init.num_cpus=64",
     "+ray_kwargs.ray_init.object_store_memory=2000000000",
 ]
-# The experiment's, for rl.evaluate.
-AGENT = ["agent.bare=true", "agent.tools=[Bash,Edit,Read]", "agent.max_turns=16", "agent.timeout_s=90"]
-AGENT += ["agent.system_prompt='Fix the bug in module.py. `python3 check.py` shows it.'"]
-AGENT += ["proxy.tool_parser=hermes", "proxy.max_tokens=200", "sandbox=local"]
 SAMPLES = 8
 _PIECE = 16_000_000
 _SHARE = '--gpu-memory-utilization,"0.18"'
@@ -177,9 +173,9 @@ class Expedition:
     def evaluate(self, name: str, policy: Path, samples: int) -> Any:
         """Play the held-out tasks with a policy."""
         out = self.work / "evaluate" / name
-        keys = [f"policy={policy}", f"tasks={self.heldout}", f"samples={samples}", f"out={out}"]
-        keys += [*AGENT, f"max_context={CONTEXT}", "sandbox.concurrency=40", f"serve.args=[{_SHARE}]"]
-        keys += ["sampling.temperature=1.0", "sampling.top_p=1.0", "sampling.top_k=-1"]
+        keys = EXPERIMENT[:1] if policy == self.base else []  # the others are runs, with configs of their own
+        keys += [f"policy={policy}", f"tasks={self.heldout}", f"samples={samples}", f"out={out}"]
+        keys += ["sandbox.concurrency=40", f"serve.args=[{_SHARE}]"]
         self.program(f"evaluate_{name}", "-m", "rl.evaluate", *keys, good=(0, 1))
         found = json.loads((out / "results.json").read_text())
         return {key: value for key, value in found.items() if not isinstance(value, (list, dict)) or len(value) < 20}

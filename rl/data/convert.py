@@ -182,10 +182,6 @@ def _show(summary: Mapping[str, Any], refused: Sequence[Refusal]) -> None:
     Console(highlight=False).print(table)
 
 
-def _reward(text: str) -> float:
-    return float(text) if float(text) == 1 else share_of(text)
-
-
 def _ids(values: Sequence[str]) -> set[str]:
     """Return the instance ids in `values`, where @FILE stands for the ids in a file. Raises SourceError."""
     try:
@@ -215,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--scripts", type=Path, metavar="DIR", help="SWE-bench Pro: a checkout of scaleapi/SWE-bench_Pro-os")
     add("--without-network", action="store_true", help="Harbor: convert tasks that want a network, and give them none")
     add("--reward", default="reward", metavar="KEY", help="Harbor: the key of reward.json that counts (reward)")
-    add("--threshold", type=_reward, default=1.0, metavar="X", help="Harbor: the reward that resolves (1)")
+    add("--threshold", type=share_of, default=1.0, metavar="X", help="Harbor: the reward that resolves (1)")
     add = parser.add_argument_group("filters").add_argument
     add("--repo", dest="repos", nargs="+", default=[], metavar="PATTERN", help='e.g. django/django or "pydata/*"')
     add("--instance-ids", nargs="+", default=[], metavar="ID", help="ids that must be there, or @FILE with such ids")

@@ -81,10 +81,10 @@ def split(rows: Sequence[Row], share: float, by: Literal["instance", "repo"], se
 
 
 def share_of(text: str) -> float:
-    """Return a share of an option. Raises ArgumentTypeError unless it is between 0 and 1."""
+    """Return a share of an option. Raises ArgumentTypeError unless it is above 0 and at most 1."""
     value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
 
 

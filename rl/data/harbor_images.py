@@ -109,23 +109,13 @@ def _fit(engine: ContainerEngine, image: str, task: Task) -> None:
         raise BuildFailed(
             f"its work directory is {workdir}, all of which would be compared with the image; set workdir"
         )
-    host = {
-        "network_mode": "none",
-        "security_opt": engine.security_opt,
-        "ulimits": engine.ulimits(),
-        "log_config": {"Type": "json-file"},
-    }
-    command = [workdir, config.get("User") or "0:0", HOME]
-    container = engine.new(image, host, command=command, entrypoint=["bash", "-c", _FIT, "fit"], user="0:0")
-    try:
+    program = {"command": [workdir, config.get("User") or "0:0", HOME], "entrypoint": ["bash", "-c", _FIT, "fit"]}
+    with engine.helper(image, {"security_opt": engine.security_opt}, user="0:0", **program) as container:
         try:
             engine.client.start(container)
-        except DockerException as error:
-            raise BuildFailed(f"no bash in the image: {' '.join(str(error).split())[-200:]}") from error
-        try:
             status = engine.client.wait(container, timeout=_FIT_S)["StatusCode"]
-        except (requests.Timeout, requests.ConnectionError) as error:
-            raise BuildFailed(f"the image cannot be fitted: {' '.join(str(error).split())}") from error
+        except (DockerException, requests.Timeout, requests.ConnectionError) as error:
+            raise BuildFailed(f"is there no bash in the image? {' '.join(str(error).split())[-200:]}") from error
         said = " ".join(engine.client.logs(container).decode(errors="replace").split())
         if status or not re.fullmatch(r"\d{1,9} \d{1,9} [01] [01]", said, re.ASCII):
             raise BuildFailed(f"the image cannot be fitted: exit status {status}: {said[-300:]}")
@@ -137,8 +127,6 @@ def _fit(engine: ContainerEngine, image: str, task: Task) -> None:
         changes = [f"LABEL {images.TREE}={label}", f"USER {uid}:{gid}", f"WORKDIR {workdir}", "ENTRYPOINT []"]
         changes += [f'ENV {key}="{_quoted(value)}"' for key, value in wanted["env"].items()]
         checked("docker_failed", engine.client.commit, container, *task.image.rsplit(":", 1), changes=changes)
-    finally:
-        engine.remove(container)
 
 
 def _quoted(value: str) -> str:

@@ -80,19 +80,11 @@ def look(engine: ContainerEngine, image: str, snapshots: Mapping[str, Path], cop
         for part in ("-path", f"*/{name}/__init__.py", "-o", "-name", f"{name}.py", "-o")
     ]
     script = 'readlink -f "$(command -v "$1")" || echo; command -v git || echo; shift; find / -xdev "$@"'
-    host = {
-        "network_mode": "none",
-        "cap_drop": ["ALL"],
-        "ulimits": engine.ulimits(),
-        "log_config": {"Type": "json-file"},
-    }
-    container = engine.new(image, host, command=[python, *names[:-1]], entrypoint=["sh", "-c", script, "look"])
-    try:
+    program = {"command": [python, *names[:-1]], "entrypoint": ["sh", "-c", script, "look"]}
+    with engine.helper(image, {"cap_drop": ["ALL"]}, **program) as container:
         engine.client.start(container)
         engine.client.wait(container, timeout=_LOOK_S)
         said = engine.client.logs(container, stdout=True, stderr=False).decode(errors="replace").splitlines()
-    finally:
-        engine.remove(container)
     said += [""] * (2 - len(said))
     for what, where in ((python, said[0]), ("git", said[1])):
         if not where.startswith("/"):
@@ -147,7 +139,7 @@ def _layer(
             tar.addfile(owned(parent) or parent)
         tar.add(directory, place.lstrip("/"), filter=owned)
     # It is never started: an image of a task is made by copying alone.
-    with engine.unstarted(image) as container:
+    with engine.helper(image) as container:
         engine.client.put_archive(container, "/", buffer.getvalue())
         change = [f"WORKDIR {WORKDIR}", 'CMD ["bash"]', "ENTRYPOINT []", *UNOWNED]
         engine.client.commit(container, *name.rsplit(":", 1), changes=change)

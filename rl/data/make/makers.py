@@ -1,4 +1,4 @@
-"""Makers of bugs: the thirteen that SWE-smith has too, plain edits of a syntax tree.
+"""Makers of bugs: twelve that SWE-smith has too, plain edits of a syntax tree.
 
 Each is a function from a node and its place (`rl.data.make.sites`) to the node that replaces it, None where it does not
 apply. `rl.data.make.mistakes` has the makers of mistakes that people make.
@@ -56,18 +56,6 @@ def remove_bases(node: cst.ClassDef, place: SiteContext) -> Replacement | None:
 def remove_function(node: cst.FunctionDef, place: SiteContext) -> Replacement | None:
     """Remove a method. (If a module lost a function, mostly nothing could be imported.)"""
     return cst.RemoveFromParent() if place.is_method(node) else None
-
-
-@maker(cst.ClassDef)
-def shuffle_methods(node: cst.ClassDef, place: SiteContext) -> Replacement | None:
-    """Put the methods of a class into another order."""
-    if not isinstance(node.body, cst.IndentedBlock):
-        return None
-    body = list(node.body.body)
-    numbers = [number for number, statement in enumerate(body) if isinstance(statement, cst.FunctionDef)]
-    shuffled = place.rng.sample(numbers, len(numbers))
-    new = [body[shuffled[numbers.index(n)]] if n in numbers else statement for n, statement in enumerate(body)]
-    return node.with_changes(body=node.body.with_changes(body=new))
 
 
 @maker(cst.If)

@@ -64,7 +64,7 @@ def _since_image(engine: ContainerEngine, container: str, image: str, workdir: s
         changed, gone, unnamed, rules = set(), {b""}, set(), set()
     if not changed and not gone and not unnamed:
         return b""
-    with engine.unstarted(image) as pristine, tempfile.TemporaryDirectory(prefix="diff-") as name:
+    with engine.helper(image) as pristine, tempfile.TemporaryDirectory(prefix="diff-") as name:
         old = _ContainerTree(engine, pristine, workdir, Path(name, "old"))
         old.fetch(changed | rules, gone | unnamed)
         with IgnoredPaths(old, Path(name)) as ignored:

@@ -191,14 +191,21 @@ class ContainerEngine:
         return self.new(image, host, **config), False
 
     @contextlib.contextmanager
-    def unstarted(self, image: str) -> Generator[str]:
-        """Make a container that is never started, from which the files of an image can be read."""
-        host = {"network_mode": "none", "log_config": {"Type": "none"}}
-        container = self.new(image, host, command=["true"], entrypoint=[])
+    def helper(self, image: str, host: Mapping[str, Any] = {}, **config: Any) -> Generator[str]:
+        """Make a container without a network that is no box, whose output can be read. host, config: see `new`.
+
+        It need not be started: the files of its image can be read, and others added.
+        """
+        # Whatever the engine does with the output of others.
+        host = {"network_mode": "none", "ulimits": self.ulimits(), "log_config": {"Type": "json-file"}, **host}
+        container = self.new(image, host, **{"command": ["true"], "entrypoint": [], **config})
         try:
             yield container
         finally:
-            self.remove(container)
+            try:
+                self.remove(container)
+            except DockerException:
+                self.owe(container)
 
     def new(self, image: str, host: dict[str, Any], **config: Any) -> str:
         """Create a container; returns its id. host: the host config. config: the rest."""

@@ -191,24 +191,17 @@ def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) ->
     volumes = status["Config"].get("Volumes") or {}
     if any(PurePosixPath(workdir).is_relative_to(volume) for volume in volumes):
         raise SandboxError("seal_failed", f"{image} keeps {workdir} in a volume")
-    host = {
-        "network_mode": "none",
-        "cap_drop": ["ALL"],
-        "cap_add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"],  # files may belong to the image's user
-        "security_opt": engine.security_opt,
-        "ulimits": engine.ulimits(),
-        "log_config": {"Type": "json-file"},  # its output is read, whatever the engine does with that of others
-    }
-    container = engine.new(
+    # Files may belong to the image's user.
+    caps = {"cap_drop": ["ALL"], "cap_add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"], "security_opt": engine.security_opt}
+    with engine.helper(
         status["Id"],
-        host,
+        caps,
         command=[workdir, HOME, user, source.base_commit, *source.hide],
         entrypoint=["bash", "-c", SCRIPT, "seal"],
         user="0:0",
         working_dir="/",
         healthcheck={"test": ["NONE"]},
-    )
-    try:
+    ) as container:
         docker_files.write(engine, container, "/", PurePosixPath("setup.diff"), source.setup_patch.encode(), (0, 0))
         client.start(container)
         code = client.wait(container, timeout=_SEAL_TIMEOUT_S)["StatusCode"]
@@ -218,9 +211,6 @@ def _seal(engine: ContainerEngine, source: Source, status: Mapping, ref: str) ->
         # Given as instructions, because podman ignores them in a configuration.
         changes = [f"USER {user or '0:0'}", f"LABEL {_LABEL}={written(label)}", *UNOWNED]
         made = client.commit(container, changes=changes, message="sealed")["Id"]
-    finally:
-        with contextlib.suppress(DockerException):
-            engine.remove(container)
     if _inspect(engine, ref) is None:
         client.tag(made, *ref.split(":"))
     else:  # a process on another machine was faster
@@ -246,7 +236,7 @@ def hidden_tests(engine: ContainerEngine, made: SealedImage, tests: Iterable[str
     """Return those of the tests that the work tree of an image already has; see `tests_in`. Blocks."""
     if not (tests := list(tests)):
         return []
-    with engine.unstarted(made.ref) as container:
+    with engine.helper(made.ref) as container:
         return tests_in(lambda file: docker_files.read(engine, container, made.workdir, file), tests)
 
 

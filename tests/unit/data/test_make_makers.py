@@ -33,10 +33,6 @@ PLANTS = {
     "change_operator": ("def f(a, b):\n    return a+b\n", {"return a-b"}),
     "swap_operands": ("def f(a, b):\n    return a - b\n", {"return b - a"}),
     "shuffle_lines": ("def f(a):\n    a += 1\n    a *= 2\n    return a\n", {"    a *= 2\n    a += 1\n"}),
-    "shuffle_methods": (
-        "class A:\n    def f(self): return 1\n    def g(self): return 2\n",
-        {"class A:\n    def g(self): return 2\n    def f(self): return 1\n"},
-    ),
     "boundary": ("def f(a, b):\n    return a <b\n", {"return a <=b"}),
     "off_by_one": ("def f(a):\n    return a[1:]\n", {"a[0:]", "a[2:]"}),
     "swap_arguments": ("def f(a):\n    return g(a, 1)\n", {"g(1, a)"}),

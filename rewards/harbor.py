@@ -38,7 +38,7 @@ _REWARDED = (None, Reason.TESTS_FAILED, Reason.EMPTY_PATCH, Reason.FORBIDDEN_PAT
 _SOLVE_S = 3600.0  # if the task does not say how long an agent may take
 # What pytest and unittest say at the end: how many tests did what.
 _PYTEST = re.compile(r"^=* ?((?:\d+ [a-z]+,? ?)+|no tests ran) in \d[\d.]*s\b", re.MULTILINE)
-_UNITTEST = re.compile(r"^Ran (\d+) tests? in .*\n+OK(?: \(([^()\n]{0,200})\))?$", re.MULTILINE)
+_UNITTEST = re.compile(r"^Ran (\d{1,9}) tests? in .*\n+OK(?: \(([^()\n]{0,200})\))?$", re.MULTILINE)
 _SKIPPED = re.compile(r"\bskipped=(\d{1,9})")
 
 

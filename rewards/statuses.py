@@ -11,7 +11,7 @@ _PASSED = re.compile(
     r"|^ok \d+(?!.*# SKIP)",
     re.MULTILINE,
 )
-_SPECS = re.compile(r"(?<!\d)(\d+) specs?, \d+ failures?(?:, (\d+) pending)?")
+_SPECS = re.compile(r"(?<!\d)(\d{1,9}) specs?, \d+ failures?(?:, (\d{1,9}) pending)?")
 
 Tests = Mapping[str, Mapping[str, list[str]]]
 

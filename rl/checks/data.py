@@ -44,6 +44,8 @@ def check_files(config: DictConfig) -> list[Task]:
     size, trainer = config.data.train_batch_size, config.trainer
     most = config.data.get("train_max_samples") or -1  # all
     count = min(len(train), most) if most > 0 else len(train)
+    if config.data.get("val_batch_size") is not None:  # a batch that is lost would end the validation
+        raise ConfigError("data.val_batch_size: leave it null; sandbox.concurrency limits how many tasks are played")
     if count < size:
         raise ConfigError(
             f"data.train_batch_size is {size}, but data.train_files (and data.train_max_samples) give only {count} "

@@ -29,6 +29,7 @@ from rewards.task import COLUMNS, OPTIONAL, Task, TaskError
 from rl.data.card import write_card
 from rl.data.fields import Row, RowError, Why, label
 from rl.data.filters import Selection, share_of, split
+from rl.data.rates import other_than
 from rl.data.sets import ConversionOptions, source_named
 from rl.data.source import SourceError, read_rows
 from rollout import program
@@ -114,9 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         info = source_named(args.set)
     except ValueError as error:
         parser.error(f"SET {error}")
-    source = args.source or info.hub
+    source, heldout = args.source or info.hub, args.out.with_name(f"{args.out.stem}.heldout{args.out.suffix}")
     if not source:
         parser.error(f"SOURCE is missing: {args.set} is not on the hub")
+    for out in (args.out, heldout):
+        other_than(parser, Path(source), out)
     try:
         recipes: dict[str, Any] = {}
         if args.recipes:
@@ -138,8 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     files = {args.out: chosen}
     if args.heldout_share is not None:
-        training, heldout = split(chosen, args.heldout_share, args.heldout_by, args.split_seed)
-        files = {args.out: training, args.out.with_name(f"{args.out.stem}.heldout{args.out.suffix}"): heldout}
+        training, rest = split(chosen, args.heldout_share, args.heldout_by, args.split_seed)
+        files = {args.out: training, heldout: rest}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for path, part in files.items():
         if not part:  # an older file would be mistaken for this run's

@@ -275,8 +275,8 @@ def _dropped(directory: Path, part: _Part, mode: str, environment: Row) -> list[
         if not workdir or not path.is_relative_to(workdir) or ".." in path.parts:
             why = f"the artifact {source} is not in the work tree, and the verifier's box gets nothing but a patch"
             raise RowError(Why.UNSUPPORTED, why)
-        patterns += ["!*" if path == PurePosixPath(workdir) else f"!/{path.relative_to(workdir)}"]
-        patterns += [f"**/{str(pattern).removeprefix('./')}" for pattern in exclude]
+        own = "" if path == PurePosixPath(workdir) else f"/{path.relative_to(workdir)}"
+        patterns += [f"!{own or '*'}", *(f"{own}/**/{str(pattern).removeprefix('./')}" for pattern in exclude)]
     return [] if patterns == ["*", "!*"] else patterns
 
 

@@ -157,9 +157,10 @@ async def run_agent(
         for path, content in agent.files().items():
             await box.put(f"{box.home}/{path}", content)
     except SandboxError as error:
-        if not again or error.cause != "put_failed":
+        if not again or error.cause not in ("put_failed", "no_space"):
             raise
-        return AgentRun(Status.CRASHED, turns(), str(error), [])  # its commands have put something in the place
+        # Its commands have put something in the place, or filled the box. If the machine's disk is full, grading fails.
+        return AgentRun(Status.CRASHED, turns(), str(error), [])
     done = await box.exec(
         argv(box.home),
         env=agent.environment(secret, socket=socket),

@@ -17,7 +17,7 @@ from rollout import storable
 
 _PARTS = 1 << 20  # lines and values of a stream, about 100 bytes each once read; an episode of 200 turns has 20,000
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-_OURS = re.compile(r"toolu_([0-9a-f]+_[0-9a-f]{2})[0-9a-f]{2}")
+_OURS = re.compile(r"toolu_([0-9a-f]+(?:_[0-9a-f]+)+)[0-9a-f]{2}")
 
 
 def read(output: bytes) -> list[dict[str, Any]]:

@@ -139,7 +139,8 @@ class DockerSandbox(BaseSandbox):
     async def write_file(self, base: str, relative: PurePosixPath, data: bytes) -> None:
         """Write a file; see `BaseSandbox.write_file`."""
         owner = self._sealed.uid, self._sealed.gid
-        await self._call(docker_files.write, self._engine, self.container, base, relative, data, owner)
+        what = docker_files.write, self._engine, self.container, base, relative, data, owner
+        await self._call(*what, cause="put_failed")
 
     async def read_file(self, base: str, relative: PurePosixPath) -> bytes:
         """Read a file; see `BaseSandbox.read_file`."""

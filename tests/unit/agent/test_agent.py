@@ -161,15 +161,16 @@ async def test_without_a_limit_of_turns_none_is_believed() -> None:
     assert run.status is Status.ERROR
 
 
-async def test_in_a_later_step_what_the_agent_has_put_in_its_files_places_is_its_own_doing() -> None:
+@pytest.mark.parametrize("cause", ["put_failed", "no_space"])
+async def test_in_a_later_step_what_the_agent_has_put_in_its_files_places_is_its_own_doing(cause: str) -> None:
     """The first time, it is the infrastructure's."""
     box: Any = Box(stdout=result())
-    box.put = AsyncMock(side_effect=SandboxError("put_failed", "it is no directory"))
+    box.put = AsyncMock(side_effect=SandboxError(cause, "it is no directory"))
     agent: Any = SimpleNamespace(**{name: getattr(AGENT, name) for name in ("argv", "timeout_s")})
     agent.files = lambda: {".gemini/settings.json": b"{}"}
     run = await run_agent(box, agent, "go on", "secret", Path("/s"), lambda: 4, again=True)
-    assert (run.status, run.turns, run.detail) == (Status.CRASHED, 4, "put_failed: it is no directory")
-    with pytest.raises(SandboxError, match="put_failed"):
+    assert (run.status, run.turns, run.detail) == (Status.CRASHED, 4, f"{cause}: it is no directory")
+    with pytest.raises(SandboxError, match=cause):
         await run_agent(box, agent, "begin", "secret", Path("/s"), lambda: 0)
 
 

@@ -50,6 +50,8 @@ def done(*lines: Any, returncode: int | None = 0, timed_out: bool = False) -> Ex
 
 def test_a_call_tells_which_reply_it_is_in() -> None:
     assert reply_of(ID) == "msg_0011223344556677000a_00"
+    # The same prompt with other parameters has another reply.
+    assert reply_of("toolu_0011223344556677000a_00_1a01") == "msg_0011223344556677000a_00_1a"
     assert reply_of("call_1") == "" == reply_of("")
 
 

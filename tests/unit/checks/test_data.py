@@ -79,6 +79,11 @@ def test_fewer_tasks_than_a_batch(config):
     )
 
 
+def test_held_out_tasks_are_one_batch(config):
+    """If one of several were lost, verl would end the validation, and the figures would be of the others."""
+    refused(config, "data.val_batch_size", data__val_batch_size=1)
+
+
 def test_a_run_does_not_end_before_its_last_step(config):
     """Its last checkpoint and validation are those of trainer.total_training_steps."""
     size = config.data.train_batch_size

@@ -236,6 +236,14 @@ def test_held_out_rows_are_written_to_a_second_file(tmp_path: Path) -> None:
     assert not (tmp_path / "out/tasks.heldout.parquet").exists()  # its rows are for training now
 
 
+@pytest.mark.parametrize("name", ["tasks.parquet", "tasks.heldout.parquet"])
+def test_a_source_is_never_an_output(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = parquet(tmp_path / name, [{"no": "task"}])
+    with pytest.raises(SystemExit):
+        main(["swe-gym", str(source), "--out", str(tmp_path / "tasks.parquet")])
+    assert source.exists() and "--out would overwrite the tasks" in capsys.readouterr().err
+
+
 def test_rows_from_before_version_5_are_completed_from_recipes(tmp_path: Path) -> None:
     old = jsonl(tmp_path / "old.jsonl", [datasets.swe_bench_4()])
     new = parquet(tmp_path / "new.parquet", [datasets.swe_bench()])

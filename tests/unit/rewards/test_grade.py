@@ -6,11 +6,15 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rewards.apart import apart
@@ -20,6 +24,7 @@ from rewards.task import Task, _parsers_in_source, log_parsers
 from rewards.verdict import Outcome, Reason, Verdict
 from rollout.sandbox import OUTPUT_CAP, ExecResult, SandboxError
 
+ROOT = Path(__file__).parents[3]
 START, END = "+ : '>>>>> Start Test Output'\n", "+ : '>>>>> End Test Output'\n"
 CODE = ">>>>> Test Exit Code: {}\n"
 PATCH = b"diff --git a/x b/x\nnew file mode 100644\nindex 0000000..e69de29\n"
@@ -175,7 +180,8 @@ NEW = "test_new (a.tests.T)"
             "--- FAIL: {} (0.0s)\n--- FAIL: TestB (0.0s)\n--- PASS: {} (0.0s)\n",
             Reason.RESULTS_DISAGREE,
         ),
-        # A module of Rust is no file that could not be collected.
+        ("gotest", "TestNew", "--- FAIL: {} (0.0s)\nx\r--- PASS: {} (0.0s)\r\n", Reason.RESULTS_DISAGREE),
+        ("pytest", "t.py::new", "FAILED {} - x\rPASSED {}\r", Reason.RESULTS_DISAGREE),
         ("cargo", "wire::new", "ERROR wire is cut\ntest b ... FAILED\ntest {} ... ok\n", None),
         ("cargo", "new", "test {} ... FAILED\ntest b ... FAILED\ntest {} ... ok\n", Reason.RESULTS_DISAGREE),
         (
@@ -372,22 +378,31 @@ def test_every_reason_is_either_the_policys_or_the_infrastructures() -> None:
         assert known == Verdict(reason, "x") if reason.is_infra else known.reason is Reason.SANDBOX_FAILED
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
 @pytest.mark.parametrize("status", ["ok", "FAIL"])
-async def test_a_line_that_its_parser_cannot_read_is_no_result(status: str) -> None:
+async def test_a_line_that_its_parser_cannot_read_is_no_result(status: str, end: str) -> None:
     """swebench's parser of Django's logs raises for "FAIL:" alone, which any program, and logging, can print."""
-    said = f"FAIL:\nERROR:root:boom\nnew (t.T) ... {status}\nold (t.T) ... ok\n"
+    said = f"x{end}FAIL:{end}ERROR:root:boom{end}new (t.T) ... {status}\nold (t.T) ... ok\n"
     row = {"log_parser": "parse_log_django", "FAIL_TO_PASS": '["new (t.T)"]', "PASS_TO_PASS": '["old (t.T)"]'}
     verdict = await graded(ScriptedBox(f"{START}{said}{END}{CODE.format(int(status != 'ok'))}"), of=task(**row))
     assert verdict.reason is (None if status == "ok" else Reason.TESTS_FAILED), verdict
 
 
-async def test_a_log_that_takes_long_to_read_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """swebench's parser of Django's logs takes time by their square; at the limit of 16 MiB, that is a day. A regular
-    expression lets no other thread run."""
+@pytest.mark.parametrize(
+    ("parser", "said"),
+    [
+        ("django", "a ... Testing against Django installed in x\n" * 100_000),
+        ("sympy", " " * 2000 + ".py:" * 500 + "\n"),
+    ],
+)
+async def test_a_log_that_takes_long_to_read_stops_nothing_else(
+    parser: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """swebench's parser of Django's logs takes time by their square; at the limit of 16 MiB, that is a day. That of
+    sympy's takes time by the cube of a line. A regular expression lets no other thread run."""
     monkeypatch.setattr("rewards.swebench._LONGEST_S", 3.0)
-    said = "a ... Testing against Django installed in x\n" * 100_000
     graded_ = asyncio.ensure_future(
-        graded(ScriptedBox(f"{START}{said}{END}{CODE.format(0)}"), of=task(log_parser="parse_log_django"))
+        graded(ScriptedBox(f"{START}{said}{END}{CODE.format(0)}"), of=task(log_parser=f"parse_log_{parser}"))
     )
     ticks = 0
     while not graded_.done():
@@ -413,3 +428,28 @@ def test_work_apart_may_be_ended_by_the_kernel() -> None:
     with pytest.raises(ZeroDivisionError):
         apart(60.0, (), divmod, 7, 0)
     assert apart(60.0, (), divmod, 7, 2) == (3, 1)
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        apart(60.0, ("no_such_module",), divmod, 7, 2)
+
+
+def test_the_time_of_work_apart_begins_with_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it needs may take long to be imported where much else is done."""
+    (tmp_path / "slowly.py").write_text("import time\ntime.sleep(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert apart(2.0, ("slowly",), divmod, 7, 2) == (3, 1)
+
+
+def test_work_apart_ends_also_if_nobody_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(
+        "import os, time\n\n\ndef work():\n    open('pid.new', 'w').write(str(os.getpid()))\n"
+        "    os.rename('pid.new', 'pid')\n    time.sleep(600)\n"
+    )
+    waits = "from rewards.apart import apart\nfrom work import work\napart(1.0, (), work)\n"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", waits], cwd=tmp_path, env=environment) as one:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.05)
+        one.kill()
+    pid = int((tmp_path / "pid").read_text())
+    while psutil.pid_exists(pid):
+        time.sleep(0.05)

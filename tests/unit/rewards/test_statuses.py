@@ -135,6 +135,14 @@ def test_a_long_log_loses_its_middle() -> None:
     assert shortened("\n".join("abcdefgh"), 4) == "a\nb\ng\nh"
 
 
+_MANY = "9" * 5000  # more digits than Python reads
+
+
+@pytest.mark.parametrize("log", [f"{_MANY} specs, 0 failures", f"Ran {_MANY} tests in 1s\n\nOK (skipped=1)"])
+def test_numbers_without_end_say_nothing(log: str) -> None:
+    assert not something_passed(log) and not nothing_passed(log)
+
+
 @pytest.mark.parametrize("log", ["1" * 400_000, "Ran 1 test in 0.1s\n\nOK (" + "skipped=1 " * 100_000, "1 a" * 200_000])
 def test_what_is_searched_takes_linear_time(log: str) -> None:
     """Any quadratic step takes minutes and runs into the limit."""

@@ -118,10 +118,10 @@ class Puzzle:
         """Return the texts of the repository's files, by name."""
         return {"README.md": f"The {self.module} module.\n", f"{self.module}.py": self.source(self.bug)}
 
-    def patch(self, expression: str) -> str:
-        """Return the git patch that replaces the bug by `expression`."""
+    def patch(self) -> str:
+        """Return the git patch that solves the task."""
         name = f"{self.module}.py"
-        return edits.patch({name: self.source(self.bug)}, {name: self.source(expression)})
+        return edits.patch({name: self.source(self.bug)}, {name: self.source(self.gold)})
 
 
 def make_tasks(out: Path, seed: int, n_train: int = 64, n_heldout: int = 32) -> None:
@@ -204,7 +204,7 @@ def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
         "log_parser": "parse_log_django",
         "eval_type": "pass_and_fail",
         "eval_script": eval_script(puzzle.module, tests),
-        "patch": puzzle.patch(puzzle.gold),
+        "patch": puzzle.patch(),
     }
     return Task.from_row(row, base_dir)
 

@@ -39,7 +39,7 @@ from rewards.swebench import warm_up
 from rewards.task import Task, TaskError, load_tasks
 from rewards.verdict import Reason
 from rl.data import verdicts as report
-from rl.data.card import write_card
+from rl.data.card import beside, write_card
 from rl.data.rates import other_than, write_rows
 from rl.data.verdicts import Finding, Judgement
 from rl.run.array_job import Shard
@@ -244,11 +244,9 @@ def admit(
     if shard:
         return found
     seconds = sum(record["seconds"] for record in records)
-    for suffix, text in (
-        ("json", json.dumps(report.to_dict(str(source), plan.tries, found, seconds), indent=1) + "\n"),
-        ("md", report.to_markdown(str(source), plan.tries, found, seconds)),
-    ):
-        files.write(out.with_name(f"{out.stem}.admission.{suffix}"), text)
+    told = str(source), plan.tries, found, seconds
+    files.write(beside(out, "admission.json"), json.dumps(report.to_dict(*told), indent=1) + "\n")
+    files.write(beside(out, "admission.md"), report.to_markdown(*told))
     admitted = {one.instance_id for one in found if one.status is Judgement.PASS}
     if admitted:
         known = [_not_passing(task, plan, records) for task in tasks if task.instance_id in admitted]
@@ -362,8 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (TaskError, JournalError) as error:
         screen.clear()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return program.failed(f"error: {' '.join(str(error).split())}", 2)
     except LostError as error:
         screen.clear()
         print(f"stopped: {error}", file=sys.stderr)
@@ -384,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _next(out: Path, counts: Counter[Judgement]) -> list[tuple[str, str]]:
-    commands = [("why", f"less {out.with_name(f'{out.stem}.admission.md')}")]
+    commands = [("why", f"less {beside(out, 'admission.md')}")]
     if counts[Judgement.UNDECIDED]:
         commands.append(("grade the undecided again", this_command()))
     if counts[Judgement.PASS]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -103,6 +102,21 @@ def write_tasks(path: Path, rows: Sequence[Row], more: Iterable[str] = ()) -> No
             file.write_table(pyarrow.Table.from_pylist(texts, schema=schema))
 
 
+def write_parts(parts: Mapping[Path, Sequence[Row]], did: str, more: Iterable[str] = (), **told: Any) -> None:
+    """Write task files, each with a card: of the first, which says what was done, and of rows that are held out.
+
+    An empty part has no file: an older one would be mistaken for this command's. more, told: as for `write_tasks` and
+    `write_card`.
+    """
+    for path, rows in parts.items():
+        if rows:
+            write_tasks(path, rows, more)
+            write_card(path, did, **told)
+        else:
+            path.unlink(missing_ok=True)
+        did = "held out"
+
+
 def _texts(row: Row) -> dict[str, Any]:
     return {name: json.dumps(value) if isinstance(value, list | tuple | dict) else value for name, value in row.items()}
 
@@ -137,28 +151,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing := set(selection.instance_ids) - {row["instance_id"] for row in rows}:
             raise SourceError(f"--instance-ids: not in the source, or refused: {', '.join(sorted(missing))}")
     except SourceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"error: {error}", 2)
     files = {args.out: chosen}
     if args.heldout_share is not None:
         training, rest = split(chosen, args.heldout_share, args.heldout_by, args.split_seed)
         files = {args.out: training, heldout: rest}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for path, part in files.items():
-        if not part:  # an older file would be mistaken for this run's
-            path.unlink(missing_ok=True)
+    whys = Counter(one.why for one in refused)
+    write_parts(files, "converted", set=args.set, source_of_rows=source, refused=whys)
     files = {path: part for path, part in files.items() if part}
-    for path, part in files.items():
-        write_tasks(path, part)
-        did = "converted" if path == args.out else "held out"
-        write_card(path, did, set=args.set, source_of_rows=source, refused=Counter(one.why for one in refused))
     report = args.out.with_name(f"{args.out.stem}.convert.json")
     summary = {
         "set": args.set,
         "source": source,
         "read": len(rows) + len(refused),
         "mapped": len(rows),
-        "refused": dict(Counter(refusal.why for refusal in refused)),
+        "refused": dict(whys),
         "dropped": dict(dropped),
         "written": {path.name: len(part) for path, part in files.items()},
         "rows": [vars(refusal) for refusal in refused],

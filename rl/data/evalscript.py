@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
+from rewards.task import MARKERS
 from rl.data.patches import FileChange, changes
 from rollout.sandbox import WORKDIR
 
@@ -27,14 +28,14 @@ def eval_script(test_commands: Sequence[str], test_patch: str = "", before: Iter
 
     before: commands that prepare the shell once the environment is active. Raises PatchError.
     """
-    return _script([*_ACTIVATE, f"cd {WORKDIR}", *before, *_hidden_tests(test_patch, WORKDIR)], test_commands)
+    return script([*_ACTIVATE, f"cd {WORKDIR}", *before, *_hidden_tests(test_patch, WORKDIR)], test_commands)
 
 
 def bare_eval_script(
     test_commands: Sequence[str], before: Iterable[str] = (), test_patch: str = "", workdir: str = WORKDIR
 ) -> str:
     """Return a script that activates no environment. Raises PatchError."""
-    return _script([f"cd {workdir}", *before, *_hidden_tests(test_patch, workdir)], test_commands)
+    return script([f"cd {workdir}", *before, *_hidden_tests(test_patch, workdir)], test_commands)
 
 
 def unchecked(test_commands: Iterable[str], how: str) -> list[str]:
@@ -48,11 +49,9 @@ def here(text: str, command: str) -> str:
     return f"{command} <<'{_END_OF_PATCH}'\n{body}{_END_OF_PATCH}"
 
 
-def _script(before: Sequence[str], test_commands: Sequence[str]) -> str:
-    from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT  # takes seconds
-
-    lines = ["#!/bin/bash", "set -uxo pipefail", *before]
-    lines += [f": '{START_TEST_OUTPUT}'", *test_commands, f": '{END_TEST_OUTPUT}'"]
+def script(before: Sequence[str], test_commands: Sequence[str]) -> str:
+    """Return a script that runs test commands between the markers, after others."""
+    lines = ["#!/bin/bash", "set -uxo pipefail", *before, f": '{MARKERS[0]}'", *test_commands, f": '{MARKERS[1]}'"]
     return "\n".join(lines) + "\n"
 
 
@@ -62,6 +61,14 @@ def _hidden_tests(test_patch: str, workdir: str) -> list[str]:
     files = changes(test_patch)
     old = sorted({file.old for file in files if file.old is not None})
     made = sorted({file.new for file in files if file.new is not None} - set(old))
+    return restored(old, made, test_patch, workdir)
+
+
+def restored(old: Sequence[str], made: Sequence[str], test_patch: str, workdir: str) -> list[str]:
+    """Return the commands that bring hidden tests back into a work tree.
+
+    old: files that the patch changes, which are taken from HEAD first. made: files that it makes.
+    """
     lines = [f"git config --global --add safe.directory {workdir}"]
     if old:
         lines.append(f"git checkout HEAD -- {shlex.join(old)}")

@@ -15,7 +15,6 @@ give the same bytes. Admit both files next (rl.data.admit). Exit status: 0 done,
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         make(args.out, args.packages, args.heldout_packages, args.seed, (args.train, args.heldout))
     except (MakeError, SandboxError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"error: {error}", 2)
     print(f"tasks in {args.out}")
     return 0
 

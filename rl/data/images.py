@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from rl.data.harbor import IMAGES
 from rl.data.make import sources
 from rl.data.make.environment import VENV
 from rl.data.make.sources import MakeError
+from rl.data.make.statement import in_turn
 from rl.data.rates import other_than, write_rows
 from rl.run.screen import Screen, this_command
 from rollout import program
@@ -54,12 +54,7 @@ class Base:
 
 def chosen(tasks: Sequence[Task], limit: int | None) -> list[int]:
     """Return the numbers of at most `limit` tasks, in their order, taken evenly from the repositories."""
-    seen: Counter[str] = Counter()
-    ranked = []
-    for number, task in enumerate(tasks):
-        ranked.append((seen[task.repo], number))
-        seen[task.repo] += 1
-    return sorted(number for _, number in sorted(ranked)[:limit])
+    return sorted(in_turn(range(len(tasks)), lambda number: tasks[number].repo)[:limit])
 
 
 def look(engine: ContainerEngine, image: str, snapshots: Mapping[str, Path], copies: bool) -> Base:
@@ -196,8 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_card(args.out, "built images", args.tasks, base=args.base)
     except (MakeError, TaskError) as error:
         screen.clear()
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"error: {error}", 2)
     except (SandboxError, DockerException, OSError) as error:
         screen.clear()
         print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
@@ -206,7 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         screen.next(("continue", this_command()))
         return 130
-    screen.clear()
     screen.say(f"{len(names)} images, {built} of them built now; tasks in {args.out}")
     admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
     screen.next(

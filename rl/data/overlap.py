@@ -9,7 +9,6 @@ is not allowed, 1 something was, 2 the input is wrong.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [vars(task) for path in paths for task in load_tasks(path)] for paths in (args.training, args.heldout)
         )
     except TaskError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"error: {error}", 2)
     found = overlaps(training, heldout)
     for one in found:
         print(f"{one.kind:<10} {one.share:.2f}  {one.instance_id}  {one.other}")

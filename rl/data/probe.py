@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rewards.task import load_tasks
 from rl.config.compose import ConfigError
-from rl.data.card import write_card
+from rl.data.card import beside, write_card
 from rl.data.rates import ResolveRate, other_than, write_rated
 from rl.evaluate.config import check_evaluation, compose_evaluation
 from rl.evaluate.run import Purpose, play_all, run
@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = {"tasks": args.tasks.absolute(), "samples": args.episodes}
         if wrong := [text for text in args.keys if text.lstrip("+~").partition("=")[0] in own]:
             raise ConfigError(*(f"{text}: leave it out; FILE and --episodes say it" for text in wrong))
-        place = [] if any(text.startswith("out=") for text in args.keys) else [f"out={_directory(args.out)}"]
+        place = (
+            []
+            if any(text.startswith("out=") for text in args.keys)
+            else [f"out={beside(args.out, 'probe').absolute()}"]
+        )
         settings = [*place, *(f"{key}={value}" for key, value in own.items())]
         config, weights = compose_evaluation([*settings, *args.keys])
         tasks = check_evaluation(config)
@@ -51,10 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
 
     return run(screen, work)
-
-
-def _directory(out: Path) -> Path:
-    return out.with_name(f"{out.stem}.probe").absolute()
 
 
 def _write(source: Path, out: Path, directory: Path, screen: Screen) -> None:

@@ -118,12 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given: dict[str, Any] = {one.name: getattr(args, one.name) for one in fields(ChoiceRules)}
     given["ranges"] = dict(args.ranges)
     rules = ChoiceRules(**given)
-
-    def run(screen: Screen) -> int:
-        _check(args)
-        return _select(args, rules, screen)
-
-    return status_of(run, SelectError, TaskError)
+    return status_of(lambda screen: _select(args, rules, screen), SelectError, TaskError)
 
 
 def status_of(command: Callable[[Screen], int], *wrong: type[Exception]) -> int:
@@ -135,14 +130,11 @@ def status_of(command: Callable[[Screen], int], *wrong: type[Exception]) -> int:
         with Screen() as screen:
             return command(screen)
     except (*wrong, FileNotFoundError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        return 2
+        return program.failed("\n".join(f"error: {line}" for line in str(error).splitlines()), 2)
     except (OSError, CorruptRecordError) as error:
-        print(f"stopped: {error}; nothing was written", file=sys.stderr)
-        return 1
+        return program.failed(f"stopped: {error}; nothing was written")
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+        return program.failed("interrupted; nothing was written", 130)
 
 
 def inside(out: Path, runs: Sequence[Path]) -> bool:
@@ -170,6 +162,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _select(args: argparse.Namespace, rules: ChoiceRules, screen: Screen) -> int:
     """Choose, show and write; return the exit status."""
+    _check(args)
     tasks = load_tasks(args.tasks) if args.tasks else []
     chosen = choose(args.runs, rules, lambda done, total: screen.show("reading", done >> 20, total >> 20, "MiB"))
     screen.show("writing")
@@ -185,11 +178,9 @@ def _select(args: argparse.Namespace, rules: ChoiceRules, screen: Screen) -> int
         place = args.tasks_out or args.out / "tasks.parquet"
         commands.append(("train on the tasks", f"data.train_files=[{place}]"))
         if not found:
-            print("error: no task is left; nothing was written", file=sys.stderr)
-            return 1
+            return program.failed("error: no task is left; nothing was written")
     if args.out and not chosen.entries:
-        print("error: the rules leave no episode; nothing was written", file=sys.stderr)
-        return 1
+        return program.failed("error: the rules leave no episode; nothing was written")
     if args.out:
         with files.making(args.out, args.overwrite) as new:
             write(chosen, told, new)

@@ -196,45 +196,21 @@ def make_tokenizer(
     )
 
 
-# The tools as Claude Code 2.1 describes them to a bare session, with what the template shows of their schemas.
-def _tool(name: str, description: str, required: str, **types: str) -> dict[str, Any]:
-    schema = {
-        "type": "object",
-        "properties": {parameter: {"type": type_} for parameter, type_ in types.items()},
-        "required": required.split(),
-    }
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+def _tool(name: str, *required: str, **others: str) -> dict[str, Any]:
+    """Return a tool. required: its parameters that the template shows, all of them texts. others: types of more."""
+    types = {**dict.fromkeys(required, "string"), **others}
+    properties = {parameter: {"type": type_} for parameter, type_ in types.items()}
+    schema = {"type": "object", "properties": properties, "required": [*required]}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
-TOOLS: list[Any] = [
-    _tool(
-        "Edit",
-        "modify file contents in place",
-        "file_path old_string new_string",
-        file_path="string",
-        old_string="string",
-        new_string="string",
-        replace_all="boolean",
-    ),
-    _tool(
-        "Read",
-        "read files, images, PDFs, notebooks",
-        "file_path",
-        file_path="string",
-        offset="integer",
-        limit="integer",
-        pages="string",
-        allow_large="boolean",
-    ),
-]
+# Those of Claude Code 2.1 in a bare session.
+_EDIT = _tool("Edit", "file_path", "old_string", "new_string", replace_all="boolean")
+TOOLS: list[Any] = [_EDIT, _tool("Read", "file_path")]
 
 # Those that run a command, in Codex, in Qwen Code and Gemini CLI, in OpenCode and mini-swe-agent, and in OpenHands.
-_SHELL: list[Any] = [
-    _tool("exec_command", "run a command", "cmd", cmd="string"),
-    _tool("run_shell_command", "run a command", "command", command="string"),
-    _tool("bash", "run a command", "command", command="string"),
-    _tool("terminal", "run a command", "command", command="string"),
-]
+_COMMANDS = {"exec_command": "cmd", "run_shell_command": "command", "bash": "command", "terminal": "command"}
+_SHELL: list[Any] = [_tool(name, parameter) for name, parameter in _COMMANDS.items()]
 
 # What agents that run commands say in every episode: longer words make shorter prompts.
 _SEEN = """
@@ -284,10 +260,9 @@ def _corpus(shell: bool = False) -> Iterator[str]:
         messages: Any = example_messages(module, function, cue, bug, new, number)
         which = number % (len(_SHELL) + 1)
         if shell and which < len(_SHELL):  # the rest as Claude Code plays it, which may be in a mix
-            tool = _SHELL[which]["function"]
-            (parameter,) = tool["parameters"]["required"]
+            tool, parameter = list(_COMMANDS.items())[which]
             for index, command in ((2, f"cat {module}.py"), (4, sed(f"{module}.py", new)), (6, SUBMIT)):
-                messages[index] = _call(tool["name"], {parameter: command}, messages[index]["content"])
+                messages[index] = _call(tool, {parameter: command}, messages[index]["content"])
             messages[5]["content"] = ""
         yield str(render.apply_chat_template(messages, tools=_SHELL if shell else TOOLS, tokenize=False))
 

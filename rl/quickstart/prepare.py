@@ -34,7 +34,7 @@ from rewards.task import Task, load_tasks
 from rewards.verdict import Outcome
 from rl.config.command import read_command
 from rl.config.compose import compose
-from rl.data.make import hidden, repositories
+from rl.data.make import edits, hidden, repositories
 from rl.episodes.setup import load_policy, make_setup, training_settings
 from rl.evaluate.player import Player
 from rl.metrics.episodes import Line
@@ -165,8 +165,8 @@ async def _play_missing(config: DictConfig, tasks: list[Task], policy: Path, out
         screen.say(f"warm start: {count - len(wanted)} episodes are there from an earlier start")
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     model_type = json.loads((policy / "config.json").read_text())["model_type"]
-    edits = draw(config.seed, [asked(tasks[n % len(tasks)]) for n in range(count)])
-    engines = [ScriptedEngine(tokenizer, turn_end(tokenizer), RepairScript(edit)) for edit in edits]
+    expressions = draw(config.seed, [asked(tasks[n % len(tasks)]) for n in range(count)])
+    engines = [ScriptedEngine(tokenizer, turn_end(tokenizer), RepairScript(one)) for one in expressions]
     proxy = ProxyServer()
     settings = training_settings(config)
     setup = make_setup(settings, load_policy(settings, str(policy), tokenizer, model_type, engines[0]), proxy)
@@ -221,7 +221,7 @@ def _alone(where: Path, screen: Screen) -> Generator[None]:
 
 def _fingerprint(config: DictConfig) -> str:
     digest, here = hashlib.sha256(), Path(__file__).parent
-    shared = [Path(str(module.__file__)) for module in (hidden, repositories)]
+    shared = [Path(str(module.__file__)) for module in (edits, hidden, repositories)]
     for source in sorted([*here.glob("*.py"), *here.glob("*.jinja"), *shared]):
         digest.update(source.read_bytes())
     for part in (config.quickstart, config.agent, config.proxy):

@@ -31,12 +31,12 @@ import pyarrow.parquet
 from rewards.grade import grade
 from rewards.task import Task
 from rewards.verdict import Outcome
+from rl.data.make import edits
 from rl.data.make.hidden import eval_script
 from rl.data.make.repositories import write_repositories
 from rl.run.journal import run_all
 from rollout import program
 from rollout.sandbox.local.box import boot_local
-from rollout.sandbox.treediff import object_id
 
 CANDIDATES: dict[str, str] = {
     "sum": "a + b",
@@ -118,15 +118,10 @@ class Puzzle:
         """Return the texts of the repository's files, by name."""
         return {"README.md": f"The {self.module} module.\n", f"{self.module}.py": self.source(self.bug)}
 
-    def patch(self, expression: str) -> str:
-        """Return the git patch that replaces the bug by `expression`."""
-        name, old, new = f"{self.module}.py", self.source(self.bug), self.source(expression)
-        ids = [object_id(b"blob", text.encode()).hex()[:7] for text in (old, new)]
-        first = f" def {self.function}(a, b):\n"
-        return (
-            f"diff --git a/{name} b/{name}\nindex {ids[0]}..{ids[1]} 100644\n--- a/{name}\n+++ b/{name}\n"
-            f"@@ -1,2 +1,2 @@\n{first}-    return {self.bug}\n+    return {expression}\n"
-        )
+    def patch(self) -> str:
+        """Return the git patch that solves the task."""
+        name = f"{self.module}.py"
+        return edits.patch({name: self.source(self.bug)}, {name: self.source(self.gold)})
 
 
 def make_tasks(out: Path, seed: int, n_train: int = 64, n_heldout: int = 32) -> None:
@@ -209,7 +204,7 @@ def _task(puzzle: Puzzle, commits: dict[str, str], base_dir: Path) -> Task:
         "log_parser": "parse_log_django",
         "eval_type": "pass_and_fail",
         "eval_script": eval_script(puzzle.module, tests),
-        "patch": puzzle.patch(puzzle.gold),
+        "patch": puzzle.patch(),
     }
     return Task.from_row(row, base_dir)
 

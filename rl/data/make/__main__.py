@@ -16,13 +16,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl.checks.alike import in_verified, overlaps
-from rl.data.card import beside, write_card
-from rl.data.convert import write_tasks
+from rl.data.card import beside
+from rl.data.convert import write_parts
 from rl.data.filters import share_of, split
 from rl.data.make import made_card as cards
 from rl.data.make.candidates import FIX, NAMES, WRITTEN, Candidate
@@ -69,15 +68,8 @@ def make(args: argparse.Namespace, order: Order, screen: Screen) -> int:
         refused += [f"{one.instance_id}: its {one.kind} is that of {one.other}" for one in found.values()]
         training = [row for row in training if row["instance_id"] not in found]
         kept = {out: training, out.with_name(f"{out.stem}.heldout{out.suffix}"): heldout}
-    for path, part in kept.items():
-        if part:
-            write_tasks(path, part, _MORE)
-        else:  # an older file would be mistaken for this command's
-            path.unlink(missing_ok=True)
     told = _told(args, order, made, refused)
-    for path, part in kept.items():
-        if part:
-            write_card(path, "made" if path == out else "held out", text=cards.to_markdown(told), **told)
+    write_parts(kept, "made", _MORE, text=cards.to_markdown(told), **told)
     return len(rows)
 
 
@@ -150,15 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rl.config.compose import compose  # takes seconds
     from rl.episodes.setup import rules_from
 
-    order = Order(args.limit, args.seed, args.makers, args.jobs)
-    order = replace(order, rules=rules_from(compose([])))
+    order = Order(args.limit, args.seed, args.makers, args.jobs, rules_from(compose([])))
     screen = Screen(every_s=10.0)
     try:
         tasks = make(args, order, screen)
     except (MakeError, JournalError) as error:
         screen.clear()
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"error: {error}", 2)
     except (SandboxError, OSError) as error:
         screen.clear()
         print(f"stopped: {' '.join(str(error).split())}", file=sys.stderr)
@@ -169,8 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     screen.clear()
     if not tasks:
-        print("no task was made: see what became of the edits in the journal", file=sys.stderr)
-        return 1
+        return program.failed("no task was made: see what became of the edits in the journal")
     if args.out.exists():  # all can be held out
         admitted = args.out.with_name(f"{args.out.stem}.admitted{args.out.suffix}")
         screen.next(
@@ -203,12 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--requires", nargs="+", default=[], metavar="REQ", help="what tests need beside what the packages name")
     add("--bugs", type=Path, metavar="FILE", help="bugs that another model has written (rl.teachers.bugs)")
-    add(
-        "--heldout-share",
-        type=share_of,
-        metavar="X",
-        help="hold out about this share of packages, in a second file",
-    )
+    add("--heldout-share", type=share_of, metavar="X", help="hold out about this share of packages, in a second file")
     add("--allow-verified", action="store_true", help="take packages of SWE-bench Verified's repositories, too")
     add("--allow-copies", action="store_true", help="take packages that a local box has another copy of, too")
     return parser

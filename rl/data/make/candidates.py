@@ -141,16 +141,14 @@ def _overlap(one: Site, other: Site) -> bool:
 
 
 def combinations(kept: Sequence[Survivor], seed: str, most: int, names: Sequence[str] = NAMES) -> Iterator[Candidate]:
-    """Yield kept edits combined by twos and threes, in turn; edits of different files first.
+    """Return kept edits combined by twos and threes, in turn; edits of different files first.
 
     most: the most tests that a combination's edits may break when each is tried by itself; together they nearly always
     break the same ones. Edits are not combined if one of them breaks everything that the others break: the combination
     would fail like that edit alone.
     """
     queues = [_combined(kept, size, seed, most) for size, name in enumerate(COMBINED, 2) if name in names]
-    for candidate in itertools.chain.from_iterable(itertools.zip_longest(*queues)):
-        if candidate is not None:
-            yield candidate
+    return filter(None, itertools.chain.from_iterable(itertools.zip_longest(*queues)))
 
 
 def _combined(kept: Sequence[Survivor], size: int, seed: str, most: int) -> Iterator[Candidate]:

@@ -8,7 +8,6 @@ code runs in bubblewrap's boxes.
 from __future__ import annotations
 
 import ast
-import asyncio
 import builtins
 import json
 import sys
@@ -21,6 +20,7 @@ from rl.data.make.runs import Bench, NoResultError
 
 _MOST_LINES, _LONGEST_LINE, _LONGEST = 40, 110, 1600
 _FEWEST_CALLS = 3
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _EACH_S = 0.3  # of one call
 
 Cases = tuple[tuple[str, str], ...]
@@ -39,16 +39,11 @@ class Function:
     cases: Cases
 
 
-def harvest(prepared: PreparedPackage) -> list[Function]:
+async def harvest(prepared: PreparedPackage, bench: Bench) -> list[Function]:
     """Return a package's functions that can stand alone, in the order of the package. Raises SandboxError."""
-    return asyncio.run(_harvested(prepared))
-
-
-async def _harvested(prepared: PreparedPackage) -> list[Function]:
     package = prepared.package
     trees = dict(_modules(prepared))
     names = {path: [one.name for one in _plain_functions(tree)] for path, tree in trees.items()}
-    bench = Bench(package.tree, prepared.venv)
     watched = {path: found for path, found in names.items() if found}
     try:
         run = await bench.tests({}, timeout_s=SUITE_S, calls=watched)
@@ -119,7 +114,7 @@ def _bound(statement: ast.stmt) -> set[str]:
     """Return the names to which a statement of a module gives a value."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return {one.asname or one.name.partition(".")[0] for one in statement.names}
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
         return {statement.name}
     return {one.id for one in ast.walk(statement) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
@@ -149,37 +144,19 @@ def _only(statement: ast.stmt, names: set[str]) -> ast.stmt:
 
 
 def _bare(statement: ast.stmt) -> ast.stmt:
-    return ast.parse(bare(ast.unparse(statement))).body[0]
-
-
-def bare(source: str) -> str:
-    """Return a source without docstrings, comments and annotations. Raises SyntaxError, ValueError, RecursionError."""
-    return ast.unparse(ast.fix_missing_locations(_AnnotationRemover().visit(ast.parse(source))))
+    """Return a copy of a statement without docstrings and annotations."""
+    return _AnnotationRemover().visit(ast.parse(ast.unparse(statement))).body[0]
 
 
 class _AnnotationRemover(ast.NodeTransformer):
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        self._strip(node).returns = None
-        return node
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AsyncFunctionDef:
-        self._strip(node).returns = None
-        return node
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        return self._strip(node)
-
-    def visit_Module(self, node: ast.Module) -> ast.Module:
-        return self._strip(node)
-
-    def _strip(self, node: Any) -> Any:
-        self.generic_visit(node)
-        if ast.get_docstring(node) is not None:
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-        return node
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        node.annotation = None
+        if isinstance(node, _FUNCTIONS):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:

@@ -39,6 +39,9 @@ _ARITHMETIC: dict[type[cst.BaseBinaryOp], tuple[type[cst.BaseBinaryOp], ...]] = 
     cst.RightShift: (cst.LeftShift,),
 }
 
+OPPOSITE = {"True": "False", "False": "True"}
+"""Truth values, and their opposites."""
+
 
 @maker(cst.ClassDef)
 def remove_bases(node: cst.ClassDef, place: SiteContext) -> Replacement | None:
@@ -124,7 +127,7 @@ def break_chains(node: cst.BinaryOperation, place: SiteContext) -> Replacement |
 def change_constants(node: cst.BaseExpression, place: SiteContext) -> Replacement | None:
     """Change a number, a text or a truth value."""
     if isinstance(node, cst.Name):
-        return node.with_changes(value={"True": "False", "False": "True"}[node.value]) if is_truth(node) else None
+        return node.with_changes(value=OPPOSITE[node.value]) if node.value in OPPOSITE else None
     if isinstance(node, cst.Integer):
         value = node.evaluated_value
         return cst.Integer(str(abs(value + place.rng.choice([-1, 1, 2]))))
@@ -200,11 +203,6 @@ def is_docstring(statement: cst.CSTNode) -> bool:
         and isinstance(statement.body[0], cst.Expr)
         and isinstance(statement.body[0].value, cst.SimpleString | cst.ConcatenatedString)
     )
-
-
-def is_truth(node: cst.Name) -> bool:
-    """Tell whether a name is True or False."""
-    return node.value in ("True", "False")
 
 
 def positional(arguments: Sequence[cst.Arg]) -> list[int]:

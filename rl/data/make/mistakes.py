@@ -8,7 +8,7 @@ from __future__ import annotations
 import libcst as cst
 import libcst.matchers as m
 
-from rl.data.make.makers import is_docstring, is_truth, like, negated, positional
+from rl.data.make.makers import OPPOSITE, is_docstring, like, negated, positional
 from rl.data.make.sites import Replacement, SiteContext, maker
 
 _LIMITS: dict[type[cst.BaseCompOp], type[cst.BaseCompOp]] = {
@@ -110,30 +110,19 @@ def stale_cache(node: cst.FunctionDef, place: SiteContext) -> Replacement | None
     returned = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else None
     if not isinstance(returned, cst.Return) or returned.value is None or m.findall(node, m.Yield()):
         return None
-    value = returned.value
     first, name = parameters[0].name.value, f"_{node.name.value.strip('_')}"
     if first == "self" and place.is_method(node):
-        kept = cst.parse_statement(f'if "{name}" not in self.__dict__:\n    self.{name} = 0')
-        assert isinstance(kept, cst.If)
-        kept = kept.deep_replace(cst.ensure_type(_only(kept), cst.Assign).value, value)
-        result = cst.parse_statement(f"return self.{name}")
+        missing, kept = f'"{name}" not in self.__dict__', f"self.{name}"
     elif not place.is_method(node) and place.function(node) is None:
         cache = f"{node.name.value}.__dict__"
-        kept = cst.parse_statement(f"if repr({first}) not in {cache}:\n    {cache}[repr({first})] = 0")
-        assert isinstance(kept, cst.If)
-        kept = kept.deep_replace(cst.ensure_type(_only(kept), cst.Assign).value, value)
-        result = cst.parse_statement(f"return {cache}[repr({first})]")
+        missing, kept = f"repr({first}) not in {cache}", f"{cache}[repr({first})]"
     else:
         return None
-    assert isinstance(last, cst.SimpleStatementLine)
-    kept = kept.with_changes(leading_lines=last.leading_lines)
-    return node.with_changes(body=node.body.with_changes(body=[*node.body.body[:-1], kept, result]))
-
-
-def _only(branch: cst.If) -> cst.CSTNode:
-    """Return the one statement of a branch."""
-    line = branch.body.body[0]
-    return cst.ensure_type(line, cst.SimpleStatementLine).body[0]
+    keeping = cst.ensure_type(cst.parse_statement(f"if {missing}:\n    {kept} = 0"), cst.If)
+    keeping = keeping.deep_replace(m.findall(keeping, m.Integer())[0], returned.value)
+    keeping = keeping.with_changes(leading_lines=cst.ensure_type(last, cst.SimpleStatementLine).leading_lines)
+    result = cst.parse_statement(f"return {kept}")
+    return node.with_changes(body=node.body.with_changes(body=[*node.body.body[:-1], keeping, result]))
 
 
 @maker(cst.FunctionDef)
@@ -148,9 +137,9 @@ def wrong_default(node: cst.FunctionDef, place: SiteContext) -> Replacement | No
         return None
     old = place.rng.choice(defaults)
     if isinstance(old, cst.Name):
-        if not is_truth(old) and old.value != "None":
+        if old.value not in ("None", *OPPOSITE):
             return None
-        new: cst.BaseExpression = cst.Name({"True": "False", "False": "True"}.get(old.value, "False"))
+        new: cst.BaseExpression = cst.Name(OPPOSITE.get(old.value, "False"))
     elif isinstance(old, cst.Integer):
         new = cst.Integer(str(old.evaluated_value + 1))
     else:
@@ -211,18 +200,13 @@ def lose_negation(node: cst.If | cst.While, place: SiteContext) -> Replacement |
     return None
 
 
-def without_body(node: cst.FunctionDef) -> cst.FunctionDef | None:
-    """Return a function of which only its head and docstring are left; None if there is nothing to remove."""
-    if not isinstance(node.body, cst.IndentedBlock):
+@maker(cst.FunctionDef)
+def drop_function(node: cst.FunctionDef, place: SiteContext) -> Replacement | None:
+    """Leave only the head and the docstring of a function: its body has to be written anew."""
+    if not isinstance(node.body, cst.IndentedBlock) or (m.findall(node, m.Yield()) and node.asynchronous):
         return None
     kept = [statement for statement in node.body.body[:1] if is_docstring(statement)]
     if len(node.body.body) == len(kept):
         return None
     missing = cst.parse_statement("raise NotImplementedError")
     return node.with_changes(body=node.body.with_changes(body=[*kept, missing]))
-
-
-@maker(cst.FunctionDef)
-def drop_function(node: cst.FunctionDef, place: SiteContext) -> Replacement | None:
-    """Leave only the head and the docstring of a function: its body has to be written anew."""
-    return None if m.findall(node, m.Yield()) and node.asynchronous else without_body(node)

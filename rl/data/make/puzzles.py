@@ -112,12 +112,11 @@ class FunctionPuzzle:
 def puzzles(spec: str, directory: Path, seed: int) -> list[FunctionPuzzle]:
     """Return the puzzles of NAME==VERSION. directory: keeps packages. Raises MakeError, SandboxError."""
     prepared = prepare(spec, directory, copies=True)
-    functions = harvest(prepared)
     bench = Bench(prepared.package.tree, prepared.venv)
     rng = random.Random(f"{seed}:{spec}")
 
     async def all_of() -> list[FunctionPuzzle]:
-        return [puzzle for one in functions for puzzle in await puzzles_of(one, bench, rng)]
+        return [puzzle for one in await harvest(prepared, bench) for puzzle in await puzzles_of(one, bench, rng)]
 
     return asyncio.run(all_of())
 

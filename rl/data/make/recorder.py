@@ -19,11 +19,6 @@ _MOST_VALUES = 40
 _MOST_CALLS, _LONGEST_CALL = 60, 160
 
 
-def _plan():
-    with open(os.path.join(_PLACE, "plan.json")) as file:
-        return json.load(file)
-
-
 def _text(value):
     try:
         return repr(value)[:_LONGEST]
@@ -97,13 +92,14 @@ class OutcomeRecorder:
 
     def __init__(self, root):
         self.root = str(root) + os.sep
-        plan = _plan()
-        self.only = None if plan.get("only") is None else set(plan["only"])
-        self.tests, self.failures, self.broken, self.compared = {}, [], [], None
+        with open(os.path.join(_PLACE, "plan.json")) as file:
+            plan = json.load(file)
+        self.only = None if plan["only"] is None else set(plan["only"])
+        self.tests, self.failures, self.broken = {}, [], []
         self.reasons = {}  # why a test did not pass
-        self.calls = Calls(self.root, plan["calls"]) if plan.get("calls") else None
+        self.calls = Calls(self.root, plan["calls"]) if plan["calls"] else None
         self.coverage = None
-        if plan.get("sources"):
+        if plan["sources"]:
             import coverage
 
             self.sources = plan["sources"]
@@ -127,7 +123,6 @@ class OutcomeRecorder:
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
         """Tell coverage.py which test begins and ends."""
-        self.compared = None
         if self.coverage is not None:
             self.coverage.switch_context(item.nodeid)
         sys.setprofile(self.calls)
@@ -135,10 +130,6 @@ class OutcomeRecorder:
         sys.setprofile(None)
         if self.coverage is not None:
             self.coverage.switch_context("")
-
-    def pytest_assertrepr_compare(self, op, left, right):
-        """Note the two sides of a failed comparison."""
-        self.compared = [op, _text(left), _text(right)]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -185,7 +176,6 @@ class OutcomeRecorder:
             "message": str(excinfo.value)[:_LONGEST],
             "frames": frames[:3] + frames[3:][-12:],
             "values": values,
-            "compared": self.compared,
         }
 
     def lines(self):
@@ -208,7 +198,6 @@ class OutcomeRecorder:
     def pytest_sessionfinish(self, session, exitstatus):
         """Write what was found."""
         result = {
-            "exit": int(exitstatus),
             "tests": self.tests,
             "failures": self.failures[:40],
             "reasons": {test: why.split("\n")[0][:200] for test, why in self.reasons.items()},

@@ -32,7 +32,7 @@ class Failure:
     """A failure is how one test failed.
 
     type, message: of the exception. frames: (file, line, function) in the work tree, the test's first. values: texts
-    of the test's own variables that are literals. compared: operator and both sides of a failed comparison, as texts.
+    of the test's own variables that are literals.
     """
 
     test: str
@@ -41,7 +41,6 @@ class Failure:
     message: str
     frames: tuple[tuple[str, int, str], ...] = ()
     values: Mapping[str, str] = field(default_factory=dict)
-    compared: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,10 +120,9 @@ class Bench:
         """
         box = await self.boot(changed)
         try:
-            plan: dict[str, Any] = {"only": None if only is None else list(only), "sources": list(sources)}
-            plan["calls"] = {path: list(names) for path, names in (calls or {}).items()}
+            plan = {"only": only, "sources": sources, "calls": calls}
             await box.put(f"{box.tmpdir}/plan.json", json.dumps(plan).encode())
-            paths = [] if only is None else sorted({name.partition("::")[0] for name in only})
+            paths = sorted({name.partition("::")[0] for name in only or ()})
             options = ["-p", "rl_make_recorder", "-q", "--tb=no", "--no-header", "--continue-on-collection-errors"]
             done = await box.exec(
                 ["/bin/sh", "-c", f"exec {PYTEST} {shlex.join([*options, f'--maxfail={most}', *paths])}"],
@@ -170,7 +168,6 @@ def _checked(result: Any, seconds: float) -> SuiteResult:
             message=_name(one["message"]),
             frames=tuple((_name(path), int(line), _name(function)) for path, line, function in one["frames"]),
             values={_name(name): _name(text) for name, text in one["values"].items()},
-            compared=None if one["compared"] is None else _three(one["compared"]),
         )
         for one in result["failures"]
     )
@@ -182,11 +179,6 @@ def _checked(result: Any, seconds: float) -> SuiteResult:
     calls = tuple((_name(path), _name(name), _name(call), _name(said)) for path, name, call, said in result["calls"])
     reasons = {_name(test): _name(why) for test, why in result["reasons"].items()}
     return SuiteResult(tests, failures, broken, lines, seconds, calls, reasons)
-
-
-def _three(values: Sequence[str]) -> tuple[str, str, str]:
-    operator, left, right = map(_name, values)
-    return operator, left, right
 
 
 def _name(value: Any) -> str:

@@ -23,8 +23,7 @@ Replacement = cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel
 class SiteContext:
     """This is what a maker is told of the place where it is asked for a bug.
 
-    rng: the source of all randomness of an edit. tests: bits of the tests that run each line (from 1). shared: names
-    and keys that another module of the package uses, too.
+    rng: the source of all randomness of an edit. shared: names and keys that another module of the package uses, too.
     """
 
     rng: random.Random

@@ -123,21 +123,18 @@ def _alone(module: ast.Module, around: ast.ClassDef | None, function: ast.Functi
         elif not isinstance(one, ast.FunctionDef):
             before.append(one)
     body = ast.Module([*before, *start, *function.body], [])
-    return ast.fix_missing_locations(_QualifierRemover("self", "cls").visit(body)).body
+    return ast.fix_missing_locations(_QualifierRemover().visit(body)).body
 
 
 class _QualifierRemover(ast.NodeTransformer):
-    """This makes plain names of the attributes of these names, but not of a test case's own methods."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
+    """This makes plain names of the attributes of `self` and `cls`, but not of a test case's own methods."""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         return node  # has a self of its own
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
-        if isinstance(node.value, ast.Name) and node.value.id in self._names and not node.attr.startswith("assert"):
+        if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") and not node.attr.startswith("assert"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         return node
 

@@ -59,7 +59,7 @@ async def show(
         path = failure.test.partition("::")[0]
         for one in snippets(tests[path], failure) if path in tests else ():
             found.setdefault(one.text, (failure.test.partition("[")[0], one))
-    left = _in_turn(sorted(found.values(), key=lambda one: len(one[1].text)), lambda one: one[0])
+    left = in_turn(sorted(found.values(), key=lambda one: len(one[1].text)), lambda one: one[0])
     shown: list[ShownFailure] = []
     counts = [0] * len(mended)
     while left and min(counts) < _MOST_SHOWN:
@@ -100,7 +100,7 @@ def statements(
     lines = sum(line.startswith("+") and not line.startswith("+++") for line in gold.split("\n"))
     most = min(_MOST_SHOWN, 1 + lines // (_LINES * bugs))
     safe.sort(key=lambda one: one.expected == "returns None")  # which tells least
-    by_bug = [_in_turn([one for one in safe if one.bug == bug], lambda one: one.test) for bug in range(bugs)]
+    by_bug = [in_turn([one for one in safe if one.bug == bug], lambda one: one.test) for bug in range(bugs)]
     needed = 1 if bugs > 1 else max(1, min(most, len({test.partition("[")[0] for test in tests})))
     if min(len({one.test for one in some}) for some in by_bug) < needed or lines > _LONGEST * bugs:
         return {}
@@ -137,7 +137,7 @@ def leaks(text: str, tests: Sequence[str], gold: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _in_turn(items: Sequence[_T], key: Callable[[_T], str]) -> list[_T]:
+def in_turn(items: Sequence[_T], key: Callable[[_T], str]) -> list[_T]:
     """Return the first item of each key, then the second ones, and so on."""
     seen: Counter[str] = Counter()
     ranks = []

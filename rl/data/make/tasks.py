@@ -16,7 +16,7 @@ from typing import Any
 
 import libcst as cst
 
-from rewards.task import MARKERS
+from rl.data.evalscript import restored, script
 from rl.data.make import edits
 from rl.data.make.edits import Edit
 from rl.data.make.environment import VENV
@@ -25,7 +25,6 @@ from rl.data.make.runs import PYTEST
 from rl.data.make.sources import Package
 from rollout import files
 
-_END = "END_OF_HIDDEN_TESTS"
 # swebench reads a test's name up to the first blank, and parameters may contain blanks.
 _JOIN = r":a; s/^([A-Z]+ [^ []*\[[^] ]*) /\1_/; ta"
 _BLANK = re.compile(r"^([^ []*\[[^] ]*) ")
@@ -61,7 +60,7 @@ def hide(tree: Path, tests: Iterable[str]) -> HiddenTests:
             whole[path] = (tree / path).read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
             raise CannotHideError(f"{path}: {error}") from error
-        if "\r" in whole[path] or f"\n{_END}" in whole[path]:
+        if "\r" in whole[path]:
             raise CannotHideError(f"{path}: has line ends that no eval script can write")
         if (left := without(whole[path], names)) is not None:
             kept[path] = left
@@ -109,16 +108,9 @@ class _FunctionRemover(cst.CSTTransformer):
 def eval_script(hidden: HiddenTests, test_files: Collection[str]) -> str:
     """Return the script that brings the hidden tests back and runs the tests of these files."""
     made = sorted(set(hidden.whole) - set(hidden.kept))
-    lines = ["#!/bin/bash", "set -uxo pipefail", 'git config --global --add safe.directory "$PWD"']
-    if hidden.kept:
-        lines.append(f"git checkout HEAD -- {shlex.join(sorted(hidden.kept))}")
-    if made:
-        lines.append(f"rm -rf -- {shlex.join(made)}")
-    patch = edits.patch(hidden.kept, hidden.whole)
-    lines.append(f"git apply -v - <<'{_END}'\n{patch}{_END}")
+    before = restored(sorted(hidden.kept), made, edits.patch(hidden.kept, hidden.whole), '"$PWD"')
     run = f"{PYTEST} -rA --tb=short --show-capture=no --color=no {shlex.join(sorted(test_files))}"
-    lines += [f": '{MARKERS[0]}'", f"{run} | sed -uE '{_JOIN}'", f": '{MARKERS[1]}'"]
-    return "\n".join(lines) + "\n"
+    return script(before, [f"{run} | sed -uE '{_JOIN}'"])
 
 
 def logged(tests: Iterable[str]) -> dict[str, str]:

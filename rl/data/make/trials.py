@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -57,27 +57,6 @@ class Trial:
         """Return a digest that is equal for edits that fail alike: the same tests, with the same messages."""
         said = sorted((one.test, one.type, one.message) for one in self.failures)
         return hashlib.sha256(json.dumps([sorted(self.failed), said]).encode()).hexdigest()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the trial as values of JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Trial:
-        """Return the trial that `to_json` wrote."""
-        failures = [
-            Failure(
-                one["test"],
-                one["when"],
-                one["type"],
-                one["message"],
-                tuple(tuple(frame) for frame in one["frames"]),
-                one["values"],
-                one["compared"] and tuple(one["compared"]),
-            )
-            for one in values["failures"]
-        ]
-        return cls(TrialOutcome(values["outcome"]), tuple(values["failed"]), tuple(failures), values["seconds"])
 
 
 class Workshop:
@@ -183,10 +162,7 @@ class Workshop:
             return f"the gold patch: {_reason(gold)}"
         empty = _judged(await graded(patch=None))
         tests = empty.tests
-        passed = [
-            *tests.get("FAIL_TO_PASS", {}).get("success", ()),
-            *tests.get("PASS_TO_PASS", {}).get("failure", ()),
-        ]
+        passed = [*tests.get("FAIL_TO_PASS", {}).get("success", ()), *tests.get("PASS_TO_PASS", {}).get("failure", ())]
         if empty.reason is None or passed or not empty.tests:
             return f"no patch: {_reason(empty)}{f', {passed[0]} is not as expected' if passed else ''}"
         return ""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from rewards.rules import Rules
 from rl.data.make import edits
@@ -25,6 +27,8 @@ from rl.data.make.tasks import task_id
 from rl.data.make.trials import MOST_BROKEN, Trial, TrialOutcome, Workshop
 from rl.run.journal import Journal, run_all
 
+_Piece = TypeVar("_Piece")
+_Made = TypeVar("_Made")
 _WAVE = 12  # candidates; it decides results, so it does not depend on the machine
 _SHARE = 0.25  # of a package's tasks are combined edits, as far as there are any
 
@@ -68,6 +72,8 @@ class TaskMaker:
         """first: returns candidates that are tried before all others, given the texts of files that may be edited."""
         sources = editable(prepared.package, order.rules)
         self._prepared, self._sources, self._order, self._journal = prepared, sources, order, journal
+        package, versions = prepared.package, json.dumps(prepared.versions, sort_keys=True)
+        self._key = f"{package.label} {hashlib.sha256(f'{package.sha256} {versions}'.encode()).hexdigest()[:16]}"
         self._first = first
         self._workshop = Workshop(prepared, sources, repositories, order.rules)
         self._repositories = repositories
@@ -86,11 +92,6 @@ class TaskMaker:
         mine = [record for record in self._journal.records if record["package"] == self._key]
         return sum(record["seconds"] if record["phase"] == "made" else record["trial"]["seconds"] for record in mine)
 
-    @property
-    def _key(self) -> str:
-        package, versions = self._prepared.package, json.dumps(self._prepared.versions, sort_keys=True)
-        return f"{package.label} {hashlib.sha256(f'{package.sha256} {versions}'.encode()).hexdigest()[:16]}"
-
     async def run(self) -> list[dict[str, Any]]:
         """Return the rows of the tasks. Raises SandboxError, MakeError, JournalError, OSError."""
         files = await asyncio.to_thread(parsed, self._sources, self._prepared.lines)
@@ -98,7 +99,7 @@ class TaskMaker:
         kept: list[Survivor] = []
         combined = any(name.startswith("combine") for name in self._order.makers)
         quota = self._order.limit - int(self._order.limit * _SHARE) * combined
-        stream = itertools.chain(self._first(self._sources), singles(files, seed, self._order.makers))
+        stream = chain(self._first(self._sources), singles(files, seed, self._order.makers))
         await self._until(stream, quota, kept)
         await self._until(combinations(list(kept), seed, MOST_BROKEN, self._order.makers), self._order.limit, [])
         await self._until(stream, self._order.limit, kept)  # if combinations did not give enough
@@ -106,17 +107,9 @@ class TaskMaker:
 
     async def _until(self, stream: Iterator[Candidate], limit: int, kept: list[Survivor]) -> None:
         """Try candidates until there are `limit` tasks, and add those that became tasks to `kept`."""
-        while len(self.rows) < limit and (wave := await asyncio.to_thread(_next, stream)):
-            trials: dict[int, Trial] = {}
-
-            async def attempt(piece: tuple[int, Candidate], trials: dict[int, Trial] = trials) -> None:
-                trials[piece[0]] = await self._trial(piece[1])
-                self._moved(0, 1)
-
-            await run_all(enumerate(wave), self._order.jobs, attempt)
+        while len(self.rows) < limit and (wave := await asyncio.to_thread(lambda: list(islice(stream, _WAVE)))):
             new = []
-            for number, candidate in enumerate(wave):
-                trial = trials[number]
+            for candidate, trial in zip(wave, await self._of_all(wave, self._trial), strict=True):
                 equal = trial.outcome is TrialOutcome.KEPT and trial.signature() in self._signatures
                 self._signatures.add(trial.signature())
                 if trial.outcome is not TrialOutcome.KEPT or equal:
@@ -125,19 +118,18 @@ class TaskMaker:
                     new.append((candidate, trial))
             while new and (room := limit - len(self.rows)) > 0:
                 now, new = new[:room], new[room:]
-                for (candidate, trial), (outcome, made) in zip(now, await self._tasks(now), strict=True):
+                for (candidate, trial), (outcome, made) in zip(now, await self._of_all(now, self._task), strict=True):
                     self._count(candidate, outcome)
                     if outcome is TrialOutcome.KEPT:
                         self.rows.append(made)
                         kept.append((candidate, trial.failed))
 
-    async def _tasks(self, pieces: Sequence[tuple[Candidate, Trial]]) -> list[tuple[TrialOutcome, Any]]:
-        """Make tasks from trials, in any order; return what became of each, in the order of ``pieces``."""
-        made: dict[int, tuple[TrialOutcome, Any]] = {}
+    async def _of_all(self, pieces: Sequence[_Piece], work: Callable[[_Piece], Awaitable[_Made]]) -> list[_Made]:
+        """Return what ``work`` makes of each piece, in their order; as many at a time as there are boxes."""
+        made: dict[int, _Made] = {}
 
-        async def one(piece: tuple[int, tuple[Candidate, Trial]]) -> None:
-            made[piece[0]] = await self._task(*piece[1])
-            self._moved(made[piece[0]][0] is TrialOutcome.KEPT, 0)
+        async def one(piece: tuple[int, _Piece]) -> None:
+            made[piece[0]] = await work(piece[1])
 
         await run_all(enumerate(pieces), self._order.jobs, one)
         return [made[number] for number in range(len(pieces))]
@@ -145,20 +137,25 @@ class TaskMaker:
     async def _trial(self, candidate: Candidate) -> Trial:
         name = task_id(self._prepared.package, candidate.edit)
         if name in self._tried:
-            return Trial.from_json(self._tried[name]["trial"])
-        trial = await self._workshop.tried(candidate)
-        self._append(name, "tried", candidate, {"trial": trial.to_json()})
+            trial = msgspec.convert(self._tried[name]["trial"], Trial)
+        else:
+            trial = await self._workshop.tried(candidate)
+            self._append(name, "tried", candidate, {"trial": asdict(trial)})
+        self._moved(0, 1)
         return trial
 
-    async def _task(self, candidate: Candidate, trial: Trial) -> tuple[TrialOutcome, Any]:
+    async def _task(self, piece: tuple[Candidate, Trial]) -> tuple[TrialOutcome, Any]:
+        candidate, trial = piece
         name = task_id(self._prepared.package, candidate.edit)
         record = self._made.get(name)
         if record and (record["outcome"] != TrialOutcome.KEPT or (self._repositories / name).is_dir()):
-            return TrialOutcome(record["outcome"]), record["made"]
-        began = time.monotonic()
-        outcome, made = await self._workshop.made(candidate, trial)
-        more = {"outcome": outcome, "made": made, "seconds": round(time.monotonic() - began, 2)}
-        self._append(name, "made", candidate, more)
+            outcome, made = TrialOutcome(record["outcome"]), record["made"]
+        else:
+            began = time.monotonic()
+            outcome, made = await self._workshop.made(candidate, trial)
+            more = {"outcome": outcome, "made": made, "seconds": round(time.monotonic() - began, 2)}
+            self._append(name, "made", candidate, more)
+        self._moved(outcome is TrialOutcome.KEPT, 0)
         return outcome, made
 
     def _append(self, name: str, phase: str, candidate: Candidate, more: Mapping[str, Any]) -> None:
@@ -172,7 +169,3 @@ class TaskMaker:
 
     def _count(self, candidate: Candidate, outcome: TrialOutcome) -> None:
         self.records.append({"maker": candidate.maker, "outcome": str(outcome)})
-
-
-def _next(stream: Iterator[Candidate]) -> list[Candidate]:
-    return list(itertools.islice(stream, _WAVE))

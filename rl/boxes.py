@@ -7,7 +7,6 @@ Exit status: 0 done, 1 an image cannot be had, 2 the config or a task file is wr
 """
 
 import asyncio
-import sys
 from pathlib import Path
 
 from rewards.task import TaskError, load_tasks
@@ -18,8 +17,8 @@ from rollout import program
 from rollout.sandbox import SandboxError
 
 
-def main() -> None:
-    """Pull and seal the images of task files, and print what was found in them."""
+def main() -> int:
+    """Pull and seal the images of task files, and print what was found in them; return the exit status."""
     parser = program.parser("python -m rl.boxes", __doc__)
     parser.add_argument("tasks", nargs="+", help="parquet files of tasks, and config overrides such as sandbox=docker")
     parser.add_argument("--shard", metavar="I/N", help="only this part of the images, from 1/N to N/N")
@@ -38,14 +37,14 @@ def main() -> None:
         reports = {} if options.sizes else asyncio.run(kind.prepare(wanted, print))
     except ConfigError as error:
         error.tell("images")
-        sys.exit(2)
+        return 2
     except (TaskError, ValueError) as error:
-        print(f"images: {error}", file=sys.stderr)
-        sys.exit(2)
+        return program.failed(f"images: {error}", 2)
     except SandboxError as error:
-        raise SystemExit(f"images: {error}") from error
+        return program.failed(f"images: {error}")
     for instance_id, report in reports.items():
         print(f"{instance_id}: {'; '.join(report['residue']) or 'no residue'}")
+    return 0
 
 
 if __name__ == "__main__":

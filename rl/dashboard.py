@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         entity, project = place(args.target)
     except ValueError as error:
-        print(f"dashboard: {error}", file=sys.stderr)
-        return 2
+        return program.failed(f"dashboard: {error}", 2)
     if args.dry_run:
         print(json.dumps(spec(workspace(entity or "me", project, args.name)), indent=1))
         return 0
@@ -101,9 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         api = wandb.Api()
         made = workspace(entity or api.default_entity or "", project, args.name).save()
     except (wandb.errors.Error, requests.RequestException, ValueError) as error:
-        print(f"dashboard: wandb: {' '.join(str(error).split())}", file=sys.stderr)
-        print("--dry-run prints the workspace; a project exists once a run was synced to it", file=sys.stderr)
-        return 1
+        hint = "--dry-run prints the workspace; a project exists once a run was synced to it"
+        return program.failed(f"dashboard: wandb: {' '.join(str(error).split())}\n{hint}")
     print(made.url)
     return 0
 

@@ -10,7 +10,6 @@ no step yet.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for directory, records in zip(directories, runs.values(), strict=True):
         if not records:
-            print(f"report: {directory}: no metrics.jsonl with a step in it; give run directories", file=sys.stderr)
-            return 2
+            return program.failed(f"report: {directory}: no metrics.jsonl with a step in it; give run directories", 2)
     prefix = args.out or (directories[0] / "report" if len(directories) == 1 else Path("report"))
     png, page_path = prefix.with_name(f"{prefix.name}.png"), prefix.with_name(f"{prefix.name}.html")
     prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -41,11 +41,10 @@ from rollout import files, program
 def spelled_out(arguments: Sequence[str]) -> list[str]:
     """Return the command line with ``sft.`` before the keys of that group."""
     own = yaml.safe_load((CONFIGS / "sft" / "default.yaml").read_text())
-
-    def is_own(key: str) -> bool:  # `data=[DIR]`, but not `data.train_files=[FILE]`
-        return key in own or (key.partition(".")[0] == "select" and "." in key)
-
-    return [f"sft.{text}" if is_own(text.partition("=")[0]) else text for text in arguments]
+    # `data=[DIR]`, but not `data.train_files=[FILE]`
+    return [
+        f"sft.{text}" if text.partition("=")[0] in own or text.startswith("select.") else text for text in arguments
+    ]
 
 
 def work(config: DictConfig, screen: Screen) -> int:

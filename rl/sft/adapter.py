@@ -69,8 +69,7 @@ def main() -> int:
     try:
         merge_adapter(given.base, Path(given.adapter), Path(given.out))
     except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, FileExistsError) else 1
+        return program.failed(f"error: {' '.join(str(error).split())}", 2 if isinstance(error, FileExistsError) else 1)
     return 0
 
 

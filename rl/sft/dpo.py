@@ -3,8 +3,8 @@
     python -m rl.sft.dpo SETTINGS.json
 
 TRL comes from where scripts/llamafactory.sh puts it. (In an environment that has TRL, verl needs a part of it that TRL
-1.16 no longer has.) ``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.episodes``), out,
-epochs, lr, batch_size, beta, seed, cpu, and lora, the fields of PEFT's LoraConfig, or null for all weights.
+1.16 no longer has.) ``rl.sft.other`` writes the settings: model, data (a parquet file of ``rl.sft.episodes``), dpo,
+which are fields of TRL's DPOConfig, and lora, those of PEFT's LoraConfig, or null for all weights.
 """
 
 from __future__ import annotations
@@ -35,25 +35,17 @@ def main(path: str) -> None:
     given = json.loads(Path(path).read_text())
     tokenizer: Any = AutoTokenizer.from_pretrained(given["model"])
     settings = trl.DPOConfig(
-        output_dir=given["out"],
-        num_train_epochs=given["epochs"],
-        learning_rate=given["lr"],
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=given["batch_size"],
         max_length=None,
-        beta=given["beta"],
-        seed=given["seed"],
         lr_scheduler_type="cosine",
         warmup_ratio=0.05,
-        use_cpu=given["cpu"],
-        bf16=not given["cpu"],
-        gradient_checkpointing=not given["cpu"],
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        **given["dpo"],
     )
     trainer = ExactDPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32 if given["cpu"] else "auto"),
+        model=AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32 if settings.use_cpu else "auto"),
         args=settings,
         train_dataset=load_dataset("parquet", data_files=given["data"], split="train"),
         processing_class=tokenizer,

@@ -84,18 +84,19 @@ def run_dpo(
     data = out / "pairs.parquet"
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     pairs, too_long = write_pairs(sources, data, passes.max_length, tokenizer)
-    settings = {
-        "model": model,
-        "data": str(data),
-        "out": str(out / "trained"),
-        "epochs": passes.epochs,
-        "lr": passes.lr,
-        "batch_size": max(1, min(passes.batch_size, pairs) // config.trainer.n_gpus_per_node),
+    cpu = config.trainer.device == "cpu"
+    dpo = {
+        "output_dir": str(out / "trained"),
+        "num_train_epochs": passes.epochs,
+        "learning_rate": passes.lr,
+        "gradient_accumulation_steps": max(1, min(passes.batch_size, pairs) // config.trainer.n_gpus_per_node),
         "beta": config.sft.beta,
         "seed": passes.seed,
-        "cpu": config.trainer.device == "cpu",
-        "lora": _lora(config),
+        "use_cpu": cpu,
+        "bf16": not cpu,
+        "gradient_checkpointing": not cpu,
     }
+    settings = {"model": model, "data": str(data), "lora": _lora(config), "dpo": dpo}
     files.write(out / "dpo.json", json.dumps(settings, indent=1) + "\n")
     command = [*python_of(config), str(Path(__file__).with_name("dpo.py")), str(out / "dpo.json")]
     return {"pairs": pairs, "too_long": too_long, **_train(command, str(_TRL), config, model, out, watch)}

@@ -128,8 +128,7 @@ class TokenRows:
     """
 
     def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples: int = -1):
-        files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
-        table = pyarrow.concat_tables(pyarrow.parquet.read_table(file, columns=list(ROWS)) for file in files)
+        table = pyarrow.parquet.read_table(parquet_files, columns=list(ROWS))
         if max_samples > 0:
             table = table.slice(0, max_samples)
         # Arrays, not lists: a Python integer takes seven times as much memory as a token.

@@ -37,14 +37,13 @@ class Sink:
         self._open[name].write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         self.rows[name] += 1
 
-    def table_row(self, name: str, row: dict[str, Any], nested: tuple[str, ...]) -> None:
-        """Append a row to a parquet file. ``nested``: columns that are lists of objects, whose keys differ; the
-        others are texts.
+    def table_row(self, name: str, row: dict[str, Any]) -> None:
+        """Append a row to a parquet file. Its values are texts, and lists of objects, whose keys may differ.
 
         In a file without their type, Hugging Face's library gives every object the keys of all, with None.
         """
         if name not in self._tables:
-            self._tables[name] = _Table(self.directory / name, row, nested)
+            self._tables[name] = _Table(self.directory / name, row)
         self._tables[name].add(row)
         self.rows[name] += 1
 
@@ -64,12 +63,12 @@ class Sink:
 class _Table:
     """A table is a parquet file that names types for Hugging Face's library, and goes on with an old file."""
 
-    def __init__(self, path: Path, columns: Iterable[str], nested: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, row: dict[str, Any]) -> None:
         import datasets
         import pyarrow.parquet
 
-        lists, text = datasets.List(datasets.Json()), datasets.Value("string")
-        self._features = datasets.Features({name: lists if name in nested else text for name in columns})
+        kinds = {list: datasets.List(datasets.Json()), str: datasets.Value("string")}
+        self._features = datasets.Features({name: kinds[type(value)] for name, value in row.items()})
         self._waiting: list[dict[str, Any]] = []
         if not path.exists():
             self._writer = pyarrow.parquet.ParquetWriter(path, self._features.arrow_schema)

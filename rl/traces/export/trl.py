@@ -40,7 +40,7 @@ def write_trl(source: ExportSource, out: Sink) -> None:
     """Write a row per conversation: ``messages`` and ``tools``."""
     for entry, talks in source.talks():
         for talk in talks:
-            out.table_row(FILE, {"messages": talk.messages, **_columns(entry, talk)}, ("messages",))
+            out.table_row(FILE, {"messages": talk.messages, **_columns(entry, talk)})
 
 
 def write_prompt_completion(source: ExportSource, out: Sink) -> None:
@@ -49,7 +49,7 @@ def write_prompt_completion(source: ExportSource, out: Sink) -> None:
         for talk in talks:
             for place in talk.fresh:
                 row = {"prompt": talk.messages[:place], "completion": [talk.messages[place]], **_columns(entry, talk)}
-                out.table_row(FILE, row, ("prompt", "completion"))
+                out.table_row(FILE, row)
 
 
 def write_preference(source: ExportSource, out: Sink) -> None:
@@ -58,7 +58,7 @@ def write_preference(source: ExportSource, out: Sink) -> None:
         place = parting(chosen.messages, rejected.messages)
         row = {"prompt": chosen.messages[:place], "chosen": chosen.messages[place:]}
         row |= {"rejected": rejected.messages[place:], **_columns(better, chosen)}
-        out.table_row(FILE, row, ("prompt", "chosen", "rejected"))
+        out.table_row(FILE, row)
 
 
 def parting(one: list[ChatMessage], other: list[ChatMessage]) -> int:

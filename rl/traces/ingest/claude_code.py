@@ -44,10 +44,6 @@ class Line(RequestFacts, kw_only=True):
     compactMetadata: dict[str, Any] | None = None
     toolUseResult: Any = None
     attachment: dict[str, Any] | None = None
-    id: str | None = None
-    base: str | None = None
-    keep: int = 0
-    tail: list[str] = msgspec.field(default_factory=list)
     shape: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
@@ -172,8 +168,7 @@ class Thread:
             case "api-request-shape":
                 self._head = self._requests.shape(line.shape, line.shapeHash)
             case "api-request":
-                asked = RequestFacts(line.shapeHash, line.params, line.cacheControl, line.requestDigest)
-                self._requests.add(str(line.id), line.base, line.keep, line.tail, asked)
+                self._requests.add(line)
             case _:
                 self._follow(line, f"records of type {line.type[:40]} passed over")
 

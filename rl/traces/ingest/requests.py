@@ -86,8 +86,13 @@ Shape = tuple[Any, Any]  # a system prompt and tools
 
 
 class RequestFacts(msgspec.Struct):
-    """This is what a record tells of its request, besides messages. ``cacheControl``: where marks were, and which."""
+    """This is what a record tells of its request, which has the first ``keep`` messages of request ``base``, and
+    ``tail``. ``cacheControl``: where marks were, and which."""
 
+    id: str | None = None
+    base: str | None = None
+    keep: int = 0
+    tail: list[str] = []
     shapeHash: str = ""
     params: dict[str, Any] = {}
     cacheControl: list[dict[str, Any]] = []
@@ -111,23 +116,23 @@ class Requests:
         self._shapes[digest] = made, {name: canonical(value) for name, value in shape.items()}
         return made
 
-    def add(self, name: str, base: str | None, keep: int, tail: list[str], asked: RequestFacts) -> None:
-        """Add a request, which has the first ``keep`` messages of request ``base``, and ``tail``."""
+    def add(self, asked: RequestFacts) -> None:
+        """Add a request."""
         last: Sent | None = None
-        if base is not None and keep:
-            known = self._requests.get(base)
+        if asked.base is not None and asked.keep:
+            known = self._requests.get(asked.base)
             last = known[0] if known else None
-            while last is not None and last.depth > keep:
+            while last is not None and last.depth > asked.keep:
                 last = last.before
-            if last is None or last.depth != keep:
+            if last is None or last.depth != asked.keep:
                 return
-        for digest in tail:
+        for digest in asked.tail:
             key = last, digest
             if key not in self._sent:
                 self._sent[key] = Sent(last, digest)
             last = self._sent[key]
         if last is not None:
-            self._requests[name] = last, asked
+            self._requests[str(asked.id)] = last, asked
 
     def proven(self, name: str | None) -> tuple[Sent, Shape] | str:
         """Return a request's last message and its shape if its digest is the one in the file, else why it is not."""

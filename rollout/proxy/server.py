@@ -403,8 +403,6 @@ class ProxyServer:
             if error.permanent:
                 return RequestError(f"the engine refuses this call (status {error.status}); the proxy's log says why")
             return RequestError("the engine has failed; the proxy's log says how", 529, "overloaded_error")
-        if isinstance(error, web.HTTPRequestEntityTooLarge):
-            return RequestError("request body too large", 413, "request_too_large")
         if isinstance(error, RecursionError):
             return RequestError("the body is nested too deeply")
         if isinstance(error, web.HTTPException) and error.status < 500:

@@ -137,14 +137,13 @@ class SideEndpoint:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 failure = _Failure("api_error", said)
             raise EndpointError(failure.message, status if status >= 400 else 529, failure.type)
-        told = reply_in(raw)
+        told = reply_in(raw) or {}
         try:
-            check_blocks(told["content"] if told else "", "content")
-            usage = msgspec.convert((told or {}).get("usage"), _Usage)
-            reason = msgspec.convert((told or {}).get("stop_reason"), str)
+            check_blocks(told.get("content", ""), "content")
+            usage = msgspec.convert(told.get("usage"), _Usage)
+            reason = msgspec.convert(told.get("stop_reason"), str)
         except (RequestError, msgspec.ValidationError) as error:
             raise EndpointError("the reply is not a message of the Messages API", 529, "overloaded_error") from error
-        assert told is not None  # a usage was found
         return Reply(f"msg_{uuid.uuid4().hex}", (*told["content"],), reason, usage.input_tokens, usage.output_tokens)
 
     async def post(self, body: bytes) -> tuple[int, bytes]:

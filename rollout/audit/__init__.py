@@ -50,18 +50,6 @@ from rollout.reading import FormatReading
 from rollout.records import SEALED, SELECTION, Record, content_of
 from rollout.records.reading import Reader
 
-__all__ = [
-    "audit_claims",
-    "audit_heard",
-    "audit_roles",
-    "audit_text",
-    "audit_tokens",
-    "audit_turns",
-    "closing_of",
-    "main",
-    "tokenizer_of",
-]
-
 
 class Audit:
     """An audit is what has been read of a run's records; ``findings`` has one line each, ``total`` the counts."""

@@ -91,12 +91,9 @@ def _agent(record: Record) -> Iterator[str]:
     if record.roles is not None:
         most += sum(call.role == MAIN for call in record.calls)
     elif not record.nodes:
-        most = max(0, int(sum(counters.get(name, 0) * sign for name, sign in _FORWARDED)))
+        most = max(0, int(counters.get("calls", 0) - counters.get("side_calls", 0) - counters.get("retries", 0)))
     if not isinstance(turns, int) or not 0 <= turns <= most:
         yield f"the agent had {turns} turns, but at most {most} replies"
-
-
-_FORWARDED = (("calls", 1), ("side_calls", -1), ("retries", -1))
 
 
 def _replies(record: Record) -> Iterator[str]:

@@ -17,13 +17,8 @@ _ACTS = ("Bash", "Edit", "NotebookEdit", "Write")  # to whose input no text is a
 _RENAMED = {"old_str": "old_string", "new_str": "new_string"}
 # What Claude Code reads for what a model may write, in texts to replace.
 _SPELT = {"<fnr>": "<function_results>", "< META_START >": "<META_START>", "< META_END >": "<META_END>"}
-_SPELT |= {
-    "< EOT >": "<EOT>",
-    "< META >": "<META>",
-    "< SOS >": "<SOS>",
-    "\n\nH:": "\n\nHuman:",
-    "\n\nA:": "\n\nAssistant:",
-}
+_SPELT |= {"< EOT >": "<EOT>", "< META >": "<META>", "< SOS >": "<SOS>"}
+_SPELT |= {"\n\nH:": "\n\nHuman:", "\n\nA:": "\n\nAssistant:"}
 _SPELT |= {f"<{mark}{short}>": f"<{mark}{name}>" for mark in ("", "/") for short, name in
            (("n", "name"), ("o", "output"), ("e", "error"), ("s", "system"), ("r", "result"))}  # fmt: skip
 _THERE = re.compile(r"cd [^\s\"'`$;&|<>*?(){}\[\]!#]+ && ")
@@ -79,8 +74,7 @@ def changed_input(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None
         ran, name, decision = told["updatedInput"], told.get("hookEventName"), told.get("permissionDecision")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if (
-        not isinstance(ran, dict) or name != "PreToolUse" or decision in ("deny", "ask")
-    ):  # without a person, who asks is denied
+    # Without a person, who asks is denied.
+    if not isinstance(ran, dict) or name != "PreToolUse" or decision in ("deny", "ask"):
         return None
     return str(event.get("hook_name")).partition(":")[2], ran

@@ -93,9 +93,8 @@ def closing_of(model: Path, tokenizer: Any) -> int | None:
         key: one["content"] if isinstance(one, dict) else one for key, one in told.items() if key.endswith("_token")
     }
     try:
-        rest = (
-            environment.from_string(template).render(messages=said, strftime_now=time.strftime, **names).split("zq7")[1]
-        )
+        text = environment.from_string(template).render(messages=said, strftime_now=time.strftime, **names)
+        rest = text.split("zq7")[1]
     except Exception as error:  # a template may fail in any way
         raise ValueError(f"{model}: the chat template fails: {error}") from error
     encoded = tokenizer.encode(rest, add_special_tokens=False)

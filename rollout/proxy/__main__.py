@@ -41,11 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="directory or hub name with its tokenizer and chat template")
     parser.add_argument("--tool-parser", required=True, help="vLLM's name for the tool-call format, e.g. qwen3_coder")
     parser.add_argument("--reasoning-parser", help="vLLM's name for the thinking format, e.g. qwen3")
-    parser.add_argument(
-        "--any-family",
-        action="store_true",
-        help="play it although its chat template does not fit",
-    )
+    parser.add_argument("--any-family", action="store_true", help="play it although its chat template does not fit")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one, which is printed")
     parser.add_argument(
@@ -71,10 +67,14 @@ def main(argv: list[str] | None = None) -> int:
     if (path := Path(options["model"])).is_dir() and not (path / "config.json").is_file():
         parser.error(f"--model {path}: no config.json there; give the directory of a model, or a hub name")
     host, port, directory = options.pop("host"), options.pop("port"), options.pop("record")
-    try:
-        recording = _recording(directory, options["model"]) if directory is not None else None
-    except OSError as error:
-        parser.error(f"--record {directory}: {error.strerror}")
+    recording = None
+    if directory is not None:
+        from rollout.recording import Recording  # and with it boxes and grading, which nobody else needs here
+
+        try:
+            recording = Recording(directory, options["model"])
+        except OSError as error:
+            parser.error(f"--record {directory}: {error.strerror}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     status = uvloop.run(_serve(ProxyOptions(**options), host, port, recording))
     if recording is not None:
@@ -83,12 +83,6 @@ def main(argv: list[str] | None = None) -> int:
     logging.shutdown()
     # A thread may still be importing, and vLLM's exit hooks take seconds. Nothing of ours is open any more.
     os._exit(status)
-
-
-def _recording(directory: Path, model: str) -> Recording:
-    from rollout.recording import Recording  # and with it boxes and grading, which nobody else needs here
-
-    return Recording(directory, model)
 
 
 async def _serve(options: ProxyOptions, host: str, port: int, recording: Recording | None) -> int:

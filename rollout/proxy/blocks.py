@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,32 +37,17 @@ def _placeholder(block: Block) -> str:
 
 def context_chat(role: str, blocks: list[Block]) -> Iterator[ChatMessage]:
     """Yield a tool message for each tool result, and the text between them as messages of the sender's role."""
-    texts: list[str] = []
-
-    def flush() -> Iterator[ChatMessage]:
-        if texts:
-            yield {"role": role, "content": "\n".join(texts)}
-            texts.clear()
-
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            yield from flush()
-            yield {
-                "role": "tool",
-                "tool_call_id": block.get("tool_use_id", ""),
-                "content": flat(block.get("content")),
-            }
+    for results, run in itertools.groupby(blocks, lambda block: block.get("type") == "tool_result"):
+        if results:
+            for one in run:
+                yield {"role": "tool", "tool_call_id": one.get("tool_use_id", ""), "content": flat(one.get("content"))}
         else:
-            texts.append(flat([block]))
-    yield from flush()
+            yield {"role": role, "content": flat([*run])}
 
 
 def assistant_chat(blocks: list[Block]) -> list[ChatMessage]:
     """Return the blocks of an assistant message as a chat message."""
-    message: ChatMessage = {
-        "role": "assistant",
-        "content": text_in(blocks),
-    }
+    message: ChatMessage = {"role": "assistant", "content": text_in(blocks)}
     thinking = "".join(b.get("thinking", "") for b in blocks if b.get("type") == "thinking")
     if thinking:
         message["reasoning_content"] = thinking

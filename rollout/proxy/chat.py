@@ -9,23 +9,18 @@ beside an error's text, and tools that Anthropic's own servers run.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
-from aiohttp import web
 
 from rollout import storable
-from rollout.proxy.connections import taken
-from rollout.proxy.forward import PLAIN, BrokenOffError, EndpointError, SideEndpoint, body_of, read
+from rollout.proxy.forward import PLAIN, EndpointError, SideEndpoint, read
 from rollout.proxy.messages import RequestError
-from rollout.proxy.replies import Reply, reply_events, reply_json, reply_start_event, sse
+from rollout.proxy.replies import Reply
 
-_PING_S = 5.0
 _STOPPED = {"length": "max_tokens", "content_filter": "refusal"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # The types of parts that are texts, and the names under which these have them, as a text or as parts.
@@ -42,6 +37,7 @@ class ChatEndpoint(SideEndpoint):
     ``key`` is sent as ``Authorization: Bearer``. Replies are asked for whole; the agent is sent pings meanwhile.
     """
 
+    relays = False
     _limit = "max_tokens"  # OpenAI's own newer models want another name, which their error message gives
 
     def address(self, path: str) -> str:
@@ -57,69 +53,25 @@ class ChatEndpoint(SideEndpoint):
         """Return the body of a small request. It sets no token limit: the limit's name and minimum differ by model."""
         return {"model": self.model, "messages": [{"role": "user", "content": "hi"}]}
 
-    async def relay(self, request: web.Request, body: bytes, heard: bytearray, ids: set[str]) -> web.StreamResponse:
-        """Answer ``request``, as SideEndpoint does; all ids are ours. Raises what that does."""
-        if request.path.endswith("/count_tokens"):  # Claude Code then estimates
-            raise RequestError("this endpoint does not count tokens", 404, "not_found_error")
-        asked = read(body)
-        model = str(asked.get("model", ""))
-        sent = chat_request(asked, self.model)
-        answering = asyncio.ensure_future(self._ask(sent))
-        response: web.StreamResponse | None = None
-        try:
-            while not answering.done():
-                await asyncio.wait([answering], timeout=_PING_S)
-                if asked.get("stream") and not answering.done():
-                    if response is None:
-                        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                        await response.prepare(request)
-                    await taken(request, response.write(sse("ping", {})))
-            reply = await answering
-        except RequestError as error:
-            if response is None:
-                raise
-            await taken(
-                request, response.write_eof(sse("error", {"error": {"type": error.kind, "message": str(error)}}))
-            )
-            raise BrokenOffError(str(error)) from error  # what has begun with status 200 is no reply
-        finally:
-            answering.cancel()
-        if asked.get("stream"):
-            out = reply_start_event(reply.id, model, reply.input_tokens) + reply_events(reply)
-        else:
-            out = msgspec.json.encode(reply_json(reply, model))
-        heard += out
-        if response is None:
-            kind = "text/event-stream" if asked.get("stream") else "application/json"
-            return web.Response(body=out, headers={"Content-Type": kind})
-        await taken(request, response.write_eof(out))
-        return response
-
     async def ask(self, body: bytes) -> Reply:
-        """Return the endpoint's whole reply to a request of the Messages API. Raises RequestError and EndpointError."""
-        return await self._ask(chat_request(read(body), self.model))
-
-    async def _ask(self, sent: dict[str, Any]) -> Reply:
-        """Return the endpoint's reply. Raises EndpointError with the endpoint's own status and words."""
+        """Return the endpoint's whole reply to a request of the Messages API. Raises RequestError, and EndpointError
+        with the endpoint's own status and words.
+        """
+        sent = chat_request(read(body), self.model)
         limit = sent.pop("max_tokens", None)
         while True:
             named = self._limit  # calls at once may learn the other name meanwhile
-            body = sent if limit is None else {**sent, named: limit}
-            try:
-                asked = self.http().post(self.address(""), json=body, headers=self.headers(), allow_redirects=False)
-                async with asked as answer:
-                    raw = bytes(await body_of(answer))
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise EndpointError("the endpoint cannot be reached", 529, "overloaded_error") from error
-            if answer.status != 400 or named != "max_tokens" or b"max_completion_tokens" not in raw:
+            limited = sent if limit is None else {**sent, named: limit}
+            status, raw = await self.post(json.dumps(limited).encode())
+            if status != 400 or named != "max_tokens" or b"max_completion_tokens" not in raw:
                 break
             self._limit = "max_completion_tokens"
-        if answer.status == 200:
+        if status == 200:
             return reply_of(raw)
         said = " ".join(raw.decode("utf-8", "replace").split())[:2000]
-        if answer.status in (400, 413) and any(words in said for words in _FULL):
+        if status in (400, 413) and any(words in said for words in _FULL):
             raise EndpointError(f"prompt is too long: {said}")  # upon which Claude Code compacts
-        status = answer.status if 400 <= answer.status < 600 else 529  # others are no errors to clients, and no replies
+        status = status if 400 <= status < 600 else 529  # others are no errors to clients, and no replies
         raise EndpointError(said, status, _KINDS.get(status, "overloaded_error" if status == 529 else "api_error"))
 
 
@@ -134,8 +86,7 @@ def chat_request(asked: Mapping[str, Any], model: str) -> dict[str, Any]:
         for message in asked["messages"]:
             content = message["content"]
             blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            told = _said(blocks) if message["role"] == "assistant" else _heard(message["role"], blocks)
-            messages += told
+            messages += _said(blocks) if message["role"] == "assistant" else _heard(message["role"], blocks)
         out: dict[str, Any] = {"model": model, "messages": messages}
         functions = [_function(tool) for tool in asked.get("tools") or () if "input_schema" in tool]
         if functions:

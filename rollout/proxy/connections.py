@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import ClientConnectionResetError, web
@@ -52,10 +52,6 @@ class Tally(logging.LoggerAdapter):
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if f"{count}".strip("0") == "1":
             super().log(level, f"{msg} ({count} times by now)" if count > 1 else msg, *args, **kwargs)
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return both as they are; LoggerAdapter would add fields."""
-        return msg, kwargs
 
 
 def _place(error: object) -> tuple[str, int] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import msgspec
@@ -37,9 +37,10 @@ class SideEndpoint:
     """A SideEndpoint is a server of the Anthropic Messages API at ``url``/v1/messages.
 
     ``model``: its name for the model to use; ``key``: sent as x-api-key unless it is None; ``timeout_s``: the longest
-    time for one whole reply, in seconds.
+    time for one whole reply, in seconds. ``relays``: whether its replies can be returned byte for byte.
     """
 
+    relays: ClassVar[bool] = True
     url: str
     model: str
     key: str | None = field(default=None, repr=False)
@@ -128,30 +129,32 @@ class SideEndpoint:
         """Return the endpoint's whole reply to a request of the Messages API. Raises RequestError and EndpointError."""
         fields: dict[str, Any] = read(body, dict[str, msgspec.Raw])
         changed = msgspec.json.encode(fields | {"model": self.model, "stream": False})
-        try:
-            asked = self.http().post(
-                self.address("/v1/messages"), data=changed, headers=self.headers(), allow_redirects=False
-            )
-            async with asked as answer:
-                raw = bytes(await body_of(answer))
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EndpointError("the endpoint cannot be reached", 529, "overloaded_error") from error
-        if answer.status >= 300:
-            said, status = raw[:2000].decode("utf-8", "replace"), answer.status if answer.status >= 400 else 529
+        status, raw = await self.post(changed)
+        if status >= 300:
+            said = raw[:2000].decode("utf-8", "replace")
             try:
                 failure = msgspec.json.decode(raw, type=_Failed).error
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 failure = _Failure("api_error", said)
-            raise EndpointError(failure.message, status, failure.type)
-        told = reply_in(raw)
+            raise EndpointError(failure.message, status if status >= 400 else 529, failure.type)
+        told = reply_in(raw) or {}
         try:
-            check_blocks(told["content"] if told else "", "content")
-            usage = msgspec.convert((told or {}).get("usage"), _Usage)
-            reason = msgspec.convert((told or {}).get("stop_reason"), str)
+            check_blocks(told.get("content", ""), "content")
+            usage = msgspec.convert(told.get("usage"), _Usage)
+            reason = msgspec.convert(told.get("stop_reason"), str)
         except (RequestError, msgspec.ValidationError) as error:
             raise EndpointError("the reply is not a message of the Messages API", 529, "overloaded_error") from error
-        assert told is not None  # a usage was found
         return Reply(f"msg_{uuid.uuid4().hex}", (*told["content"],), reason, usage.input_tokens, usage.output_tokens)
+
+    async def post(self, body: bytes) -> tuple[int, bytes]:
+        """Send a request; return the answer's status and body. Raises EndpointError if there is none."""
+        url = self.address("/v1/messages")
+        try:
+            # The key is for this endpoint, not for where that leads.
+            async with self.http().post(url, data=body, headers=self.headers(), allow_redirects=False) as answer:
+                return answer.status, bytes(await body_of(answer))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EndpointError("the endpoint cannot be reached", 529, "overloaded_error") from error
 
     def http(self) -> aiohttp.ClientSession:
         """Return what makes requests. Each call may have a connection: waiting for one is not its failure."""

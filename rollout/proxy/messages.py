@@ -50,20 +50,6 @@ class Span:
     issued back unchanged, whatever else they rewrite.
     """
 
-    __slots__ = (
-        "_exact",
-        "_fresh",
-        "_messages",
-        "_raws",
-        "assistant",
-        "first",
-        "identity",
-        "key",
-        "said",
-        "signatures",
-        "tool_ids",
-    )
-
     def __init__(
         self, raws: Sequence[msgspec.Raw], first: int, assistant: bool, fresh: Mapping[int, WireMessage] | None = None
     ) -> None:
@@ -310,8 +296,7 @@ def _head(request: WireRequest) -> Head:
     head = _heads.get(request.head_digest)
     if head is None:
         content = decoded(SYSTEM, request.system, "system")
-        if isinstance(content, list):
-            check_blocks(content, "system")
+        check_blocks(content, "system")
         system = flat(content)
         wire = decoded(TOOLS, request.tools, "tools") or []
         if len(wire) > _MOST_TOOLS:
@@ -408,14 +393,8 @@ def _merge_text(parts: list[str]) -> list[str]:
 
 
 def _chat_tool(tool: WireTool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": tool.input_schema or {},
-        },
-    }
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema or {}}
+    return {"type": "function", "function": function}
 
 
 def _digest(parts: list[str]) -> bytes:

@@ -65,7 +65,9 @@ class Metrics(Collector):
 
     def retire(self, session: Session) -> None:
         """Keep the counters of a session that is being closed."""
-        _add(self._retired, session.counters)
+        for field in fields(Counters):
+            sums = getattr(self._retired, field.name) + getattr(session.counters, field.name)
+            setattr(self._retired, field.name, sums)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format 0.0.4."""
@@ -73,17 +75,10 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the sums of the sessions' counters; Prometheus' client calls this."""
-        total = Counters()
-        _add(total, self._retired)
-        for session in self.sessions.values():
-            _add(total, session.counters)
+        counted = [self._retired, *(session.counters for session in self.sessions.values())]
         for field in fields(Counters):
             name = f"{field.name[:-2]}_seconds" if field.name.endswith("_s") else field.name
             about = f"Total {field.name.replace('_', ' ').removesuffix(' s')} of all sessions."
-            yield CounterMetricFamily(f"rollout_proxy_session_{name}", about, getattr(total, field.name))
+            total = sum(getattr(counters, field.name) for counters in counted)
+            yield CounterMetricFamily(f"rollout_proxy_session_{name}", about, total)
         yield GaugeMetricFamily("rollout_proxy_open_sessions", "Sessions open now.", len(self.sessions))
-
-
-def _add(total: Counters, part: Counters) -> None:
-    for field in fields(Counters):
-        setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))

@@ -83,6 +83,6 @@ class PassThrough(ProxyServer):
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         _, front, _, wire = await self.asked(request)
-        if front.name:
+        if front.name or not self.endpoint.relays:
             raise RequestError("tokens are not counted here", 404, "not_found_error")
         return await self.endpoint.relay(request, wire.body, bytearray(), set())

@@ -112,16 +112,14 @@ def end_note(tokenizer: Any, generation: dict[str, Any]) -> str:
 def end_of_turn(tokenizer: Any) -> list[int]:
     """Return the id with which a chat template closes a turn of the assistant: the first one after its text; none if
     that is no special token. A tokenizer that was converted often names another one as its end-of-sequence token."""
-    one, other = (
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}],
-            tokenize=True,
-            return_dict=False,
-        )
-        for said in ("yes", "no")
-    )
+    asked = {"role": "user", "content": "x"}
+    one, other = (_templated(tokenizer, asked, {"role": "assistant", "content": said}) for said in ("yes", "no"))
     common = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
     return [int(one[-common])] if common and one[-common] in _special(tokenizer) else []
+
+
+def _templated(tokenizer: Any, *messages: ChatMessage) -> list[int]:
+    return tokenizer.apply_chat_template([*messages], tokenize=True, return_dict=False)
 
 
 def _special(tokenizer: Any) -> set[int]:
@@ -141,10 +139,10 @@ def turn_ends(tokenizer: Any) -> list[int]:
     if closing := end_of_turn(tokenizer):
         return closing
     said, found = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yes"}], list[int]()
-    ids = functools.partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
     for role in ("user", "tool"):
         with contextlib.suppress(Exception):  # jinja's and the template's own have no common class
-            before, after = ids(said), ids([*said, {"role": role, "content": "x"}])
+            before = _templated(tokenizer, *said)
+            after = _templated(tokenizer, *said, {"role": role, "content": "x"})
             if after[: len(before)] == before and after[len(before)] in _special(tokenizer):
                 found.append(int(after[len(before)]))
     return found
@@ -163,10 +161,8 @@ def call_form(tokenizer: Any, closing: list[int]) -> _Form:
 
     def turns(form: _Form) -> int:
         """Return how many turns are written for a call; -1 if it is not written."""
-        ids, other = (
-            tokenizer.apply_chat_template([{"role": "user", "content": "?"}, *said], tokenize=True, return_dict=False)
-            for said in ([form(reply)], [])
-        )
+        asked = {"role": "user", "content": "?"}
+        ids, other = _templated(tokenizer, asked, form(reply)), _templated(tokenizer, asked)
         count = sum(ids.count(id) - other.count(id) for id in closing)
         text = tokenizer.decode(ids)
         return count if "look" in text and str(given) not in text else -1  # which is no JSON

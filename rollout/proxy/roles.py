@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # the core runs without HTTP
 T = TypeVar("T")
 
 MAIN, SIDE, SUBAGENT = "main", "side", "subagent"
+# With which Claude Code (2.1.329) names the sub-agent that sends a request.
 AGENT_HEADER = "x-claude-code-agent-id"
-"""With which Claude Code (2.1.329) names the sub-agent that sends a request."""
 # Where a call that starts a sub-agent has its prompt and type (Gemini CLI's and Codex's are the last two), and the type
 # that a tool starts without being told one.
 _FIELDS = (("prompt", "subagent_type"), ("prompt", "agent_name"), ("message", "agent_type"))

@@ -289,21 +289,23 @@ class ProxyServer:
         began, roles = time.time(), session.roles
         wire.max_tokens = wire.max_tokens or session.policy.max_tokens or None
         with roles.relaying(whose) if roles is not None else contextlib.nullcontext():
-            if not front.name:  # byte for byte
+            if endpoint.relays and not front.name:  # byte for byte
                 heard = bytearray()
                 response = await endpoint.relay(request, wire.body, heard, session.talk.ids)
             else:
                 name = f"msg_{uuid.uuid4().hex}"
-                asking = asyncio.ensure_future(endpoint.ask(wire.body))
+
+                async def ask() -> Reply:
+                    return replace(await endpoint.ask(wire.body), id=name)
+
+                answer, asking = front.answer(asked, name, 0), asyncio.ensure_future(ask())
                 try:
-                    response, reply = await self._answered(
-                        request, session, front.answer(asked, name, 0), wire.stream, asking
-                    )
+                    response, reply = await self._answered(request, session, answer, wire.stream, asking)
                 finally:
                     asking.cancel()
                 if reply is None:
                     raise BrokenOffError(str(asking.exception()))  # after status 200
-                heard = msgspec.json.encode(reply_json(replace(_said(reply), id=name), wire.model))
+                heard = msgspec.json.encode(reply_json(_said(reply), wire.model))
             blocks: list[Any] = []
             if response.status == 200:
                 blocks = session.talk.forwarded(wire, bytes(heard), began, time.time() - began, whose.role)
@@ -315,7 +317,9 @@ class ProxyServer:
     async def _answered(
         self, request: web.Request, session: Session, answer: Answer, stream: bool | None, said: Said
     ) -> tuple[web.StreamResponse, Node | Reply | None]:
-        """Send a reply when it is there. It is None if it failed after the stream had begun."""
+        """Send a reply when it is there, and wait until the kernel has taken all of it. It is None if it failed after
+        the stream had begun. Raises ConnectionResetError.
+        """
         # Until the first ping nothing is sent, so that an engine that fails early is an HTTP 529.
         if not said.done():
             await asyncio.wait([said], timeout=self.ping_s if stream else None)
@@ -328,7 +332,10 @@ class ProxyServer:
             else:
                 out, headers = msgspec.json.encode(answer.whole(_said(result))), {"Content-Type": _JSON}
             session.counters.overhead_s += time.perf_counter() - began
-            return await self._send(request, web.Response(body=out, headers=headers)), result
+            response = web.Response(body=out, headers=headers)
+            await response.prepare(request)
+            await taken(request, response.write_eof())
+            return response, result
         result, out = None, answer.begin()
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
@@ -386,12 +393,6 @@ class ProxyServer:
             if self.metrics is not None:
                 self.metrics.request(request.path, status, time.perf_counter() - began)
 
-    async def _send(self, request: web.Request, response: web.Response) -> web.Response:
-        """Send a whole response and wait until the kernel has taken all of it. Raises ConnectionResetError."""
-        await response.prepare(request)
-        await taken(request, response.write_eof())
-        return response
-
     def _as_request_error(self, error: Exception, request: web.Request) -> RequestError:
         if isinstance(error, RequestError):
             if error.status == 529 and error.__cause__ is not None:
@@ -402,8 +403,6 @@ class ProxyServer:
             if error.permanent:
                 return RequestError(f"the engine refuses this call (status {error.status}); the proxy's log says why")
             return RequestError("the engine has failed; the proxy's log says how", 529, "overloaded_error")
-        if isinstance(error, web.HTTPRequestEntityTooLarge):
-            return RequestError("request body too large", 413, "request_too_large")
         if isinstance(error, RecursionError):
             return RequestError("the body is nested too deeply")
         if isinstance(error, web.HTTPException) and error.status < 500:

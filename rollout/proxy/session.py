@@ -424,10 +424,8 @@ class Session:
         if stop is not None:
             # An engine may go on a little after a stop sequence. The client is not sent that, so it is not kept.
             said = text[: at + len(stop)]
-            keep = (
-                bisect.bisect_left(range(len(ids)), True, key=lambda n: self._decode(ids[: n + 1]).startswith(said)) + 1
-            )
-            ids, ended = ids[:keep], False
+            last = bisect.bisect_left(range(len(ids)), True, key=lambda n: self._decode(ids[: n + 1]).startswith(said))
+            ids, ended = ids[: last + 1], False
             text = self._decode(ids)
         kept = Completion(ids, done.logprobs[: len(ids)], done.versions[: len(ids)])
         sealed = self._seals.make(prompt_ids, kept, call.asked.side, call.message_id)
@@ -452,7 +450,7 @@ class Session:
             stop_sequence=stop,
         )
         rule = rule_of(policy.roles, call.asked.role)
-        node = self.tree.add_sampled(
+        return self.tree.add_sampled(
             call.context,
             ids,
             kept.logprobs,
@@ -464,9 +462,9 @@ class Session:
             trained=rule.train if rule else policy.train_side_calls or not call.asked.side,
             tools_allowed=call.asked.tools,
             seal=sealed,
+            asked=call.asked,
+            logprobs_of=done.logprobs_of,
         )
-        node.asked, node.logprobs_of = call.asked, done.logprobs_of
-        return node
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.policy.tokenizer.decode(ids, skip_special_tokens=False)

@@ -318,34 +318,27 @@ class StandAlone(ProxyServer):
         await self.close_session(self._keys.pop(key))
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._authenticate(request)
-        name, asked = self.model.id, request.match_info.get("name")
-        model: dict[str, Any] = {
-            "type": "model",
-            "id": name,
-            "display_name": name,
-            "created_at": "1970-01-01T00:00:00Z",
-        }
+        name = self.model.id
+        model: dict[str, Any] = {"type": "model", "id": name, "display_name": name}
+        model |= {"created_at": "1970-01-01T00:00:00Z"}
         model |= {"object": "model", "created": 0, "owned_by": "vllm"}  # as OpenAI's clients want it
-        if asked == name:
-            return web.json_response(model)
-        if asked is not None:
-            raise RequestError("there is no model of this name", 404, "not_found_error")
-        found = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
-        return web.json_response(found)
+        listed = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return self._model_or_list(request, model, listed)
 
     async def _gemini_models(self, request: web.Request) -> web.Response:
+        name = self.model.id
+        model: dict[str, Any] = {"name": f"models/{name}", "displayName": name}
+        model |= {"inputTokenLimit": self.model.max_model_len}
+        model |= {"supportedGenerationMethods": ["generateContent", "countTokens"]}
+        return self._model_or_list(request, model, {"models": [model]})
+
+    def _model_or_list(self, request: web.Request, model: dict[str, Any], listed: dict[str, Any]) -> web.Response:
+        """Answer with the model, if a request names it, or with the list. Raises RequestError."""
         self._authenticate(request)
-        name, asked = self.model.id, request.match_info.get("name")
-        model: dict[str, Any] = {
-            "name": f"models/{name}",
-            "displayName": name,
-            "inputTokenLimit": self.model.max_model_len,
-        }
-        model["supportedGenerationMethods"] = ["generateContent", "countTokens"]
-        if asked not in (None, name):
+        asked = request.match_info.get("name")
+        if asked not in (None, self.model.id):
             raise RequestError("there is no model of this name", 404, "not_found_error")
-        return web.json_response({"models": [model]} if asked is None else model)
+        return web.json_response(listed if asked is None else model)
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 if a call would be answered now, else 503 with what is missing."""

@@ -246,40 +246,36 @@ class Tree:
         logprobs: list[float],
         reply: Reply,
         *,
-        text: str,
-        ended: bool,
         versions: tuple[int, ...] = (),
-        trained: bool = True,
-        tools_allowed: bool = True,
         experts: Any = None,
-        seal: bytes = b"",
+        **fields: Any,
     ) -> Node:
         """Append a sampled reply after ``context``; return the new node, which is not ``delivered`` yet.
 
-        ``experts`` is the engine's routing from token ``routed(context)`` on, as in a Completion. Raises ValueError if
-        there are more or fewer logprobs or versions than ids, or too few tokens with their routing.
+        ``experts`` is the engine's routing from token ``routed(context)`` on, as in a Completion. ``fields``: others of
+        the node. Raises ValueError if there are more or fewer logprobs or versions than ids, or too few tokens with
+        their routing.
         """
         if len(ids) != len(logprobs):
             raise ValueError(f"engine returned {len(ids)} tokens but {len(logprobs)} logprobs")
         if versions and len(ids) != len(versions):
             raise ValueError(f"engine returned {len(ids)} tokens but {len(versions)} weight versions")
-        if self.children(context):
-            self._ways = []
-        node = self._add(context, ids)
-        node.logprobs, node.reply, node.text, node.seal = untracked(logprobs), reply, text, seal
-        node.ended, node.versions, node.trained, node.tools_allowed = ended, versions, trained, tools_allowed
         if experts is not None:
-            tokens = node.length - 1 - routed(context)
+            tokens = context.length + len(ids) - 1 - routed(context)
             if len(experts) < tokens:
                 raise ValueError(f"engine returned the routing of {len(experts)} tokens instead of {tokens}")
-            node.experts = experts[:tokens].copy()  # a view would keep what the engine sent, perhaps in shared memory
+            experts = experts[:tokens].copy()  # a view would keep what the engine sent, perhaps in shared memory
+        if self.children(context):
+            self._ways = []
+        fields |= {"logprobs": untracked(logprobs), "reply": reply, "versions": versions, "experts": experts}
+        node = self._add(context, ids, **fields)
         self._named |= dict.fromkeys((reply.id, *reply.tool_ids), node)
         if not reply.tool_ids:
             self._said.setdefault(reply.said, []).append(node)
         return node
 
-    def _add(self, parent: Node | None, ids: list[int]) -> Node:
-        node = Node(len(self.nodes), parent, untracked(ids), (parent.length if parent else 0) + len(ids))
+    def _add(self, parent: Node | None, ids: list[int], **fields: Any) -> Node:
+        node = Node(len(self.nodes), parent, untracked(ids), (parent.length if parent else 0) + len(ids), **fields)
         self.nodes.append(node)
         self.tokens += len(ids)
         (self._children.setdefault(parent.index, []) if parent else self.roots).append(node)
@@ -402,10 +398,7 @@ class Tree:
         before the first reply that the row trains on.
         """
         live = {node.index for node in self.nodes if node.sampled and node.delivered and node.trained}
-        inner: set[int] = set()
-        for index in live:
-            for node in self.nodes[index].path()[:-1]:
-                inner.add(node.index)
+        inner = {node.index for index in live for node in self.nodes[index].path()[:-1]}
         trained: set[int] = set()
         rows = []
         for leaf in sorted(live - inner):

@@ -34,11 +34,9 @@ def front_of(path: str, method: str = "POST") -> Front[Any]:
 
 def route_of(path: str) -> str:
     """Return where a path is served, "other" for those that are not: there is an endless number of them."""
-    return (
-        path
-        if path in PATHS
-        else next((at for at in PATHS if "{" in at and path.startswith(at[: at.index("{")])), "other")
-    )
+    if path in PATHS:
+        return path
+    return next((at for at in PATHS if "{" in at and path.startswith(at.partition("{")[0])), "other")
 
 
 def counts(path: str) -> bool:

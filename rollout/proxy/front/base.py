@@ -75,10 +75,8 @@ class Translated:
     def _grow(self, size: int) -> None:
         self._size += size
         if self._size > _MOST:
-            self.units.clear()
-            self.heads.clear()
-            self.sides.clear()
-            self.replied.clear()
+            for kept in (self.units, self.heads, self.sides, self.replied):
+                kept.clear()
             self._size = size
 
 
@@ -86,7 +84,10 @@ A = TypeVar("A")
 
 
 class Answer(ABC):
-    """An Answer writes one reply, in the form of an API. ``model``: the name that the client asked for."""
+    """An Answer writes one reply, in the form of an API. ``model``: the name that the client asked for.
+
+    ``input_tokens``: those of the prompt, 0 if only the reply will tell.
+    """
 
     def __init__(self, reply_id: str, model: str, input_tokens: int) -> None:
         self.id, self.model, self.input_tokens = reply_id, model, input_tokens

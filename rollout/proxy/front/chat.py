@@ -29,7 +29,6 @@ from rollout.proxy.front.translating import (
     refused,
     request_of,
     thinking_of,
-    translated,
 )
 from rollout.proxy.replies import Reply, data_event
 from rollout.proxy.tree import Tree
@@ -189,9 +188,14 @@ class Chat(Front[_Request]):
     def wire(self, asked: _Request, known: Translated, tree: Tree) -> WireRequest:
         """Return a request in the form of the Messages API. Raises RequestError."""
         tools, asked.marks = known.tools(asked.tools, lambda raw: offered(_offered(raw)))
+        units = [
+            known.units.get(digest) or known.keep(digest, _translate(raw, f"messages[{at}]"))
+            for at, (raw, digest) in enumerate(zip(asked.messages, asked.digests, strict=True))
+        ]
         chosen = asked.tool_choice
         return request_of(
-            *translated(asked, "messages", known, _translate),
+            [raw for raw, _ in units],
+            [digest for _, digest in units],
             model=asked.model,
             max_tokens=asked.max_completion_tokens or asked.max_tokens,
             tools=tools,

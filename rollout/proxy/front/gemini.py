@@ -328,12 +328,7 @@ def _bound(content: _Content) -> bool:
 
 
 def _translate(
-    content: _Content,
-    field: str,
-    before: msgspec.Raw | None,
-    replies: list[Reply],
-    named: dict[str, Reply],
-    key: bytes,
+    content: _Content, field: str, before: msgspec.Raw | None, replies: list[Reply], named: dict[str, Reply], key: bytes
 ) -> Block:
     """Return the message that a content becomes. ``before``: the message before it, and ``replies``: those that were
     made in its place, the newest first, if the place matters. ``named``: all replies, by their ids. ``key``: makes ids

@@ -15,13 +15,15 @@ class _Answer(Answer):
         return reply_json(reply, self.model)
 
     def begin(self) -> bytes:
-        return reply_start_event(self.id, self.model, self.input_tokens)
+        # How many tokens another endpoint reads, it tells with its reply.
+        return reply_start_event(self.id, self.model, self.input_tokens) if self.input_tokens else b""
 
     def ping(self) -> bytes:
         return sse("ping", {})
 
     def rest(self, reply: Reply) -> bytes:
-        return reply_events(reply)
+        start = b"" if self.input_tokens else reply_start_event(self.id, self.model, reply.input_tokens)
+        return start + reply_events(reply)
 
     def failed(self, error: RequestError) -> bytes:
         return sse("error", {"error": {"type": error.kind, "message": str(error)}})

@@ -14,14 +14,9 @@ _FULL_CODE = "context_length_exceeded"
 _FULL_WORDS = "This model's maximum context length is exceeded: "
 
 
-def status_of(error: RequestError) -> int:
-    """Return the status with which OpenAI's APIs answer an error."""
-    return _STATUS.get(error.status, error.status)
-
-
 def failure(error: RequestError) -> dict[str, Any]:
     """Return what OpenAI's APIs say of an error."""
-    status = status_of(error)
+    status = _STATUS.get(error.status, error.status)
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     code = error.code or (_FULL_CODE if error.full else _CODES.get(status))
     said = f"{_FULL_WORDS}{error}" if error.full else str(error)
@@ -30,4 +25,4 @@ def failure(error: RequestError) -> dict[str, Any]:
 
 def failed(error: RequestError) -> tuple[int, Any]:
     """Return the status and the body of an error."""
-    return status_of(error), {"error": failure(error)}
+    return _STATUS.get(error.status, error.status), {"error": failure(error)}

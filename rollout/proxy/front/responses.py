@@ -118,7 +118,6 @@ class _Answer(Answer):
 
     def whole(self, reply: Reply) -> Any:
         cut = reply.stop_reason == "max_tokens"
-        total = reply.input_tokens + reply.output_tokens
         return self._response("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [self._item(block, at) for at, block in enumerate(reply.blocks)],
@@ -127,7 +126,7 @@ class _Answer(Answer):
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": reply.output_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": total,
+                "total_tokens": reply.input_tokens + reply.output_tokens,
             },
         }
 
@@ -140,8 +139,8 @@ class _Answer(Answer):
 
     def rest(self, reply: Reply) -> bytes:
         whole = self.whole(reply)
-        parts = [self._item_events(item, at) for at, item in enumerate(whole["output"])]
-        return b"".join([*parts, self._event(whole["status"], response=whole)])
+        events = [event for at, item in enumerate(whole["output"]) for event in self._item_events(item, at)]
+        return b"".join([*events, self._event(whole["status"], response=whole)])
 
     def failed(self, error: RequestError) -> bytes:
         told = openai.failure(error)
@@ -195,29 +194,28 @@ class _Answer(Answer):
             said |= {"name": block["name"].removeprefix(space + _IN), "namespace": space}
         return {"type": "function_call", "id": f"fc_{name}", **said, "arguments": arguments_of(block)}
 
-    def _item_events(self, item: Block, at: int) -> bytes:
+    def _item_events(self, item: Block, at: int) -> Iterator[bytes]:
         place = {"output_index": at, "item_id": item["id"]}
         started: Block = {**item, "status": "in_progress"}
-        inner = list[bytes]()
         if item["type"] in ("message", "reasoning"):
             part = item["content"][0]
             kind = part["type"]
             more = {**place, "content_index": 0} | ({"logprobs": []} if kind == "output_text" else {})
             started |= {"content": []}
-            first = [self._event("output_item.added", output_index=at, item=started)]
-            inner.append(self._event("content_part.added", **place, content_index=0, part={**part, "text": ""}))
-            inner.append(self._event(f"{kind}.delta", **more, delta=part["text"]))
-            inner.append(self._event(f"{kind}.done", **more, text=part["text"]))
-            inner.append(self._event("content_part.done", **place, content_index=0, part=part))
+            yield self._event("output_item.added", output_index=at, item=started)
+            yield self._event("content_part.added", **place, content_index=0, part={**part, "text": ""})
+            yield self._event(f"{kind}.delta", **more, delta=part["text"])
+            yield self._event(f"{kind}.done", **more, text=part["text"])
+            yield self._event("content_part.done", **place, content_index=0, part=part)
         else:
             field = "arguments" if item["type"] == "function_call" else "input"
             kind = "function_call_arguments" if field == "arguments" else "custom_tool_call_input"
             named = {"name": item["name"]} if field == "arguments" else {}  # openai 2 asks for it, 3 does not know it
             started |= {field: ""}
-            first = [self._event("output_item.added", output_index=at, item=started)]
-            inner.append(self._event(f"{kind}.delta", **place, delta=item[field]))
-            inner.append(self._event(f"{kind}.done", **place, **named, **{field: item[field]}))
-        return b"".join([*first, *inner, self._event("output_item.done", output_index=at, item=item)])
+            yield self._event("output_item.added", output_index=at, item=started)
+            yield self._event(f"{kind}.delta", **place, delta=item[field])
+            yield self._event(f"{kind}.done", **place, **named, **{field: item[field]})
+        yield self._event("output_item.done", output_index=at, item=item)
 
 
 class Responses(Front[_Request]):
@@ -296,9 +294,7 @@ def _replied(tree: Tree, name: str) -> Node:
     for node in reversed(tree.nodes):
         if node.reply is not None and node.reply.id == name:
             return node
-    raise RequestError(
-        f"previous_response_id: no reply {name!r} is known here", 400, code="previous_response_not_found"
-    )
+    raise RequestError(f"previous_response_id: no reply {name!r} is known here", code=_UNKNOWN)
 
 
 def _before(tree: Tree, node: Node) -> tuple[list[msgspec.Raw], msgspec.Raw]:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from rollout.proxy.blocks import Block
-from rollout.proxy.front.base import Translated
 from rollout.proxy.replies import Reply
-from rollout.proxy.wire import (
-    MOST_MESSAGES,
-    RequestError,
-    WireRequest,
-    WireToolChoice,
-    checked,
-    decoded_as,
-    hashed,
-)
+from rollout.proxy.wire import MOST_MESSAGES, RequestError, WireRequest, WireToolChoice, checked, decoded_as, hashed
 
 # The name of the one argument of a tool that takes any text, where an API has such tools.
 FREE = "input"
@@ -77,18 +68,6 @@ class Asked(msgspec.Struct, dict=True):
         return [hashed(raw) for raw in self.items]
 
 
-def translated(
-    asked: Asked, field: str, known: Translated, translate: Callable[[msgspec.Raw, str], Block]
-) -> tuple[list[msgspec.Raw], list[bytes]]:
-    """Return the messages of a request with their hashes, of which ``translate`` makes those that are new."""
-    units, messages, digests = known.units, list[msgspec.Raw](), list[bytes]()
-    for at, digest in enumerate(asked.digests):
-        unit = units.get(digest) or known.keep(digest, translate(asked.items[at], f"{field}[{at}]"))
-        messages.append(unit[0])
-        digests.append(unit[1])
-    return messages, digests
-
-
 def request_of(
     messages: list[msgspec.Raw], digests: list[bytes], system: msgspec.Raw = _NOTHING, **fields: Any
 ) -> WireRequest:
@@ -118,11 +97,10 @@ def image(url: str) -> Block:
     """Return the block of an image that is given by a URL, which may hold its data."""
     head, _, data = url.partition(",")
     if head.startswith("data:"):
-        return {
-            "type": "image",
-            "source": {"type": "base64", "media_type": head[5:].partition(";")[0], "data": data},
-        }
-    return {"type": "image", "source": {"type": "url", "url": url}}
+        source = {"type": "base64", "media_type": head[5:].partition(";")[0], "data": data}
+    else:
+        source = {"type": "url", "url": url}
+    return {"type": "image", "source": source}
 
 
 _object = msgspec.json.Decoder(dict[str, Any])

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout.proxy import chat, connections
+from rollout.proxy import connections
 from rollout.proxy.chat import ChatEndpoint
 from rollout.proxy.forward import SideEndpoint
 from rollout.proxy.passthrough import PassThrough
@@ -41,9 +41,7 @@ class Ends:
 
 
 @pytest.fixture
-async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
-    monkeypatch.setattr(chat, "_PING_S", 0.02)
-
+async def ends() -> AsyncIterator[Ends]:
     async def answer(request: web.Request) -> web.Response:
         await found.go.wait()
         status, text = found.answer
@@ -56,6 +54,7 @@ async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     proxy = PassThrough(ChatEndpoint(f"http://127.0.0.1:{runner.addresses[0][1]}", "large"))
+    proxy.ping_s = 0.02
     await proxy.start()
     found = Ends(proxy, await proxy.open_session("e", proxy.policy), runner)
     yield found

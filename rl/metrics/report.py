@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.metrics.episodes import has_validation, resolve_rate
-from rl.metrics.panels import SECTIONS, Panel
+from rl.metrics.panels import SECTIONS, Panel, names_of
 from rollout import files
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
     apart."""
     charts: list[tuple[Panel, Runs]] = []
     for panel in panels:
-        counts = {name: len(panel.curves(_names(records))) for name, records in runs.items()}
+        counts = {name: len(panel.curves(names_of(records))) for name, records in runs.items()}
         have = {name: records for name, records in runs.items() if counts[name]}
         if panel.stacked or max(counts.values()) > len(_LINES):
             charts += [(panel, {name: records}) for name, records in have.items()]
@@ -90,16 +90,12 @@ def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
 _LEAST_SPAN = 0.02
 
 
-def _names(records: list[dict]) -> list[str]:
-    return sorted({name for record in records for name, value in record.items() if value is not None})
-
-
 def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None = None) -> None:
     """Draw a panel's curves. ``colors``: a colour per run, if there are several; metrics then differ by line style."""
     from matplotlib.ticker import MaxNLocator
 
     for run, records in runs.items():
-        curves = panel.curves(_names(records))
+        curves = panel.curves(names_of(records))
         if panel.stacked:
             _stack(axes, records, curves)
             continue

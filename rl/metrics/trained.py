@@ -44,14 +44,11 @@ class Values:
 
 @dataclass(frozen=True)
 class EpisodeTraining:
-    """This is what the trainer made of an episode: ``advantages`` by row, ``values`` by node of the tree."""
+    """This is what the trainer made of an episode: ``advantages`` by row, ``values`` by node of the tree,
+    for replies that were trained on."""
 
     advantages: dict[int, float]
     values: dict[int, Values]
-
-    def of(self, node: int) -> Values | None:
-        """Return the values of a reply; None if it was not trained on."""
-        return self.values.get(node)
 
 
 def columns(config: Any) -> list[str]:

@@ -39,6 +39,11 @@ class Ledger:
         """Tell whether there is room for all parts."""
         return self.total <= self.limit
 
+    def largest(self, count: int) -> str:
+        """Return the largest parts in words, with their GiB."""
+        found = sorted(self.parts.items(), key=lambda part: -part[1])[:count]
+        return ", ".join(f"{part} {size / GIB:.1f}" for part, size in found)
+
 
 def ledger(name: str, parts: dict[str, float], limit: float) -> Ledger:
     """Return a ledger of the parts that are not empty."""

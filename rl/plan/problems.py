@@ -80,19 +80,16 @@ def ledger_problems(config: DictConfig, shape: ModelShape) -> Iterator[str]:
     for name, ledger in ledgers(config, shape).items():
         if ledger.fits:
             continue
-        tried, pickled = {}, pickle.dumps(config)
+        smaller, pickled = dict[str, Ledger](), pickle.dumps(config)
         for change in _changes(config, shape, ledger):
             changed = pickle.loads(pickled)  # several times faster than copy.deepcopy
             for key, value in change.items():
                 OmegaConf.update(changed, key, value, force_add=True)
-            tried[" and ".join(f"{key}={str(value).lower()}" for key, value in change.items())] = changed
-        now = {text: ledgers(changed, shape)[name] for text, changed in tried.items()}
-        smaller = {text: made for text, made in now.items() if made.total < ledger.total}
+            if (made := ledgers(changed, shape)[name]).total < ledger.total:
+                smaller[" and ".join(f"{key}={str(value).lower()}" for key, value in change.items())] = made
         enough = {text: made for text, made in smaller.items() if made.fits} or smaller
         better = " or ".join(f"{made.total / GIB:.1f} GiB with {text}" for text, made in list(enough.items())[:3])
-        largest = sorted(ledger.parts.items(), key=lambda part: -part[1])[:2]
-        parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
-        size = f"{ledger.total / GIB:.1f} GiB of {ledger.limit / GIB:.1f} (most of it: {parts})"
+        size = f"{ledger.total / GIB:.1f} GiB of {ledger.limit / GIB:.1f} (most of it: {ledger.largest(2)})"
         yield f"{name}: {size}; " + (f"{better}" if better else "no key that is known here makes it smaller")
 
 

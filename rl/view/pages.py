@@ -43,7 +43,7 @@ class BadLink(ValueError):
 class Page:
     """A page is an answer. ``to``: an address to go to instead; ``status``: that of HTTP."""
 
-    body: str | bytes = ""
+    body: str = ""
     type: str = "text/html"
     headers: dict[str, str] = field(default_factory=dict)
     to: str = ""
@@ -244,7 +244,7 @@ def token_page(library: Library, query: Query) -> Page:
     """Show an episode's tokens inside of its tree."""
     one = _episode(library, query)
 
-    def inside(node: int) -> str | bytes:
+    def inside(node: int) -> str:
         return strip(library, {**query, "node": str(node)}).body
 
     return _html(
@@ -279,10 +279,6 @@ def context(library: Library, query: Query) -> Page:
 def raw(library: Library, query: Query) -> Page:
     """Return one text of an episode whole, as plain text."""
     one, what = _episode(library, query), query.get("what", "")
-    if what == "patch":
-        return Page(one.record.patch, "text/plain")
-    if what == "log":
-        return Page(str(one.record.verdict.get("log_tail", "")), "text/plain")
     wanted = _number(query, "turn"), what, _number(query, "part")
     text = next((text for turn, *which, text in one.reading.texts() if (turn.number, *which) == wanted), None)
     if text is None:

@@ -32,10 +32,8 @@ def results(name: str, tasks: Mapping[str, Mapping[str, Any]], samples: int, lin
     counts = {task: (played[task], solved[task]) for task in tasks}
 
     def groups(column: str) -> dict[str, Any]:
-        names = sorted({str(row[column]) for row in tasks.values() if row[column] is not None})
-        return {
-            one: _counted([counts[task] for task, row in tasks.items() if str(row[column]) == one]) for one in names
-        }
+        of = {task: str(row[column]) for task, row in tasks.items() if row[column] is not None}
+        return {one: _counted([counts[task] for task in of if of[task] == one]) for one in sorted({*of.values()})}
 
     episodes = list(graded.values())
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, samples) if k <= samples})

@@ -130,12 +130,10 @@ def warnings(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) 
         found.append(f"an episode of plan.turns={wanted:g} is planned with {pace.cut:.0f}, where {row}")
     load = pace.load
     if load.stays < 0.95:  # not below 1: the figures are assumed
-        cache = (
-            f"KV cache of each {engine.group} holds {load.held:.0f} contexts; of {load.asked:.0f} episodes that play"
-        )
-        state = f"there, {load.running + load.waiting:.0f} are in the engine, and {1 - load.stays:.0%} of the others'"
+        cache = f"KV cache of each {engine.group} holds {load.held:.0f} contexts; of {load.asked:.0f} episodes that"
+        state = f"play there, {load.running + load.waiting:.0f} are in the engine, and {1 - load.stays:.0%} of the"
         keys = f"raise {ROLLOUT}.gpu_memory_utilization or lower sandbox.concurrency"
-        found.append(f"{cache} {state} contexts are read again after their tools: {keys}")
+        found.append(f"{cache} {state} others' contexts are read again after their tools: {keys}")
     elif load.held > 3 * load.asked and not layout.trainer.cpu and layout.concurrent < layout.per_step:
         room = f"KV cache holds the contexts of {load.held:.0f} episodes per {engine.group}, and {load.asked:.0f} play"
         found.append(f"{room}: raise sandbox.concurrency, or {ROLLOUT}.agent.num_workers")

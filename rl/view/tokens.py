@@ -264,10 +264,9 @@ class Jump:
 
 def improbable(record: Record, words: Vocabulary) -> list[Jump]:
     """Return the sampled tokens with the lowest log-probabilities, the lowest first."""
-    found = ((_logprobs(one), node) for node, one in enumerate(record.nodes))
-    return _jumps(
-        record, words, ((value, node, at, value) for values, node in found for at, value in enumerate(values))
-    )
+    nodes = enumerate(record.nodes)
+    found = ((value, node, at, value) for node, one in nodes for at, value in enumerate(_logprobs(one)))
+    return _jumps(record, words, found)
 
 
 def tilted(record: Record, words: Vocabulary, trained: EpisodeTraining | None) -> list[Jump]:

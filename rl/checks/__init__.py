@@ -10,32 +10,20 @@ is wrong.
 
 from omegaconf import DictConfig
 
-from rewards.task import Task
-from rl.checks.data import check_files
+from rl.checks import numbers
+from rl.checks.data import check_files, check_tasks
 from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_keys, check_types
 from rl.checks.machine import check_cpu, check_disk
 from rl.checks.model import check_memory, check_model, check_plan, check_teacher, check_toy
 from rl.checks.names import check_names
-from rl.checks.numbers import (
-    check_batches,
-    check_curriculum,
-    check_left_out,
-    check_lengths,
-    check_loss,
-    check_numbers,
-    check_repeat,
-    check_resume,
-    check_schedule,
-)
 from rl.config.compose import check_all
-from rl.episodes.boxes import kind_of
 
 
 def check_values(config: DictConfig) -> None:
     """Raise ConfigError if values are of the wrong type or impossible by themselves."""
     check_interpolations(config)
-    check_all(config, check_numbers, check_types)
+    check_all(config, numbers.check_numbers, check_types)
 
 
 def check(config: DictConfig, plays: bool = True) -> None:
@@ -45,29 +33,24 @@ def check(config: DictConfig, plays: bool = True) -> None:
     call ``check_tasks`` and ``check_model`` once they exist. ``plays``: boxes run on this machine; else it need not be
     able to make them.
     """
-    tasks: list[Task] = []
-
-    def boxes(config: DictConfig) -> None:
-        tasks.extend(check_files(config))
-        if plays:
-            kind_of(config.sandbox).check_tasks(tasks)
 
     def settings(config: DictConfig) -> None:
         check_values(config)  # the other checks rely on them
-        made = () if config.prepare else (check_model, check_memory, check_teacher, boxes, check_plan)
+        tasks = check_tasks if plays else check_files
+        made = () if config.prepare else (check_model, check_memory, check_teacher, tasks, check_plan)
         check_all(
             config,
             check_cpu,
-            check_batches,
-            check_curriculum,
-            check_loss,
+            numbers.check_batches,
+            numbers.check_curriculum,
+            numbers.check_loss,
             check_names,
-            check_lengths,
+            numbers.check_lengths,
             lambda config: check_episodes(config, plays),
-            check_repeat,
-            check_resume,
-            check_schedule,
-            check_left_out,
+            numbers.check_repeat,
+            numbers.check_resume,
+            numbers.check_schedule,
+            numbers.check_left_out,
             check_toy,
             *made,
             check_disk,

@@ -2,23 +2,16 @@
 
 import asyncio
 import functools
+from collections.abc import Callable
 
 from omegaconf import DictConfig
 
 from rl.checks.numbers import check_positive
-from rl.config.compose import ConfigError, check_all
+from rl.config.compose import ConfigError, check_all, refuse
 from rl.config.plugins import agents_of
 from rl.episodes.asking import ask_endpoint
 from rl.episodes.boxes import kind_of
-from rl.episodes.setup import (
-    agent_from,
-    credit_from,
-    mix_from,
-    roles_from,
-    rules_from,
-    shape_from,
-    side_endpoint_from,
-)
+from rl.episodes.setup import agent_from, credit_from, mix_from, roles_from, rules_from, shape_from, side_endpoint_from
 from rl.metrics import own
 from rl.run.store import check_store
 from rollout.agent.claude_code import SUBAGENTS
@@ -31,9 +24,11 @@ def check_episodes(config: DictConfig, plays: bool = True) -> None:
 
     ``plays``: they are played on this machine, which then needs the agents' programs and what makes boxes.
     """
-    agents = [functools.partial(_check_agent, key=key) for key in agents_of(config)]
-    played = (*agents, check_boxes) if plays else ()
-    check_all(config, _check_mix, *played, _check_proxy, _check_grading, _check_figures, check_store)
+    # The agents' limits are not looked at.
+    agents = [functools.partial(agent_from, max_tokens=1, max_context=1, key=key) for key in agents_of(config)]
+    read = [functools.partial(_read, what) for what in (mix_from, *(agents if plays else ()))]
+    boxes = [check_boxes] if plays else []
+    check_all(config, *read, *boxes, _check_proxy, _check_grading, _check_figures, check_store)
     _check_roles(config, plays)
 
 
@@ -46,16 +41,10 @@ def check_boxes(config: DictConfig) -> None:
         boxes.need_base_image("the quickstart's tasks are local snapshots")
 
 
-def _check_mix(config: DictConfig) -> None:
+def _read(what: Callable[[DictConfig], object], config: DictConfig) -> None:
+    """Raise ConfigError if a part of the config cannot be read."""
     try:
-        mix_from(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_agent(config: DictConfig, key: str) -> None:
-    try:
-        agent_from(config, max_tokens=1, max_context=1, key=key)  # its limits are not looked at
+        what(config)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
 
@@ -91,8 +80,7 @@ def _check_roles(config: DictConfig, plays: bool) -> None:
         by_std = config.algorithm.get("norm_adv_by_std_in_grpo", True)
         if config.episode.get("credit") and (by_std or config.algorithm.adv_estimator != "grpo"):
             lines.append("episode.credit needs algorithm.adv_estimator=grpo and norm_adv_by_std_in_grpo=false")
-    if lines:
-        raise ConfigError(*lines)
+    refuse(lines)
     for role, rule in rules.items() if plays else ():
         if rule.endpoint is not None:
             asyncio.run(ask_endpoint(rule.endpoint, f"proxy.roles.{role}"))
@@ -103,8 +91,5 @@ def _check_figures(config: DictConfig) -> None:
 
 
 def _check_grading(config: DictConfig) -> None:
-    for read in (rules_from, shape_from, side_endpoint_from, roles_from, credit_from):
-        try:
-            read(config)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    for what in (rules_from, shape_from, side_endpoint_from, roles_from, credit_from):
+        _read(what, config)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.checks.numbers import POSITIVE, POSITIVE_OR_NULL, agent_limits, is_positive
 from rl.checks.types import dataclass_of, fields, wrong_value
-from rl.config.compose import CONFIGS, ConfigError, compose, config_folders, package_dir, unresolved
+from rl.config.compose import CONFIGS, compose, config_folders, package_dir, refuse, unresolved
 
 # What is below these keys belongs to another program (Ray, Megatron), or is named by the user. The same holds below
 # every key that is null or empty by default.
@@ -66,8 +66,7 @@ def check_keys(config: DictConfig) -> None:
     for path, name in _changed(given, known, ""):
         if path.split(".")[0] not in KINDS and name not in _words():
             lines.append(f"{path}: nothing reads this key, although verl's own config has it; leave it out")
-    if lines:
-        raise ConfigError(*lines)
+    refuse(lines)
 
 
 def check_types(config: DictConfig, name: str = "train", leave: Collection[str] = POSITIVE + POSITIVE_OR_NULL) -> None:
@@ -83,8 +82,7 @@ def check_types(config: DictConfig, name: str = "train", leave: Collection[str] 
         line = wrong_value(path, value, default, _declared(config, path).get(key))
         if line and (path not in left or is_positive(value)):
             lines.append(line)
-    if lines:
-        raise ConfigError(*lines)
+    refuse(lines)
 
 
 def check_interpolations(config: DictConfig) -> None:
@@ -98,8 +96,7 @@ def check_interpolations(config: DictConfig) -> None:
             missing = re.search("Interpolation key '(.+)' not found", said)
             if missing is None or missing[1] in raw:  # else its target leads nowhere, which has its own line
                 lines.append(f"{path}={raw}: {said}")
-    if lines:
-        raise ConfigError(*lines)
+    refuse(lines)
 
 
 def _texts(plain: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:

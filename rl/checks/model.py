@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config.compose import ConfigError
+from rl.config.compose import ConfigError, refuse
 
 _TOYS = 512
 """The largest hidden size of a toy."""
@@ -29,12 +29,8 @@ def check_model(config: DictConfig, synced: bool = True) -> None:
     if not (path / "config.json").is_file():
         raise ConfigError(f"actor_rollout_ref.model.path: {path} is no model directory (no config.json there)")
     kind = stateful(config)
-    if (
-        kind
-        and kind not in _BORDERS
-        and OmegaConf.select(config, PACKING)
-        and "megatron" not in config.actor_rollout_ref.actor
-    ):
+    packed = OmegaConf.select(config, PACKING) and "megatron" not in config.actor_rollout_ref.actor
+    if packed and kind and kind not in _BORDERS:
         published = kind.removesuffix("_text")
         other = f", or take the model in its published form ({published})" if published in _BORDERS else ""
         raise ConfigError(
@@ -81,9 +77,8 @@ def check_memory(config: DictConfig) -> None:
     """Raise ConfigError if a CPU run of a model that is no toy needs more memory than the machine has, by rl.plan: Ray
     would kill its workers, minutes later. plan.check=false leaves this to the user."""
     path = local_model(config)
-    on_cpu = OmegaConf.select(config, "trainer.device") == "cpu" and OmegaConf.select(config, "plan.check")
-    model = _config(path) if on_cpu and path and (path / "config.json").is_file() else {}
-    if model.get("hidden_size", 0) > _TOYS:
+    model = _config(path) if path and (path / "config.json").is_file() else {}
+    if OmegaConf.select(config, "trainer.device") == "cpu" and model.get("hidden_size", 0) > _TOYS:
         _check_plan(config)
 
 
@@ -137,16 +132,15 @@ def check_plan(config: DictConfig) -> None:
 
     On a CPU (``check_memory``) and with plan.check=false no plan is made.
     """
-    if OmegaConf.select(config, "trainer.device") == "cpu" or not OmegaConf.select(config, "plan.check"):
-        return
-    _check_plan(config)
+    if OmegaConf.select(config, "trainer.device") != "cpu":
+        _check_plan(config)
 
 
 def _check_plan(config: DictConfig) -> None:
     from rl.plan import plan
 
-    if problems := plan(config).problems:
-        raise ConfigError(*(f"{problem}; plan.check=false starts it all the same" for problem in problems))
+    problems = plan(config).problems if OmegaConf.select(config, "plan.check") else ()
+    refuse([f"{problem}; plan.check=false starts it all the same" for problem in problems])
 
 
 def check_family(config: DictConfig) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config.compose import ConfigError, package_dir
+from rl.config.compose import package_dir, refuse
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 # Key: the folder of verl in which its names are registered, and the places there that have them.
@@ -23,10 +23,7 @@ _KNOWN = {
     f"{_ACTOR}.loss_agg_mode": ("workers/config", r"valid_loss_agg_modes = \[([^\]]*)\]"),
     f"{_ACTOR}.kl_loss_type": ("trainer/ppo", r"if kl_penalty (?:in|==) ([^:]*):"),
     f"{_CORRECTION}.rollout_is": ("trainer/ppo", r"valid_is_levels = \{([^}]*)\}"),
-    f"{_CORRECTION}.rollout_rs": (
-        "trainer/ppo",
-        r"SUPPORTED_ROLLOUT_RS_OPTIONS: set\[str\] = \{([^}]*)\}",
-    ),
+    f"{_CORRECTION}.rollout_rs": ("trainer/ppo", r"SUPPORTED_ROLLOUT_RS_OPTIONS: set\[str\] = \{([^}]*)\}"),
     "trainer.v1.trainer_mode": ("trainer/ppo/v1", r"@register_trainer\(([^()]*)\)"),
     "actor_rollout_ref.rollout.name": ("workers/rollout", r"RolloutReplicaRegistry\.register\(([^(),]*),"),
     f"{_ACTOR}.strategy": ("workers/engine", r"@EngineRegistry\.register\([^()]*backend=(\[[^\]]*\]|\"\w+\")"),
@@ -48,8 +45,7 @@ def check_names(config: DictConfig) -> None:
             near = difflib.get_close_matches(str(name), known, n=1)
             others = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(sorted(known))}"
             lines.append(f"{key}: verl knows no {name!r}; {others}")
-    if lines:
-        raise ConfigError(*lines)
+    refuse(lines)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl.config.compose import ConfigError
+from rl.config.compose import ConfigError, refuse
 from rl.config.plugins import agents_of
 
 POSITIVE = (
@@ -74,8 +74,7 @@ def check_numbers(
     retries = config.episode.infra_retries
     if not isinstance(retries, int) or retries < 0:
         lines.append(f"episode.infra_retries is {retries!r}; it must be 0 or more")
-    if lines:
-        raise ConfigError(*lines)
+    refuse(lines)
 
 
 def agent_limits(config: DictConfig) -> list[str]:
@@ -91,8 +90,7 @@ def agent_limits(config: DictConfig) -> list[str]:
 
 def check_positive(config: DictConfig, keys: Iterable[str]) -> None:
     """Raise ConfigError with a line for each of the keys that is not a number above 0."""
-    if lines := [*_not_positive(config, keys)]:
-        raise ConfigError(*lines)
+    refuse([*_not_positive(config, keys)])
 
 
 def is_positive(value: Any) -> bool:
@@ -103,9 +101,7 @@ def is_positive(value: Any) -> bool:
 def _not_positive(config: DictConfig, keys: Iterable[str], or_null: bool = False) -> Iterator[str]:
     for key in keys:
         value = OmegaConf.select(config, key)
-        if or_null and value is None:
-            continue
-        if not is_positive(value):
+        if not (is_positive(value) or (or_null and value is None)):
             yield f"{key} is {value!r}; it must be a number above 0"
 
 
@@ -121,11 +117,8 @@ def check_curriculum(config: DictConfig) -> None:
 
 def check_batches(config: DictConfig) -> None:
     """Raise ConfigError if verl could not split a step's episodes into updates and over devices."""
-    batch, actor, rollout = (
-        config.data.train_batch_size,
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-    )
+    batch, ref = config.data.train_batch_size, config.actor_rollout_ref
+    actor, rollout = ref.actor, ref.rollout
     mini, gpus = actor.ppo_mini_batch_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
     if config.algorithm.adv_estimator == "grpo" and rollout.n < 2:
         raise ConfigError(

@@ -55,13 +55,11 @@ def wrong_value(path: str, value: Any, default: Any, declared: ast.expr | None) 
 def _is(value: Any, kind: type) -> bool:
     from omegaconf import DictConfig, ListConfig
 
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind is str:  # a name of digits is a number in YAML
-        return isinstance(value, str | int | float) and not isinstance(value, bool)
-    kinds: dict[type, Any] = {list: list | ListConfig, dict: dict | DictConfig}
+    if isinstance(value, bool):  # in Python a number, too
+        return kind is bool
+    # A name of digits is a number in YAML.
+    kinds: dict[type, Any] = {float: int | float, str: str | int | float}
+    kinds |= {list: list | ListConfig, dict: dict | DictConfig}
     return isinstance(value, kinds.get(kind, kind))
 
 
@@ -70,17 +68,14 @@ def _expected(declared: ast.expr) -> set[type] | None:
     match declared:
         case ast.Constant(value=None):
             return {type(None)}
-        case ast.Name(id=name) if name in _NAMES:
+        case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)) if name in _NAMES:
             return {_NAMES[name]}
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            found = _expected(inner)
-            return None if found is None else {*found, type(None)}
+            all_of = [_expected(inner), {type(None)}]
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=inner)):
             all_of = [_expected(one) for one in inner]
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             all_of = [_expected(left), _expected(right)]
-        case ast.Subscript(value=ast.Name(id=name)) if name in _NAMES:
-            return {_NAMES[name]}
         case _:
             return None
     return None if None in all_of else {kind for found in all_of for kind in found or ()}

@@ -78,6 +78,12 @@ class ConfigError(Exception):
             print(f"{program}: {line}", file=sys.stderr)
 
 
+def refuse(lines: Sequence[str]) -> None:
+    """Raise ConfigError with the lines, if there are any."""
+    if lines:
+        raise ConfigError(*lines)
+
+
 def check_all(config: DictConfig, *checks: Callable[[DictConfig], object]) -> None:
     """Call each check with the config, and raise one ConfigError with the lines of all that raised one."""
     lines: list[str] = []
@@ -86,8 +92,7 @@ def check_all(config: DictConfig, *checks: Callable[[DictConfig], object]) -> No
             check(config)
         except ConfigError as error:
             lines += error.lines
-    if lines:
-        raise ConfigError(*dict.fromkeys(lines))  # several checks may need the same thing
+    refuse([*dict.fromkeys(lines)])  # several checks may need the same thing
 
 
 def package_dir(name: str) -> str:
@@ -152,10 +157,6 @@ def compose(
             agent = config.pop("hydra").runtime.choices.get("agent")
         if not wrong and config.get("agent", {}).get("kind", "claude_code") != "claude_code":
             leave_out(config, agent, overrides)
-
-    def refuse(_: DictConfig) -> None:
-        raise ConfigError(*wrong)
-
     if wrong:
-        check_all(config, refuse, *([check] if check else []))
+        check_all(config, lambda _: refuse(wrong), *([check] if check else []))
     return config

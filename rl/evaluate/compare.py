@@ -13,6 +13,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from rl.config.compose import ConfigError
 from rl.evaluate.results import share
 from rl.evaluate.statistics import difference, estimate, sign_flip_p
@@ -74,8 +76,6 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], common: bool) -> dict[st
 
 def show(found: Mapping[str, Any], screen: Screen) -> None:
     """Print a comparison."""
-    from rich.table import Table
-
     table = Table(title=f"A: {found['a']}   B: {found['b']}", show_header=False)
     for name, one in zip("AB", found["pass_at_1"], strict=True):
         table.add_row(f"pass@1 {name}", share(one))

@@ -16,7 +16,7 @@ from rl.checks.data import check_task_files
 from rl.checks.episodes import check_episodes
 from rl.checks.keys import check_interpolations, check_types
 from rl.checks.numbers import check_numbers
-from rl.config.compose import ConfigError, check_all, compose
+from rl.config.compose import ConfigError, check_all, compose, refuse
 from rl.config.plugins import agents_of
 from rl.episodes.boxes import kind_of
 from rl.episodes.setup import Settings, agent_from, read_settings
@@ -45,21 +45,16 @@ def compose_evaluation(overrides: Sequence[str], name: str = "evaluate") -> tupl
     """
     keys = {text: text.lstrip("+~").partition("=")[0] for text in overrides}
     training = [text for text in overrides if keys[text] in _TRAINING]
-    own, trained = OmegaConf.create(), None
-    lines: list[str] = []
-    try:
-        rest = [text for text in overrides if text not in training]
-        own = compose(rest, name, functools.partial(_check_values, name=name))
-    except ConfigError as error:
-        lines += error.lines
-    try:
-        trained = compose(training) if training else None
-    except ConfigError as error:
-        lines += error.lines
-    if lines:
-        raise ConfigError(*lines)
+    rest = [text for text in overrides if text not in training]
+    made: dict[str, DictConfig] = {}
+    check_all(
+        OmegaConf.create(),
+        lambda _: made.update(own=compose(rest, name, functools.partial(_check_values, name=name))),
+        lambda _: made.update(trained=compose(training)) if training else None,
+    )
+    own = made["own"]
     check_interpolations(own)
-    return _with_weights(own, trained, {*keys.values(), *(["tasks"] if name == "collect" else [])})
+    return _with_weights(own, made.get("trained"), {*keys.values(), *(["tasks"] if name == "collect" else [])})
 
 
 def _with_weights(config: DictConfig, trained: DictConfig | None, given: set[str]) -> tuple[DictConfig, Weights | None]:
@@ -162,8 +157,7 @@ def _check_endpoint(config: DictConfig) -> None:
         lines.append("merge=true is for all shards; leave out shard")
     if config.key_env and not os.environ.get(config.key_env):
         lines.append(f"key_env names {config.key_env}, which is not set")
-    if lines:
-        raise ConfigError(*lines)
+    refuse(lines)
 
 
 def shard_of(config: DictConfig) -> Shard | None:

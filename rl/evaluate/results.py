@@ -7,14 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from rl.evaluate.statistics import Estimate, estimate
 from rl.metrics.episodes import Line, percentile
 from rollout import files
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _SPREAD = ("turns", "calls", "tokens_in", "tokens_sampled", "agent_s", "wall_s")
 
@@ -28,16 +27,13 @@ def results(name: str, tasks: Mapping[str, Mapping[str, Any]], samples: int, lin
     lines = [line for line in lines if line["task"] in tasks and line["sample"] < samples]
     # Attempts that were lost before an episode got its verdict do not matter here.
     graded = {(line["task"], line["sample"]): line for line in lines if not line["infra"]}
-    counts = {task: [0, 0] for task in tasks}
-    for (task, _), line in graded.items():
-        counts[task][0] += 1
-        counts[task][1] += line["resolved"]
+    played = Counter(task for task, _ in graded)
+    solved = Counter(task for (task, _), line in graded.items() if line["resolved"])
+    counts = {task: (played[task], solved[task]) for task in tasks}
 
     def groups(column: str) -> dict[str, Any]:
-        names = sorted({str(row[column]) for row in tasks.values() if row[column] is not None})
-        return {
-            one: _counted([counts[task] for task, row in tasks.items() if str(row[column]) == one]) for one in names
-        }
+        of = {task: str(row[column]) for task, row in tasks.items() if row[column] is not None}
+        return {one: _counted([counts[task] for task in of if of[task] == one]) for one in sorted({*of.values()})}
 
     episodes = list(graded.values())
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, samples) if k <= samples})
@@ -46,7 +42,7 @@ def results(name: str, tasks: Mapping[str, Mapping[str, Any]], samples: int, lin
         "complete": len(graded) == len(tasks) * samples,
         "samples": samples,
         **_counted(list(counts.values())),
-        "pass_at_k": {str(k): _plain(estimate([(n, c) for n, c in counts.values()], k)) for k in ks},
+        "pass_at_k": {str(k): _plain(estimate(list(counts.values()), k)) for k in ks},
         "verdicts": _count("resolved" if line["resolved"] else line["reason"] for line in episodes),
         "agent": _count(str(line["agent"]) for line in episodes),
         "flags": _count(flag for line in episodes for flag in line["flags"]),
@@ -61,12 +57,12 @@ def results(name: str, tasks: Mapping[str, Mapping[str, Any]], samples: int, lin
     }
 
 
-def _counted(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _counted(counts: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {
         "tasks": len(counts),
         "episodes": sum(n for n, _ in counts),
         "resolved": sum(c for _, c in counts),
-        "pass_at_1": _plain(estimate([(n, c) for n, c in counts])),
+        "pass_at_1": _plain(estimate(counts)),
     }
 
 
@@ -106,8 +102,6 @@ def write_all(directory: Path, found: Mapping[str, Any], lines: Sequence[Line]) 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """Return tables for the terminal: the figures, then one per repository and per difficulty if there are several."""
-    from rich.table import Table
-
     main = Table(title=found["name"], show_header=False)
     for k, one in found["pass_at_k"].items():
         main.add_row(f"pass@{k}", share(one))

@@ -15,6 +15,7 @@ from statistics import NormalDist
 import numpy
 
 LEVEL = 0.95
+_Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 # With up to ten episodes per task, every share is a multiple of 1/2520.
 _FINEST = math.lcm(*range(1, 11))
 
@@ -29,14 +30,13 @@ class Estimate:
     tasks: int
 
 
-def wilson(share: float, n: float, level: float = LEVEL) -> tuple[float, float]:
-    """Return Wilson's score interval (low, high) of a proportion: `share` of `n` > 0 independent trials.
+def wilson(share: float, n: float) -> tuple[float, float]:
+    """Return Wilson's score interval (low, high) at LEVEL of a proportion: `share` of `n` > 0 independent trials.
 
     n need not be a whole number.
     """
-    z = NormalDist().inv_cdf(0.5 + level / 2)
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    middle = (share + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
+    half = _Z / (1 + _Z * _Z / n) * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
     # Exactly 0 and 1 at the ends, where rounding would leave 1e-17.
     return 0.0 if share == 0 else max(0.0, middle - half), 1.0 if share == 1 else min(1.0, middle + half)
 
@@ -52,7 +52,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def estimate(counts: Sequence[tuple[int, int]], k: int = 1, level: float = LEVEL) -> Estimate | None:
+def estimate(counts: Sequence[tuple[int, int]], k: int = 1) -> Estimate | None:
     """Estimate pass@k over tasks from each task's (episodes, resolved episodes).
 
     Tasks with fewer than k episodes are left out; returns None if no task is left. The interval is Wilson's for an
@@ -68,11 +68,11 @@ def estimate(counts: Sequence[tuple[int, int]], k: int = 1, level: float = LEVEL
     mean = math.fsum(values) / tasks
     spread = math.fsum((value - mean) ** 2 for value in values)
     effective = mean * (1 - mean) * tasks * (tasks - 1) / spread if spread > 1e-12 else math.inf
-    low, high = wilson(mean, min(max(effective, tasks), trials) if 0 < mean < 1 else tasks, level)
+    low, high = wilson(mean, min(max(effective, tasks), trials) if 0 < mean < 1 else tasks)
     return Estimate(mean, low, high, tasks)
 
 
-def difference(pairs: Sequence[Fraction], level: float = LEVEL) -> Estimate:
+def difference(pairs: Sequence[Fraction]) -> Estimate:
     """Estimate the mean of paired differences in [-1, 1], one per task.
 
     The interval generalizes Agresti and Min's (2005) for matched proportions to any differences: half a task is added
@@ -81,10 +81,9 @@ def difference(pairs: Sequence[Fraction], level: float = LEVEL) -> Estimate:
     """
     values = [float(pair) for pair in pairs]
     tasks = len(values)
-    z = NormalDist().inv_cdf(0.5 + level / 2)
     middle = math.fsum(values) / (tasks + 2)
     square = (math.fsum(value * value for value in values) + 1) / (tasks + 2)
-    half = z * math.sqrt((square - middle * middle) / (tasks + 2))
+    half = _Z * math.sqrt((square - middle * middle) / (tasks + 2))
     mean = math.fsum(values) / tasks
     return Estimate(mean, max(-1.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)), tasks)
 

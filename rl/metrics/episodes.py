@@ -39,11 +39,11 @@ MAX_LABELS = 12
 
 
 class EpisodeLog:
-    """A log takes the lines of this process's episodes. Each process has a file of its own, so there are no locks and
-    the run directory may be on NFS."""
+    """A log takes the lines of this process's episodes. Each process has a file of its own in ``folder``, so there are
+    no locks and the run directory may be on NFS."""
 
-    def __init__(self, run_dir: Path):
-        directory = run_dir / "episode_metrics"
+    def __init__(self, run_dir: Path, folder: str = "episode_metrics"):
+        directory = run_dir / folder
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
         self.path.touch()  # a shared disk shows a new file late, but additions to a known one soon
@@ -123,10 +123,7 @@ def fold(lines: Sequence[Line], prefix: str, labels: Sequence[str] = ()) -> dict
         return {}
     outer = "" if prefix == "episode" else f"{prefix}/"
     graded = [one for one in lines if not one["infra"]]
-    metrics: dict[str, float] = {
-        f"{prefix}/count": len(graded),
-        f"{outer}infra/failures": len(lines) - len(graded),
-    }
+    metrics: dict[str, float] = {f"{prefix}/count": len(graded), f"{outer}infra/failures": len(lines) - len(graded)}
     causes = Counter((one["reason"], one["infra"]) for one in lines if one["reason"])
     for (cause, infra), count in causes.items():
         metrics[f"{outer}{'infra' if infra else 'failure'}/{cause}"] = count
@@ -217,24 +214,22 @@ def group_metrics(
         ``group/none_resolved``. A filtered group counts as resolved if its reward is above 0. No metrics if there are
         no groups.
     """
-    replaced = filtered or {}
-    compared = len(groups) + sum(replaced.values()) + surplus
     if not groups:
         return {}
-
-    def share(used: Callable[[list[tuple[float, bool]]], bool], lost: Callable[[float], bool]) -> float:
-        return (sum(map(used, groups.values())) + sum(n for reward, n in replaced.items() if lost(reward))) / compared
-
+    replaced = filtered or {}
+    won = sum(count for reward, count in replaced.items() if reward > 0)
+    lost = sum(replaced.values()) - won
+    compared = len(groups) + won + lost + surplus
+    equal = sum(len({reward for reward, _ in group}) == 1 for group in groups.values())
+    resolved = [[resolved for _, resolved in group] for group in groups.values()]
     return {
         "group/played": compared + alone,
         "group/used": len(groups),
         "group/alone": alone,
         "group/episodes": sum(map(len, groups.values())) / len(groups),
-        "group/all_equal": share(lambda group: len({reward for reward, _ in group}) == 1, lambda _: True),
-        "group/all_resolved": share(lambda group: all(resolved for _, resolved in group), lambda reward: reward > 0),
-        "group/none_resolved": share(
-            lambda group: not any(resolved for _, resolved in group), lambda reward: not reward > 0
-        ),
+        "group/all_equal": (equal + won + lost) / compared,
+        "group/all_resolved": (sum(map(all, resolved)) + won) / compared,
+        "group/none_resolved": (sum(not any(group) for group in resolved) + lost) / compared,
     }
 
 

@@ -63,10 +63,8 @@ class Gpus:
     def __init__(self) -> None:
         remote = ray.remote(num_cpus=0)(GpuMeter)
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-        self._meters: list[Any] = [
-            remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)).remote()
-            for node in nodes
-        ]
+        places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
+        self._meters: list[Any] = [remote.options(scheduling_strategy=place).remote() for place in places]
 
     def take(self) -> dict[str, float]:
         """Return the busy share since the last call: ``gpu/busy``, the mean over the GPUs, and ``gpu/busy_min``, the

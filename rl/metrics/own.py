@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from rewards import shape
-from rl.config.compose import ConfigError
+from rl.config.compose import refuse
 from rollout.records import Record
 
 log = logging.getLogger(__name__)
@@ -24,8 +24,7 @@ def load(named: Mapping[str, str]) -> dict[str, Function]:
             found[name] = shape.load(str(place))
         except ValueError as error:
             wrong.append(f"episode.figures.{name}={place}: {error}")
-    if wrong:
-        raise ConfigError(*wrong)
+    refuse(wrong)
     return found
 
 

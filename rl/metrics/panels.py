@@ -6,6 +6,7 @@ They are listed in panels.yaml. Metrics have the names of docs/metrics.md; ``<..
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ class Panel:
                 if match := pattern(metric).fullmatch(name):
                     found.setdefault(name, label.format(*match.groups()))
         return found
+
+
+def names_of(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the metrics that any of a run's lines has."""
+    return sorted({name for one in lines for name, value in one.items() if value is not None})
 
 
 def pattern(metric: str) -> re.Pattern[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.metrics.episodes import has_validation, resolve_rate
-from rl.metrics.panels import SECTIONS, Panel
+from rl.metrics.panels import SECTIONS, Panel, names_of
 from rollout import files
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
     apart."""
     charts: list[tuple[Panel, Runs]] = []
     for panel in panels:
-        counts = {name: len(panel.curves(_names(records))) for name, records in runs.items()}
+        counts = {name: len(panel.curves(names_of(records))) for name, records in runs.items()}
         have = {name: records for name, records in runs.items() if counts[name]}
         if panel.stacked or max(counts.values()) > len(_LINES):
             charts += [(panel, {name: records}) for name, records in have.items()]
@@ -90,29 +90,21 @@ def _charts(panels: Sequence[Panel], runs: Runs) -> list[tuple[Panel, Runs]]:
 _LEAST_SPAN = 0.02
 
 
-def _names(records: list[dict]) -> list[str]:
-    return sorted({name for record in records for name, value in record.items() if value is not None})
-
-
 def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None = None) -> None:
     """Draw a panel's curves. ``colors``: a colour per run, if there are several; metrics then differ by line style."""
     from matplotlib.ticker import MaxNLocator
 
     for run, records in runs.items():
-        curves = panel.curves(_names(records))
+        curves = panel.curves(names_of(records))
         if panel.stacked:
             _stack(axes, records, curves)
             continue
         for number, (name, label) in enumerate(curves.items()):
             steps, values = zip(*[(r["step"], r[name]) for r in records if r.get(name) is not None], strict=True)
-            axes.plot(
-                steps,
-                values,
-                color=colors[run] if colors else _COLORS[number % len(_COLORS)],
-                linestyle=_LINES[(number if colors else number // len(_COLORS)) % len(_LINES)],
-                marker="o" if len(steps) <= 30 else None,
-                label=label,
-            )
+            color = colors[run] if colors else _COLORS[number % len(_COLORS)]
+            style = _LINES[(number if colors else number // len(_COLORS)) % len(_LINES)]
+            marker = "o" if len(steps) <= 30 else None
+            axes.plot(steps, values, color=color, linestyle=style, marker=marker, label=label)
     low, high = panel.bounds
     axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
     if (low, high) == (0.0, 1.0):
@@ -127,14 +119,9 @@ def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles and (panel.stacked or len(panel.metrics) > 1 or len(handles) > 1):
-        legend = axes.legend(
-            handles.values(),
-            handles.keys(),
-            loc="upper left",
-            bbox_to_anchor=(-0.02, -0.19),
-            ncols=min(len(handles), 3 if max(map(len, handles)) < 18 else 2),
-            borderaxespad=0.3,
-        )
+        columns = min(len(handles), 3 if max(map(len, handles)) < 18 else 2)
+        below: Any = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.19), "borderaxespad": 0.3}
+        legend = axes.legend(handles.values(), handles.keys(), ncols=columns, **below)
         for line in legend.get_lines() if colors else ():
             line.set_color("0.3")
 
@@ -142,21 +129,13 @@ def draw(axes: Axes, panel: Panel, runs: Runs, colors: Mapping[str, str] | None 
 def _stack(axes: Axes, records: list[dict], curves: dict[str, str]) -> None:
     """Draw the curves as stacked bars: the parts belong to a step, not to the space between steps."""
     steps = [r for r in records if any(r.get(name) is not None for name in curves)]
-    bottom = [0.0] * len(steps)
+    at, bottom = [r["step"] for r in steps], [0.0] * len(steps)
     for number, (name, label) in enumerate(curves.items()):
         values = [r.get(name) or 0.0 for r in steps]
         if any(values):
             color = _COLORS[number % len(_COLORS)]
-            axes.bar(
-                [r["step"] for r in steps],
-                values,
-                bottom=bottom,
-                width=1.0,
-                color=color,
-                edgecolor=color,  # without an edge the background shows between bars
-                linewidth=0.4,
-                label=label,
-            )
+            # Without an edge the background shows between bars.
+            axes.bar(at, values, width=1.0, bottom=bottom, color=color, edgecolor=color, linewidth=0.4, label=label)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
 
 

@@ -7,13 +7,11 @@ trainer puts a few of them into its loggers. The whole episodes are in the recor
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rl.metrics.episodes import Tails
+from rl.metrics.episodes import EpisodeLog, Tails
 from rl.metrics.loggers import Loggers
 from rollout.figures import line
 from rollout.proxy.blocks import blocks_of
@@ -29,9 +27,7 @@ class SampleLog:
     """A log keeps ``EACH`` resolved episodes, and as many others, of each step and split of this process."""
 
     def __init__(self, run_dir: Path) -> None:
-        directory = run_dir / "samples"
-        directory.mkdir(exist_ok=True)
-        self.path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+        self._log = EpisodeLog(run_dir, "samples")
         self._kept = Counter[tuple[Any, ...]]()
 
     def offer(self, record: Record) -> None:
@@ -41,8 +37,7 @@ class SampleLog:
         if one["infra"] or self._kept[kind] >= EACH:
             return
         self._kept[kind] += 1
-        with open(self.path, "a") as file:
-            file.write(json.dumps(sample(record)) + "\n")
+        self._log.append(sample(record))
 
 
 def sample(record: Record) -> dict[str, Any]:

@@ -44,14 +44,11 @@ class Values:
 
 @dataclass(frozen=True)
 class EpisodeTraining:
-    """This is what the trainer made of an episode: ``advantages`` by row, ``values`` by node of the tree."""
+    """This is what the trainer made of an episode: ``advantages`` by row, ``values`` by node of the tree,
+    for replies that were trained on."""
 
     advantages: dict[int, float]
     values: dict[int, Values]
-
-    def of(self, node: int) -> Values | None:
-        """Return the values of a reply; None if it was not trained on."""
-        return self.values.get(node)
 
 
 def columns(config: Any) -> list[str]:
@@ -66,9 +63,8 @@ def rows(batch: Any, known: Any, advantages: Any) -> list[Row]:
     batch: verl's KVBatchMeta. known: its columns response_mask and those of ``columns``.
     All columns are nested tensors, one row per key.
     """
-    count = len(batch.keys)
     masks = [mask.bool() for mask in known["response_mask"].unbind(0)]
-    names, none = ("old_log_probs", "entropy"), [None] * count
+    names, none = ("old_log_probs", "entropy"), [None] * len(batch.keys)
     columns = [known[name].unbind(0) if name in known else none for name in names]
     out = []
     for key, tag, mask, logprobs, entropies, values in zip(

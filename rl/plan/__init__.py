@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rl.plan import cpu, memory, problems, stopping, throughput
+from rl.plan import cpu, host, memory, problems, stopping, throughput
 from rl.plan.layout import MODEL, Layout, layout_of, select
 from rl.plan.memory import Ledger
 from rl.plan.model import ModelShape, load_config, shape_of, turn_notes
@@ -54,18 +54,16 @@ def plan(config: DictConfig, model_config: Any = None) -> Plan:
     shape = shape_of(model_config or load_config(name), name, select(config, f"{MODEL}.lora_rank", 0), targets)
     given, config = config, cpu.machine(config)
     layout = layout_of(config)
-    ledgers = problems.ledgers(config, shape)
-    gpu = tuple(ledger for name, ledger in ledgers.items() if name != ledger.name)
-    node = tuple(ledger for name, ledger in ledgers.items() if name == ledger.name)
+    gpu, node = memory.phases(config, shape, layout), host.ledgers(config, shape, layout)
     tokens = memory.kv_tokens(shape, layout.engine, memory.kv_room(config, shape, layout.engine))
     pace = throughput.pace(config, shape, layout)
     found = problems.layout_problems(shape, layout) + problems.cache_problems(config, shape, layout, tokens)
     ending = stopping.stopping(config, shape, layout, pace)
     warnings = problems.warnings(config, shape, layout, pace) + turn_notes(name)
-    if cpu.is_cpu(config):
+    if layout.trainer.cpu:
         too_much, notes = cpu.problems(given, shape)
         found, warnings = found + too_much, warnings + notes
     else:
         found += problems.ledger_problems(config, shape)
         found += stopping.problem(config, shape, layout, pace, ending)
-    return Plan(shape, layout, gpu, node, tokens, pace, ending, tuple(found), tuple(warnings))
+    return Plan(shape, layout, tuple(gpu), tuple(node), tokens, pace, ending, tuple(found), tuple(warnings))

@@ -22,11 +22,6 @@ UNKNOWN = (
 )
 
 
-def is_cpu(config: DictConfig) -> bool:
-    """Tell whether a config trains on a CPU."""
-    return select(config, "trainer.device") == "cpu"
-
-
 def longest_row(config: DictConfig, layout: Layout) -> int:
     """Return the tokens of the longest row of a step that is to be expected, in which what follows the first prompt is
     spread like episodes' durations."""
@@ -40,9 +35,10 @@ def machine(config: DictConfig, full: bool = False) -> DictConfig:
     """Return a copy of the config whose ``cluster`` is this machine, as one GPU, and whose batches are of one row: the
     longest to be expected or, if ``full``, the longest there may be. Others than those of CPUs are returned as they
     are."""
-    if not is_cpu(config):
+    layout = layout_of(config)
+    if not layout.trainer.cpu:
         return config
-    layout, config = layout_of(config), pickle.loads(pickle.dumps(config))
+    config = pickle.loads(pickle.dumps(config))
     size, cores = psutil.virtual_memory().total / GIB, select(config, "cpu_threads") or psutil.cpu_count()
     with open_dict(config):
         config.cluster.update(gpu=f"CPU, {cores} cores", gpu_gb=size, cpu_gb=size, cores=cores)
@@ -69,13 +65,11 @@ def problems(config: DictConfig, shape: ModelShape) -> tuple[list[str], list[str
         phases = [one for one in memory.phases(made, shape, layout_of(made)) if one.name != memory.TUNING]
         worst = max(phases, key=lambda phase: phase.total)
         row = layout_of(made).trainer.tokens
-        largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
-        parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
         size = f"{worst.name}: a row of {row} tokens takes {worst.total / GIB:.1f} GiB of {there / GIB:.1f}"
         if worst.total > limit and not found:
             lora = "" if shape.lora else f", {MODEL}.lora_rank=32"
             keys = f"lower data.max_response_length{lora} or {ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"
-            found.append(f"memory, {size} (most of it: {parts}); {keys}")
+            found.append(f"memory, {size} (most of it: {worst.largest(3)}); {keys}")
         elif full and worst.total > there and not found:
             notes.append(f"{size}, and one may have as many (data.max_response_length={layout.row - layout.prompt})")
     return found, notes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from omegaconf import DictConfig
 
@@ -27,7 +27,7 @@ UNSURE = {
 }
 MOST_EQUAL = 0.95  # the largest share of groups with equal rewards that can be played
 
-Doubts = Mapping[str, tuple[Pace, Pace]]
+Doubts = Mapping[str, Sequence[Pace]]
 """The paces of the good case and of the bad case of each assumption."""
 
 
@@ -44,8 +44,7 @@ def changed(config: DictConfig, what: str, bad: bool) -> DictConfig:
 def doubts(config: DictConfig, shape: ModelShape, layout: Layout) -> Doubts:
     """Return the paces at both ends of each assumption that the config depends on."""
     used = [what for what in UNSURE if what != "groups with equal rewards" or filters(config)]
-    ends = {what: [pace(changed(config, what, bad), shape, layout) for bad in (False, True)] for what in used}
-    return {what: (good, bad) for what, (good, bad) in ends.items()}
+    return {what: [pace(changed(config, what, bad), shape, layout) for bad in (False, True)] for what in used}
 
 
 def bounds(middle: Pace, found: Doubts, figure: Callable[[Pace], float]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.config.compose import CONFIGS, ConfigError
 from rl.metrics.episodes import read_jsonl
-from rl.plan.cpu import is_cpu, machine
+from rl.plan.cpu import machine
 from rl.plan.doubt import MOST_EQUAL
 from rl.plan.engine import forward
 from rl.plan.host import checkpoint_bytes
@@ -128,10 +128,8 @@ def _of_episodes(records: Sequence[Record]) -> Iterator[FittedConstant]:
     walls = [math.log(one["wall_s"]) for one in figures if one["wall_s"] > 0]
     if len(walls) >= FEWEST:
         deviation = statistics.stdev(walls)
-        error = deviation / math.sqrt(2 * len(walls))
-        yield FittedConstant(
-            "spread", deviation, max(0.0, deviation - 1.3 * error), deviation + 1.3 * error, len(walls), of
-        )
+        far = 1.3 * (deviation / math.sqrt(2 * len(walls)))
+        yield FittedConstant("spread", deviation, max(0.0, deviation - far), deviation + far, len(walls), of)
         ended = [float(record.agent.get("status") == "timeout") for record in records]
         yield _fit("timeouts", ended, of)
 
@@ -165,12 +163,12 @@ def _of_steps(run: Path, steps: Sequence[dict[str, float]]) -> Iterator[FittedCo
             row = one.get("prompt_length/mean", 0) + one.get("response_length/mean", 0)
             context, each = row or tokens / layout.per_step, seconds * trainer.gpus / (passes * tokens)
             mixing = forward(config, shape, context, math.inf)
-            if is_cpu(config):
+            if trainer.cpu:
                 rates.append(config.plan.cpu_gflops * forward(config, shape, context, 1.0) / each)
             elif each > mixing:
                 rates.append((forward(config, shape, context, 1.0) - mixing) / (each - mixing))
     if rates:
-        key = "cpu_gflops" if is_cpu(config) else "mfu_moe" if shape.experts else "mfu_dense"
+        key = "cpu_gflops" if trainer.cpu else "mfu_moe" if shape.experts else "mfu_dense"
         yield _fit(key, rates, "steps", statistics.median(rates))
     for key, timing, size in (
         # Adapters are so small that the rate is not what their sync takes.

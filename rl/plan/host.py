@@ -44,20 +44,16 @@ def ledgers(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledge
         f"{boxes} boxes: of agents and of grading (assumed)": boxes * plan.box_gb * GIB,
         "rows of a step": layout.per_step * plan.rows * traffic(config, layout).row * (QUEUE_BYTES + routed),
     }
-    tasks, budget = (
-        count_tasks(config, "data.train_files", "data.val_files"),
-        select(config, "sandbox.image_budget_gb", math.inf),
-    )
-    images = min(tasks * plan.image_gb, budget or math.inf) if kind_of(config.sandbox).from_images else 0
+    tasks = count_tasks(config, "data.train_files", "data.val_files")
+    budget = select(config, "sandbox.image_budget_gb") or math.inf
+    images = min(tasks * plan.image_gb, budget) if kind_of(config.sandbox).from_images else 0
     disk = {
         f"images of {tasks or 'unknown'} tasks (assumed)": images * GIB,
         f"{boxes} boxes (assumed)": boxes * plan.box_disk_gb * GIB,
     }
-    memory = int(cluster.cpu_gb * GIB)
-    found = [ledger(START, whole | processes, memory), ledger(STEP, step, memory)]
-    if trainer.cpu:  # its phases are those of rl.plan.memory
-        found = []
-    found.append(ledger(DISK, disk, int(cluster.disk_gb * GIB)))
+    memory, found = int(cluster.cpu_gb * GIB), [ledger(DISK, disk, int(cluster.disk_gb * GIB))]
+    if not trainer.cpu:  # whose phases are those of rl.plan.memory
+        found = [ledger(START, whole | processes, memory), ledger(STEP, step, memory), *found]
     if config.trainer.save_freq > 0:
         one, count = checkpoint_bytes(config, shape, trainer), checkpoints_kept(config)
         room = math.inf if cluster.checkpoint_gb is None else int(cluster.checkpoint_gb * GIB)

@@ -142,7 +142,6 @@ def layout_of(config: DictConfig) -> Layout:
     separate, row = mode == "separate_async", data.max_prompt_length + data.max_response_length
     engine_nodes = select(rollout, "nnodes", 0) if separate else trainer.nodes
     tensor, replicas = rollout.tensor_model_parallel_size, select(rollout, "data_parallel_size", 1)
-    sleeps = bool(select(rollout, "free_cache_engine", True)) and bool(select(rollout, "enable_sleep_mode", True))
     engine = EngineLayout(
         colocated=not separate,
         on_trainer=not separate or bool(select(config, "actor_rollout_ref.hybrid_engine", True)),
@@ -153,7 +152,7 @@ def layout_of(config: DictConfig) -> Layout:
         expert=select(rollout, "expert_parallel_size", 1),
         element=BYTES[str(select(rollout, "dtype", "bfloat16"))],
         utilization=float(select(rollout, "gpu_memory_utilization", 0.5)),
-        sleeps=sleeps,
+        sleeps=bool(select(rollout, "free_cache_engine", True) and select(rollout, "enable_sleep_mode", True)),
         context=select(rollout, "max_model_len", row),
         batched_tokens=select(rollout, "max_num_batched_tokens", 8192),
         sequences=select(rollout, "max_num_seqs", 1024),
@@ -161,8 +160,8 @@ def layout_of(config: DictConfig) -> Layout:
     )
     per_step, workers = data.train_batch_size * rollout.n, select(rollout, "agent.num_workers", 8)
     # Batches of later steps are played meanwhile, or replacements of groups that a step cannot use.
-    batches = 1 + select(config, f"trainer.v1.{mode}.num_warmup_batches", 0)
-    batches = batches_in_flight(config) if mode == "sync" else batches
+    ahead = select(config, f"trainer.v1.{mode}.num_warmup_batches", 0)
+    batches = batches_in_flight(config) if mode == "sync" else 1 + ahead
     concurrent = int(min(workers * config.sandbox.concurrency, per_step * batches))
     nodes = trainer.nodes + separate * engine_nodes  # verl places workers on them in turn
     per_node = min(math.ceil(workers / nodes) * config.sandbox.concurrency, concurrent)

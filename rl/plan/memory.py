@@ -39,6 +39,11 @@ class Ledger:
         """Tell whether there is room for all parts."""
         return self.total <= self.limit
 
+    def largest(self, count: int) -> str:
+        """Return the largest parts in words, with their GiB."""
+        found = sorted(self.parts.items(), key=lambda part: -part[1])[:count]
+        return ", ".join(f"{part} {size / GIB:.1f}" for part, size in found)
+
 
 def ledger(name: str, parts: dict[str, float], limit: float) -> Ledger:
     """Return a ledger of the parts that are not empty."""
@@ -198,11 +203,9 @@ def kv_tokens(shape: ModelShape, engine: EngineLayout, room: float, block: int =
 
 def longest(shape: ModelShape, engine: EngineLayout, room: float) -> int:
     """Return the tokens of the longest sequence, up to the engine's context, that ``room`` bytes of each GPU hold."""
-    blocks = range(engine.context // BLOCK + 1)
-    found = bisect.bisect_right(
-        blocks, room, key=lambda n: shape.sequence_bytes(n * BLOCK, engine.element, engine.tensor)
-    )
-    return BLOCK * max(0, found - 1)
+    sizes = range(0, engine.context + 1, BLOCK)
+    found = bisect.bisect_right(sizes, room, key=lambda size: shape.sequence_bytes(size, engine.element, engine.tensor))
+    return sizes[max(0, found - 1)]
 
 
 def phases(config: DictConfig, shape: ModelShape, layout: Layout) -> list[Ledger]:

@@ -80,19 +80,16 @@ def ledger_problems(config: DictConfig, shape: ModelShape) -> Iterator[str]:
     for name, ledger in ledgers(config, shape).items():
         if ledger.fits:
             continue
-        tried, pickled = {}, pickle.dumps(config)
+        smaller, pickled = dict[str, Ledger](), pickle.dumps(config)
         for change in _changes(config, shape, ledger):
             changed = pickle.loads(pickled)  # several times faster than copy.deepcopy
             for key, value in change.items():
                 OmegaConf.update(changed, key, value, force_add=True)
-            tried[" and ".join(f"{key}={str(value).lower()}" for key, value in change.items())] = changed
-        now = {text: ledgers(changed, shape)[name] for text, changed in tried.items()}
-        smaller = {text: made for text, made in now.items() if made.total < ledger.total}
+            if (made := ledgers(changed, shape)[name]).total < ledger.total:
+                smaller[" and ".join(f"{key}={str(value).lower()}" for key, value in change.items())] = made
         enough = {text: made for text, made in smaller.items() if made.fits} or smaller
         better = " or ".join(f"{made.total / GIB:.1f} GiB with {text}" for text, made in list(enough.items())[:3])
-        largest = sorted(ledger.parts.items(), key=lambda part: -part[1])[:2]
-        parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
-        size = f"{ledger.total / GIB:.1f} GiB of {ledger.limit / GIB:.1f} (most of it: {parts})"
+        size = f"{ledger.total / GIB:.1f} GiB of {ledger.limit / GIB:.1f} (most of it: {ledger.largest(2)})"
         yield f"{name}: {size}; " + (f"{better}" if better else "no key that is known here makes it smaller")
 
 
@@ -133,12 +130,10 @@ def warnings(config: DictConfig, shape: ModelShape, layout: Layout, pace: Pace) 
         found.append(f"an episode of plan.turns={wanted:g} is planned with {pace.cut:.0f}, where {row}")
     load = pace.load
     if load.stays < 0.95:  # not below 1: the figures are assumed
-        cache = (
-            f"KV cache of each {engine.group} holds {load.held:.0f} contexts; of {load.asked:.0f} episodes that play"
-        )
-        state = f"there, {load.running + load.waiting:.0f} are in the engine, and {1 - load.stays:.0%} of the others'"
+        cache = f"KV cache of each {engine.group} holds {load.held:.0f} contexts; of {load.asked:.0f} episodes that"
+        state = f"play there, {load.running + load.waiting:.0f} are in the engine, and {1 - load.stays:.0%} of the"
         keys = f"raise {ROLLOUT}.gpu_memory_utilization or lower sandbox.concurrency"
-        found.append(f"{cache} {state} contexts are read again after their tools: {keys}")
+        found.append(f"{cache} {state} others' contexts are read again after their tools: {keys}")
     elif load.held > 3 * load.asked and not layout.trainer.cpu and layout.concurrent < layout.per_step:
         room = f"KV cache holds the contexts of {load.held:.0f} episodes per {engine.group}, and {load.asked:.0f} play"
         found.append(f"{room}: raise sandbox.concurrency, or {ROLLOUT}.agent.num_workers")

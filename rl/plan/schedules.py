@@ -14,47 +14,38 @@ import heapq
 import math
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from typing import Any
 
 from rollout import program
 
-_HELP = {
-    "median": "minutes of an episode",
-    "tail": "the 99th percentile, as a multiple of the median",
-    "groups": "of a step",
-    "n": "episodes of a group",
-    "room": "episodes that all GPUs together serve at full speed",
-    "training": "minutes of a step's log-probabilities and updates on all GPUs",
-    "ahead": "batches that are started before the first step's own",
-    "limit": "weight versions that a group may see; one that began so many updates ago is dropped",
-    "updates": "of a step of separate_async",
-}
 _INSTANT = 1e-9  # minutes
 _Z99 = 2.3263  # of a normal distribution
 MODES = ("sync", "colocate_async", "separate_async")
+
+
+def _size(default: float, what: str) -> Any:
+    return field(default=default, metadata={"help": f"{what} (default: {default})"})
 
 
 @dataclass(frozen=True)
 class ScheduleSetting:
     """A setting is a run's sizes. Times are in minutes.
 
-    groups: of a step, of n episodes each. room: episodes that all GPUs together serve at full speed; more of them are
-    slower in proportion. training: what a step's log-probabilities and updates take on all GPUs. ahead: batches that
-    are started before the first step's own. limit: a group that began so many updates ago is dropped
-    (verl's ``max_off_policy_threshold``: the versions that a group may see, so lags are less). updates: of a step of
-    separate_async, whose two halves of the GPUs train and generate all the time.
+    room: more episodes are slower in proportion. limit: verl's ``max_off_policy_threshold``, so lags are less. updates:
+    in separate_async, the two halves of the GPUs train and generate all the time.
     """
 
-    median: float = 45.0
-    tail: float = 3.0
-    groups: int = 32
-    n: int = 8
-    room: int = 256
-    training: float = 12.0
-    ahead: int = 1
-    limit: int = 4
-    updates: int = 4
+    median: float = _size(45.0, "minutes of an episode")
+    tail: float = _size(3.0, "the 99th percentile, as a multiple of the median")
+    groups: int = _size(32, "of a step")
+    n: int = _size(8, "episodes of a group")
+    room: int = _size(256, "episodes that all GPUs together serve at full speed")
+    training: float = _size(12.0, "minutes of a step's log-probabilities and updates on all GPUs")
+    ahead: int = _size(1, "batches that are started before the first step's own")
+    limit: int = _size(4, "weight versions that a group may see; one that began so many updates ago is dropped")
+    updates: int = _size(4, "of a step of separate_async")
 
 
 @dataclass
@@ -158,8 +149,8 @@ def play(mode: str, setting: ScheduleSetting, steps: int, seed: int = 0) -> Sche
 def main() -> None:
     """Print a row for each mode."""
     parser = program.parser("python -m rl.plan.schedules", __doc__)
-    for name, value in vars(ScheduleSetting()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{_HELP[name]} (default: {value})")
+    for size in fields(ScheduleSetting):
+        parser.add_argument(f"--{size.name}", type=type(size.default), default=size.default, **size.metadata)
     parser.add_argument("--steps", type=int, default=60, help="how many are played (default: 60)")
     options = vars(parser.parse_args())
     steps = options.pop("steps")
@@ -175,15 +166,11 @@ def main() -> None:
     for mode in MODES:
         found = play(mode, setting, steps)
         parts = found.lengths[:1], found.lengths[1:4], found.lengths[4:]
-        lengths = ", ".join(f"{_mean(some) / mean:.2f}" for some in parts if some)
+        lengths = ", ".join(f"{statistics.fmean(chain(*some)) / mean:.2f}" for some in parts if some)
         dropped = found.dropped / (found.dropped + len(found.lags))
         lag = f"{statistics.fmean(found.lags):.1f}, {max(found.lags)}"
         minutes = statistics.fmean(found.minutes)
         print(f"| `{mode}` | {minutes:.0f} | {abs(found.idle):.0%} | {lag} | {dropped:.1%} | {lengths} |")
-
-
-def _mean(some: Sequence[Sequence[float]]) -> float:
-    return statistics.fmean(length for lengths in some for length in lengths)
 
 
 if __name__ == "__main__":

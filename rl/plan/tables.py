@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Column, Table
 
-from rl.plan.cpu import is_cpu
+from rl.plan import Plan
 from rl.plan.doubt import Doubts, bounds, doubts, says
 from rl.plan.engine import EngineLoad
+from rl.plan.fit import FittedConstant
 from rl.plan.layout import filters
 from rl.plan.memory import GIB, Ledger
 from rl.plan.stopping import grace
 from rl.plan.throughput import Pace
 
-if TYPE_CHECKING:
-    from rl.plan import Plan
-    from rl.plan.fit import FittedConstant
-
 
 def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None:
     """Print what the config has, its ledgers, its pace and its warnings."""
-    console = console or Console(highlight=False)
+    console, cpu = console or Console(highlight=False), plan.layout.trainer.cpu
     console.print(_head(plan, config))
-    console.print(_ledgers(f"GiB {_place(config)}, by phase", plan.gpu))
+    place = "of this machine" if cpu else "on each GPU"
+    console.print(_ledgers(f"GiB {place} ({config.cluster.gpu}), by phase", plan.gpu))
     console.print(_ledgers("GiB of a node", plan.node))
     doubted = doubts(config, plan.shape, plan.layout)
     console.print(_step(plan.pace, doubted, config))
@@ -37,7 +34,7 @@ def show(plan: Plan, config: DictConfig, console: Console | None = None) -> None
         console.print(f"note: {warning}", soft_wrap=True)
     if not plan.problems:
         tight = max(plan.gpu, key=lambda phase: phase.total)
-        room = f"{(tight.limit - tight.total) / GIB:.1f} GiB{'' if is_cpu(config) else ' of a GPU'}, {tight.name}"
+        room = f"{(tight.limit - tight.total) / GIB:.1f} GiB{'' if cpu else ' of a GPU'}, {tight.name}"
         fits = "It fits, by calculation" if not plan.pace.cut else "Shortened like this it fits, by calculation"
         console.print(f"{fits}. Least room: {room}.", soft_wrap=True)
 
@@ -54,10 +51,6 @@ def show_fitted(found: Sequence[FittedConstant], config: DictConfig, run: str) -
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _place(config: DictConfig) -> str:
-    return f"of this machine ({config.cluster.gpu})" if is_cpu(config) else f"on each GPU ({config.cluster.gpu})"
 
 
 def _head(plan: Plan, config: DictConfig) -> Table:

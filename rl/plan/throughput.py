@@ -106,11 +106,8 @@ def time_limit(config: DictConfig, episode_s: float, times: float | None) -> flo
 def rollouts(config: DictConfig, boxes: Boxes) -> tuple[Rollout, Rollout]:
     """Return the rollout of a step with the assumed share of all-equal groups (none without dynamic filtering), and
     the one without any such group."""
-    mode, groups, size = (
-        select(config, "trainer.v1.trainer_mode", "sync"),
-        config.data.train_batch_size,
-        select(config, f"{ROLLOUT}.n"),
-    )
+    mode, rollout = select(config, "trainer.v1.trainer_mode", "sync"), config.actor_rollout_ref.rollout
+    groups, size = config.data.train_batch_size, rollout.n
     share = config.plan.all_equal_groups if filters(config) else 0.0
     if not 0 <= share <= 0.95:
         raise ConfigError(f"plan.all_equal_groups={share}: it is a share of all groups, from 0 to 0.95")

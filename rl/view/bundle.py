@@ -58,7 +58,7 @@ def _write(library: Library, place: Path) -> int:
     while waiting:  # the last one first: the pages of an episode follow each other while it is in memory
         address = waiting.pop()
         page = _page(library, address)
-        text = page.body if isinstance(page.body, str) else page.body.decode("utf-8", "replace")
+        text = page.body
         if page.type == "text/html":
             text = _LINK.sub(link, text).replace(_HEAD, head, 1)
         (place / names[address]).write_text(text, errors="replace")

@@ -43,7 +43,7 @@ class BadLink(ValueError):
 class Page:
     """A page is an answer. ``to``: an address to go to instead; ``status``: that of HTTP."""
 
-    body: str | bytes = ""
+    body: str = ""
     type: str = "text/html"
     headers: dict[str, str] = field(default_factory=dict)
     to: str = ""
@@ -196,8 +196,6 @@ def episode(library: Library, query: Query) -> Page:
 
 def label(library: Library, query: Query) -> Page:
     """Write what somebody says of an episode or a turn, and return all that is said of it."""
-    if not library.who:
-        raise BadLink("start the view with --labels NAME to say something")
     one = _episode(library, query)
     what, comment = (query.get(key, "").strip() for key in ("label", "comment"))
     try:
@@ -244,7 +242,7 @@ def token_page(library: Library, query: Query) -> Page:
     """Show an episode's tokens inside of its tree."""
     one = _episode(library, query)
 
-    def inside(node: int) -> str | bytes:
+    def inside(node: int) -> str:
         return strip(library, {**query, "node": str(node)}).body
 
     return _html(
@@ -279,10 +277,6 @@ def context(library: Library, query: Query) -> Page:
 def raw(library: Library, query: Query) -> Page:
     """Return one text of an episode whole, as plain text."""
     one, what = _episode(library, query), query.get("what", "")
-    if what == "patch":
-        return Page(one.record.patch, "text/plain")
-    if what == "log":
-        return Page(str(one.record.verdict.get("log_tail", "")), "text/plain")
     wanted = _number(query, "turn"), what, _number(query, "part")
     text = next((text for turn, *which, text in one.reading.texts() if (turn.number, *which) == wanted), None)
     if text is None:
@@ -386,9 +380,7 @@ def search(library: Library, query: Query) -> Page:
             looked += 1
             if entry is not None:
                 found.append((run, entry))
-    return _html(
-        "search.html", library, q=wanted, only=only, found=found, start=start, looked=looked, total=total,
-    )  # fmt: skip
+    return _html("search.html", library, q=wanted, only=only, found=found, start=start, looked=looked, total=total)
 
 
 PAGES: dict[str, Handler] = {

@@ -111,11 +111,10 @@ def _environment() -> jinja2.Environment:
     )  # fmt: skip
     made.filters.update({
         "clean": texts.clean, "number": number, "signed": signed, "percent": percent, "when": when, "cut": texts.cut,
-        "visible": texts.visible, "plain": plain,
+        "visible": texts.visible,
     })  # fmt: skip
     shared: dict[str, Any] = {
         "url": url, "tone": tone, "gist": gist, "arguments": arguments, "patch_files": _patch, "style": style,
-        "compared": texts.compared,
     }  # fmt: skip
     made.globals.update(shared)
     return made

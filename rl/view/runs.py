@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rl.data.labels import Labels
 from rl.metrics.episodes import Line, fold, read_jsonl
-from rl.metrics.panels import SECTIONS
+from rl.metrics.panels import SECTIONS, names_of
 from rl.run import phases
 from rl.view.index import Index, IndexEntry
 from rollout.figures import suspicious
@@ -346,21 +346,15 @@ def curves(runs: dict[str, list[Line]]) -> list[dict[str, Any]]:
     out = []
     for section, panels in SECTIONS.items():
         for panel in panels:
-            shown = []
+            shown: list[tuple[str, dict[int, float]]] = []
             for name, lines in runs.items():
-                names = sorted({key for one in lines for key, value in one.items() if value is not None})
-                for metric, label in panel.curves(names).items():
-                    shown.append((name, metric, f"{name}: {label}" if len(runs) > 1 else label))
-            at = sorted({one["step"] for name, metric, _ in shown for one in runs[name] if one.get(metric) is not None})
-            if not at:
-                continue
-            series = []
-            for name, metric, label in shown:
-                known = {one["step"]: one[metric] for one in runs[name] if one.get(metric) is not None}
-                series.append({"label": label, "values": [known.get(step) for step in at]})
-            stacked = panel.stacked and len(runs) == 1
-            out.append(
-                {"section": section, "title": panel.title, "unit": panel.unit, "bounds": list(panel.bounds),
-                 "stacked": stacked, "steps": at, "series": series}
-            )  # fmt: skip
+                for metric, label in panel.curves(names_of(lines)).items():
+                    values = {one["step"]: one[metric] for one in lines if one.get(metric) is not None}
+                    shown.append((f"{name}: {label}" if len(runs) > 1 else label, values))
+            if at := sorted({step for _, values in shown for step in values}):
+                series = [{"label": label, "values": [values.get(step) for step in at]} for label, values in shown]
+                out.append(
+                    {"section": section, "title": panel.title, "unit": panel.unit, "bounds": list(panel.bounds),
+                     "stacked": panel.stacked and len(runs) == 1, "steps": at, "series": series}
+                )  # fmt: skip
     return out

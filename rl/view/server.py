@@ -80,7 +80,7 @@ async def _answer(library: Library, request: web.Request) -> web.Response:
     made = await asyncio.to_thread(pages.answer, library, request.path, dict(request.query))
     if made.to:
         raise web.HTTPFound(made.to)
-    body = made.body.encode("utf-8", "replace") if isinstance(made.body, str) else made.body
+    body = made.body.encode("utf-8", "replace")
     response = web.Response(
         body=body, status=made.status, content_type=made.type, charset="utf-8", headers=made.headers
     )
@@ -98,7 +98,7 @@ async def _write(library: Library, page: pages.Handler, request: web.Request) ->
         made = await asyncio.to_thread(page, library, given)
     except (NotFound, pages.BadLink) as error:
         return web.Response(status=400, text=f"{error}\n")
-    return web.Response(body=str(made.body).encode("utf-8", "replace"), content_type=made.type)
+    return web.Response(body=made.body.encode("utf-8", "replace"), content_type=made.type)
 
 
 def _guard(token: str) -> Middleware:

@@ -231,7 +231,7 @@ def tokens(
     one = record.nodes[node]
     ids = unpack_ids(one.ids[4 * start : 4 * (start + MOST)])
     versions = unpack_ids(one.versions) if isinstance(one.versions, bytes) else []
-    told = trained.of(node) if trained else None
+    told = trained.values.get(node) if trained else None
     columns: Any = (_logprobs(one), versions, told.logprobs if told else (), told.entropies if told else ())
     out = []
     for at, value in enumerate(ids, start):
@@ -264,10 +264,9 @@ class Jump:
 
 def improbable(record: Record, words: Vocabulary) -> list[Jump]:
     """Return the sampled tokens with the lowest log-probabilities, the lowest first."""
-    found = ((_logprobs(one), node) for node, one in enumerate(record.nodes))
-    return _jumps(
-        record, words, ((value, node, at, value) for values, node in found for at, value in enumerate(values))
-    )
+    nodes = enumerate(record.nodes)
+    found = ((value, node, at, value) for node, one in nodes for at, value in enumerate(_logprobs(one)))
+    return _jumps(record, words, found)
 
 
 def tilted(record: Record, words: Vocabulary, trained: EpisodeTraining | None) -> list[Jump]:
@@ -276,7 +275,7 @@ def tilted(record: Record, words: Vocabulary, trained: EpisodeTraining | None) -
         return []
     found = []
     for node, one in enumerate(record.nodes):
-        if told := trained.of(node):
+        if told := trained.values.get(node):
             for at, (mine, theirs) in enumerate(zip(_logprobs(one), told.logprobs, strict=False)):
                 found.append((-abs(theirs - mine), node, at, _ratio(theirs, mine) or 0.0))
     return _jumps(record, words, found)
